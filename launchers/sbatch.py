@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -27,8 +28,9 @@ from slurm.client import FOREIGN, KEPT, SlurmClient, blocked_signals, failure, r
 from slurm.deadline import MARGIN
 from slurm.ids import COMPONENT, whole_of
 from slurm.jobs import Resources
-from slurm.options import sbatch_options, step_options
+from slurm.options import check_written, sbatch_options, step_options
 from slurm.submission import UnreadSubmission, read_submission
+from slurm.words import check_folder
 
 EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on
@@ -62,6 +64,8 @@ if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}"
 fi
 exit $code
 """
+_NO_OPTIONS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
+"""submitit's keywords that do not become a line for sbatch each."""
 MARK = "rlinf-"
 """Begins a word in the comment of jobs by which one submission is told from all others."""
 LONG_S, TIMES = 600, 10
@@ -74,6 +78,7 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
     Several become one job array, a single one does not.
 
     Raises:
+        PlanError: text of a job does not fit into a batch script; nothing was submitted.
         SlurmSilent: no answer; the job may be there or not.
         SlurmError: it was refused, with Slurm's message; or its id cannot be read from the answer,
             and it was cancelled.
@@ -91,8 +96,6 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
         return [str(entry.job_id) for entry in submitted]
     except FailedJobError as error:
         raise _failed(first.name, error) from None
-    except UnreadSubmission as error:
-        raise _withdrawn(jobs, error) from None
 
 
 def sbatch_together(jobs: Sequence[Job]) -> list[str]:
@@ -119,6 +122,7 @@ def sbatch_lasting(job: Job) -> str:
 
 def _submit(script: str, jobs: Sequence[Job]) -> str:
     _make_folders(jobs)
+    mark = _mark_in(jobs[0].resources.sbatch.get("comment"))
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
@@ -128,9 +132,9 @@ def _submit(script: str, jobs: Sequence[Job]) -> str:
         except SlurmError as error:
             raise _failed(" and ".join(job.name for job in jobs), error) from None
     try:
-        return read_submission(answer, lambda: _marked(jobs))
+        return read_submission(answer, lambda: _queued(mark))
     except UnreadSubmission as error:
-        raise _withdrawn(jobs, error) from None
+        raise _withdrawn(" and ".join(job.name for job in jobs), mark, error) from None
 
 
 def new_mark() -> str:
@@ -149,19 +153,25 @@ def marked(job: Job, mark: str) -> Job:
     return replace(job, resources=with_mark(job.resources), further=further)
 
 
-def _marked(jobs: Sequence[Job]) -> list[str]:
-    """Return the ids of jobs in the queue that have the mark of these."""
-    words = str(jobs[0].resources.sbatch.get("comment", "")).split()
-    mark = next((word for word in reversed(words) if word.startswith(MARK)), None)
+def _mark_in(comment: object) -> str | None:
+    """Return the mark in the comment of a job; None: it has none."""
+    found = re.search(rf"(?<!\S){MARK}[0-9a-f]{{16}}$", str(comment or ""))
+    return None if found is None else found[0]
+
+
+def _queued(mark: str | None) -> list[str]:
+    """Return the ids of jobs in the queue that have a mark."""
     return [] if mark is None else SlurmClient().with_comment(mark)
 
 
-def _withdrawn(jobs: Sequence[Job], error: UnreadSubmission) -> SlurmError:
+def _withdrawn(name: str, mark: str | None, error: UnreadSubmission) -> SlurmError:
     """Cancel jobs whose id could not be read; returns the error that says so."""
-    name = " and ".join(job.name for job in jobs)
     advice = "let sbatch print 'Submitted batch job ID', as Slurm's own does"
+    if mark is None:
+        left = "the job has no mark to look for it by and may be queued: see squeue --me"
+        return SlurmError(f"{name}: {error}; {left}; {advice}")
     try:
-        found = {whole_of(identity) for identity in _marked(jobs)}
+        found = {whole_of(identity) for identity in _queued(mark)}
         SlurmClient().cancel(found)
     except SlurmSilent as silence:
         return SlurmSilent(f"{name}: {error}; {silence}")
@@ -184,17 +194,29 @@ def slurm_executor() -> type[Any]:
     class SlurmExecutor(slurm.SlurmExecutor):
         """See :func:`slurm_executor`."""
 
+        _mark: str | None = None
+        """Of the submission that is made."""
+
         def _submit_command(self, command: str) -> Any:
-            with outside_of_jobs():
-                return super()._submit_command(command)
+            self._mark = _mark_in(_comment(self.parameters)) or new_mark()
+            try:
+                with outside_of_jobs():
+                    return super()._submit_command(command)
+            except UnreadSubmission as error:
+                name = self.parameters.get("job_name", "submitit")
+                raise _withdrawn(name, self._mark, error) from None
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
-            wanted = _of_sweep(self.parameters)
+            check_written({"submitit_folder": self.folder}, "hydra.launcher")
+            wanted = _of_sweep(self.parameters, self._mark)
             return str(slurm._make_sbatch_string(command=command, folder=self.folder, **wanted))
 
-        @staticmethod
-        def _get_job_id_from_submission_command(string: str | bytes) -> str:
-            return read_submission(string if isinstance(string, str) else string.decode())
+        # submitit calls it on the executor, whose mark is needed here.
+        def _get_job_id_from_submission_command(  # type: ignore[override]
+            self, string: str | bytes
+        ) -> str:
+            answer = string if isinstance(string, str) else string.decode()
+            return read_submission(answer, lambda: _queued(self._mark))
 
     setattr(slurm, "SlurmExecutor", SlurmExecutor)  # noqa: B010 (to mypy it is a type)
     plugins._get_plugins.cache_clear()
@@ -202,12 +224,25 @@ def slurm_executor() -> type[Any]:
     return SlurmExecutor
 
 
-def _of_sweep(given: Mapping[str, Any]) -> dict[str, Any]:
+def _comment(given: Mapping[str, Any]) -> str:
+    """Return the comment of a job in submitit's keywords."""
+    further = given.get("additional_parameters") or {}
+    return str(further.get("comment", given.get("comment")) or "")
+
+
+def _of_sweep(given: Mapping[str, Any], mark: str | None) -> dict[str, Any]:
     """Return submitit's keywords with what a sweep's leave out, which are written by hand.
 
+    Args:
+        mark: see :func:`new_mark`; None: the script is not submitted.
+
     Raises:
-        PlanError: several of them say how much memory a job has.
+        PlanError: several of them say how much memory a job has, or one does not fit into its line
+            of the script.
     """
+    further = given.get("additional_parameters") or {}
+    check_written({k: v for k, v in given.items() if k not in _NO_OPTIONS}, "hydra.launcher")
+    check_written(further, "hydra.launcher.additional_parameters")
     memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if given.get(key) is not None]
     if len(memory) > 1:
         raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
@@ -215,7 +250,9 @@ def _of_sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     needs = Resources(cpus_per_task=given.get("cpus_per_task") or 1)
     named = {word.partition("=")[0] for word in step}
     step += [word for word in step_options(needs) if word.partition("=")[0] not in named]
-    return {"wckey": None, **given, "srun_args": step}
+    if mark is not None and mark != _mark_in(_comment(given)):
+        further = {**further, "comment": f"{_comment(given)} {mark}".strip()}
+    return {"wckey": None, **given, "srun_args": step, "additional_parameters": further}
 
 
 def script(jobs: Sequence[Job]) -> str:
@@ -223,14 +260,9 @@ def script(jobs: Sequence[Job]) -> str:
     first = jobs[0]
     if len(jobs) > 1 or first.further:
         return together_script(jobs)
-    with tempfile.TemporaryDirectory() as folder:
-        executor = slurm_executor()(folder=folder, python=_python(first.resources))
-        executor.update_parameters(
-            **parameters(first.name, first.resources, requeues=first.requeues)
-        )
-        command = f"{_python(first.resources)} -u -m submitit.core._submit {folder}"
-        text = executor._make_submission_file_text(command, "call")
-    return str(text).replace(folder, str(first.logs))
+    executor = slurm_executor()(folder=first.logs, python=_python(first.resources))
+    executor.update_parameters(**parameters(first.name, first.resources, requeues=first.requeues))
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "call"))
 
 
 def lasting_script(job: Job) -> str:
@@ -323,7 +355,13 @@ def _flags(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _make_folders(jobs: Sequence[Job]) -> None:
+    """Make the folders of jobs.
+
+    Raises:
+        PlanError: jobs could not write their logs there.
+    """
     for job in jobs:
+        check_folder(job.logs)
         job.logs.mkdir(parents=True, exist_ok=True)
         job.out.mkdir(parents=True, exist_ok=True)
 

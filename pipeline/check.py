@@ -37,6 +37,7 @@ from rlinf.registry import own_attribute
 from rlinf.track import LogConfig, sinks
 from rlinf.trainers import trainers
 from slurm.site import load_site
+from slurm.words import check_folder
 from stages.flow import DYNAMIC, Flow, flow_of
 from stages.layout import CONFIG
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
@@ -62,6 +63,8 @@ def check(config: RunConfig) -> None:
     reward, reward_options = reward_class(config)
     reward.check(reward_options)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.launcher == "slurm":
+        check_folder(config.run.folder)
     if cluster.site is not None:
         know(load_site(cluster.site).interpreters)
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):

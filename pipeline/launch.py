@@ -23,6 +23,7 @@ from rlinf.config import RunConfig, Section
 from rlinf.errors import EXIT_REQUEUE, ConfigError, RequeueRequested
 from rlinf.interpreters import interpreter, know, named
 from slurm.jobs import Resources, State, Status
+from slurm.words import Environment, OptionText, Word
 from stages.flow import Flow
 from stages.runner import StageCall
 
@@ -43,7 +44,7 @@ class DriverJob(Section):
     set-up lines, container, environment), and nothing that makes a job large or sends it to GPUs.
     """
 
-    partition: str | None = None
+    partition: OptionText | None = None
     """Null: the cluster's default one."""
     cpus: int = Field(default=1, gt=0)
     mem_mb: int = Field(default=4000, gt=0)
@@ -51,26 +52,27 @@ class DriverJob(Section):
     time_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes, before which it requeues itself. Null: a day, or what the
     partition and accounting allow."""
-    mail: str | None = None
+    mail: OptionText | None = None
     """Whom Slurm tells when the job ends or fails."""
-    account: str | None = None
+    account: OptionText | None = None
     """Null: the site file's."""
-    qos: str | None = None
+    qos: OptionText | None = None
     """Null: what the site file says of this very partition if it has no GPUs, else Slurm's default.
     So for the next two."""
-    constraint: str | None = None
-    reservation: str | None = None
-    exclude: str | None = None
+    constraint: OptionText | None = None
+    reservation: OptionText | None = None
+    exclude: OptionText | None = None
     """Null: the site file's."""
     sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options by long name, as in a site file."""
+    """Further sbatch options by long name, which :func:`slurm.options.check_driver_options`
+    checks."""
 
     @field_validator("sbatch")
     @classmethod
     def _obeyed(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
-        from slurm.options import check_options
+        from slurm.options import check_driver_options
 
-        return check_options(value)
+        return check_driver_options(value)
 
 
 class ClusterConfig(Section):
@@ -84,16 +86,16 @@ class ClusterConfig(Section):
     """Seconds between two looks at the queue; 30 or more on a cluster shared with others."""
     retries: int = Field(default=2, ge=0)
     """Further attempts at a stage that failed for no stated reason."""
-    env: dict[str, str] = {}
+    env: Environment = {}
     """Environment of every stage."""
-    interface: str | None = None
+    interface: Word | None = None
     """Where sockets of the run listen: an interface (``ib0``), a network (``10.1.0.0/16``) or an
     address. By default the loopback where all processes are of this machine, else everywhere."""
     pool_grace_s: float = Field(default=600.0, gt=0)
     """How long pools wait for another driver when theirs was killed, or failed, before they give
     their devices back."""
     driver: DriverJob = DriverJob()
-    notify: tuple[str, ...] = ()
+    notify: tuple[Word, ...] = ()
     """A command, as a list of words, that is run at the end of the run and when it fails, with the
     run's name and ``finished``, ``failed`` or ``stopped`` as its last arguments."""
 

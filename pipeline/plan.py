@@ -21,6 +21,7 @@ from rlinf.channels.world import ALONE, ParallelLayout
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import ConfigError, PlanError, nearest
 from rlinf.yaml_file import read_yaml
+from slurm.words import OptionText
 from stages.flow import GENERATE, Flow, flow_of, on_policy
 from stages.layout import CONFIG, PLAN
 from stages.runner import load_config
@@ -29,17 +30,17 @@ from stages.runner import load_config
 class StagePlan(Section):
     """Resources of one stage; null takes the default of the plan, then of the cluster."""
 
-    partition: str | None = None
+    partition: OptionText | None = None
     nodes: int = Field(default=1, gt=0)
     processes: int = Field(default=1, gt=0)
     """Processes per node; on GPU partitions as many as GPUs."""
     gpus: int = Field(default=0, ge=0)
     """GPUs per node."""
-    gpu_type: str | None = None
+    gpu_type: OptionText | None = None
     shares: dict[str, PositiveFloat] | tuple[PositiveFloat, ...] | None = None
     """Relative speeds where they differ: by kind of node (a GPU's GRES name, a feature), or of each
     process. Work is given out in proportion."""
-    constraint: str | None = None
+    constraint: OptionText | None = None
     """Features the nodes must have, as for sbatch: ``[h100*1&a100*1]`` for one node of each."""
     layout: ParallelLayout = ALONE
     """How processes share a copy of the model, where the engine or trainer can split it so. Said of
@@ -75,7 +76,7 @@ class Pool(Section):
     """Devices held for many iterations by the stages that take turns on them."""
 
     stages: tuple[str, ...] = Field(min_length=1)
-    gpus: dict[str, PositiveInt] = Field(min_length=1)
+    gpus: dict[OptionText, PositiveInt] = Field(min_length=1)
     """Devices of each kind (``partition``, or ``partition:gpu_type``): GPUs, one for each process,
     unless its stages or the defaults say ``gpus: 0`` or the partition has none. Several kinds are
     components of one heterogeneous job, on each of which every stage of the pool runs; in an

@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlinf.errors import PlanError
 from slurm.jobs import Resources
+from slurm.words import check_option
 
 Value = str | int | bool
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
@@ -32,6 +34,14 @@ _PLAN = {
     "gpus-per-socket": "gpus",
 }
 """Options that the plan decides, with its key."""
+_DRIVER = {
+    "partition": "partition",
+    "cpus-per-task": "cpus",
+    **dict.fromkeys(MEMORY, "mem_mb"),
+    "time": "time_min",
+    "mail-user": "mail",
+}
+"""Options that have a key of their own for the driver's job, with that key."""
 _SITE = ("account", "qos", "constraint", "exclude", "reservation")
 """Options with a key of their own in the site file."""
 # fmt: off
@@ -72,8 +82,8 @@ def check_options(values: Mapping[str, Value]) -> dict[str, Value]:
     """Return further sbatch options under their long names.
 
     Raises:
-        ValueError: an option would not be obeyed, is given twice, or excludes another; says what
-            to write instead.
+        ValueError: an option would not be obeyed, does not fit into its line of a batch script, is
+            given twice, or excludes another; says what to write instead.
     """
     found: dict[str, Value] = {}
     for key, value in values.items():
@@ -84,11 +94,32 @@ def check_options(values: Mapping[str, Value]) -> dict[str, Value]:
             raise ValueError(f"{name} is given twice; leave out {key!r} or the other")
         if advice := _advice(name, value):
             raise ValueError(advice)
+        try:
+            check_option(str(value))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         found[name] = value
     given = [name for name in MEMORY if found.get(name, False) is not False]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} exclude each other; leave one of them")
     return found
+
+
+def check_driver_options(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return further sbatch options of the driver's job under their long names.
+
+    Raises:
+        ValueError: as :func:`check_options`; or the job has a key of its own for it, or no use.
+    """
+    for key, value in values.items():
+        name = option_name(key)
+        if name in _DRIVER:
+            raise ValueError(
+                f"{name} has a key of its own beside sbatch; set cluster.driver.{_DRIVER[name]}"
+            )
+        if name in _PLAN or _has_gpus(name, value):
+            raise ValueError(f"the driver's job is one process without GPUs; leave {name} out")
+    return check_options(values)
 
 
 def small_job_options(values: Mapping[str, Value]) -> dict[str, Value]:
@@ -107,9 +138,13 @@ def _advice(name: str, value: Value) -> str | None:
         return f"the plan decides {name}; set {_PLAN[name]} there, under stages or defaults"
     if name in _OWN:
         return f"the program decides {name} itself; leave it out"
-    if name == "gres" and re.search(r"(?:^|[,/])gpu\b", str(value)):
+    if _has_gpus(name, value):
         return "the plan decides how many GPUs a job has; set gpus there, and leave gpu out of gres"
     return None
+
+
+def _has_gpus(name: str, value: Value) -> bool:
+    return name == "gres" and re.search(r"(?:^|[,/])gpu\b", str(value)) is not None
 
 
 def sbatch_options(
@@ -124,6 +159,9 @@ def sbatch_options(
         name: of the job.
         requeues: whether Slurm starts it again itself after preemption or the loss of a node.
         warning_s: seconds between the warning signal and the end; None: those of the resources.
+
+    Raises:
+        PlanError: a value does not fit into its line of a batch script.
     """
     further = {option_name(key): value for key, value in needs.sbatch.items()}
     site_gres = further.pop("gres", None)
@@ -143,7 +181,26 @@ def sbatch_options(
     for key in ("partition", "account", "qos", "constraint", "exclude", "reservation"):
         values[key] = getattr(needs, key) or further.get(key)
     values["time"] = needs.time_min or further.get("time")
-    return {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
+    written = {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
+    check_written(written, name)
+    return written
+
+
+def check_written(values: Mapping[str, Any], where: str) -> None:
+    """See that options fit into lines of a batch script, whoever gave them.
+
+    Args:
+        where: the job, or the section of a configuration.
+
+    Raises:
+        PlanError: one does not.
+    """
+    for key, value in values.items():
+        try:
+            check_option(key)
+            check_option(str(value))
+        except ValueError as error:
+            raise PlanError(f"{where}: {key!r} of sbatch: {error}") from None
 
 
 def _gpus(needs: Resources) -> str:

@@ -15,6 +15,7 @@ from rlinf.yaml_file import read_yaml
 from slurm import gpus
 from slurm.client import partition_names
 from slurm.options import Value, check_options
+from slurm.words import Environment, OptionText, Word
 
 
 class Hardware(Section):
@@ -50,16 +51,16 @@ Duty = Annotated[float, Field(gt=0, le=1)]
 class PartitionSite(Hardware):
     """Settings of the jobs of one partition, and its hardware."""
 
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    reservation: str | None = None
-    setup: tuple[str, ...] = ()
+    account: OptionText | None = None
+    qos: OptionText | None = None
+    constraint: OptionText | None = None
+    exclude: OptionText | None = None
+    reservation: OptionText | None = None
+    setup: tuple[Word, ...] = ()
     """Shell lines before the job's command: ``module load cuda/12.4``."""
-    python: tuple[str, ...] = ()
+    python: tuple[Word, ...] = ()
     """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
-    env: dict[str, str] = {}
+    env: Environment = {}
     sbatch: dict[str, Value] = {}
     """Further sbatch options by long name, which :func:`slurm.options.check_options` checks.
 

@@ -101,7 +101,7 @@ def _small(
         constraint=asked.constraint or site.constraint,
         reservation=asked.reservation or site.reservation,
         exclude=asked.exclude or needs.exclude,
-        sbatch={**small_job_options(needs.sbatch), **asked.sbatch, **mail},
+        sbatch={**small_job_options(needs.sbatch), **mail, **asked.sbatch},
     )
 
 

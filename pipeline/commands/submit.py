@@ -28,6 +28,7 @@ from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import save_text
 from rlinf.errors import ConfigError
 from slurm.client import SlurmClient
+from slurm.words import check_folder
 from stages.layout import CONFIG, PLAN
 from stages.runner import StageCall
 
@@ -113,6 +114,7 @@ def _found(words: Sequence[str]) -> tuple[Run, Plan, bool]:
 
 
 def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
+    check_folder(run.folder)
     own = run.config.cluster.get("driver") or {}
     return cluster_of(run, {"driver": {**own, **driver}})
 

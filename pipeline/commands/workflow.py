@@ -226,7 +226,8 @@ class Workflow:
         ranks, shares = f"{ranks} {module}", plan.shares
         speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
         layout = f"{LAYOUT}={plan.layout} " if plan.layout.split() else ""
-        return f"{speeds}{layout}{self._interpreter(stage) or self.python} {ranks}"
+        python = shlex.quote(self._interpreter(stage) or sys.executable)
+        return f"{speeds}{layout}{python} {ranks}"
 
     def _interpreter(self, stage: str) -> str | None:
         """The Python that a rule's stages need; None: this one."""

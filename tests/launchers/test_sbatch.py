@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +113,40 @@ def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
         assert "--cpus-per-task=3" in words
         assert "--export=ALL" in words
         assert "--kill-on-bad-exit=1" in words
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("writer", ["alone", "together", "lasting"])
+def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
+    tmp_path: Path, writer: str
+) -> None:
+    needs = replace(STAGE, sbatch={"comment": "it's $HOME `touch x` #"}, python=("a b", "$c\nd"))
+    one = Job("a/b", ("--x",), tmp_path / "o", tmp_path / "l 'o' $(touch x)", needs, "m")
+    text = {
+        "alone": lambda: script([one]),
+        "together": lambda: together_script([one, one]),
+        "lasting": lambda: lasting_script(one),
+    }[writer]()
+    head = text.split("\nexport ")[0].split("\nsrun ")[0]
+    assert all(not line or line.startswith("#") for line in head.splitlines())
+    write_command(tmp_path / "slurm", "srun", f'printf "%s\\n" "$@" > {tmp_path}/words')
+    here = tmp_path / "here"
+    here.mkdir()
+    # As a file, which Slurm makes of it, too.
+    (tmp_path / "script").write_text(text)
+    subprocess.run(["bash", tmp_path / "script"], cwd=here, check=True, timeout=20)
+    assert not list(here.iterdir())
+    assert str(one.logs) in (tmp_path / "words").read_text()
+
+
+def test_jobs_that_could_not_write_their_logs_are_not_submitted(
+    tmp_path: Path, slurm: Path
+) -> None:
+    for way, submit in submissions(tmp_path / "50%j").items():
+        with pytest.raises(PlanError, match="holds %"):
+            submit()
+        assert not (slurm / "calls").exists(), way
+    assert not (tmp_path / "50%j").exists()
 
 
 @pytest.fixture
@@ -232,6 +268,68 @@ def test_a_sweep_is_submitted_in_the_same_way(
     )
     assert "wckey" not in text
     assert "SLURM_MEM_PER_CPU" not in (slurm / "env").read_text()
+    comments = [line for line in text.splitlines() if line.startswith("#SBATCH --comment=")]
+    assert len(comments) == 1, "a mark, by which the job is found"
     executor.update_parameters(slurm_mem_per_cpu="2G")
     with pytest.raises(PlanError, match="mem and mem_per_cpu exclude each other"):
         executor.map_array(len, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"slurm_comment": "a\ntouch x #"},
+        {"slurm_partition": "gpu\n"},
+        {"slurm_additional_parameters": {"nice": "1\ntouch x #"}},
+        {"slurm_additional_parameters": {"nice\ntouch x": "1"}},
+    ],
+)
+def test_a_sweep_with_an_option_of_several_lines_is_refused(
+    tmp_path: Path, slurm: Path, odd: dict[str, object]
+) -> None:
+    import submitit
+
+    slurm_executor()
+    executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
+    executor.update_parameters(slurm_setup=["a\nb"], **odd)
+    with pytest.raises(PlanError, match=r"hydra\.launcher.*control character"):
+        executor.map_array(len, ["a", "b"])
+    assert not (slurm / "script").exists()
+
+
+@pytest.mark.parametrize("comment", [{}, {"slurm_comment": "rlinf-team it's"}])
+@pytest.mark.parametrize("points", [["a"], ["a", "b"]])
+def test_the_job_of_a_sweep_whose_id_is_not_told_is_cancelled(
+    tmp_path: Path, slurm: Path, comment: dict[str, str], points: list[str]
+) -> None:
+    import submitit
+
+    slurm_executor()
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    marks = set()
+    for _ in range(2):
+        executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
+        executor.update_parameters(name="sweep", **comment)
+        # The comment is all that squeue tells of it, and other jobs of the user are there.
+        write_command(
+            slurm,
+            "squeue",
+            f"echo '70|(null) rlinf-team'; "
+            f"sed -En 's/^#SBATCH --comment=.*(rlinf-[0-9a-f]{{16}}).*/71|\\1/p' {slurm}/script",
+        )
+        with pytest.raises(SlurmError, match=r"^sweep: .*no job id.*; job 71 was cancelled"):
+            executor.map_array(len, points)
+        assert comment.get("slurm_comment", "").replace("'", "") in (
+            (slurm / "script").read_text().replace("'", "").replace('"', "")
+        )
+        marks.add(re.findall(r"rlinf-[0-9a-f]{16}", (slurm / "script").read_text())[0])
+    assert (slurm / "cancelled").read_text().split() == ["71", "71"]
+    assert len(marks) == 2, "another submission keeps its job"
+
+
+def test_a_job_without_a_mark_is_not_said_to_be_gone(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "answer").write_text("Your job was accepted.\n")
+    needs = Resources("cpu", sbatch={"comment": "rlinf-team"})
+    with pytest.raises(SlurmError, match="has no mark to look for it by and may be queued"):
+        sbatch_lasting(Job("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
+    assert not (slurm / "cancelled").exists()

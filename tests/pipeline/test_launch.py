@@ -11,10 +11,21 @@ import pytest
 
 from pipeline.commands.driver_job import driver_needs
 from pipeline.commands.experiment import prepare
-from pipeline.launch import ClusterConfig, make_launcher, pool_jobs, resources, settled
-from pipeline.plan import Plan, parse_plan
-from rlinf.errors import PlanError
+from pipeline.launch import (
+    ClusterConfig,
+    DriverJob,
+    make_launcher,
+    pool_jobs,
+    resources,
+    settled,
+)
+from pipeline.plan import Plan, StagePlan, parse_plan
+from rlinf.config import Section, validate
+from rlinf.errors import ConfigError, PlanError
+from slurm import options
 from slurm.client import SlurmClient
+from slurm.options import sbatch_options
+from slurm.site import PartitionSite
 
 SINFO = (
     "cpu*|infinite|4|64|500000|(null)|up|1-infinite\n"
@@ -181,3 +192,89 @@ def test_a_driver_has_the_time_of_its_own_partition(
 def test_a_plan_names_no_partition_where_no_site_speaks_of_any(answers: Answers) -> None:
     plan = parse_plan({"stages": {"train": {"cpus": 2}}}, "plan")
     assert settled(plan, CLUSTER) is plan
+
+
+def texts(section: type[Section]) -> list[str]:
+    """The keys of a section whose value may be any text, so far as its type tells."""
+    fields = section.model_fields.items()
+    # A model of GPU is compared with those known, and goes into no script.
+    return [k for k, field in fields if "str" in str(field.annotation) and k != "gpu_model"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(section, key) for section in (DriverJob, StagePlan, PartitionSite) for key in texts(section)],
+)
+def test_text_that_would_not_stay_in_its_place_is_refused_under_every_key(
+    section: type[Section], key: str
+) -> None:
+    """Lines for sbatch end at a line break; lines of shell and words of commands hold all else."""
+    odd: dict[str, Any] = {
+        "sbatch": {"comment": "a\ntouch x #"},
+        "env": {"A;touch x": "1"},
+        "setup": ["a\0"],
+        "python": ["a\0"],
+        "shares": {"a100": 0},  # never text for a script, and here not valid either
+        "duty_cycle": {"a100": 2},
+    }
+    with pytest.raises(ConfigError, match=rf"^section\.{key}\b"):
+        validate(section, {key: odd.get(key, "a\ntouch x #")}, "section")
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"),
+    [
+        ({"mem": "64G"}, r"set cluster\.driver\.mem_mb"),
+        ({"mem_per_cpu": "8G"}, r"set cluster\.driver\.mem_mb"),
+        ({"time": 600}, r"set cluster\.driver\.time_min"),
+        ({"cpus-per-task": 4}, r"set cluster\.driver\.cpus"),
+        ({"partition": "cpu"}, r"set cluster\.driver\.partition"),
+        ({"mail-user": "ada"}, r"set cluster\.driver\.mail"),
+        ({"nodes": 2}, "one process without GPUs; leave nodes out"),
+        ({"gres": "gpu:1"}, "one process without GPUs; leave gres out"),
+        ({"account": "a"}, "beside sbatch; write account: a"),
+    ],
+)
+def test_options_that_the_drivers_job_has_otherwise_are_refused_with_their_cure(
+    option: dict[str, Any], cure: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^cluster\.driver\.sbatch: .*{cure}"):
+        validate(ClusterConfig, {"driver": {"sbatch": option}}, "cluster")
+
+
+def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers) -> None:
+    names = {*options._SIZE, *options._PLACE, *options._OWN, *options._SITE, "comment", "nice"}
+    taken = 0
+    for name in sorted(names):
+        driver = {"mail": "ada", "sbatch": {name: "7"}}
+        try:
+            cluster = validate(ClusterConfig, {"driver": driver}, "cluster")
+        except ConfigError:
+            continue
+        written = sbatch_options("driver", driver_needs(cluster, Plan(), SlurmClient()))
+        assert written[name] == "7", name
+        taken += 1
+    assert taken > 20
+
+
+@pytest.mark.parametrize(
+    "cluster", [{"env": {"A B": "1"}}, {"interface": "ib0\0"}, {"notify": ["tell", "\0"]}]
+)
+def test_what_no_command_can_be_given_is_refused(cluster: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^cluster\.{next(iter(cluster))}\b"):
+        validate(ClusterConfig, cluster, "cluster")
+
+
+def test_a_device_of_a_pool_is_one_line() -> None:
+    with pytest.raises(PlanError, match=r"pools\.0\.gpus\.gpu\n.*control character"):
+        pools({"stages": ["rollout"], "gpus": {"gpu\nb": 1}})
+
+
+def test_a_folder_that_slurm_would_read_otherwise_is_refused_before_it_is_made(
+    answers: Answers, compose: Compose, tmp_path: Path
+) -> None:
+    values = compose("cluster=slurm")
+    values["run"]["root"] = str(tmp_path / "50%j")
+    with pytest.raises(PlanError, match=r"run\.root.*holds %"):
+        prepare(values)
+    assert not (tmp_path / "50%j").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -81,6 +82,9 @@ def test_names_with_underscores_and_switched_off_options() -> None:
         ({"mem": "4G", "mem-per-cpu": "1G"}, "mem and mem-per-cpu exclude each other"),
         ({"mem-per-cpu": "1G", "mem_per_gpu": "1G"}, "exclude each other"),
         ({"mail-user": "a", "mail_user": "b"}, "mail-user is given twice"),
+        ({"comment": "a\ntouch x #"}, "comment: .*control character"),
+        ({"wckey": "w\n"}, "wckey: .*control character"),
+        ({"comment": "a\\b"}, "comment: .*backslash"),
     ],
 )
 def test_what_would_not_be_obeyed_is_refused_with_its_cure(
@@ -89,7 +93,7 @@ def test_what_would_not_be_obeyed_is_refused_with_its_cure(
     with pytest.raises(ValueError, match=advice):
         check_options(sbatch)
     path = tmp_path / "site.yaml"
-    path.write_text(f"defaults: {{sbatch: {sbatch!r}}}".replace("True", "true"))
+    path.write_text(json.dumps({"defaults": {"sbatch": sbatch}}))
     with pytest.raises(PlanError, match=f"cluster.site.*sbatch.*{advice}"):
         load_site(path)
 
@@ -110,3 +114,18 @@ def test_a_small_job_keeps_what_makes_it_start_and_be_accounted() -> None:
     large = {"exclusive": True, "mem": "0", "gres": "nvme:1", "nodelist": "g1", "licenses": "a"}
     large |= {"mail_type": "ALL", "hold": True, "mem_per_cpu": "4G", "time": 5, "hint": "x"}
     assert small_job_options({**kept, **large}) == kept
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        Resources(partition="a\nb"),
+        Resources(account="a\nb"),
+        Resources(gpus_per_node=1, gpu_type="a\nb"),
+        Resources(sbatch={"comment": "a\nb"}),
+        Resources(sbatch={"a\nb": True}),
+    ],
+)
+def test_no_script_has_options_of_more_than_a_line_whoever_gave_them(needs: Resources) -> None:
+    with pytest.raises(PlanError, match=r"stage/3: .* of sbatch: .*control character"):
+        sbatch_options("stage/3", needs)

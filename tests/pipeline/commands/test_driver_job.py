@@ -176,16 +176,11 @@ def test_what_the_driver_section_says_comes_before_all(slurm: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("sbatch", "words"), [({"array": "0-3"}, "array"), ({"mem": 1, "mem-per-cpu": 1}, "exclude")]
+    ("sbatch", "words"), [({"array": "0-3"}, "array"), ({"mem": 1, "mem-per-cpu": 1}, "mem_mb")]
 )
 def test_options_that_a_driver_cannot_have_are_refused(sbatch: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"driver.sbatch.*{words}"):
         validate(ClusterConfig, {"driver": {"sbatch": sbatch}}, "cluster")
-
-
-def test_memory_of_the_driver_section_is_a_default_too(slurm: Path, tmp_path: Path) -> None:
-    found = options(tmp_path, needs_of(tmp_path, {}, sbatch={"mem-per-cpu": "1G"}, mem_mb=500))
-    assert [option for option in found if option.startswith("mem")] == ["mem=500M"]
 
 
 def test_a_driver_lasts_no_longer_than_accounting_allows(slurm: Path, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.commands.workflow import prepare
 from pipeline.lock import LOCK, Lock
+from pipeline.run import Run
 from rlinf.errors import ConfigError, RunLockedError
 
 
@@ -24,6 +27,18 @@ def test_a_job_of_a_workflow_opens_the_run_that_the_workflow_drives(tmp_path: Pa
         inside = prepare(settings, begins=False)
     assert inside.folder == run.folder
     assert inside.program("train") == run.program("train")
+
+
+def test_an_interpreter_in_an_odd_folder_is_one_word_of_a_rules_command(tmp_path: Path) -> None:
+    python = tmp_path / "it's here; touch x" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    settings = {"experiment": "cartpole_ppo", "run__root": str(tmp_path), "run__name": "cp"}
+    workflow = prepare(settings)
+    config = workflow._run.config
+    trainer = config.trainer.model_copy(update={"python": str(python)})
+    workflow._run = Run(workflow.folder, config.model_copy(update={"trainer": trainer}))
+    assert shlex.split(workflow.program("train")) == [str(python), "-m", "stages"]
 
 
 class _Held:
