@@ -6,14 +6,17 @@ has a frame of such a module is the user's. It becomes a :class:`UserCodeError`,
 retries, unless it may pass by itself; then it is a :class:`TransientUserCodeError`.
 
 Errors that pass by themselves are those of connections and files (``OSError``, except a missing
-or forbidden path), of HTTP, of device memory and collectives, and of worker processes that died.
-The error itself decides, or one that it was raised from.
+or forbidden path), of HTTP and services that are busy or out of reach, of a locked database, of
+device memory and collectives, and of worker processes that died. The error itself decides, or one
+that it was raised from; of a group each must pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import re
+import sqlite3
 import subprocess
 import sys
 import sysconfig
@@ -44,6 +47,15 @@ PERMANENT = (
     PermissionError,
 )
 """Errors of files that another try would meet again: the path is wrong."""
+HTTP_TRANSIENT = frozenset({408, 425, 429, *range(500, 600)})
+"""Statuses of HTTP that another try may not get (RFC 9110, 6585 and 8470)."""
+GRPC_TRANSIENT = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"})
+CLIENTS = frozenset(
+    {"aiohttp", "anthropic", "grpc", "httpcore", "httpx", "openai", "redis", "requests", "urllib3"}
+)
+"""Packages that reach services, whose errors need not be an ``OSError``."""
+UNREACHED = re.compile(r"Timeout|Connect|Network|RemoteProtocol")
+"""Part of the names of their errors that tell of a connection."""
 TORCH_TRANSIENT = ("OutOfMemoryError", "AcceleratorError", "distributed.DistError")
 TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/transport")
 """Parts of the messages of device and network errors that PyTorch raises as RuntimeError."""
@@ -200,11 +212,28 @@ def _may_pass(error: BaseException | None) -> bool:
     while error is not None and id(error) not in seen:
         if isinstance(error, PERMANENT):
             return False
-        if isinstance(error, TRANSIENT) or _is_of_device(error):
+        if isinstance(error, BaseExceptionGroup) and all(map(_may_pass, error.exceptions)):
+            return True
+        if isinstance(error, TRANSIENT) or _is_of_device(error) or _is_of_service(error):
             return True
         seen.add(id(error))
         error = _cause(error)
     return False
+
+
+def _is_of_service(error: BaseException) -> bool:
+    """Whether a service was busy or out of reach, or a database locked."""
+    places = (error, getattr(error, "response", None))
+    found = [getattr(place, name, None) for place in places for name in ("status_code", "status")]
+    if any(isinstance(status, int) and status in HTTP_TRANSIENT for status in found):
+        return True
+    if isinstance(error, sqlite3.OperationalError):
+        return "is locked" in str(error)
+    ours = [c for c in type(error).__mro__ if c.__module__.partition(".")[0] in CLIENTS]
+    if any(UNREACHED.search(kind.__name__) for kind in ours):
+        return True
+    code = getattr(error, "code", None) if ours else None
+    return callable(code) and getattr(code(), "name", "") in GRPC_TRANSIENT
 
 
 def _is_of_device(error: BaseException) -> bool:
