@@ -4,23 +4,17 @@ User code is each module that the configuration names (``reward.name=mylab.rewar
 the other modules of its package or, if it has none, of its folder. An exception whose traceback
 has a frame of such a module is the user's. It becomes a :class:`UserCodeError`, which no driver
 retries, unless it may pass by itself; then it is a :class:`TransientUserCodeError`.
-
-Errors that pass by themselves are those of connections and files (``OSError``, except a missing
-or forbidden path), of HTTP, of device memory and collectives, and of worker processes that died.
-The error itself decides, or one that it was raised from.
+:mod:`rlinf.transient` says which errors may.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import subprocess
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor
-from http.client import HTTPException
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import NamedTuple
@@ -32,21 +26,10 @@ from rlinf.errors import (
     last_line,
     storage_error,
 )
+from rlinf.transient import cause_of, may_pass
 
 PRODUCT = frozenset({"rlinf", "stages", "pipeline", "launchers", "slurm"})
 """Top-level packages whose modules are never user code."""
-TRANSIENT = (OSError, HTTPException, subprocess.TimeoutExpired, BrokenExecutor)
-PERMANENT = (
-    FileNotFoundError,
-    FileExistsError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-)
-"""Errors of files that another try would meet again: the path is wrong."""
-TORCH_TRANSIENT = ("OutOfMemoryError", "AcceleratorError", "distributed.DistError")
-TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/transport")
-"""Parts of the messages of device and network errors that PyTorch raises as RuntimeError."""
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -120,7 +103,7 @@ def user_error(error: BaseException) -> RlinfError | None:
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     label = _label([step.tb_frame for step in steps], first.tb_frame)
     message = f"{label} raised {said}\n{_traceback(error, first)}"
-    return (TransientUserCodeError if _may_pass(error) else UserCodeError)(message)
+    return (TransientUserCodeError if may_pass(error) else UserCodeError)(message)
 
 
 def exit_of(error: BaseException) -> tuple[int, str]:
@@ -184,44 +167,7 @@ def _traceback(error: BaseException, first: TracebackType) -> str:
     """One traceback, which begins at the user's line; the cause, if there is one, as a line."""
     shown = traceback.TracebackException(type(error), error, first, compact=True)
     text = "".join(shown.format(chain=False)).rstrip()
-    cause = _cause(error)
+    cause = cause_of(error)
     if cause is None:
         return text
     return f"{text}\nraised from {last_line(''.join(traceback.format_exception_only(cause)))}"
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether another try may succeed."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, PERMANENT):
-            return False
-        if isinstance(error, TRANSIENT) or _is_of_device(error):
-            return True
-        seen.add(id(error))
-        error = _cause(error)
-    return False
-
-
-def _is_of_device(error: BaseException) -> bool:
-    """Whether PyTorch raised it over device memory, a device or a lost peer."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in TRANSIENT_TEXTS):
-        return True
-    torch = sys.modules.get("torch")
-    return any(isinstance(error, kind) for kind in _torch_errors(torch))
-
-
-def _torch_errors(torch: ModuleType | None) -> list[type]:
-    """The classes of :data:`TORCH_TRANSIENT` that this PyTorch has; none before its import."""
-    kinds = []
-    for name in TORCH_TRANSIENT:
-        found: object = torch
-        for word in name.split("."):
-            found = getattr(found, word, None)
-        if inspect.isclass(found):
-            kinds.append(found)
-    return kinds

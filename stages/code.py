@@ -72,6 +72,7 @@ CARRIERS = (
     "rlinf.threads",
     "rlinf.track",
     "rlinf.trainers.lanes",
+    "rlinf.transient",
     "rlinf.tree",
     "rlinf.user_code",
     "rlinf.weights",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rlinf.artifacts import Manifest, read_manifest, verify
 from rlinf.channels.file import FileReader, FileWriter
@@ -102,6 +102,15 @@ class Input:
         return None
 
 
+class Fault(NamedTuple):
+    """Why dialogues of one process were lost."""
+
+    error: str
+    """What ended the last of them."""
+    bug: bool
+    """Whether each ended by an error of the user's code that another try would meet again."""
+
+
 class Writer(Protocol):
     """Takes the records of an output channel."""
 
@@ -189,6 +198,8 @@ class Context:
     """None: the policy is in this process."""
     metrics: dict[str, tuple[float, float, How]] = field(default_factory=dict)
     """Value, weight, and how ranks are put together."""
+    faults: list[Fault] = field(default_factory=list)
+    """One at most of this process; once the reports of all ranks are merged, those of all."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
     """What it used of its machine; see ``stages.usage``."""

@@ -1,19 +1,28 @@
 """Outages of tools in a batch of dialogues: how many there were, and how many are too many.
 
 A dialogue that an outage ended trains nothing, so that what is learnt does not depend on it. Only
-its absence does, which is why a batch that lost too many fails.
+its absence does, which is why a batch that lost too many fails. Each process counts its own; how
+many are too many is decided once, where the metrics of all of them are merged.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from rlinf.config import RunConfig
 from rlinf.data.record import Record
 from rlinf.envs.dialogue import TOOL_COUNTS, DialogueConfig, is_failed
-from rlinf.errors import StageError
-from stages.context import Context
+from rlinf.errors import StageError, UserCodeError
+from stages.context import Context, Fault, How
 from stages.parts import environment_class
+
+SHARE = "failed_share"
+Merged = tuple[float, float, How]
+"""Value and weight of a metric."""
 
 
 class Outages:
@@ -22,7 +31,8 @@ class Outages:
     def __init__(self, config: RunConfig) -> None:
         _, options = environment_class(config)
         self._options = options if isinstance(options, DialogueConfig) else None
-        self._samples = self._failed = 0
+        self._samples = self._failed = self._bugs = 0
+        self._error = ""
         self._counts = Counter[str]()
 
     def add(self, trajectory: Record) -> None:
@@ -30,25 +40,74 @@ class Outages:
         if self._options is None:
             return
         self._samples += 1
-        self._failed += is_failed(trajectory)
+        if is_failed(trajectory):
+            self._failed += 1
+            self._bugs += int(trajectory.info["bug"])
+            self._error = str(trajectory.info["error"])
         for name in TOOL_COUNTS:
             self._counts[name] += int(trajectory.info[name])
 
-    def record(self, ctx: Context) -> None:
-        """Write the metrics ``tool_errors``, ``tool_retries`` (sums) and ``failed_share``.
+    def metrics(self) -> dict[str, Merged]:
+        """``tool_errors`` and ``tool_retries`` (sums), and ``failed_share``, the share lost."""
+        if not self._samples:
+            return {}
+        found: dict[str, Merged] = {n: (self._counts[n], 0.0, "mean") for n in TOOL_COUNTS}
+        return {**found, SHARE: (self._failed / self._samples, self._samples, "mean")}
 
-        Raises:
-            StageError: more than ``task.max_failed_share`` of the dialogues were lost.
-        """
-        if self._options is None or not self._samples:
-            return
-        for name in TOOL_COUNTS:
-            ctx.metric(name, self._counts[name], weight=0)
-        ctx.metric("failed_share", self._failed / self._samples, weight=self._samples)
-        most = self._options.max_failed_share
-        if self._failed > most * self._samples:
+    @property
+    def faults(self) -> list[Fault]:
+        """Why they were lost; empty where none was."""
+        return [Fault(self._error, self._bugs == self._failed)] if self._failed else []
+
+    def record(self, ctx: Context) -> None:
+        """Record the metrics and why dialogues were lost; the commit judges those of all ranks."""
+        for name, (value, weight, _) in self.metrics().items():
+            ctx.metric(name, value, weight=weight)
+        ctx.faults = self.faults
+
+
+def score_of_all(
+    config: RunConfig, trajectories: Sequence[Record], scores: Sequence[float]
+) -> float:
+    """The mean score of a held-out set that one process has as a whole.
+
+    Raises:
+        StageError, UserCodeError: as of :func:`refuse_losses`.
+    """
+    outages, scored = Outages(config), [score for score in scores if not math.isnan(score)]
+    for trajectory in trajectories:
+        outages.add(trajectory)
+    score = float(np.mean(scored)) if scored else math.nan
+    metrics = {**outages.metrics(), "score": (score, float(len(scored)), "mean")}
+    refuse_losses(config, metrics, outages.faults)
+    return score
+
+
+def refuse_losses(
+    config: RunConfig, metrics: Mapping[str, Merged], faults: Sequence[Fault]
+) -> None:
+    """See that a stage did not lose too much; the numbers are those of all its processes.
+
+    Raises:
+        UserCodeError: the user's own code ended every dialogue, and would again.
+        StageError: more than ``task.max_failed_share`` of the dialogues were lost, or all, or no
+            held-out episode could be scored.
+    """
+    _, options = environment_class(config)
+    if faults and isinstance(options, DialogueConfig):
+        share, samples, _ = metrics[SHARE]
+        failed, most = round(share * samples), options.max_failed_share
+        if failed == samples and all(fault.bug for fault in faults):
+            raise UserCodeError(faults[-1].error)
+        if failed == samples or failed > most * samples:
             raise StageError(
-                f"{self._failed} of {self._samples} dialogues failed, more than "
-                f"task.max_failed_share={most:g}; the log names what each raised. Mend the tool, "
-                "and let it raise rlinf.envs.dialogue.ToolInputError where the policy is at fault"
+                f"{failed} of {samples:.0f} dialogues failed, more than task.max_failed_share="
+                f"{most:g} or all; the log names what each raised. Mend the tool, and let it raise "
+                "rlinf.envs.dialogue.ToolInputError where the policy is at fault. One ended with\n"
+                f"{faults[-1].error}"
             )
+    score, scored, _ = metrics.get("score", (0.0, 0.0, "mean"))
+    if math.isnan(score) and not scored:
+        raise StageError(
+            "none of the held-out episodes could be scored; the log says why each failed"
+        )

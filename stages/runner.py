@@ -47,11 +47,12 @@ from rlinf.errors import (
 from rlinf.user_code import remember_part, user_error
 from stages.board import STREAMS
 from stages.code import stage_code
-from stages.context import Asks, Context, Input, Live
+from stages.context import Asks, Context, Fault, Input, Live
 from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
 from stages.lives import PROGRESS, STOPPED
+from stages.outages import refuse_losses
 from stages.ranks import Ranks, merged_metrics
 from stages.resident import Resident
 from stages.usage import METER
@@ -277,6 +278,7 @@ class Attempt:
                     spans=ctx.spans,
                     usage=ctx.usage,
                     digests=ctx.live.digests if ctx.live else {},
+                    faults=ctx.faults,
                     fell=self._fallen(),
                 )
                 if ctx.world.rank:
@@ -300,6 +302,7 @@ class Attempt:
         ctx.spans = [span for report in told for span in report["spans"]]
         ctx.usage = [entry for report in told for entry in report["usage"]]
         ctx.metrics = merged_metrics([report["metrics"] for report in told])
+        ctx.faults = [Fault(*fault) for report in told for fault in report["faults"]]
         for report in told:
             self._files |= report["files"]
             self._fell.update(report["fell"])
@@ -341,6 +344,7 @@ class Attempt:
             ctx.extra[STREAMS] = ctx.live.digests
         if fell := self._fell.union(self._fallen()):
             ctx.extra[FELL] = sorted(fell)
+        refuse_losses(ctx.config, ctx.metrics, ctx.faults)
         files = describe_files(ctx.data, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]

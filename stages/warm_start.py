@@ -32,6 +32,7 @@ from rlinf.trainers.base import Loss, Trainer, of_steps
 from stages.context import Context
 from stages.evaluate import held_out, of_held_out
 from stages.lives import PROGRESS
+from stages.outages import score_of_all
 from stages.parts import (
     bare_engine,
     environment_class,
@@ -243,7 +244,7 @@ def evaluate(ctx: Context, trainer: Trainer, environment: Any, engine: Any) -> f
     if ctx.world.rank == 0:
         engine.load(folder, 0)
         starts, policy = range(ctx.config.evaluate.samples), of_held_out(engine)
-        score += float(np.nanmean(held_out(ctx, environment, policy, starts, Counter())[1]))
+        score += score_of_all(ctx.config, *held_out(ctx, environment, policy, starts, Counter()))
         shutil.rmtree(folder)
     if ctx.world.size > 1:
         torch.distributed.broadcast(score, 0)

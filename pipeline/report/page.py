@@ -27,6 +27,7 @@ from pipeline.report.transcripts import pack
 from pipeline.settings import flat
 from rlinf.artifacts import write_atomic
 from rlinf.errors import ConfigError
+from rlinf.redaction import redacted
 from stages.layout import CONFIG, PLAN
 from stages.retention import best_weights
 
@@ -41,7 +42,6 @@ SCRIPTS = (
     "settings.js",
     "start.js",
 )
-HIDDEN = "(not shown)"
 
 
 def write_report(run: Path, *, pictures: bool = False) -> Path:
@@ -88,24 +88,23 @@ def html(data: ReportData) -> str:
         predicted=compare(data.run) if plan else [],
         facts=[
             *facts(
-                {} if record is None else record.model_dump(), data.run.config.seed, data.manifests
+                {} if record is None else redacted(record.model_dump()),
+                data.run.config.seed,
+                data.manifests,
             ),
             *_best(data),
         ],
         settings=[] if record is None else settings_rows(record),
         config=shown((run / CONFIG).read_text(encoding="utf-8")),
-        plan=plan,
+        plan=shown(plan),
     )
 
 
 def shown(config: str) -> str:
-    """A configuration (YAML) without what may be secret: values of ``cluster.env``."""
+    """A configuration or plan (YAML) without what may be secret; as it is where nothing may be."""
     values = yaml.safe_load(config)
-    cluster = values.get("cluster") or {}
-    if not cluster.get("env"):
-        return config
-    cluster["env"] = dict.fromkeys(cluster["env"], HIDDEN)
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    safe = redacted(values)
+    return config if safe == values else yaml.safe_dump(safe, sort_keys=False, allow_unicode=True)
 
 
 def interactive(template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any) -> str:
@@ -172,8 +171,8 @@ def settings_rows(record: Record) -> list[tuple[str, str, bool]]:
     """Key, value and whether it is not the default, of all settings in effect; those first."""
     changed = set(record.changed or ())
     rows = [
-        (key, HIDDEN if key.startswith("cluster.env.") else json.dumps(value), key in changed)
-        for key, value in flat(record.settings or {})
+        (key, json.dumps(value), key in changed)
+        for key, value in flat(redacted(record.settings or {}))
     ]
     return sorted(rows, key=lambda row: not row[2])
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from .faults import described
 from .making import made
 from .seen import (
     ENDS,
@@ -47,9 +47,11 @@ class Batch:
 
     tells: Sequence[str] = ()
 
-    def __init__(self, make: Callable[..., Any], shown: Shown = NOTHING_MORE) -> None:
+    def __init__(
+        self, make: Callable[..., Any], shown: Shown = NOTHING_MORE, own: Sequence[str] = ()
+    ) -> None:
         self._make = functools.partial(make, images=shown.images)
-        self._images, self._used = shown.images, shown
+        self._images, self._used, self._own = shown.images, shown, own
         self._world: Any = None
         self._count, self._seen = 0, Arrays()
         self.least = 0
@@ -116,8 +118,8 @@ class Batch:
         errors = dict[int, str]()
         try:
             seen, gained, *ended = self._world.step(whole)
-        except Exception:  # a simulator may raise anything
-            self._failed = traceback.format_exc()[-100_000:]
+        except Exception as error:  # a simulator may raise anything
+            self._failed = described(error, self._own)
             errors = dict.fromkeys(range(len(rows)), self._failed)
             ends[0] = True
         else:
@@ -144,8 +146,8 @@ class Batch:
             return self._shown(self._world.reset(list(numbers), list(seeds)))
         except Refused:
             raise
-        except Exception:  # a simulator may raise anything
-            raise Spent(traceback.format_exc()[-100_000:]) from None
+        except Exception as error:  # a simulator may raise anything
+            raise Spent(described(error, self._own)) from None
 
     def spaces(self) -> dict[str, Any]:
         """As of :class:`Worlds`."""

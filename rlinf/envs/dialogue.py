@@ -32,7 +32,7 @@ from rlinf.config import Section
 from rlinf.data.record import Identity, Record, Scalar
 from rlinf.envs.base import Episodes
 from rlinf.envs.prompts import TextEnvironment
-from rlinf.errors import InputError, StageError
+from rlinf.errors import InputError, UserCodeError
 from rlinf.fit import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.models.chat import Message
 from rlinf.models.chat_format import ChatFormat
@@ -294,7 +294,8 @@ class DialogueConfig(Section):
     tool_backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first of them; the wait doubles with each."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of a batch's dialogues that may end in an outage; the stage fails above it."""
+    """Largest share of a batch's dialogues that may end in an outage; the stage fails above it, and
+    where all of them did."""
 
 
 class DialogueEnvironment(TextEnvironment):
@@ -324,7 +325,6 @@ class DialogueEnvironment(TextEnvironment):
         self, episodes: Episodes, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         talks = [self._talk(episodes, int(sample)) for sample in episodes.samples()]
-        failures = 0
         try:
             self._open(talks)
             live = talks
@@ -335,22 +335,15 @@ class DialogueEnvironment(TextEnvironment):
                     self._hear(episodes, live)
                     for talk in live:
                         if talk.ended:
-                            failures += talk.ended == FAILED
                             yield talk.record(episodes)
                     live = [talk for talk in live if not talk.ended]
             observations.close()
         finally:
             for talk in talks:
                 talk.dialogue.close()
-        if talks and failures == len(talks):
-            assert talk.error is not None
-            raise user_error(talk.error) or StageError(
-                f"every dialogue of the batch failed, the last one with\n{_shown(talk.error)}"
-            )
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         """The sum of a dialogue's rewards; NaN for one that was lost."""
-        counts["failed_dialogues"] += sum(map(is_failed, trajectories))
         return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
     def _talk(self, episodes: Episodes, sample: int) -> _Talk:
@@ -478,7 +471,10 @@ class _Talk:
     turns: int = 0
     answer: Answer = ((), 0.0, True)
     ended: str = ""
-    error: Exception | None = None
+    error: str = ""
+    """What ended it, where it was lost."""
+    bug: bool = False
+    """Whether that was an error of the user's own code, which another try would meet again."""
 
     def said(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
         """Take a message of the policy."""
@@ -511,7 +507,9 @@ class _Talk:
 
     def fail(self, error: Exception) -> None:
         """Nothing of it counts."""
-        self.ended, self.error = FAILED, error
+        users = user_error(error)
+        self.ended, self.error = FAILED, _shown(error) if users is None else str(users)
+        self.bug = isinstance(users, UserCodeError)
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
@@ -540,6 +538,8 @@ class _Talk:
                 "turns": self.turns,
                 "tool_errors": self.dialogue.tool_errors,
                 "tool_retries": self.dialogue.tool_retries,
+                "error": self.error,
+                "bug": int(self.bug),
                 "return": float(sum(self.rewards)),
             },
         )

@@ -25,16 +25,17 @@ from rlinf.channels.base import Channel
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
+from rlinf.envs.faults import OWN, described
 from rlinf.envs.gym_config import ActionConfig, GymConfig
 from rlinf.envs.loop import MEASURES, play, refuse_broken
 from rlinf.envs.making import maker, says, world_of
 from rlinf.envs.overlap import Part, overlapped
-from rlinf.envs.processes import Process, Processes, SimulatorError
+from rlinf.envs.processes import Process, Processes, SimulatorCodeError, SimulatorError
 from rlinf.envs.seen import NO_STATE, STATE, Refused, Shown
 from rlinf.envs.simulator import Worlds
 from rlinf.envs.worlds import worlds
 from rlinf.envs.worlds.needs import needs_of
-from rlinf.errors import ConfigError, InputError, MissingPackageError, last_line
+from rlinf.errors import ConfigError, InputError, MissingPackageError, RlinfError, last_line
 from rlinf.fit import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.interpreters import interpreter
 from rlinf.seeding import generator
@@ -211,13 +212,6 @@ class GymEnvironment(Environment):
             )
         try:
             found = cls.measured(config)
-        except InputError as error:
-            if lacking:
-                raise ConfigError(f"{error}; or set {', '.join(lacking)}") from None
-            # Stages may run where there is what this machine lacks.
-            if isinstance(error, MissingPackageError) or str(error).startswith("task.renderer"):
-                return {}
-            raise
         except SimulatorError as error:
             if lacking:
                 raise ConfigError(
@@ -226,6 +220,13 @@ class GymEnvironment(Environment):
                 ) from None
             log.warning("task: the simulator cannot be built here: %s", last_line(str(error)))
             return {}
+        except InputError as error:
+            if lacking:
+                raise ConfigError(f"{error}; or set {', '.join(lacking)}") from None
+            # Stages may run where there is what this machine lacks.
+            if isinstance(error, MissingPackageError) or str(error).startswith("task.renderer"):
+                return {}
+            raise
         given = ActionConfig(**found["action"]) if action is None else action
         seen = found["observation"] if config.observation is None else config.observation
         whole = config.model_copy(update={"observation": seen, "action": given})
@@ -243,7 +244,7 @@ class GymEnvironment(Environment):
         """
         found = simulator_process(config) if _apart(config) else _here(config)
         try:
-            with contextlib.closing(found):
+            with _naming_users_code(config), contextlib.closing(found):
                 spaces = found.spaces()
         except InputError as error:
             if type(error) is not InputError:
@@ -287,20 +288,22 @@ class GymEnvironment(Environment):
             observations.put(request)
 
         single = needs_of(self.config.world).single
-        records = []
+        records, raised = [], list[str]()
         try:
             each = 1 if single else self.config.at_once or len(samples) or 1
             for first in range(0, len(samples), each):
-                parts = self._parts(episodes, samples[first : first + each])
-                records += overlapped(parts, put, actions.get)
+                parts = self._parts(episodes, samples[first : first + each], raised)
+                with _naming_users_code(self.config):
+                    records += overlapped(parts, put, actions.get)
         except BaseException as error:
             # What processes were about to say belongs to this attempt, not to the next one.
             self.close()
             if isinstance(error, Refused):
                 raise InputError(str(error)) from None
             raise
-        if episodes.split == "train" and episodes.group_size > 1:
-            refuse_broken(records)
+        held_out = episodes.split == "test"
+        if held_out or episodes.group_size > 1:
+            refuse_broken(records, raised, held_out=held_out)
         if single:
             # The next stage may be another process, and there is one robot for all.
             self.close()
@@ -317,13 +320,14 @@ class GymEnvironment(Environment):
         own = self._worlds.pids if isinstance(self._worlds, Processes) else []
         return [*own, *self._filming.pids]
 
-    def _parts(self, episodes: Episodes, samples: np.ndarray) -> list[Part]:
+    def _parts(self, episodes: Episodes, samples: np.ndarray, raised: list[str]) -> list[Part]:
         """The time loops of ``samples``: one or two, and one of those that are filmed."""
         filmed = samples < (episodes.filmed if self.config.video else 0)
         rest = samples[~filmed]
         each = -(-len(rest) // self.config.halves) or 1
         action = self.config.action
-        told = (self.config.instruction, self._measure, None if action is None else action.box)
+        box = None if action is None else action.box
+        told = (self.config.instruction, self._measure, box, raised)
         parts = [
             play(episodes, rest[first : first + each], self._worlds, first, (), *told)
             for first in range(0, len(rest), each)
@@ -357,9 +361,10 @@ class GymEnvironment(Environment):
             own = self._worlds if isinstance(self._worlds, Worlds) else None
             worlds = own or simulator_process(self.config)
             try:
-                self._shown = demonstrated(
-                    worlds, seed, self.config.demonstrations, self.config.instruction
-                )
+                with _naming_users_code(self.config):
+                    self._shown = demonstrated(
+                        worlds, seed, self.config.demonstrations, self.config.instruction
+                    )
             finally:
                 if own is None:
                     worlds.close()
@@ -416,13 +421,38 @@ def simulator_process(config: GymConfig) -> Process:
         config.renderer,
         CLOSES_S if needs_of(config.world).single else 0.0,
         config.ignore_terminations,
+        own_modules(config),
     )
 
 
 def _here(config: GymConfig) -> Worlds:
     """Worlds in this process."""
     once, endless = needs_of(config.world).single, config.ignore_terminations
-    return Worlds(functools.partial(make, config), once=once, endless=endless)
+    own = own_modules(config)
+    return Worlds(functools.partial(make, config), once=once, endless=endless, own=own)
+
+
+@contextlib.contextmanager
+def _naming_users_code(config: GymConfig) -> Iterator[None]:
+    """Raise what the user's simulator raises in this process as a process of its own does."""
+    try:
+        yield
+    except (RlinfError, Refused):
+        raise
+    except Exception as error:
+        text = described(error, own_modules(config))
+        if OWN not in text:
+            raise
+        raise SimulatorCodeError(text) from None
+
+
+def own_modules(config: GymConfig) -> tuple[str, ...]:
+    """Return the modules of the user that a configuration names: in ``task.world``, and where that
+    is ``gymnasium`` before the colon of ``task.id``."""
+    if config.world not in worlds.names():
+        return (_target(config).rpartition(":")[0],)
+    ids = ids_of(config) if config.world == "gymnasium" else []
+    return tuple({id.partition(":")[0] for id in ids if ":" in id})
 
 
 def _apart(config: GymConfig) -> bool:

@@ -13,10 +13,10 @@ from rlinf.data.record import Identity, Record
 from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, CUT_OBSERVATIONS, CUT_STEPS
 from rlinf.envs.base import VIDEO, Episodes
 from rlinf.envs.overlap import Part
-from rlinf.envs.processes import Processes, SimulatorError
+from rlinf.envs.processes import Processes, SimulatorError, simulator_error
 from rlinf.envs.seen import INSTRUCTION, STATE, Arrays, encoded, seen_in
 from rlinf.envs.simulator import GAINED, TOLD, Worlds
-from rlinf.errors import InputError, last_line
+from rlinf.errors import InputError, UserCodeError, last_line
 from rlinf.seeding import generator
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def play(
     instruction: bool | str = False,
     score: str = MEASURES[0],
     box: tuple[np.ndarray, np.ndarray] | None = None,
+    raised: list[str] | None = None,
 ) -> Part:
     """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
 
@@ -63,12 +64,14 @@ def play(
         instruction: whether observations have the world's; or a text in its place.
         score: which of :data:`MEASURES` is an episode's score.
         box: the bounds of actions, which trajectories keep.
+        raised: gets what the simulator raised in episodes that were lost.
 
     Raises:
         SimulatorError: a simulator has failed too often, or does not go on with an open episode.
         InputError: the policy's actions are no numbers.
     """
     made = _Trajectories(episodes, samples, film, instruction, score, box)
+    made.raised = [] if raised is None else raised
     live, version = np.arange(len(samples)), 0
     single = episodes.split == "test" or episodes.group_size > 1
 
@@ -175,6 +178,9 @@ class _Trajectories:
         """Of each episode that ended, its last step and what :data:`MEASURES` names."""
         self._lost: list[list[slice]] = [[] for _ in samples]
         """The steps of the episodes in which the simulator failed."""
+        self._why: list[list[str]] = [[] for _ in samples]
+        self.raised: list[str] = []
+        """What it raised in them, by row and of all."""
         self._left: dict[int, np.ndarray] = {}
         """The states of episodes that are open at the end."""
         self._unsaved: frozenset[int] = frozenset()
@@ -319,8 +325,11 @@ class _Trajectories:
             if name in self.columns:
                 self.columns[name][row, lost[-1]] = 0
         self._measured[:, row] = 0
+        self._why[row].append(error)
+        self.raised.append(error)
         if len(lost) == FAILURES:
-            raise SimulatorError(f"start {start}: the simulator fails: {error}")
+            message = f"start {start}: the simulator fails: {error}"
+            raise simulator_error(message, *self._why[row])
         log.warning("start %d: the simulator failed: %s", start, error)
 
     def cut(self, rows: np.ndarray, time: int) -> None:
@@ -395,20 +404,25 @@ class _Trajectories:
         return mask
 
 
-def refuse_broken(records: Sequence[Record]) -> None:
+def refuse_broken(records: Sequence[Record], raised: Sequence[str], *, held_out: bool) -> None:
     """Where samples are of one episode each, see that not all of several starts were lost.
 
-    One start may be at fault itself, and all samples of its group with it.
+    One start may be at fault itself, and all samples of its group with it. Held-out episodes that
+    something else than the user's code took are left to the stage, which knows of those elsewhere.
+
+    Args:
+        raised: what the simulator raised in them.
 
     Raises:
         SimulatorError: they were, of as many starts as a sample may have episodes that fail.
     """
     starts = {int(record.info["group"]) for record in records}
     if len(starts) >= FAILURES and all(record.info["failed"] for record in records):
-        raise SimulatorError(
-            f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts; the "
-            "warnings before this say what it raised"
-        )
+        message = f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts"
+        last = raised[-1] if raised else "the warnings before this say what it raised"
+        error = simulator_error(f"{message}; {last}", *raised)
+        if isinstance(error, UserCodeError) or not held_out:
+            raise error
 
 
 def is_chunk(action: np.ndarray) -> bool:

@@ -25,10 +25,11 @@ import numpy as np
 
 from rlinf import machine
 from rlinf.envs import simulator
+from rlinf.envs.faults import OWN
 from rlinf.envs.link import Link
 from rlinf.envs.seen import ENDS, NO_EPISODE, NOTHING_MORE, Arrays, Shown, seen_in
 from rlinf.envs.simulator import told_columns
-from rlinf.errors import InputError, RlinfError
+from rlinf.errors import InputError, RlinfError, UserCodeError
 
 PATIENCE_S = 2.0
 ATTEMPTS = 3
@@ -46,6 +47,16 @@ Came = tuple[Arrays, dict[int, str]]
 class SimulatorError(RlinfError):
     """A simulator failed in its process, or the process died again and again; the next attempt
     starts new ones."""
+
+
+class SimulatorCodeError(UserCodeError, SimulatorError):
+    """The same, where the user's own simulator raised what it would raise again."""
+
+
+def simulator_error(message: str, *raised: str) -> SimulatorError:
+    """Return the error for what simulators raised, as :func:`described` tells it."""
+    ours = bool(raised) and all(OWN in text for text in raised)
+    return (SimulatorCodeError if ours else SimulatorError)(message)
 
 
 class Process:
@@ -67,6 +78,7 @@ class Process:
         renderer: str = "egl",
         closes_s: float = 0.0,
         endless: bool = False,
+        own: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -77,9 +89,9 @@ class Process:
             shown: which observations are used, pictures with height and width.
             renderer: of MuJoCo, ``egl`` or ``osmesa``.
             closes_s: what it is given, at its end, to close its worlds.
-            endless: as of :class:`simulator.Worlds`.
+            endless, own: as of :class:`simulator.Worlds`.
         """
-        options = {"shown": shown._asdict(), "endless": endless}
+        options = {"shown": shown._asdict(), "endless": endless, "own": list(own)}
         self._command = (maker, json.dumps(dict(values)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
@@ -180,7 +192,8 @@ class Process:
             except _Died as death:
                 deaths += 1
                 if deaths == ATTEMPTS:
-                    raise SimulatorError(f"{death}; so did {deaths - 1} before it") from None
+                    message = f"{death}; so did {deaths - 1} before it"
+                    raise simulator_error(message, str(death)) from None
                 self._replace(death)
             else:
                 self._begun.update(dict.fromkeys(numbers, self.pid))
@@ -259,7 +272,8 @@ class Process:
         if "spent" in answer:
             raise _Died(f"simulator process {self.pid}: {answer['spent']}")
         if "failed" in answer:
-            raise SimulatorError(f"simulator process {self.pid}: {answer['failed']}")
+            text = str(answer["failed"])
+            raise simulator_error(f"simulator process {self.pid}: {text}", text)
         return answer, columns
 
     def _death(self) -> _Died:

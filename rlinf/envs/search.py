@@ -217,7 +217,6 @@ class SearchEnvironment(DialogueEnvironment):
         return Search(question, self._opening(question), self.config, self._find)
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        super().score(trajectories, counts)
         return [math.nan if is_failed(t) else float(t.info["exact"]) for t in trajectories]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:

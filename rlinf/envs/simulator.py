@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,12 +28,15 @@ import numpy as np
 
 if not __package__:
     # Run by its path: the files beside it are a package of their own, for ours would bring more.
-    __package__ = "rlinf_simulator"
-    beside: Any = types.ModuleType(__package__)
-    beside.__path__ = [os.path.dirname(os.path.abspath(__file__))]  # noqa: PTH100, PTH120
-    sys.modules[__package__] = beside
+    __package__ = "rlinf_simulator.envs"
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    for name, path in (("rlinf_simulator", os.path.dirname(folder)), (__package__, folder)):  # noqa: PTH120
+        beside: Any = types.ModuleType(name)
+        beside.__path__ = [path]
+        sys.modules[name] = beside
 
 from .batch import Batch
+from .faults import described
 from .link import Link
 from .making import maker, says, world_of
 from .seen import (
@@ -70,15 +72,21 @@ class Worlds:
     """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
 
     def __init__(
-        self, make: Callable[[], Any], *, once: bool = False, endless: bool = False
+        self,
+        make: Callable[[], Any],
+        *,
+        once: bool = False,
+        endless: bool = False,
+        own: Sequence[str] = (),
     ) -> None:
         """
         Args:
             once: a reset that fails is left to a person: a robot's arm that met something on its
                 way is not sent there again.
             endless: episodes go on where worlds say that they terminated, until they are cut off.
+            own: as of :func:`described`.
         """
-        self._make, self._once, self._endless = make, once, endless
+        self._make, self._once, self._endless, self._own = make, once, endless, own
         self._worlds: list[Any] = []
         self._looks: dict[int, Look] = {}
         """Of the open episodes."""
@@ -162,9 +170,9 @@ class Worlds:
                 raise
             except ValueError as error:
                 raise Refused(f"task.continues: {error}; set it to false") from None
-            except Exception:  # a simulator may raise anything
+            except Exception as error:  # a simulator may raise anything
                 states.append(NO_EPISODE)
-                errors[row] = traceback.format_exc()[-100_000:]
+                errors[row] = described(error, self._own)
                 self._renew(number)
         return states, errors
 
@@ -186,8 +194,8 @@ class Worlds:
                 self._go_on(number, parted(state))
             except Refused:
                 raise
-            except Exception:  # a simulator may raise anything
-                errors[row] = traceback.format_exc()[-100_000:]
+            except Exception as error:  # a simulator may raise anything
+                errors[row] = described(error, self._own)
         return ({} if errors else stacked([self._seen[number] for number in numbers])), errors
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
@@ -242,15 +250,14 @@ class Worlds:
                 came.append((reward, executed, terminated, truncated, success, solved))
             except Refused:
                 raise
-            except Exception:  # a simulator may raise anything
-                # The end of a traceback says most.
-                errors[row], seen = traceback.format_exc()[-100_000:], self._seen[number]
+            except Exception as error:  # a simulator may raise anything
+                errors[row], seen = described(error, self._own), self._seen[number]
                 came.append((reward, executed, *LOST))
                 self._renew(number)
             rows.append(seen)
         shown = stacked(rows)
-        for row, error in unfit(shown).items():
-            errors[row], rows[row] = error, self._seen[numbers[row]]
+        for row, why in unfit(shown).items():
+            errors[row], rows[row] = why, self._seen[numbers[row]]
             came[row] = (*came[row][:2], *LOST)
             self._renew(numbers[row])
             shown = stacked(rows)
@@ -317,8 +324,8 @@ class Worlds:
             self._begin(number, seed, start, turn)
         except Refused:
             raise
-        except Exception:  # a simulator may raise anything
-            self._unbegun[number] = traceback.format_exc()[-100_000:]
+        except Exception as error:  # a simulator may raise anything
+            self._unbegun[number] = described(error, self._own)
             return False
         return True
 
@@ -412,21 +419,24 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         own, other: those of files in memory; see :class:`Link`.
         target: as for :func:`maker`.
         values: what it is called with (:func:`world_of`), as JSON.
-        options: ``shown``, the fields of :class:`Shown`, and ``endless``, as JSON.
+        options: ``shown``, the fields of :class:`Shown`, ``endless`` and ``own`` (of
+            :class:`Worlds`), as JSON.
     """
     for number in LEFT_TO_THE_STAGE:
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=end), own, other)
     worlds: Worlds | Batch | None = None
+    told, how = json.loads(values), json.loads(options)
+    users: Sequence[str] = how["own"]
     try:
-        found, told, how = maker(target), json.loads(values), json.loads(options)
+        found = maker(target)
         shown = Shown(**how["shown"])
         if says(found, "BATCHED"):
-            worlds = Batch(functools.partial(found, **told), shown)
+            worlds = Batch(functools.partial(found, **told), shown, users)
         else:
             make = functools.partial(world_of, found, told, shown)
-            worlds = Worlds(make, once=says(found, "SINGLE"), endless=how["endless"])
+            worlds = Worlds(make, once=says(found, "SINGLE"), endless=how["endless"], own=users)
         work(link, worlds)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -434,8 +444,8 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         said = {"refused": str(error)}
     except Spent as error:
         said = {"spent": str(error)}
-    except Exception:
-        said = {"failed": traceback.format_exc()[-100_000:]}
+    except Exception as error:
+        said = {"failed": described(error, users)}
     finally:
         # A robot comes to rest.
         if worlds is not None:

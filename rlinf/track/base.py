@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlinf.config import RunConfig, semantic
 from rlinf.errors import ConfigError
+from rlinf.redaction import redacted
 
 log = logging.getLogger("rlinf")
 
@@ -42,13 +43,16 @@ def identified(run: Path) -> tuple[str, str]:
 def settings_of(run: Path, config: RunConfig) -> dict[str, Any]:
     """All settings in effect that can change a result, by section, as ``run.json`` has them.
 
-    Runs of earlier versions noted none: of these it is what was given.
+    Runs of earlier versions noted none: of these it is what was given. What may be secret is
+    hidden.
     """
     try:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
     except (OSError, ValueError, AttributeError):
         settings = None
-    return semantic(settings) if isinstance(settings, dict) else config.semantic()
+    found = semantic(settings) if isinstance(settings, dict) else config.semantic()
+    shown: dict[str, Any] = redacted(found)
+    return shown
 
 
 class Guarded:

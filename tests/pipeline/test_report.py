@@ -251,6 +251,26 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     assert lane in data_of(page)["gantt"]["lanes"]
 
 
+def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:
+    """Neither among the settings in effect, nor in the configuration, nor in the plan."""
+    secrets = {
+        "cluster": {"env": {"KEY": "s3cret1"}, "notify": ["curl", "https://hooks/s3cret2"]},
+        "log": {"mlflow": {"tracking_uri": "https://u:s3cret3@server:5000/a"}},
+        "reward": {"kwargs": {"api_key": "s3cret4", "max_tokens": 7}},
+    }
+    record = json.loads((run / "run.json").read_text())
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    for name, section in secrets.items():
+        record["settings"][name] |= section
+    values["cluster"] |= secrets["cluster"]
+    values["log"] |= {"trackers": ["mlflow"], **secrets["log"]}
+    (run / "run.json").write_text(json.dumps(record))
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    page = write_report(run).read_text()
+    assert "s3cret" not in page
+    assert "(not shown)@server:5000/a" in page
+
+
 def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
     config = "run:\n  name: a\ncluster:\n  launcher: slurm\n  env: {JUDGE_KEY: sk-1, OTHER: x}\n"
     told = shown(config)
@@ -259,5 +279,6 @@ def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
         "launcher": "slurm",
         "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
     }
+    assert "hooks" not in shown("cluster: {notify: [curl, https://hooks.example/T/S]}\n")
     plain = "# as it is\nrun: {name: a}\ncluster: {env: {}}\n"
     assert shown(plain) == plain

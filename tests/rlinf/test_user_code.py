@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import importlib
 import itertools
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,70 @@ def test_what_may_pass_is_tried_again(part: Any, error: Exception) -> None:
     assert isinstance(found, TransientUserCodeError)
     assert found.exit_code == 1
     assert isinstance(caught(part.fail_after, error, RuntimeError("no")), TransientUserCodeError)
+
+
+class Refused(Exception):
+    """An error of a client that has the status of the answer."""
+
+    def __init__(self, status: int, name: str = "status_code", nested: bool = False) -> None:
+        super().__init__(f"status {status}")
+        told = SimpleNamespace(**{name: status})
+        self.__dict__ |= {"response": told} if nested else vars(told)
+
+
+def of_client(module: str, *names: str) -> Exception:
+    """An error as of an HTTP client: classes of these names, each the base of the next."""
+    kind: type[Exception] = Exception
+    for name in names:
+        kind = type(name, (kind,), {"__module__": module})
+    return kind("no answer")
+
+
+def of_grpc(status: str) -> Exception:
+    error = of_client("grpc._channel", "RpcError", "_InactiveRpcError")
+    error.code = lambda: SimpleNamespace(name=status)  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *((Refused(status), True) for status in (408, 425, 429, 500, 503, 599)),
+        *((Refused(status), False) for status in (400, 401, 404, 422)),
+        (Refused(503, "status"), True),
+        (Refused(503, nested=True), True),
+        (Refused(404, nested=True), False),
+        (of_client("httpx", "HTTPError", "NetworkError", "ReadError"), True),
+        (of_client("httpcore", "ConnectTimeout"), True),
+        (of_client("openai", "APIConnectionError"), True),
+        (of_client("httpx", "InvalidURL"), False),
+        (of_client("mylab.graphs", "ConnectivityError"), False),
+        (of_grpc("UNAVAILABLE"), True),
+        (of_grpc("INVALID_ARGUMENT"), False),
+        (sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.OperationalError("no such table: rows"), False),
+        (ExceptionGroup("some", [ConnectionResetError(), Refused(429)]), True),
+        (ExceptionGroup("some", [ExceptionGroup("more", [TimeoutError()])]), True),
+        (ExceptionGroup("some", [ConnectionResetError(), KeyError("x")]), False),
+        (ExceptionGroup("some", [FileNotFoundError(errno.ENOENT, "no", "x")]), False),
+    ],
+    ids=repr,
+)
+def test_a_service_that_is_busy_or_out_of_reach_may_pass(
+    part: Any, error: Exception, passes: bool
+) -> None:
+    kind = TransientUserCodeError if passes else UserCodeError
+    assert isinstance(caught(part.fail, error), kind)
+    assert isinstance(caught(part.fail_after, error, RuntimeError("no")), kind)
+
+
+def test_errors_of_installed_clients_are_known(part: Any) -> None:
+    httpx = pytest.importorskip("httpx")
+    request = httpx.Request("GET", "http://judge")
+    for status, kind in ((503, TransientUserCodeError), (404, UserCodeError)):
+        error = httpx.HTTPStatusError("x", request=request, response=httpx.Response(status))
+        assert isinstance(caught(part.fail, error), kind)
+    assert isinstance(caught(part.fail, httpx.ReadTimeout("x")), TransientUserCodeError)
 
 
 def test_memory_of_a_device_may_pass(part: Any) -> None:

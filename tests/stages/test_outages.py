@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
-from rlinf.errors import StageError
-from stages.outages import Outages
+from rlinf.errors import StageError, UserCodeError
+from stages.context import Fault
+from stages.outages import Outages, refuse_losses, score_of_all
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -21,21 +23,29 @@ class Metrics:
 
     def __init__(self) -> None:
         self.found = dict[str, tuple[float, float]]()
+        self.faults = list[Fault]()
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> None:
         self.found[name] = (value, weight)
 
 
-def dialogue(number: int, stop_reason: str, errors: int = 0, retries: int = 0) -> Record:
+def dialogue(
+    number: int, stop_reason: str, errors: int = 0, retries: int = 0, bug: int = 0
+) -> Record:
     info = {"stop_reason": stop_reason, "tool_errors": errors, "tool_retries": retries}
+    info |= {"error": f"no {number}" if stop_reason == "error" else "", "bug": bug}
     return Record(Identity(0, number), {"actions": np.zeros(2, np.int64)}, info=info)
 
 
-def outages(compose: Compose, *more: str) -> Outages:
+def configured(compose: Compose, *more: str) -> RunConfig:
     values = compose("task.name=calculator", *more)
     for key in ("digits", "operations", "least_significant_first", "rambling"):
         values["task"].pop(key, None)
-    return Outages(validate(RunConfig, values))
+    return validate(RunConfig, values)
+
+
+def outages(compose: Compose, *more: str) -> Outages:
+    return Outages(configured(compose, *more))
 
 
 def test_outages_are_metrics(compose: Compose) -> None:
@@ -50,21 +60,39 @@ def test_outages_are_metrics(compose: Compose) -> None:
     }
 
 
+def judge(counted: Outages, config: RunConfig) -> None:
+    refuse_losses(config, counted.metrics(), counted.faults)
+
+
 @pytest.mark.parametrize(
-    ("most", "failed", "fails"), [(0.5, 2, False), (0.5, 3, True), (0, 1, True)]
+    ("most", "failed", "fails"), [(0.5, 2, False), (0.5, 3, True), (0, 1, True), (1, 4, True)]
 )
 def test_too_many_of_them_fail_the_stage(
     compose: Compose, most: float, failed: int, fails: bool
 ) -> None:
     counted = outages(compose, f"task.max_failed_share={most}")
+    config = configured(compose, f"task.max_failed_share={most}")
     for number in range(4):
         counted.add(dialogue(number, "error" if number < failed else "stop"))
     if not fails:
-        counted.record(Metrics())  # type: ignore[arg-type]
+        judge(counted, config)
         return
-    said = rf"{failed} of 4 dialogues failed, .*max_failed_share={most:g}"
+    said = rf"{failed} of 4 dialogues failed, .*max_failed_share={most:g}.*(?s:.)*no {failed - 1}"
     with pytest.raises(StageError, match=said):
-        counted.record(Metrics())  # type: ignore[arg-type]
+        judge(counted, config)
+
+
+def test_an_error_of_the_users_ends_the_run_if_it_took_every_dialogue(compose: Compose) -> None:
+    counted, config = outages(compose), configured(compose)
+    counted.add(dialogue(0, "error", bug=1))
+    with pytest.raises(UserCodeError, match="no 0"):
+        judge(counted, config)
+    counted.add(dialogue(1, "error", bug=0))
+    with pytest.raises(StageError, match="2 of 2 dialogues failed"):
+        judge(counted, config)
+    counted.add(dialogue(2, "stop"))
+    counted.add(dialogue(3, "stop"))
+    judge(counted, config)
 
 
 def test_other_tasks_have_none(compose: Compose) -> None:
@@ -72,3 +100,12 @@ def test_other_tasks_have_none(compose: Compose) -> None:
     counted.add(dialogue(0, "error"))
     counted.record(ctx)  # type: ignore[arg-type]
     assert not ctx.found
+
+
+def test_an_evaluation_without_a_score_fails(compose: Compose) -> None:
+    """One process that has all of it, as several that have parts."""
+    config = validate(RunConfig, compose())
+    records = [dialogue(0, "stop"), dialogue(1, "error")]
+    assert score_of_all(config, records, [0.5, math.nan]) == 0.5
+    with pytest.raises(StageError, match="none of the held-out episodes could be scored"):
+        score_of_all(config, records, [math.nan, math.nan])

@@ -23,9 +23,10 @@ from rlinf.channels.file import FileWriter
 from rlinf.channels.world import World
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Identity, Record
-from rlinf.errors import StageError
+from rlinf.errors import StageError, UserCodeError
 from rlinf.trainers import shards
 from stages.context import Context, Input
+from stages.outages import Outages
 from stages.ranks import Ranks
 from stages.resident import Resident
 from stages.runner import FELL, Attempt, StageCall
@@ -158,8 +159,40 @@ def test_a_rank_whose_held_out_episodes_are_all_lost_costs_these_alone(two: Two)
     assert ends[1].result(30).metrics == {"score": 0.5}
     shutil.rmtree(two.out)
     ends = [two.start(rank, lost, "b") for rank in range(2)]
-    with pytest.raises(StageError, match="train: metric score is not finite"):
+    with pytest.raises(StageError, match="none of the held-out episodes could be scored"):
         ends[0].result(30)
+    two.close()
+
+
+@pytest.mark.parametrize("bug", [False, True])
+def test_outages_are_judged_on_the_dialogues_of_all_ranks(two: Two, bug: bool) -> None:
+    """Of eight dialogues on eight ranks one is an eighth, though its rank has no other."""
+    values = compose(["experiment=calculator_grpo"])
+    two.config = validate(RunConfig, values)
+
+    def ended(lost: int, of: int) -> Work:
+        def work(ctx: Context) -> None:
+            outages = Outages(ctx.config)
+            for number in range(of):
+                reason = "error" if number < lost else "stop"
+                info = {"stop_reason": reason, "tool_errors": 0, "tool_retries": 0}
+                info |= {"error": "KeyError: 'row'" if number < lost else "", "bug": int(bug)}
+                outages.add(Record(Identity(0, number), {"actions": np.zeros(2)}, info=info))
+            outages.record(ctx)
+
+        return work
+
+    def end(name: str, *works: Work) -> Manifest:
+        shutil.rmtree(two.out, ignore_errors=True)
+        ends = [two.start(rank, work, name) for rank, work in enumerate(works)]
+        ends[1].exception(30)  # where rank 0 refuses, it is given up
+        return ends[0].result(30)
+
+    assert end("a", ended(1, 1), ended(0, 7)).metrics["failed_share"] == 1 / 8
+    with pytest.raises(StageError, match=r"5 of 8 dialogues failed, .*(?s:.)*KeyError: 'row'"):
+        end("b", ended(1, 1), ended(4, 7))
+    with pytest.raises(UserCodeError if bug else StageError, match="KeyError: 'row'"):
+        end("c", ended(1, 1), ended(7, 7))
     two.close()
 
 

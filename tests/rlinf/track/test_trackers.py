@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
@@ -14,6 +15,7 @@ import pytest
 from pipeline.commands.experiment import execute
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
+from rlinf.track.base import settings_of
 from rlinf.track.mlflow import MLflow
 from rlinf.track.tensorboard import TensorBoard
 from rlinf.track.wandb import WeightsAndBiases
@@ -129,6 +131,14 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
     installed(monkeypatch, board.init, board.login)
     monkeypatch.setattr(RunConfig, "semantic", lambda self: {})
     return board
+
+
+def test_trackers_get_no_secrets(folder: Path) -> None:
+    reward = {"judge": {"url": "https://u:p@host/v1", "max_tokens": 7}}
+    (folder / "run.json").write_text(json.dumps({"settings": {"reward": reward}}))
+    assert settings_of(folder, configured())["reward"] == {
+        "judge": {"url": "https://(not shown)@host/v1", "max_tokens": 7}
+    }
 
 
 def test_settings_of_wandb_reach_it(board: Board, folder: Path) -> None:
