@@ -11,14 +11,13 @@ import yaml
 
 from pipeline.committed import Committed, has_results
 from pipeline.flow import Graph
-from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
-from pipeline.run import Run
+from pipeline.run import Run, writing
 from pipeline.settings import settings_in_effect
 from pipeline.settle import Choice, settle
 from rlinf.artifacts import write_atomic
 from rlinf.config import TRANSIENT, RunConfig, digest, semantic
-from rlinf.errors import ConfigError, InputError, RunLockedError
+from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN, RUN
 from stages.runner import MEND, load_config, read_config
 
@@ -48,32 +47,26 @@ def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = 
     """
     folder = config.run.folder
     settings_in_effect(config)  # refuses what no part knows, before anything is written
-    try:
-        if (folder / CONFIG).exists():
-            return _reopened(folder, config, plan, choice)
-        config, derived = _with_span(config, config.iterations)
-        _say_beyond(config)
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        values = config.model_dump(mode="json")
-        write_atomic(folder / PLAN, yaml.safe_dump(plan or {}, sort_keys=False))
-        write_record(folder, values, derived=derived)
-        write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
-    except OSError as error:
-        raise InputError(
-            f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
-            "choose another run.root"
-        ) from None
+        with Run(folder, config).driven():
+            if (folder / CONFIG).exists():
+                return _reopened(folder, config, plan, choice)
+            return _created(folder, config, plan or {})
+
+
+def _created(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
+    config, derived = _with_span(config, config.iterations)
+    _say_beyond(config)
+    folder.chmod(0o700)
+    values = config.model_dump(mode="json")
+    write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+    write_record(folder, values, derived=derived)
+    write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
     return Run(folder, load_config(folder / CONFIG))
 
 
 def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choice: Choice) -> Run:
-    owner = is_driven(folder / LOCK)
-    if owner is not None:
-        raise RunLockedError(
-            f"{folder}: driven by process {owner.pid} on {owner.host}; "
-            "stop that one first (rlinf status shows what it is doing)"
-        )
     fewer = None
     try:
         values, old = read_config(folder / CONFIG), load_config(folder / CONFIG)
