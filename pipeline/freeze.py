@@ -96,13 +96,12 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
     wanted = config.plan is not None or replaced or not (folder / PLAN).exists()
     if plan is not None and wanted:
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
-    same = not changes and semantic(frozen) == semantic(values)
+    same = not changes and frozen == values
     if replaced:
         # Its identity and date are those of this start.
         (folder / RUN).unlink(missing_ok=True)
     if not same:
         write_record(folder, frozen, digest(semantic(values)), derived)
-    if changes or frozen != values:
         write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
     if not same or choice is not Choice.ASK:
         write_record(folder, frozen, derived=derived)
