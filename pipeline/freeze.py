@@ -35,8 +35,8 @@ def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = 
     stage was ever committed takes any configuration.
 
     Args:
-        plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
-            None: the run is there, and its plan stays.
+        plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one,
+            or named one before under which nothing was finished. None: its plan stays.
 
     Raises:
         MismatchError: it holds results, or a configuration, that this start would not make.
@@ -93,7 +93,9 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
     settle(committed, choice, changes, edits)
     changes += edits
     replaced = empty and bool(changes)
-    wanted = config.plan is not None or replaced or not (folder / PLAN).exists()
+    # The plan of a start that failed is not that of a corrected one which names none.
+    failed = replaced or (empty and old.plan is not None)
+    wanted = config.plan is not None or failed or not (folder / PLAN).exists()
     if plan is not None and wanted:
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
     same = not changes and frozen == values
