@@ -61,6 +61,8 @@ def _created(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
     folder.chmod(0o700)
     values = config.model_dump(mode="json")
     write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+    # A start that was killed before it wrote its configuration lends its identity to no other.
+    (folder / RUN).unlink(missing_ok=True)
     write_record(folder, values, derived=derived)
     write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
     return Run(folder, load_config(folder / CONFIG))

@@ -132,6 +132,18 @@ def test_the_plan_of_a_failed_start_is_not_that_of_the_corrected_command(
     assert path.read_text() == own, "nobody named another"
 
 
+def test_a_start_that_was_killed_lends_its_identity_to_no_other(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """It had written ``run.json``, but no configuration."""
+    prepare(small(compose, "seed=1"))
+    prepare(small(compose, "seed=2", "run.name=fresh"))
+    (tmp_path / "first" / CONFIG).unlink()
+    prepare(small(compose, "seed=2"))
+    found, fresh = (json.loads((tmp_path / name / RUN).read_text()) for name in ("first", "fresh"))
+    assert found["id"] == found["frozen"] == fresh["id"]
+
+
 def test_a_damaged_configuration_of_a_failed_start_is_replaced(
     compose: Compose, tmp_path: Path
 ) -> None:
