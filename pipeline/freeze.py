@@ -63,7 +63,7 @@ def _created(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
     write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
     # A start that was killed before it wrote its configuration lends its identity to no other.
     (folder / RUN).unlink(missing_ok=True)
-    write_record(folder, values, derived=derived)
+    write_record(folder, values, derived=(*derived, *config.read_keys))
     write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
     return Run(folder, load_config(folder / CONFIG))
 
@@ -82,6 +82,7 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
     fresh = empty or choice is Choice.REDO
     span = config.iterations if fresh else _span_of(old, config)
     config, derived = _with_span(config, span)
+    derived = (*derived, *_read_keys(folder, old, config))
     if config.iterations < old.iterations and not fresh:
         fewer = config.iterations
         config = config.model_copy(update={"iterations": old.iterations})
@@ -117,6 +118,21 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
         run.config.iterations,
     )
     return Run(folder, run.config.model_copy(update={"iterations": fewer}))
+
+
+def _read_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of the task that were read from its environment, now or at an earlier start.
+
+    Those of an earlier start count while the task is the same.
+    """
+    if config.read_keys or old.task.model_dump(mode="json") != config.task.model_dump(mode="json"):
+        return config.read_keys
+    try:
+        record = read_record(folder)
+    except ConfigError:
+        return ()
+    known = record.derived if record is not None else None
+    return tuple(key for key in known or () if key.startswith("task."))
 
 
 def _remembered(folder: Path, config: RunConfig) -> dict[str, Any]:

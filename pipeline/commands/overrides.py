@@ -83,7 +83,9 @@ def changed(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     record = read_record(folder)
     for key in (record.derived if record is not None else None) or ():
         section, _, name = key.partition(".")
-        values[section][name] = None
+        # What was read from the task's environment stays while the task does: it may not be here.
+        if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
+            values[section][name] = None
     values["run"] = {"name": folder.name, "root": str(folder.parent)}
     groups = [word for word in words if _is_group(word)]
     base = {key: value for key, value in values.items() if key not in map(_key, groups)}
