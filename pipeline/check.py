@@ -41,6 +41,7 @@ from slurm.words import check_folder
 from stages.flow import DYNAMIC, Flow, flow_of
 from stages.layout import CONFIG
 from stages.parts import environment_class, make_algorithm, policy_class, reward_class
+from stages.runner import load_config
 
 
 def check(config: RunConfig) -> None:
@@ -130,11 +131,17 @@ def completed(config: RunConfig) -> RunConfig:
         check_interpreter(name, "task.python", environment.modules(options))
     # Where stages have an interpreter of their own, so have the simulators that they step.
     here = named(config, "task") is not None or named(config, "engine") is None
-    is_new = not (config.run.folder / CONFIG).exists()
-    more = environment.complete(options, compare=is_new and here)
-    if not more:
-        return config
-    return config.model_copy(update={"task": config.task.model_copy(update=more)})
+    more = environment.complete(options, compare=here and not _is_frozen(config))
+    return config.with_read(more) if more else config
+
+
+def _is_frozen(config: RunConfig) -> bool:
+    """Return whether the run is there with this very task, which was compared when it was made."""
+    try:
+        frozen = load_config(config.run.folder / CONFIG)
+    except ConfigError:  # there is none, or it is damaged
+        return False
+    return frozen.task.model_dump(mode="json") == config.task.model_dump(mode="json")
 
 
 def check_interpreters(

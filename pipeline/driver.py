@@ -20,6 +20,7 @@ from pipeline.flow import Graph, Node
 from pipeline.lock import Lock
 from pipeline.metrics import Written
 from pipeline.outcome import Outcome
+from pipeline.record import differences
 from pipeline.run import Run
 from pipeline.settle import Choice, settle_frozen
 from rlinf.artifacts import MANIFEST, Manifest
@@ -37,7 +38,7 @@ from rlinf.errors import (
 from stages.flow import EVALUATE
 from stages.layout import CONFIG
 from stages.resident import Resident
-from stages.runner import StageCall, run_stage
+from stages.runner import StageCall, load_config, run_stage
 
 DAMAGE_LOOK_S = 2.0
 """How often inputs of what runs are looked after."""
@@ -169,6 +170,7 @@ class Driver:
                 self.executor.stop(leave=leave)
 
     def _recover(self) -> None:
+        self._refuse_changed()
         sweep(self.run.folder)
         settle_frozen(self._committed, self.choice)
         if self._done:
@@ -177,6 +179,22 @@ class Driver:
         rows = self._written.renew()
         for listener in self.listeners:
             listener.resumed(rows)
+
+    def _refuse_changed(self) -> None:
+        """See that the run is what it was when it was opened, before this driver owned it.
+
+        Raises:
+            RunLockedError: another start changed its configuration since.
+        """
+        frozen = load_config(self.run.folder / CONFIG).semantic()
+        own = self.run.config.semantic()
+        # A start may end after fewer iterations than the run has.
+        found = differences(own, {**frozen, "iterations": own["iterations"]})
+        if found:
+            raise RunLockedError(
+                f"{self.run.folder}: another start changed its configuration meanwhile "
+                f"({found[0]}); start again with the configuration that you want"
+            )
 
     def _loop(self, lock: Lock) -> None:
         nodes = self.graph.before() if self.offline else self.graph.nodes()

@@ -11,14 +11,13 @@ import yaml
 
 from pipeline.committed import Committed, has_results
 from pipeline.flow import Graph
-from pipeline.lock import LOCK, is_driven
 from pipeline.record import differences, edited, read_record, write_record
-from pipeline.run import Run
+from pipeline.run import Run, writing
 from pipeline.settings import settings_in_effect
 from pipeline.settle import Choice, settle
 from rlinf.artifacts import write_atomic
 from rlinf.config import TRANSIENT, RunConfig, digest, semantic
-from rlinf.errors import ConfigError, InputError, RunLockedError
+from rlinf.errors import ConfigError
 from stages.layout import CONFIG, PLAN, RUN
 from stages.runner import MEND, load_config, read_config
 
@@ -36,8 +35,8 @@ def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = 
     stage was ever committed takes any configuration.
 
     Args:
-        plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one.
-            None: the run is there, and its plan stays.
+        plan: content of ``plan.yaml``; that of an existing run stays unless ``config`` names one,
+            or named one before under which nothing was finished. None: its plan stays.
 
     Raises:
         MismatchError: it holds results, or a configuration, that this start would not make.
@@ -48,32 +47,28 @@ def create_run(config: RunConfig, plan: dict[str, Any] | None, choice: Choice = 
     """
     folder = config.run.folder
     settings_in_effect(config)  # refuses what no part knows, before anything is written
-    try:
-        if (folder / CONFIG).exists():
-            return _reopened(folder, config, plan, choice)
-        config, derived = _with_span(config, config.iterations)
-        _say_beyond(config)
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        values = config.model_dump(mode="json")
-        write_atomic(folder / PLAN, yaml.safe_dump(plan or {}, sort_keys=False))
-        write_record(folder, values, derived=derived)
-        write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
-    except OSError as error:
-        raise InputError(
-            f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
-            "choose another run.root"
-        ) from None
+        with Run(folder, config).driven():
+            if (folder / CONFIG).exists():
+                return _reopened(folder, config, plan, choice)
+            return _created(folder, config, plan or {})
+
+
+def _created(folder: Path, config: RunConfig, plan: dict[str, Any]) -> Run:
+    config, derived = _with_span(config, config.iterations)
+    _say_beyond(config)
+    folder.chmod(0o700)
+    values = config.model_dump(mode="json")
+    write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
+    # A start that was killed before it wrote its configuration lends its identity to no other.
+    (folder / RUN).unlink(missing_ok=True)
+    write_record(folder, values, derived=(*derived, *config.read_keys))
+    write_atomic(folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
     return Run(folder, load_config(folder / CONFIG))
 
 
 def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choice: Choice) -> Run:
-    owner = is_driven(folder / LOCK)
-    if owner is not None:
-        raise RunLockedError(
-            f"{folder}: driven by process {owner.pid} on {owner.host}; "
-            "stop that one first (rlinf status shows what it is doing)"
-        )
     fewer = None
     try:
         values, old = read_config(folder / CONFIG), load_config(folder / CONFIG)
@@ -87,6 +82,7 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
     fresh = empty or choice is Choice.REDO
     span = config.iterations if fresh else _span_of(old, config)
     config, derived = _with_span(config, span)
+    derived = (*derived, *_read_keys(folder, old, config))
     if config.iterations < old.iterations and not fresh:
         fewer = config.iterations
         config = config.model_copy(update={"iterations": old.iterations})
@@ -100,16 +96,17 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
     settle(committed, choice, changes, edits)
     changes += edits
     replaced = empty and bool(changes)
-    wanted = config.plan is not None or replaced or not (folder / PLAN).exists()
+    # The plan of a start that failed is not that of a corrected one which names none.
+    failed = replaced or (empty and old.plan is not None)
+    wanted = config.plan is not None or failed or not (folder / PLAN).exists()
     if plan is not None and wanted:
         write_atomic(folder / PLAN, yaml.safe_dump(plan, sort_keys=False))
-    same = not changes and semantic(frozen) == semantic(values)
+    same = not changes and frozen == values
     if replaced:
         # Its identity and date are those of this start.
         (folder / RUN).unlink(missing_ok=True)
     if not same:
         write_record(folder, frozen, digest(semantic(values)), derived)
-    if changes or frozen != values:
         write_atomic(folder / CONFIG, yaml.safe_dump(frozen, sort_keys=False))
     if not same or choice is not Choice.ASK:
         write_record(folder, frozen, derived=derived)
@@ -121,6 +118,21 @@ def _reopened(folder: Path, config: RunConfig, plan: dict[str, Any] | None, choi
         run.config.iterations,
     )
     return Run(folder, run.config.model_copy(update={"iterations": fewer}))
+
+
+def _read_keys(folder: Path, old: RunConfig, config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of the task that were read from its environment, now or at an earlier start.
+
+    Those of an earlier start count while the task is the same.
+    """
+    if config.read_keys or old.task.model_dump(mode="json") != config.task.model_dump(mode="json"):
+        return config.read_keys
+    try:
+        record = read_record(folder)
+    except ConfigError:
+        return ()
+    known = record.derived if record is not None else None
+    return tuple(key for key in known or () if key.startswith("task."))
 
 
 def _remembered(folder: Path, config: RunConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.lock import LOCK, Lock
 from rlinf.config import RunConfig
+from rlinf.errors import InputError
 from stages.layout import CONFIG
 from stages.runner import load_config
 
@@ -45,3 +46,19 @@ class Run:
             yield lock
         finally:
             lock.release()
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say of what cannot be written in a run directory where to put the run instead.
+
+    Raises:
+        InputError: an ``OSError`` was raised within.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"run.root: cannot write {error.filename or folder}: {error.strerror}; "
+            "choose another run.root"
+        ) from None

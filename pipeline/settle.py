@@ -23,7 +23,7 @@ from rlinf.errors import CodeError, ConfigError, MismatchError
 from stages.code import Code, read_code
 from stages.flow import EVALUATE, Flow
 from stages.identity import Kept
-from stages.layout import CODE, CONFIG, KEPT
+from stages.layout import ANSWERS, CODE, CONFIG, KEPT
 from stages.runner import read_config
 
 SHOWN = 6
@@ -130,6 +130,7 @@ def _redo(committed: Committed) -> None:
     committed.recover(kept=False)
     gone, leftovers = committed.redone(), committed.leftovers()
     affected = committed.affected(gone)
+    _set_answers_aside(committed, affected)
     for node in gone:
         committed.set_aside(node)
     for folder in leftovers:
@@ -141,6 +142,21 @@ def _redo(committed: Committed) -> None:
         names = ", ".join(str(path.relative_to(committed.run.folder)) for path in leftovers[:SHOWN])
         more = f" and {len(leftovers) - SHOWN} more" if len(leftovers) > SHOWN else ""
         log.info("not part of the run any more, now in %s: %s%s", committed.aside, names, more)
+
+
+def _set_answers_aside(committed: Committed, affected: Sequence[Node]) -> None:
+    """Set a judge's answers aside, and what they cost, where all rewards are made anew.
+
+    Where some rewards stay, so do the answers: they are of these, and count against one budget.
+    """
+    judging = {
+        name for name, stage in committed.graph.flow.table.items() if "reward" in stage.sections
+    }
+    there = {*committed.done, *committed.waiting, *committed.stale}
+    rewards = {node for node in there if node.stage in judging}
+    answers = committed.run.folder / ANSWERS
+    if rewards and rewards <= set(affected) and answers.exists():
+        committed.move_aside(answers)
 
 
 def _keep(committed: Committed, why: Sequence[str], changes: Sequence[str]) -> None:

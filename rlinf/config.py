@@ -327,6 +327,7 @@ class RunConfig(Section):
     """How stages become processes; validated by the launchers."""
     plan: dict[str, Any] | str | None = None
     """Resources of each stage, or the path of a plan file."""
+    _read_keys: tuple[str, ...] = ()
     log: dict[str, Any] = {}
     """Trackers and verbosity."""
     device_memory_gib: float | None = Field(default=None, gt=0)
@@ -350,6 +351,17 @@ class RunConfig(Section):
                 "rollout.in_flight_updates: there are no newer weights while rollout.staleness is 0"
             )
         return self
+
+    @property
+    def read_keys(self) -> tuple[str, ...]:
+        """The dotted keys of the task that nobody gave: they were read from its environment."""
+        return self._read_keys
+
+    def with_read(self, task: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with keys of the task that were read from its environment."""
+        made = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
+        made._read_keys = tuple(f"task.{key}" for key in task)
+        return made
 
     def semantic(self) -> dict[str, Any]:
         """The part of the configuration that changes the result, as plain JSON values."""

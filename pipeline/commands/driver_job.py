@@ -20,7 +20,7 @@ from launchers.sbatch import marked, new_mark, sbatch_lasting
 from pipeline.launch import ClusterConfig, check_quotas, plan_jobs, resources
 from pipeline.lock import LOCK, Lock, is_driven
 from pipeline.plan import Plan, StagePlan
-from pipeline.run import Run
+from pipeline.run import Run, writing
 from rlinf import machine
 from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmSilent
 from slurm.client import Partition, Queued, SlurmClient, default_partition, partition_names
@@ -33,8 +33,8 @@ from slurm.site import PartitionSite, load_site
 from stages.layout import DRIVER
 
 LONGEST_MIN = 24 * 60
-SUBMITS = "submits.json"
-"""In the driver's folder: which process submits its job."""
+STARTS = "starts.json"
+"""In the driver's folder: which process makes or changes the run, or submits its driver."""
 
 
 def driver_job(run: Run, needs: Resources) -> Job:
@@ -114,28 +114,38 @@ def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
 
 
 @contextlib.contextmanager
-def submitting(run: Run) -> Iterator[None]:
-    """Be the only one who submits a driver for a run.
+def starting(run: Run) -> Iterator[None]:
+    """Be the only one who makes or changes a run, or submits a driver for it.
+
+    Whoever is refused has written nothing. A folder that was made for a start which failed before
+    it wrote anything is removed again.
 
     Raises:
         RunLockedError: another process is at it, or the run has a driver.
+        InputError: no permission to write there.
     """
-    (run.folder / DRIVER).mkdir(exist_ok=True)
-    try:
-        lock = Lock(run.folder / DRIVER / SUBMITS)
-    except RunLockedError:
-        raise RunLockedError(
-            f"{run.folder}: another process is submitting its driver; see rlinf status {run.folder}"
-        ) from None
+    at = run.folder / DRIVER
+    with writing(run.folder):
+        try:
+            at.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = Lock(at / STARTS)
+        except (RunLockedError, FileNotFoundError):  # the other one may just have removed it
+            raise RunLockedError(
+                f"{run.folder}: another process is starting this run or submitting its driver; "
+                f"see rlinf status {run.folder}"
+            ) from None
     try:
         refuse_driven(run)
         yield
     finally:
         lock.release()
+        with contextlib.suppress(OSError):  # they hold something
+            at.rmdir()
+            run.folder.rmdir()
 
 
 def submit(job: Job) -> str:
-    """Submit the driver of a run and note its id, which is returned; within :func:`submitting`.
+    """Submit the driver of a run and note its id, which is returned; within :func:`starting`.
 
     The mark of the job is noted first: should this process end before it has noted the id, the job
     is found by its mark.

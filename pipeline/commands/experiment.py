@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.driver_job import refuse_beside_job
+from pipeline.commands.driver_job import refuse_beside_job, starting
 from pipeline.commands.stop import Stopping, cancel_jobs
 from pipeline.driver import Driver, Executor, InProcess, Listener
 from pipeline.flow import Graph
@@ -48,12 +48,13 @@ def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
+        RunLockedError: a driver is at work there, or another process starts the run.
     """
     from pipeline.freeze import create_run  # it loads algorithms, as the checks do
 
     config, plan = checked(values, own_job())
-    refuse_beside_job(Run(config.run.folder, config))
-    return create_run(config, plan.dump(), choice)
+    with starting(Run(config.run.folder, config)):
+        return create_run(config, plan.dump(), choice)
 
 
 def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple[RunConfig, Plan]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.commands.driver_job import refuse_beside_job
+from pipeline.commands.driver_job import starting
 from pipeline.commands.experiment import checked, compose_in
 from pipeline.plan import Plan
 from pipeline.record import read_record
@@ -32,13 +32,13 @@ def reopen(folder: Path, words: Sequence[str], choice: Choice = Choice.ASK) -> R
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
-        RunLockedError: a driver is at work there.
+        RunLockedError: a driver is at work there, or another process starts the run.
     """
     from pipeline.freeze import create_run  # it loads algorithms, as the checks do
 
     config, plan, chosen = checked_with(folder, words, own_job())
-    refuse_beside_job(Run(config.run.folder, config))
-    return create_run(config, plan.dump() if chosen else None, choice)
+    with starting(Run(config.run.folder, config)):
+        return create_run(config, plan.dump() if chosen else None, choice)
 
 
 def checked_with(
@@ -83,7 +83,9 @@ def changed(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     record = read_record(folder)
     for key in (record.derived if record is not None else None) or ():
         section, _, name = key.partition(".")
-        values[section][name] = None
+        # What was read from the task's environment stays while the task does: it may not be here.
+        if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
+            values[section][name] = None
     values["run"] = {"name": folder.name, "root": str(folder.parent)}
     groups = [word for word in words if _is_group(word)]
     base = {key: value for key, value in values.items() if key not in map(_key, groups)}

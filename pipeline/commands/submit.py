@@ -11,7 +11,7 @@ import yaml
 
 from launchers.base import Job
 from launchers.sbatch import lasting_script, script
-from pipeline.commands.driver_job import driver_job, driver_needs, refuse_driven, submitting
+from pipeline.commands.driver_job import driver_job, driver_needs, starting
 from pipeline.commands.driver_job import submit as submit_job
 from pipeline.commands.experiment import checked, cluster_of, composed, is_folder
 from pipeline.commands.overrides import checked_with
@@ -51,13 +51,12 @@ def submit(
     run, plan, chosen = _found(words)
     cluster = _cluster(run, driver)
     needs = driver_needs(cluster, plan, SlurmClient())
-    refuse_driven(run)
-    if is_folder(words) and not words[1:]:
-        with run.driven():
-            settle_frozen(Committed(run, Graph(run.config)), choice)
-    else:
-        run = create_run(run.config, plan.dump() if chosen else None, choice)
-    with submitting(run):
+    with starting(run):
+        if is_folder(words) and not words[1:]:
+            with run.driven():
+                settle_frozen(Committed(run, Graph(run.config)), choice)
+        else:
+            run = create_run(run.config, plan.dump() if chosen else None, choice)
         identity = submit_job(driver_job(run, needs))
     said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":

@@ -15,7 +15,7 @@ import yaml
 from pipeline.commands.experiment import drive, execute, prepare
 from pipeline.run import Run
 from rlinf.errors import ConfigError, MismatchError
-from stages.layout import CONFIG, RUN
+from stages.layout import CONFIG, PLAN, RUN
 from tests.pipeline.helpers import contents
 from tests.pipeline.test_orders import forget_code
 
@@ -113,6 +113,35 @@ def test_a_frozen_configuration_that_was_mended_by_hand_is_resumed(
     drive(Run.open(tmp_path / "first"))
     drive(Run.open(tmp_path / "first"))
     assert "it/0001/sync" in contents(tmp_path / "first")
+
+
+def test_the_plan_of_a_failed_start_is_not_that_of_the_corrected_command(
+    compose: Compose, tmp_path: Path
+) -> None:
+    path = tmp_path / "first" / PLAN
+    prepare(small(compose))
+    usual = path.read_text()
+    prepare({**small(compose), "plan": {"defaults": {"cpus": 1, "mem_mb": 900}}})
+    assert yaml.safe_load(path.read_text())["defaults"]["mem_mb"] == 900
+    prepare(small(compose))
+    assert path.read_text() == usual
+    assert Run.open(path.parent).config.plan is None
+    own = "# by hand\ndefaults: {cpus: 1, mem_mb: 1500}\n"
+    path.write_text(own)
+    prepare(small(compose))
+    assert path.read_text() == own, "nobody named another"
+
+
+def test_a_start_that_was_killed_lends_its_identity_to_no_other(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """It had written ``run.json``, but no configuration."""
+    prepare(small(compose, "seed=1"))
+    prepare(small(compose, "seed=2", "run.name=fresh"))
+    (tmp_path / "first" / CONFIG).unlink()
+    prepare(small(compose, "seed=2"))
+    found, fresh = (json.loads((tmp_path / name / RUN).read_text()) for name in ("first", "fresh"))
+    assert found["id"] == found["frozen"] == fresh["id"]
 
 
 def test_a_damaged_configuration_of_a_failed_start_is_replaced(

@@ -14,6 +14,7 @@ import pipeline.committed
 from pipeline.clean import temporary
 from pipeline.commands import workflow
 from pipeline.commands.experiment import execute
+from pipeline.commands.overrides import reopen
 from pipeline.committed import Committed, left_out
 from pipeline.driver import Driver
 from pipeline.flow import Graph, Node
@@ -124,11 +125,8 @@ class TwoReaders:
 
 def test_damage_that_two_stages_meet_is_mended(run: Path) -> None:
     shutil.rmtree(run / "evaluate" / "0006")
-    opened = Run.open(run)
-    longer = opened.config.model_copy(update={"iterations": 7})
-    every = longer.evaluate.model_copy(update={"every": 6})
     executor = TwoReaders()
-    driver = Driver(Run(run, longer.model_copy(update={"evaluate": every})), executor)
+    driver = Driver(reopen(run, ["iterations=7", "evaluate.every=6"]), executor)
     with pytest.raises(KeyboardInterrupt):
         driver.drive()
     assert sorted(executor.started[:2]) == ["evaluate/6", "rollout/6"]

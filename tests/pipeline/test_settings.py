@@ -89,6 +89,18 @@ def test_a_later_start_with_other_settings_renews_them(compose: Compose, tmp_pat
     assert "retention.last" in found["changed"]
 
 
+def test_settings_that_change_no_result_are_renewed_too(compose: Compose, tmp_path: Path) -> None:
+    begun = prepare(compose("cluster=inprocess"))
+    identity = record(begun.folder)["id"]
+    prepare(compose("cluster=local", "cluster.retries=5"))
+    found = record(begun.folder)
+    cluster = found["settings"]["cluster"]
+    assert (cluster["launcher"], cluster["retries"]) == ("local", 5)
+    assert "cluster.retries" in found["changed"]
+    assert found["id"] == identity
+    assert "was" not in found
+
+
 def test_the_report_shows_them_with_changes_first(tiny_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(tiny_run, tmp_path / "tiny"))
     values = yaml.safe_load((run / CONFIG).read_text())

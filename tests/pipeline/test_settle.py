@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline import freeze
 from pipeline.commands.experiment import drive, prepare
 from pipeline.commands.status import read_status
 from pipeline.committed import SET_ASIDE, Committed
 from pipeline.flow import Graph
 from pipeline.run import Run
-from pipeline.settle import Choice
-from rlinf.artifacts import read_manifest
+from pipeline.settle import Choice, settle
+from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.errors import CodeError, ConfigError, MismatchError, RunLockedError
 from stages import code
 from stages.layout import CODE, CONFIG, KEPT, RUN
@@ -236,7 +237,7 @@ def test_fewer_iterations_change_nothing_that_is_there(finished: Path, compose: 
     assert run.config.iterations == 1
     after = everything(finished)
     # It was copied: its root is another one.
-    assert {k: v for k, v in after.items() if v != before.get(k)}.keys() <= {CONFIG}
+    assert {k: v for k, v in after.items() if v != before.get(k)}.keys() <= {CONFIG, RUN}
     assert after.keys() == before.keys()
     assert Run.open(finished).config.iterations == 2
 
@@ -247,6 +248,30 @@ def test_a_run_that_is_driven_is_not_settled_by_another_start(
     run = Run.open(finished)
     with run.driven(), pytest.raises(RunLockedError, match="driven by process"):
         prepare(compose("optimizer.lr=0.5"), Choice.REDO)
+
+
+def test_a_run_cannot_be_driven_while_a_start_changes_it(
+    finished: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any) -> None:
+        with pytest.raises(RunLockedError, match="driven by process"), Run.open(finished).driven():
+            pass
+        settle(*given)
+
+    monkeypatch.setattr(freeze, "settle", meanwhile)
+    prepare(compose("optimizer.lr=0.5"), Choice.KEEP)
+    with Run.open(finished).driven():
+        pass
+
+
+def test_a_driver_does_not_begin_with_a_configuration_that_was_replaced(
+    compose: Compose, tmp_path: Path
+) -> None:
+    first = prepare(compose("seed=1"))
+    prepare(compose("seed=2"))
+    with pytest.raises(RunLockedError, match=r"another start changed .* \(seed: 1 -> 2\)"):
+        drive(first)
+    assert not list((tmp_path / "tiny").rglob(MANIFEST))
 
 
 def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(

@@ -12,6 +12,7 @@ import yaml
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.check import check, completed
 from pipeline.commands.experiment import execute, prepare
+from pipeline.commands.overrides import reopen
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
 
@@ -32,6 +33,43 @@ def test_what_is_not_given_is_read_and_frozen(compose: Compose) -> None:
     assert task["observation"] == 3
     assert task["action"] == PENDULUM
     assert prepare(values).config.task == run.config.task, "the same words are the same run"
+
+
+def test_what_was_read_is_read_again_for_another_environment(compose: Compose) -> None:
+    words = ("task=gym", "task.id=CartPole-v1", "model.hidden=[8]")
+    run = prepare(compose(*words, experiment="cartpole_ppo"))
+    assert frozen(run.folder)["observation"] == 4
+    reopen(run.folder, ["evaluate.every=7"])
+    reopen(run.folder, ["task.id=Acrobot-v1"])
+    task = frozen(run.folder)
+    assert (task["observation"], task["action"]["size"]) == (6, 3)
+    fresh = compose(*words, "task.id=Acrobot-v1", "run.name=fresh", experiment="cartpole_ppo")
+    assert task == frozen(prepare(fresh).folder)
+
+
+def test_what_was_read_stays_where_the_task_does(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that goes on with a run need not be able to build a simulator."""
+    import sys
+
+    run = prepare(compose(*ANY, "model.hidden=[8]", experiment="pendulum_sac"))
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    assert reopen(run.folder, ["evaluate.every=7"]).config.task == run.config.task
+
+
+@pytest.mark.parametrize("start", ["run", "resume"])
+def test_sizes_that_were_given_are_compared_with_another_environment(
+    start: str, compose: Compose
+) -> None:
+    run = prepare(compose("model.hidden=[8]", experiment="cartpole_ppo"))
+    before = frozen(run.folder)
+    with pytest.raises(ConfigError, match=r"task\.observation: 4 is not what Acrobot-v1 has"):
+        if start == "resume":
+            reopen(run.folder, ["task.id=Acrobot-v1"])
+        else:
+            prepare(compose("model.hidden=[8]", "task.id=Acrobot-v1", experiment="cartpole_ppo"))
+    assert frozen(run.folder) == before
 
 
 def test_the_simulator_is_asked_under_its_own_interpreter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,18 +18,22 @@ import yaml
 from launchers.backlog import note
 from launchers.base import Job
 from launchers.sbatch import lasting_script
+from pipeline import freeze
 from pipeline.commands import driver_job
+from pipeline.commands import submit as submission
 from pipeline.commands.driver_job import (
     driver_needs,
     noted_job,
     refuse_beside_job,
+    starting,
     submitted,
-    submitting,
 )
 from pipeline.commands.experiment import prepare
+from pipeline.commands.overrides import reopen
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop
 from pipeline.commands.submit import submit
+from pipeline.freeze import create_run
 from pipeline.launch import ClusterConfig
 from pipeline.plan import parse_plan
 from pipeline.run import Run
@@ -293,10 +298,45 @@ def test_of_two_submissions_at_once_one_is_refused(run: Run, slurm: Path) -> Non
 
 def test_while_one_submits_another_is_refused(run: Run, slurm: Path) -> None:
     with (
-        submitting(run),
-        pytest.raises(RunLockedError, match="another process is submitting its driver"),
-        submitting(run),
+        starting(run),
+        pytest.raises(RunLockedError, match="another process is starting this run"),
+        starting(run),
     ):
         pass
-    with submitting(run):
+    with starting(run):
         pass
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda folder, values: submit([str(folder), "seed=2"], {}),
+        lambda folder, values: reopen(folder, ["seed=2"]),
+        lambda folder, values: prepare({**values, "seed": 2}),
+    ],
+    ids=["submit", "resume", "run"],
+)
+def test_of_two_starts_at_once_the_run_is_of_the_one_that_won(
+    start: Callable[[Path, dict[str, Any]], object],
+    run: Run,
+    compose: Compose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second start submits a driver just before the first one writes the run."""
+    won = []
+
+    def late(*given: Any) -> Run:
+        with monkeypatch.context() as once:
+            for module in (freeze, submission):
+                once.setattr(module, "create_run", create_run)
+            with contextlib.suppress(RunLockedError):
+                submit([str(run.folder), "seed=1"], {})
+                won.append(1)
+        return create_run(*given)
+
+    for module in (freeze, submission):
+        monkeypatch.setattr(module, "create_run", late)
+    with contextlib.suppress(RunLockedError):
+        start(run.folder, compose("cluster=slurm", "cluster.poll_s=0.2"))
+        won.append(2)
+    assert won == [Run.open(run.folder).config.seed]

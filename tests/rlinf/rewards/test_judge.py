@@ -337,6 +337,32 @@ def test_a_run_counts_and_records_what_was_not_judged(
     assert len(path.read_text().splitlines()) == len(seen)
 
 
+def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
+    server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    from pipeline.commands.experiment import execute
+    from pipeline.settle import Choice
+
+    asked = list[str]()
+
+    def answer(question: str) -> Reply:
+        asked.append(question)
+        return Reply(text=f"Score: {len(question) % 2}")
+
+    server.answer = answer
+    words = ["iterations=1", "reward=judge", f"reward.endpoint.url={server.url}"]
+    words += ["reward.model=tiny", "evaluate.samples=2", "reward.endpoint.max_requests=24"]
+    execute(compose(*words))
+    first = sorted(asked)
+    execute(compose(*words, "optimizer.lr=0.5"), Choice.REDO)
+    assert sorted(asked) == first, "the rewards did not depend on it"
+    execute(compose(*words, "reward.scale=2.0"), Choice.REDO)
+    assert 12 < len(first) <= 24, "both together are more than the budget of one"
+    assert sorted(asked) == sorted([*first, *first])
+    (old,) = (tmp_path / "tiny" / "set-aside").glob("*/answers/*.jsonl")
+    assert len(old.read_text().splitlines()) == len(first)
+
+
 @pytest.mark.slow
 def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
     """Its random model writes digits and signs; what it says is the verdict all the same."""
