@@ -73,7 +73,8 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
         where: what an error calls its folder.
 
     Raises:
-        DataError: the network has no rotary embedding of the library that could be fixed.
+        DataError: the network has no rotary embedding of the library that could be fixed, or one
+            whose own code chooses by the longest row all the same.
     """
     scaling = length_scaling(settings)
     if scaling is None:
@@ -82,13 +83,18 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     found = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
-        if isinstance(kinds, dict):
-            for layer_type in [name for name, kind in kinds.items() if _varies(kind)]:
-                found = True
-                _fix(part, length, layer_type)
-        elif _varies(kinds):
+        layers = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type in [name for name, kind in layers.items() if _varies(kind)]:
             found = True
-            _fix(part, length, None)
+            _fix(part, length, layer_type)
+            if not _is_fixed(part, scaling, length, layer_type):
+                raise DataError(
+                    f"{where}: {type(part).__name__} of the model library chooses its "
+                    f"{scaling.kind} scaling by the longest row of each call, so beyond "
+                    f"{scaling.original} tokens samples would depend on their neighbours; set "
+                    f"model.context (reward.max_tokens of a reward model) to {scaling.original} "
+                    "at most"
+                )
     if not found:
         raise DataError(
             f"{where}: its rotary scaling depends on the length of a sequence, and its own model "
@@ -118,3 +124,22 @@ def _fix(part: Any, length: int, layer_type: str | None) -> None:
         part.rope_type = "default"
     else:
         part.rope_type = {**part.rope_type, layer_type: "default"}
+
+
+def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
+    """Whether a rotary embedding turns a position alike beside a near one and the last one."""
+    import torch
+
+    if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
+        return True
+    position, last = min(scaling.original, length) - 1, length - 1
+    turned = []
+    for neighbour in (position, last):
+        positions = torch.tensor([[position, neighbour]])
+        if "mrope_section" in part.config.rope_parameters:  # time, height and width
+            positions = positions.expand(3, -1, -1)
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        found = part(torch.zeros(1), positions, **options)
+        parts = found if isinstance(found, tuple) else (found,)
+        turned.append([one[..., 0, :] for one in parts])
+    return all(map(torch.equal, *turned))

@@ -59,7 +59,7 @@ class RewardModelReward(Storages, Reward):
 
     @classmethod
     def check(cls, config: RewardModelConfig) -> None:
-        check_classifier(config.path.expanduser(), KEY)
+        check_classifier(config.path.expanduser(), KEY, config.max_tokens)
 
     def __init__(self, config: Any, resources: Resources) -> None:
         super().__init__(config, resources)
@@ -101,7 +101,7 @@ class RewardModelReward(Storages, Reward):
         """The network, on its device."""
         residency = self.resources.residency
         if self._module is None:
-            self._tokenizer = check_classifier(self._folder, KEY)
+            self._tokenizer = check_classifier(self._folder, KEY, self.config.max_tokens)
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
                 residency.clear()

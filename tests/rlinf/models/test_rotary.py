@@ -16,6 +16,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.packed import APART
 from rlinf.models.rotary import freeze_rotary, length_scaling
 from tests.rlinf.models import tiny
+from tests.rlinf.models.tiny_families import tiny_settings
 
 LONG = {
     "rope_type": "longrope",
@@ -155,3 +156,45 @@ def test_model_code_that_cannot_be_fixed_is_refused(tmp_path: Path) -> None:
     settings = {"max_position_embeddings": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     with pytest.raises(DataError, match="samples would depend on their neighbours"):
         freeze_rotary(torch.nn.Linear(2, 2), settings, None, "folder")
+
+
+def phimoe(folder: Path) -> CausalLMConfig:
+    """Write a mixture of experts as published: its scaling has magnitudes of its own."""
+    rope = {**LONG, "short_mscale": 1.2, "long_mscale": 1.5}
+    made = tiny_settings("phimoe", len(tiny.ALPHABET) + 2)
+    made |= {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    return tiny.write(folder, "phimoe", made=made)
+
+
+def test_a_network_that_chooses_by_the_longest_row_all_the_same_is_refused_at_the_door(
+    tmp_path: Path,
+) -> None:
+    config = phimoe(tmp_path)
+    assert config.path is not None
+    longer = config.model_copy(update={"context": 17})
+    for refuse in (lambda: CausalLM.check(longer, {}), lambda: CausalLM.load(tmp_path, longer)):
+        with pytest.raises(DataError, match=r"PhimoeRotaryEmbedding .* model.context .* to 16"):
+            refuse()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "phimoe"])
+def test_a_row_has_the_same_log_probs_alone_and_beside_the_longest(
+    tmp_path: Path, family: str
+) -> None:
+    if family == "phimoe":
+        config = phimoe(tmp_path)
+    else:
+        config = tiny.write(tmp_path, family, **FAMILIES[family])
+        config = config.model_copy(update={"context": 40})
+    CausalLM.check(config, {})
+    longest = CausalLM.positions(config)
+    assert longest is not None
+    policy = CausalLM.load(tmp_path, config)
+    request = tiny.requests([3, longest - 6], horizon=6)
+    records = tiny.trajectories(request, tiny.generate(tiny.engine(config), request))
+    together = policy.evaluate(policy.collate(records), 1.0).logprobs
+    for row, record in zip(together, records, strict=True):
+        alone = policy.evaluate(policy.collate([record]), 1.0).logprobs[0]
+        torch.testing.assert_close(row[: len(record)], alone, rtol=0, atol=1e-5)
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(alone.detach(), expected, atol=1e-5)
