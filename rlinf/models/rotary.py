@@ -19,6 +19,10 @@ from rlinf.errors import DataError
 KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Names in ``config.json``, and what the library calls the kind."""
 
+FIXED = "alpha"
+"""In the dynamic scaling of a HunYuan model: stretches the base of the frequencies once for all
+lengths (``ntk_alpha`` in ``transformers``)."""
+
 
 @dataclass(frozen=True)
 class LengthScaling:
@@ -34,12 +38,15 @@ class LengthScaling:
 
 def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     """Return the scaling of a ``config.json`` that depends on the length, or None."""
+    hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
     most = settings.get("max_position_embeddings")
     for rope in _ropes(settings):
         kind = KINDS.get(str(rope.get("rope_type", rope.get("type"))))
         if kind is None or not isinstance(most, int):
+            continue
+        if kind == "dynamic" and hunyuan and rope.get(FIXED):
             continue
         named = settings.get("original_max_position_embeddings")
         before = named or rope.get("original_max_position_embeddings")
@@ -97,9 +104,10 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
                 )
     if not found:
         raise DataError(
-            f"{where}: its rotary scaling depends on the length of a sequence, and its own model "
-            "code computes it; samples would depend on their neighbours. Remove rope_scaling from "
-            "config.json, or use a checkpoint of a family that transformers has"
+            f"{where}: no rotary embedding of its network has the {scaling.kind} scaling of "
+            "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
+            "on their neighbours; use a checkpoint of a family whose scaling the model library "
+            "computes, such as Llama or Phi-3"
         )
 
 
