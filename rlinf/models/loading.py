@@ -98,7 +98,7 @@ def check_rotary(folder: Path, config: CausalLMConfig) -> None:
         cls, settings = _network(folder, config)
         with parameters_on_meta():
             module = cls._from_config(settings)
-    freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
+        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
 
 
 def outline_new(config: CausalLMConfig) -> Any:

@@ -19,6 +19,8 @@ from rlinf.errors import DataError
 KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Names in ``config.json``, and what the library calls the kind."""
 
+LENGTHS = ("max_position_embeddings", "model_max_length", "max_seq_len")
+"""Names in ``config.json`` of the length that a model was made for, in tokens."""
 FIXED = "alpha"
 """In the dynamic scaling of a HunYuan model: stretches the base of the frequencies once for all
 lengths (``ntk_alpha`` in ``transformers``)."""
@@ -41,10 +43,11 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
-    most = settings.get("max_position_embeddings")
+    lengths = (settings.get(name) for name in LENGTHS)
+    most = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
         kind = KINDS.get(str(rope.get("rope_type", rope.get("type"))))
-        if kind is None or not isinstance(most, int):
+        if kind is None or most is None:
             continue
         if kind == "dynamic" and hunyuan and rope.get(FIXED):
             continue
@@ -140,11 +143,13 @@ def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | 
 
     if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
         return True
+    settings = part.config.rope_parameters
+    settings = settings if layer_type is None else settings[layer_type]
     position, last = min(scaling.original, length) - 1, length - 1
     turned = []
     for neighbour in (position, last):
         positions = torch.tensor([[position, neighbour]])
-        if "mrope_section" in part.config.rope_parameters:  # time, height and width
+        if "mrope_section" in settings:  # time, height and width
             positions = positions.expand(3, -1, -1)
         options = {} if layer_type is None else {"layer_type": layer_type}
         found = part(torch.zeros(1), positions, **options)
