@@ -24,7 +24,7 @@ from rlinf.models.base import Batch, Policy, Spec, StepOutputs
 from rlinf.models.chat_format import check_arguments
 from rlinf.models.families import check_causal
 from rlinf.models.fit import as_published, check_weights, renames
-from rlinf.models.loading import fill, load_module, outline_module, outline_new
+from rlinf.models.loading import check_rotary, fill, load_module, outline_module, outline_new
 from rlinf.models.logprobs import (
     WHOLE,
     final_cap,
@@ -121,6 +121,7 @@ class CausalLM(Policy):
             check_weight_files(published.folder)
             check_vocabulary(published)
             check_weights(published.folder)
+            check_rotary(published.folder, config)
             return published.tokenizer
         if "alphabet" not in spec:
             raise ConfigError(

@@ -149,7 +149,7 @@ class ChatFormat:
         thought, answer = split_thought(content, self.thinking)
         if self.thinking is None and thought is not None:
             thought, answer = None, content.strip()
-        shared = _shared(prompt, whole)
+        shared = self._shared_words(prompt, whole)
         rest, end = prompt[shared:], _behind(whole, shared, thought, answer)
         if end is not None and not rest.strip():  # they differ in white space at most
             return Turn(prompt, whole[shared : self._end_of_turn(whole, end)])
@@ -168,7 +168,7 @@ class ChatFormat:
         self, prompt: str, whole: str, thought: str | None, answer: str, place: str
     ) -> str:
         """An answer behind its prompt, where the template would rewrite what stands before it."""
-        shared, marks = _shared(prompt, whole), self.thinking
+        shared, marks = self._shared_words(prompt, whole), self.thinking
         end, rest = _behind(whole, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
@@ -184,6 +184,18 @@ class ChatFormat:
         if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
         return self._thinking_words(prompt, thought, answer) + tail
+
+    def _shared_words(self, prompt: str, whole: str) -> int:
+        """How many characters two texts begin with alike, of which no mark of thoughts is cut.
+
+        An answer may begin as a mark of the prompt does: ``<answer>`` behind ``<think>``.
+        """
+        shared = _shared(prompt, whole)
+        for mark in (mark.strip() for mark in self.thinking or ()):
+            start = prompt.rfind(mark, 0, shared + len(mark) - 1)
+            if 0 <= start < shared < start + len(mark):
+                return start
+        return shared
 
     def _thinking_words(self, prompt: str, thought: str | None, answer: str) -> str:
         marks = self.thinking

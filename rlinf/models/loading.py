@@ -24,7 +24,7 @@ from rlinf.models.published_folder import (
     read_settings,
     tensor_files,
 )
-from rlinf.models.rotary import freeze_rotary
+from rlinf.models.rotary import freeze_rotary, length_scaling
 from rlinf.sharded import local, rows_of
 from rlinf.tensors import TensorFile, load_tensors
 
@@ -84,6 +84,21 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
         freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
         use_onednn(module)
     return module
+
+
+def check_rotary(folder: Path, config: CausalLMConfig) -> None:
+    """See that rotary frequencies that depend on a length can be those of the run.
+
+    Raises:
+        DataError: as :func:`rlinf.models.rotary.freeze_rotary`.
+    """
+    if length_scaling(read_settings(folder)) is None:
+        return
+    with _reading(folder):
+        cls, settings = _network(folder, config)
+        with parameters_on_meta():
+            module = cls._from_config(settings)
+        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
 
 
 def outline_new(config: CausalLMConfig) -> Any:
@@ -233,7 +248,7 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
 
 def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
     """A network on the ``meta`` device; None where loading makes some of it of another type."""
-    with _parameters_on_meta():
+    with parameters_on_meta():
         module = cls._from_config(
             settings, dtype=getattr(torch, config.dtype), attn_implementation=_attention(settings)
         )
@@ -250,7 +265,7 @@ def _attention(settings: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Networks made here have parameters without memory; their buffers have what they should.
 
     Buffers are made by the network alone (rotary frequencies, say), in no file of a checkpoint.

@@ -23,9 +23,10 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.fit import LANGUAGE_MODEL, PROMPTS, VISION
 from rlinf.models.architectures import check_sizes
 from rlinf.models.base import Batch, Spec
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_context
 from rlinf.models.fit import check_weights
 from rlinf.models.images import PIXELS, PREPROCESSOR, ImageSettings, images_in, sizes_in
+from rlinf.models.loading import check_rotary
 from rlinf.models.packed import NAME, attend
 from rlinf.models.published_folder import (
     PublishedFolder,
@@ -95,9 +96,12 @@ class Qwen25VL(CausalLM):
                 f"model.path: {folder} is a {kind!r} model; model.name=qwen2_5_vl takes folders of "
                 f"the type {FAMILY!r}, model.name=causal_lm those of language models"
             )
+        published = PublishedFolder.of(config)
+        check_context(published, config)
         check_weight_files(folder)
-        check_vocabulary(PublishedFolder.of(config))
+        check_vocabulary(published)
         check_weights(folder)
+        check_rotary(folder, config)
         return cls.processor(folder, config)
 
     @classmethod

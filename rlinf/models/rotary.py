@@ -19,6 +19,12 @@ from rlinf.errors import DataError
 KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Names in ``config.json``, and what the library calls the kind."""
 
+LENGTHS = ("max_position_embeddings", "model_max_length", "max_seq_len")
+"""Names in ``config.json`` of the length that a model was made for, in tokens."""
+FIXED = "alpha"
+"""In the dynamic scaling of a HunYuan model: stretches the base of the frequencies once for all
+lengths (``ntk_alpha`` in ``transformers``)."""
+
 
 @dataclass(frozen=True)
 class LengthScaling:
@@ -34,12 +40,16 @@ class LengthScaling:
 
 def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     """Return the scaling of a ``config.json`` that depends on the length, or None."""
+    hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
-    most = settings.get("max_position_embeddings")
+    lengths = (settings.get(name) for name in LENGTHS)
+    most = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
         kind = KINDS.get(str(rope.get("rope_type", rope.get("type"))))
-        if kind is None or not isinstance(most, int):
+        if kind is None or most is None:
+            continue
+        if kind == "dynamic" and hunyuan and rope.get(FIXED):
             continue
         named = settings.get("original_max_position_embeddings")
         before = named or rope.get("original_max_position_embeddings")
@@ -73,7 +83,8 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
         where: what an error calls its folder.
 
     Raises:
-        DataError: the network has no rotary embedding of the library that could be fixed.
+        DataError: the network has no rotary embedding of the library that could be fixed, or one
+            whose own code chooses by the longest row all the same.
     """
     scaling = length_scaling(settings)
     if scaling is None:
@@ -82,18 +93,24 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     found = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
-        if isinstance(kinds, dict):
-            for layer_type in [name for name, kind in kinds.items() if _varies(kind)]:
-                found = True
-                _fix(part, length, layer_type)
-        elif _varies(kinds):
+        layers = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type in [name for name, kind in layers.items() if _varies(kind)]:
             found = True
-            _fix(part, length, None)
+            _fix(part, length, layer_type)
+            if not _is_fixed(part, scaling, length, layer_type):
+                raise DataError(
+                    f"{where}: {type(part).__name__} of the model library chooses its "
+                    f"{scaling.kind} scaling by the longest row of each call, so beyond "
+                    f"{scaling.original} tokens samples would depend on their neighbours; set "
+                    f"model.context (reward.max_tokens of a reward model) to {scaling.original} "
+                    "at most"
+                )
     if not found:
         raise DataError(
-            f"{where}: its rotary scaling depends on the length of a sequence, and its own model "
-            "code computes it; samples would depend on their neighbours. Remove rope_scaling from "
-            "config.json, or use a checkpoint of a family that transformers has"
+            f"{where}: no rotary embedding of its network has the {scaling.kind} scaling of "
+            "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
+            "on their neighbours; use a checkpoint of a family whose scaling the model library "
+            "computes, such as Llama or Phi-3"
         )
 
 
@@ -118,3 +135,24 @@ def _fix(part: Any, length: int, layer_type: str | None) -> None:
         part.rope_type = "default"
     else:
         part.rope_type = {**part.rope_type, layer_type: "default"}
+
+
+def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
+    """Whether a rotary embedding turns a position alike beside a near one and the last one."""
+    import torch
+
+    if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
+        return True
+    settings = part.config.rope_parameters
+    settings = settings if layer_type is None else settings[layer_type]
+    position, last = min(scaling.original, length) - 1, length - 1
+    turned = []
+    for neighbour in (position, last):
+        positions = torch.tensor([[position, neighbour]])
+        if "mrope_section" in settings:  # time, height and width
+            positions = positions.expand(3, -1, -1)
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        found = part(torch.zeros(1), positions, **options)
+        parts = found if isinstance(found, tuple) else (found,)
+        turned.append([one[..., 0, :] for one in parts])
+    return all(map(torch.equal, *turned))

@@ -17,7 +17,7 @@ from torch import nn
 
 from rlinf.errors import DataError
 from rlinf.models.fit import check_fit, refuse_unfit, renames, stored_shapes, under_prefix
-from rlinf.models.loading import read_weights
+from rlinf.models.loading import parameters_on_meta, read_weights
 from rlinf.models.published_folder import (
     PublishedFolder,
     brief,
@@ -29,24 +29,27 @@ from rlinf.models.published_folder import (
 from rlinf.models.rotary import freeze_rotary
 
 
-def check_classifier(folder: Path, key: str) -> Any:
+def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
     """See that a folder holds a sequence classifier with one label; its weights are not read.
 
     Args:
         key: of the configuration, where the folder stands.
+        limit: most tokens of a row, as in :func:`load_classifier`.
 
     Returns:
         Its tokenizer.
 
     Raises:
         DataError: it does not: no such folder, no such head, several labels, weights that are not
-            whole, or a tokenizer that is not the model's.
+            whole, rotary frequencies that cannot be fixed for that length, or a tokenizer that is
+            not the model's.
     """
     with _said_of(folder, key):
         check_checkpoint(folder, trust_remote_code=False)
         check_weight_files(folder)
         cls, settings = _network(folder)
-        _check_head(folder, cls, settings)
+        module = _check_head(folder, cls, settings)
+        freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
         published = PublishedFolder(folder)
         check_vocabulary(published)
         return published.raw_tokenizer
@@ -96,8 +99,9 @@ def _network(folder: Path) -> tuple[Any, Any]:
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)], settings
 
 
-def _check_head(folder: Path, cls: Any, settings: Any) -> None:
-    with torch.device("meta"):
+def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
+    """The network that is looked at, with parameters on the ``meta`` device."""
+    with parameters_on_meta():
         module = cls._from_config(settings)
     own = module.state_dict()
     head = sorted(n for n in own if not n.startswith(f"{module.base_model_prefix}."))
@@ -115,6 +119,7 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> None:
         )
     if not renames(module):
         check_fit(f"model.path: {folder}", stored, module)
+    return module
 
 
 @contextlib.contextmanager

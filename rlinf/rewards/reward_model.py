@@ -59,13 +59,13 @@ class RewardModelReward(Storages, Reward):
 
     @classmethod
     def check(cls, config: RewardModelConfig) -> None:
-        check_classifier(config.path.expanduser(), KEY)
+        check_classifier(config.path.expanduser(), KEY, config.max_tokens)
 
     def __init__(self, config: Any, resources: Resources) -> None:
         super().__init__(config, resources)
         own = resources.device if config.device == "auto" else config.device
         self.device = local_device(own)
-        self._folder: Path = config.path.expanduser()
+        self._published = PublishedFolder(config.path.expanduser())
         self._module: Any = None
         self._tokenizer: Any = None
 
@@ -79,7 +79,7 @@ class RewardModelReward(Storages, Reward):
     ) -> list[Worth | Judgement]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
-        most = PublishedFolder(self._folder).run_length(config.max_tokens)
+        most = self._published.run_length(config.max_tokens)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
         found: list[Worth | Judgement] = [self._unfit()] * len(rows)
         for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
@@ -101,11 +101,12 @@ class RewardModelReward(Storages, Reward):
         """The network, on its device."""
         residency = self.resources.residency
         if self._module is None:
-            self._tokenizer = check_classifier(self._folder, KEY)
+            folder = self._published.folder
+            self._tokenizer = check_classifier(folder, KEY, self.config.max_tokens)
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
                 residency.clear()
-            module = load_classifier(self._folder, dtype, KEY, self.config.max_tokens)
+            module = load_classifier(folder, dtype, KEY, self.config.max_tokens)
             self._module = placed(module, self.device)
         if residency is not None:
             residency.need(self)

@@ -117,6 +117,29 @@ def test_what_is_learnt_is_what_was_said(data: st.DataObject) -> None:
     assert split_thought(begun + said, made.thinking) == (thought, answer)
 
 
+BEGINS_AS_A_MARK = ["<answer>12</answer>", "<tool_call>{}", "< 5", "<t", "</b>", "<thinking", ""]
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nadd both\n</think>"])
+@pytest.mark.parametrize("answer", BEGINS_AS_A_MARK)
+@pytest.mark.parametrize("name", ["DROPS", "PLAINLY", "OPENS", "SHORTENS"])
+def test_an_answer_may_begin_as_a_mark_of_thoughts_does(
+    name: str, answer: str, thought: str
+) -> None:
+    if name == "PLAINLY":  # the prompt closes a thought that no answer is written with
+        closed = "<|assistant|><think>\n\n</think>\n\n"
+        text = templates.DROPS.replace("<|assistant|><think>\n", closed)
+        made, thought = ChatFormat.of(make_tokenizer(text)), ""
+    else:
+        made = chat(name)
+    ((turn,),) = made.turns([talk("1+3?", thought + answer)], ["row"])
+    assert [turn.prompt] == made.prompts([talk("1+3?")])
+    said = turn.answer.removesuffix(made.end_text)
+    assert turn.answer == said + made.end_text
+    assert said.rpartition("</think>")[2].strip() == answer
+    assert ("add both" in said) == bool(thought)
+
+
 def test_a_prompt_that_must_not_think_has_no_thoughts_to_learn() -> None:
     made = chat("OPENS", enable_thinking=False)
     (asked,) = made.prompts([talk("1+3?")])

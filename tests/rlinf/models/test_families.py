@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,13 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.families import ENCODERS, REFUSED
 from rlinf.models.fit import check_weights, stored_shapes
 from tests.rlinf.models import tiny
-from tests.rlinf.models.tiny_families import NEED_MORE, all_families, page, tiny_settings
+from tests.rlinf.models.tiny_families import (
+    NEED_MORE,
+    all_families,
+    page,
+    scaled_settings,
+    tiny_settings,
+)
 
 FIRST = [
     *("bamba", "bloom", "falcon_h1", "gpt_oss", "granitemoehybrid", "lfm2", "llama4_text", "mamba"),
@@ -26,9 +33,22 @@ FIRST = [
 REST = [f for f in all_families() if f not in {*FIRST, *REFUSED, *NEED_MORE}]
 
 
-def check_works(folder: Path, family: str) -> None:
-    vocabulary = len(tiny.ALPHABET) + 2
-    config = tiny.write(folder / "m", family, made=tiny_settings(family, vocabulary))
+VOCABULARY = len(tiny.ALPHABET) + 2
+CHOOSES = {"phimoe"}
+"""Families that choose their LongRoPE scaling by the longest row of a call."""
+SCALED = [
+    *(("hunyuan_v1_dense", "alpha"), ("hunyuan_v1_moe", "alpha"), ("llama", "dynamic")),
+    *(("bailing_hybrid", "dynamic"), ("phi3", "longrope"), ("phimoe", "longrope")),
+]
+NO_SCALING = {("phi3", "dynamic"), ("phimoe", "dynamic")}
+"""The library refuses it, or fails in every call."""
+
+
+def check_works(
+    folder: Path, family: str, made: dict[str, Any] | None = None, context: int | None = None
+) -> None:
+    config = tiny.write(folder / "m", family, made=made or tiny_settings(family, VOCABULARY))
+    config = config.model_copy(update={"context": context})
     CausalLM.check(config, {})
     served = tiny.engine(config, max_rows=6)
     # Some rows join late and others leave early: eight places are asked for, six are there.
@@ -63,6 +83,38 @@ def test_engine_and_trainer_agree_and_rows_stand_alone(tmp_path: Path, family: s
 @pytest.mark.parametrize("family", REST)
 def test_so_they_do_in_all_other_families(tmp_path: Path, family: str) -> None:
     check_works(tmp_path, family)
+
+
+def check_scaled(folder: Path, family: str, scaling: str) -> None:
+    """The rows have up to 23 tokens, and the plain frequencies reach 16."""
+    made = scaled_settings(family, VOCABULARY, scaling)
+    if made is None:
+        pytest.skip("no rotary scaling in its config.json")
+    if family not in CHOOSES:
+        check_works(folder, family, made, context=40)
+        return
+    made["rope_parameters"]["original_max_position_embeddings"] = 32
+    check_works(folder / "plain", family, made)
+    with pytest.raises(DataError, match=r"by the longest row .* to 32 at most"):
+        check_works(folder / "long", family, made, context=40)
+
+
+@pytest.mark.parametrize(("family", "scaling"), SCALED)
+def test_rotary_scalings_of_published_models_work_or_are_refused_at_the_door(
+    tmp_path: Path, family: str, scaling: str
+) -> None:
+    check_scaled(tmp_path, family, scaling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["longrope", "dynamic"])
+@pytest.mark.parametrize("family", sorted({*FIRST, *REST}))
+def test_so_do_rotary_scalings_in_all_other_families(
+    tmp_path: Path, family: str, scaling: str
+) -> None:
+    if (family, scaling) in NO_SCALING:
+        pytest.skip("the library has no such scaling of this family")
+    check_scaled(tmp_path, family, scaling)
 
 
 @pytest.mark.parametrize("family", ["mllama", "qwen3_5", "qwen3_5_moe"])

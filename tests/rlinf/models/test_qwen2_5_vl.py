@@ -252,6 +252,13 @@ def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) ->
         assert half[name] == pytest.approx(right[name], rel=5e-3)
 
 
+def test_a_context_beyond_the_positions_of_a_checkpoint_is_refused(folder: Path) -> None:
+    config = Qwen25VLConfig(path=folder, context=512)
+    Qwen25VL.check(config, {})
+    with pytest.raises(ConfigError, match=r"model.context: 513 tokens .* 512 .*config.json"):
+        Qwen25VL.check(config.model_copy(update={"context": 513}), {})
+
+
 def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
     CausalLM.create(CausalLMConfig(hidden=32, layers=1, heads=2), SPEC, 0, tmp_path)
     with pytest.raises(DataError, match=r"'qwen2' model; model\.name=qwen2_5_vl takes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.packed import APART
 from rlinf.models.rotary import freeze_rotary, length_scaling
 from tests.rlinf.models import tiny
+from tests.rlinf.models.tiny_families import tiny_settings
 
 LONG = {
     "rope_type": "longrope",
@@ -153,5 +155,76 @@ def test_engines_that_choose_other_frequencies_are_refused(tmp_path: Path) -> No
 
 def test_model_code_that_cannot_be_fixed_is_refused(tmp_path: Path) -> None:
     settings = {"max_position_embeddings": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    with pytest.raises(DataError, match="samples would depend on their neighbours"):
+    with pytest.raises(DataError, match=r"no rotary embedding .* dynamic scaling"):
         freeze_rotary(torch.nn.Linear(2, 2), settings, None, "folder")
+
+
+def phimoe(folder: Path) -> CausalLMConfig:
+    """Write a mixture of experts as published: its scaling has magnitudes of its own."""
+    rope = {**LONG, "short_mscale": 1.2, "long_mscale": 1.5}
+    made = tiny_settings("phimoe", len(tiny.ALPHABET) + 2)
+    made |= {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    return tiny.write(folder, "phimoe", made=made)
+
+
+def test_a_network_that_chooses_by_the_longest_row_all_the_same_is_refused_at_the_door(
+    tmp_path: Path,
+) -> None:
+    config = phimoe(tmp_path)
+    assert config.path is not None
+    longer = config.model_copy(update={"context": 17})
+    for refuse in (lambda: CausalLM.check(longer, {}), lambda: CausalLM.load(tmp_path, longer)):
+        with pytest.raises(DataError, match=r"PhimoeRotaryEmbedding .* model.context .* to 16"):
+            refuse()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "phimoe"])
+def test_a_row_has_the_same_log_probs_alone_and_beside_the_longest(
+    tmp_path: Path, family: str
+) -> None:
+    if family == "phimoe":
+        config = phimoe(tmp_path)
+    else:
+        config = tiny.write(tmp_path, family, **FAMILIES[family])
+        config = config.model_copy(update={"context": 40})
+    CausalLM.check(config, {})
+    longest = CausalLM.positions(config)
+    assert longest is not None
+    policy = CausalLM.load(tmp_path, config)
+    request = tiny.requests([3, longest - 6], horizon=6)
+    records = tiny.trajectories(request, tiny.generate(tiny.engine(config), request))
+    together = policy.evaluate(policy.collate(records), 1.0).logprobs
+    for row, record in zip(together, records, strict=True):
+        alone = policy.evaluate(policy.collate([record]), 1.0).logprobs[0]
+        torch.testing.assert_close(row[: len(record)], alone, rtol=0, atol=1e-5)
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(alone.detach(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_a_dynamic_scaling_with_an_alpha_is_the_same_for_all_lengths(
+    tmp_path: Path, family: str
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
+    made = tiny_settings(family, len(tiny.ALPHABET) + 2)
+    config = tiny.write(tmp_path, family, made={**made, "rope_parameters": rope})
+    CausalLM.check(config, {})
+    VLLMEngine.check_policy(VLLMConfig(), config)
+    assert CausalLM.positions(config) == 64
+    policy = CausalLM.load(tmp_path, config)
+    network: Any = policy.module
+    size = network.config.head_dim
+    base = 10000.0 * 1000.0 ** (size / (size - 2))
+    expected = base ** (-torch.arange(0, size, 2) / size)
+    torch.testing.assert_close(network.model.rotary_emb.inv_freq, expected)
+
+
+def test_a_scaling_that_no_part_of_the_network_has_is_refused_at_the_door(tmp_path: Path) -> None:
+    made = tiny_settings("gptj", len(tiny.ALPHABET) + 2)
+    scaling = {"type": "dynamic", "factor": 2.0}
+    tiny.write(tmp_path, "gptj", made=made)
+    file = tmp_path / "config.json"
+    known = {"max_position_embeddings": 64, "rope_scaling": scaling}
+    file.write_text(json.dumps(json.loads(file.read_text()) | known))
+    with pytest.raises(DataError, match=r"model.path: .* no rotary embedding .* dynamic scaling"):
+        CausalLM.check(CausalLMConfig(path=tmp_path), {})

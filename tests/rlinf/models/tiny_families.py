@@ -216,6 +216,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 NOTES = {
     "gemma3n": "its images need the package timm",
+    "phimoe": "with LongRoPE no longer context than its plain frequencies reach",
 }
 NO_CACHE = {"openai-gpt", "rwkv"}
 """Families whose networks take no cache at all."""
@@ -235,6 +236,50 @@ def tiny_settings(family: str, vocabulary: int) -> dict[str, Any]:
             continue
         told[name] = {**part, **value} if name.endswith("_config") and part else value
     return told
+
+
+def scaled_settings(family: str, vocabulary: int, scaling: str) -> dict[str, Any] | None:
+    """Return the same with a rotary scaling, for lengths of 16 and up to 64 tokens.
+
+    Args:
+        scaling: ``longrope``, ``dynamic`` or ``alpha``.
+
+    Returns:
+        None: its configuration has no rotary scaling, or only that of a part or kind of layer.
+    """
+    from transformers import AutoConfig
+
+    told = tiny_settings(family, vocabulary)
+    known = AutoConfig.for_model(family, **told)
+    rope = getattr(known, "rope_parameters", None) or {}
+    if known.sub_configs or "rope_type" not in rope:
+        return None
+    if scaling == "longrope":
+        sizes = _rotary_sizes(known)
+        if not sizes:
+            return None
+        made: dict[str, Any] = {
+            "short_factor": [1.0] * sizes[0],
+            "long_factor": [2.0 + k for k in range(sizes[0])],
+            "original_max_position_embeddings": 16,
+        }
+        # PhiMoE has magnitudes of its own.
+        made |= {"short_mscale": 1.2, "long_mscale": 1.5} if family == "phimoe" else {}
+        return {**told, "rope_parameters": {**rope, "rope_type": scaling, **made}}
+    made = {"factor": 4.0} if scaling == "dynamic" else {"factor": 1.0, "alpha": 1000.0}
+    length = {"max_position_embeddings": 16 if scaling == "dynamic" else 64}
+    return {**told, **length, "rope_parameters": {**rope, "rope_type": "dynamic", **made}}
+
+
+def _rotary_sizes(settings: Any) -> list[int]:
+    """Return how many frequencies each rotary embedding of a network has."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
+    parts = [part for part in network.modules() if hasattr(part, "rope_type")]
+    return [part.inv_freq.numel() for part in parts]
 
 
 def _shrunk(cls: Any, vocabulary: int) -> dict[str, Any]:

@@ -110,6 +110,14 @@ def test_what_is_too_long_for_it_is_said(setting: Any, worth: float, tmp_path: P
     assert model_limit.judgements([longer], [])[0].trouble == "too_long", "64 positions"
 
 
+def test_its_folder_is_read_once_for_all_judgements(tmp_path: Path) -> None:
+    folder = write_reward_model(tmp_path)
+    reward = made(folder)
+    first = numbers(reward)
+    shutil.rmtree(folder)
+    assert numbers(reward) == first
+
+
 def test_its_weights_leave_the_device_for_others_and_come_back(tmp_path: Path) -> None:
     folder = write_reward_model(tmp_path)
     residency = Residency(torch.device("cpu"), 1 << 30)
