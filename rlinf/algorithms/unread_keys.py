@@ -152,12 +152,22 @@ class _Walk:
         for name in names:
             if hasattr(self._cls, name):
                 self.member(name, every=every)
-            elif isinstance(value := vars(self._config).get(name), property | FunctionType):
-                for method in _functions(value):
-                    self._function(method, of_config=True)
+            for method in self._methods_of_config(name):
+                self._function(method, of_config=True)
         for value in known:
             if self._is_readable(value):
                 self._follow(value)
+
+    def _methods_of_config(self, name: str) -> Iterator[FunctionType]:
+        """The property or method of this name that the class of the configuration has or inherits,
+        and what it overrides where it calls ``super()``; what every section has is none."""
+        for base in self._config.__mro__:
+            if name not in vars(base) or base in Section.__mro__:
+                continue
+            methods = list(_functions(vars(base)[name]))
+            yield from methods
+            if not any("super" in _mentioned(method.__code__) for method in methods):
+                return
 
     def _follow(self, value: Any) -> None:
         """Follow a function, or all methods of a class."""

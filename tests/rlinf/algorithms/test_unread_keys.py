@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,49 @@ def test_keys_of_the_class_of_the_configuration_count_where_they_are_asked_for()
 
     assert set(unread_keys(Own, with_all_keys(Own))) >= {"other", "clip_low"}
     assert "clip" not in unread_keys(Own, with_all_keys(Own))
+
+
+class Margins(PolicyGradientConfig):
+    margin: float = 1.0
+    slope: float = 1.0
+    offset: float = 1.0
+    other: float = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.margin
+
+    @cached_property
+    def line(self) -> float:
+        return self.slope * self.shift()
+
+    def shift(self) -> float:
+        return self.offset
+
+
+class MoreMargins(Margins):
+    """A configuration that inherits its properties; it extends one and replaces one."""
+
+    extra: float = 1.0
+
+    def shift(self) -> float:
+        return 0.0
+
+    @property
+    def doubled(self) -> float:
+        return super().doubled + self.extra
+
+
+def test_keys_that_an_inherited_property_of_the_configuration_reads_count() -> None:
+    class Own(Reinforce):
+        Config = MoreMargins  # type: ignore[assignment]
+
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            return outputs.logprobs.sum() * self.config.doubled * self.config.line, {}
+
+    found = set(unread_keys(Own, with_all_keys(Own)))
+    assert {"other", "offset", "clip_low"} <= found
+    assert not {"margin", "extra", "slope"} & found
 
 
 def test_the_door_refuses_before_anything_is_written(
