@@ -59,7 +59,7 @@ def read_reference(text: str) -> Answer:
     found = marked(text)
     if found is None and len(text.strip().split("\n")) > 1:
         return read(text)
-    inner = found[-1] if found else text.strip()
+    inner = ", ".join(found) if found else text.strip()
     plain, _ = spell(inner)
     if not plain:
         raise UnreadError("an empty reference")

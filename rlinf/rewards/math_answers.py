@@ -36,7 +36,7 @@ class Answer:
     unit: str = ""
     """Known units in one spelling; empty for none or one that is not known."""
     otherwise: Answer | None = None
-    """Another reading of an ambiguous text: ``10!`` at the end of a sentence, or two boxes."""
+    """Another reading of an ambiguous text: ``10!`` at the end of a sentence."""
 
 
 def read(text: str) -> Answer:
@@ -48,7 +48,7 @@ def read(text: str) -> Answer:
     found = marked(text)
     if found is not None:
         if len(found) > 1:
-            return replace(parse(", ".join(found)), otherwise=parse(found[-1]))
+            return parse(", ".join(found))
         return _marked_answer(found[0])
     readings: list[Answer] = []
     words: Answer | None = None

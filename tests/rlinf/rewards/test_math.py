@@ -118,10 +118,24 @@ def test_headings_and_answers_on_a_line_of_their_own(response: str, answer: str)
 
 def test_the_last_mark_is_the_answer_and_without_one_the_whole_text() -> None:
     assert grade_one("a #### 12\n", "12")
-    boxes = "\\boxed{3} and \\boxed{\\frac{1}{2}}."
-    assert grade_one(boxes, "1/2")
-    assert not grade_one(boxes, "3")
     assert grade_one("(1, 2)", "(1, 2)")
+
+
+@pytest.mark.parametrize(
+    "joint", [" and ", " or ", ", ", ", and ", "$ or $", r"\) or \(", r" \text{ or } ", r",\quad "]
+)
+def test_joined_boxes_are_several_answers_and_not_the_last_one(joint: str) -> None:
+    boxes = joint.join((r"\boxed{3}", r"\boxed{\frac{1}{2}}"))
+    assert not grade_one(f"${boxes}$.", "1/2")
+    assert not grade_one(f"${boxes}$.", "3")
+    assert grade_one(f"${boxes}$.", "1/2, 3")
+    assert grade_one(r"\boxed{3, 0.5}", f"${boxes}$")
+    assert not grade_one(joint.join(rf"\boxed{{{i}}}" for i in range(1, 4)), "3")
+
+
+def test_a_box_that_replaces_another_is_the_answer() -> None:
+    assert grade_one(r"\boxed{3}, no, it is \boxed{4}", "4")
+    assert grade_one("\\boxed{3}\n\\boxed{4}", "4")
 
 
 @pytest.fixture(scope="module")
