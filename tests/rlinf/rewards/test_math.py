@@ -116,6 +116,54 @@ def test_headings_and_answers_on_a_line_of_their_own(response: str, answer: str)
     assert not grade_one(response, "2")
 
 
+JOINED = [
+    ("A and C", "A, C", ("A", "C", "A and B", "A, B, C")),
+    ("white and blue", "white, blue", ("blue", "white and red", "white, blue and red")),
+    ("b and c", "b, c", ("b", "c", "b and d")),
+    ("true or false", "true, false", ("true", "false", "true and false")),
+]
+
+
+@pytest.mark.parametrize(("joined", "commas", "wrong"), JOINED)
+@pytest.mark.parametrize("frame", ["\\boxed{{{}}}", "The answer is {}.", "**{}**", "{}"])
+def test_joined_letters_and_words_are_several_answers(
+    joined: str, commas: str, wrong: tuple[str, ...], frame: str
+) -> None:
+    reordered = ", ".join(reversed(commas.split(", ")))
+    for reference in (joined, commas, reordered):
+        for given in (joined, commas, reordered):
+            assert grade_one(frame.format(given), reference), (given, reference)
+    for given in wrong:
+        assert not _is_right(frame.format(given), joined), given
+
+
+def test_three_words_are_several_answers_in_any_order() -> None:
+    for reference in ("red, white, and blue", "blue, red, white"):
+        for given in ("Red, white, and blue", "white, blue, red"):
+            assert grade_one(rf"\boxed{{{given}}}", reference)
+        assert not _is_right(r"\boxed{red and blue}", reference)
+
+
+def _is_right(response: str, answer: str) -> bool:
+    try:
+        return grade_one(response, answer)
+    except UnreadError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "It is salt and pepper.",
+        r"\boxed{pepper and salt}",
+        "The answer is salt and pepper, I think.",
+    ],
+)
+def test_a_phrase_with_and_is_still_found_in_a_sentence(response: str) -> None:
+    assert grade_one(response, "salt and pepper")
+    assert grade_one(response, "(B) salt and pepper")
+
+
 def test_the_last_mark_is_the_answer_and_without_one_the_whole_text() -> None:
     assert grade_one("a #### 12\n", "12")
     assert grade_one("(1, 2)", "(1, 2)")
