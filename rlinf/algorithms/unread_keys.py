@@ -7,13 +7,16 @@ methods that the ``train`` and ``reward`` stages call, through everything these 
 itself, of its modules and of other modules of the user's, and collects the names of attributes.
 A method that was overridden is followed only where the override calls ``super()``.
 
-Reading is matched by name, so a key may pass although the code that mentions it never runs. Where
-a key is read out of sight (in a package that is installed, say), the class names it in ``reads``.
+Reading is matched by name, so a key may pass although the code that mentions it never runs. All
+keys count as read where ``config``, or a variable that it was assigned to, is dumped. Where a key
+is read out of sight (in a package that is installed, say), the class names it in ``reads``.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -44,8 +47,10 @@ DESCRIPTIONS = frozenset(
 )
 """Members that only describe what the others do: to mention a key there is not to obey it."""
 OURS = "rlinf.algorithms"
-WHOLE = frozenset({"model_dump", "model_dump_json", "__dict__", "vars", "asdict", "model_copy"})
-"""Names by which a configuration is read as a whole, every key included."""
+DUMPS = r"\.(?:model_dump|model_dump_json|model_copy|__dict__)\b"
+"""Members by which a configuration is read as a whole, every key included."""
+DUMPERS = r"\.(?:vars|asdict|dict)"
+"""Functions that do the same."""
 
 
 def refuse_unread_keys(algorithm: Algorithm, name: str) -> None:
@@ -110,14 +115,11 @@ class _Walk:
 
     def __init__(self, cls: type[Algorithm], config: type[Section]) -> None:
         self.names: set[str] = set()
+        self.whole = False
+        """Whether the configuration is read as a whole somewhere."""
         self._cls, self._config = cls, config
         self._seen: set[Any] = set()
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
-
-    @property
-    def whole(self) -> bool:
-        """Whether the configuration is read as a whole somewhere."""
-        return not self.names.isdisjoint(WHOLE)
 
     def member(self, name: str, *, every: bool = False) -> None:
         """Follow the class's member of this name, and those of its bases that it overrides where it
@@ -134,12 +136,14 @@ class _Walk:
             if not every and not calls_base:
                 return
 
-    def _function(self, function: FunctionType) -> None:
+    def _function(self, function: FunctionType, *, of_config: bool = False) -> None:
+        """Follow a function; ``of_config``: its ``self`` is the configuration."""
         if function in self._seen:
             return
         self._seen.add(function)
         names = _mentioned(function.__code__)
         self.names |= names
+        self.whole |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
         known = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in known if isinstance(value, ModuleType)]
         known += [vars(module)[n] for module in modules for n in names if n in vars(module)]
@@ -148,11 +152,22 @@ class _Walk:
         for name in names:
             if hasattr(self._cls, name):
                 self.member(name, every=every)
-            elif isinstance(value := vars(self._config).get(name), property | FunctionType):
-                self._follow(value)
+            for method in self._methods_of_config(name):
+                self._function(method, of_config=True)
         for value in known:
             if self._is_readable(value):
                 self._follow(value)
+
+    def _methods_of_config(self, name: str) -> Iterator[FunctionType]:
+        """The property or method of this name that the class of the configuration has or inherits,
+        and what it overrides where it calls ``super()``; what every section has is none."""
+        for base in self._config.__mro__:
+            if name not in vars(base) or base in Section.__mro__:
+                continue
+            methods = list(_functions(vars(base)[name]))
+            yield from methods
+            if not any("super" in _mentioned(method.__code__) for method in methods):
+                return
 
     def _follow(self, value: Any) -> None:
         """Follow a function, or all methods of a class."""
@@ -212,12 +227,52 @@ def _filled(cell: CellType) -> bool:
 
 
 def _mentioned(code: CodeType) -> set[str]:
-    """Names of attributes and globals in code and the functions it defines, and short texts, which
-    may be names for ``getattr``."""
-    names = set(code.co_names)
+    """Names of attributes and globals in code and the functions it defines, and short texts where
+    it calls ``getattr``, which may be names for that."""
+    codes = list(_codes(code))
+    names = {name for each in codes for name in each.co_names}
+    if not names.isdisjoint({"getattr", "attrgetter"}):
+        names |= {text for each in codes for text in _texts(each.co_consts)}
+    return names
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions it defines."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _mentioned(constant)
-        elif isinstance(constant, str):
-            names.add(constant)
-    return names
+            yield from _codes(constant)
+
+
+def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from _texts(constant)
+
+
+def _dumps(code: CodeType, configs: set[str]) -> bool:
+    """Return whether code reads a configuration as a whole; ``configs`` are the names it has."""
+    trail = "".join(map(_trail, _codes(code)))
+    named = "|".join(configs)
+    named = "|".join([*configs, *re.findall(rf"\.(?:{named})=(\w+)", trail)])
+    return bool(
+        re.search(rf"\.(?:{named}){DUMPS}", trail)
+        or re.search(rf"{DUMPERS}(?:\.\w+)*\.(?:{named});", trail)
+    )
+
+
+def _trail(code: CodeType) -> str:
+    """Return the names that code loads (``.name``) and stores (``=name``), in their order; any
+    other instruction is a semicolon."""
+    trail = []
+    for step in dis.get_instructions(code):
+        if step.opname in ("PUSH_NULL", "EXTENDED_ARG"):
+            continue
+        accesses = re.findall("LOAD|STORE", step.opname.replace("LOAD_CONST", ""))
+        # One instruction of newer interpreters loads or stores two names.
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        signs = ("=" if access == "STORE" else "." for access in accesses)
+        trail += [f"{sign}{name}" for sign, name in zip(signs, names, strict=False)] or [";"]
+    return "".join(trail)

@@ -26,7 +26,7 @@ from rlinf.data.record import Identity, Record
 from rlinf.envs.base import VIDEO, Environment, Episodes, Extent
 from rlinf.envs.expert import demonstrated
 from rlinf.envs.faults import OWN, described
-from rlinf.envs.gym_config import ActionConfig, GymConfig
+from rlinf.envs.gym_config import NUMBERS, ActionConfig, GymConfig
 from rlinf.envs.loop import MEASURES, play, refuse_broken
 from rlinf.envs.making import maker, says, world_of
 from rlinf.envs.overlap import Part, overlapped
@@ -263,7 +263,11 @@ class GymEnvironment(Environment):
             raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
         if act["kind"] == "discrete":
             action = {"kind": "discrete", "size": act["size"]}
-        elif act["kind"] == "box" and len(act["shape"]) == 1:
+        elif (
+            act["kind"] == "box"
+            and len(act["shape"]) == 1
+            and np.dtype(act["dtype"]).kind in NUMBERS
+        ):
             bounds = {name: act[name] for name in ("low", "high", "dtype")}
             action = {"kind": "box", "size": act["shape"][0], **bounds}
         else:

@@ -11,6 +11,8 @@ from rlinf.config import Section
 from rlinf.envs.seen import Refused, encoded
 
 Id = Annotated[str, Field(min_length=1)]
+NUMBERS = "iuf"
+"""Kinds of numpy's types of which actions may be."""
 
 
 Bounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
@@ -30,8 +32,24 @@ class ActionConfig(Section):
     """Type of a vector's components; actions are rounded where it is of integers. Null: read from
     the simulator with the bounds, else of floating-point numbers."""
 
+    @field_validator("dtype")
+    @classmethod
+    def _dtype_is_of_numbers(cls, value: str | None) -> str | None:
+        """Return the name of the type as numpy has it: ``float32`` for ``f4``."""
+        if value is None:
+            return None
+        try:
+            dtype = np.dtype(value)
+        except (TypeError, ValueError, SyntaxError):
+            dtype = np.dtype(object)
+        if dtype.kind not in NUMBERS or dtype.shape:
+            raise ValueError("it is no type of numbers; set it to float32, float64 or int64, say")
+        return dtype.name
+
     @model_validator(mode="after")
     def _bounds_fit(self) -> ActionConfig:
+        if self.kind == "discrete" and self.dtype is not None:
+            raise ValueError("dtype: it is of a vector's components; leave it out of a choice")
         if self.low is None and self.high is None:
             return self
         if self.kind == "discrete":
@@ -55,7 +73,7 @@ class ActionConfig(Section):
             return None
         sides = zip((self.low, self.high), (-np.inf, np.inf), strict=True)
         low, high = (_column(side, self.size, none) for side, none in sides)
-        if self.dtype is not None and np.issubdtype(np.dtype(self.dtype), np.integer):
+        if self.dtype is not None and np.dtype(self.dtype).kind in "iu":
             low, high = (np.clip(side, -(2.0**62), 2.0**62) for side in (low, high))
             return low.astype(np.int64), high.astype(np.int64)
         return low, high

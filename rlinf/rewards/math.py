@@ -43,8 +43,15 @@ def grade_one(response: str, answer: str) -> bool:
     reference = read_reference(answer)
     if reference.name == "choice":
         return _same_choice(reference, response)
+    return _is_given(reference, response)
+
+
+def _is_given(reference: Answer, response: str) -> bool:
+    """Whether a response ends in an answer that is no choice."""
     if reference.kind == "words":
         return says(response, reference.text)
+    if reference.phrase and says(response, reference.phrase):
+        return True
     given = read(response)
     return same(reference, given) or bool(given.otherwise and same(reference, given.otherwise))
 
@@ -59,7 +66,7 @@ def read_reference(text: str) -> Answer:
     found = marked(text)
     if found is None and len(text.strip().split("\n")) > 1:
         return read(text)
-    inner = found[-1] if found else text.strip()
+    inner = ", ".join(found) if found else text.strip()
     plain, _ = spell(inner)
     if not plain:
         raise UnreadError("an empty reference")
@@ -74,6 +81,8 @@ def read_reference(text: str) -> Answer:
         return Answer("words", plain_words(inner))
     if answer.kind == "words" and not answer.name:
         return replace(answer, text=plain_words(inner))
+    if answer.kind == "list" and answer.text:
+        return replace(answer, phrase=plain_words(inner))
     return answer
 
 
@@ -84,10 +93,7 @@ def _same_choice(reference: Answer, response: str) -> bool:
     except UnreadError:
         if not reference.items:
             raise
-        (option,) = reference.items
-        return (
-            says(response, option.text) if option.kind == "words" else same(option, read(response))
-        )
+        return _is_given(reference.items[0], response)
 
 
 def _check(answer: Answer) -> None:
@@ -159,6 +165,8 @@ def _same_collections(reference: Answer, given: Answer) -> bool:
         if kinds == {"ordered", "list"} and tuples[0].text == "()":
             return _same_in_order(reference.items, given.items)
         return _same_members((reference,), given.items) or _same_members(reference.items, (given,))
+    if {reference.text, given.text} == {"and", "or"}:
+        return False
     if kinds <= {"list", "set", "expression", "words"}:
         left, right = (a.items if a.kind in ("list", "set") else (a,) for a in (reference, given))
         return _same_members(left, right)

@@ -29,14 +29,17 @@ class Answer:
     kind: Kind
     text: str
     """LaTeX of an expression, lower-case words, the brackets of ``ordered`` such as ``(]`` (``::``:
-    a ratio or a time), how the parts of a region are joined (``or``, ``and`` or a comma)."""
+    a ratio or a time), how the parts of a region are joined (``or``, ``and`` or a comma), how those
+    of a list of words or letters are (``or`` or ``and``; else empty)."""
     items: tuple[Answer, ...] = ()
     name: str = ""
     """Left-hand side of ``x = 5``."""
     unit: str = ""
     """Known units in one spelling; empty for none or one that is not known."""
     otherwise: Answer | None = None
-    """Another reading of an ambiguous text: ``10!`` at the end of a sentence, or two boxes."""
+    """Another reading of an ambiguous text: ``10!`` at the end of a sentence."""
+    phrase: str = ""
+    """The whole text of a reference that is a list of joined words."""
 
 
 def read(text: str) -> Answer:
@@ -48,7 +51,7 @@ def read(text: str) -> Answer:
     found = marked(text)
     if found is not None:
         if len(found) > 1:
-            return replace(parse(", ".join(found)), otherwise=parse(found[-1]))
+            return parse(", ".join(found))
         return _marked_answer(found[0])
     readings: list[Answer] = []
     words: Answer | None = None
@@ -57,9 +60,8 @@ def read(text: str) -> Answer:
             answer = parse(candidate)
         except UnreadError:
             continue
-        if answer.kind == "words" and words is None:
-            words = answer  # "Good luck!" may stand below the answer
-        if answer.kind == "words":
+        if answer.kind == "words" or _is_phrase(answer):
+            words = words or answer  # "Good luck!" may stand below the answer
             continue
         readings.append(answer)
         # A shout may be a factorial; the reading without it comes next.
@@ -70,6 +72,11 @@ def read(text: str) -> Answer:
             raise UnreadError("no answer")
         return words
     return replace(readings[0], otherwise=readings[1] if len(readings) > 1 else None)
+
+
+def _is_phrase(answer: Answer) -> bool:
+    """Whether an answer is words that ``and`` or ``or`` joins, as "bread and butter" are."""
+    return bool(answer.text) and answer.kind == "list" and answer.items[0].kind == "words"
 
 
 def _marked_answer(text: str) -> Answer:
@@ -99,6 +106,7 @@ _NOT_A_VALUE = re.compile(
     re.IGNORECASE,
 )
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_JOINT = re.compile(r"\s*,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+")
 _NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
 _SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
@@ -129,6 +137,8 @@ def parse(text: str) -> Answer:
 def _several(text: str) -> Answer:
     """A list with commas, ``and`` or ``or``; else one thing."""
     text = _bare_thousands(text)
+    if joined := _joined_words(text):
+        return joined
     if _LETTERS.fullmatch(text):
         return _one(text)
     if builder := _BUILDER.fullmatch(text):
@@ -146,6 +156,18 @@ def _several(text: str) -> Answer:
     if any(item.kind == "region" for item in items) or (joints == {"or"} and _any_interval(items)):
         return Answer("region", joints.pop() if len(joints) == 1 else ",", items)
     return Answer("list", "", items)
+
+
+def _joined_words(text: str) -> Answer | None:
+    """A list of single words or letters, ``A and C`` or ``red, blue``; None for anything else."""
+    parts = _JOINT.split(text)
+    if len(parts) == 1 or not all(re.fullmatch(r"[A-Za-z][A-Za-z'-]*", part) for part in parts):
+        return None
+    joints = set(re.findall(r"\b(?:and|or)\b", text))
+    items = [_one(part) for part in parts]
+    if any(item.kind == "words" for item in items):
+        items = [Answer("words", part.lower()) for part in parts]
+    return Answer("list", joints.pop() if len(joints) == 1 else "", tuple(items))
 
 
 def _any_interval(items: tuple[Answer, ...]) -> bool:

@@ -18,6 +18,8 @@ LOOKED_THROUGH = 10_000
 """Characters at the end of a response without a mark; some patterns take the square of it."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BETWEEN_BOXES = re.compile(r"\\(?:text|mbox|q?quad)(?![A-Za-z])|\\[()\[\],; ]|[${}]")
+"""Markup that is left out of what joins two boxes."""
 _FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
 """GSM8K marks the final answer of a worked solution so; in Markdown it is a heading."""
 _TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -93,10 +95,11 @@ _HEDGE = re.compile(
 
 
 def marked(text: str) -> list[str] | None:
-    """Return what is marked as the answer: several texts where boxes are joined by ``or``.
+    """Return what is marked as the answer: several texts where boxes are joined.
 
-    Marks are ``\\boxed{}``, ``<answer>`` and ``####``; the last one counts. A ``####`` that is a
-    heading of Markdown (words, and text below it) is none. None: there is no mark.
+    Marks are ``\\boxed{}``, ``<answer>`` and ``####``; the last one counts, and with a box those
+    that ``or``, ``and`` or a comma joins to it. A ``####`` that is a heading of Markdown (words,
+    and text below it) is none. None: there is no mark.
     """
     boxes = list(_BOX.finditer(text))
     final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _ends(mark)), None)
@@ -125,12 +128,12 @@ def _unit_less(text: str) -> str:
 
 
 def _joined_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
-    """The last box, and those before it that ``or`` or ``and`` joins with it."""
+    """The last box, and those before it that ``or``, ``and`` or a comma joins with it."""
     found = [_inside_box(text, boxes[-1])]
     for box, behind in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
         inner = _inside_box(text, box)
-        between = text[box.end() + len(inner) + 2 : behind.start()].replace("$", " ")
-        if not re.fullmatch(r"\s*(?:\\\)|\\\])?\s*,?\s*(?:or|and)\s*(?:\\\(|\\\[)?\s*", between):
+        between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : behind.start()])
+        if not _JOIN.fullmatch(between):
             break
         found.insert(0, inner)
     return found

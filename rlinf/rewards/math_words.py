@@ -176,4 +176,4 @@ def plain_words(text: str) -> str:
     spelled = re.sub(r"\b([ap])\.m\b\.?", r"\1m", spelled)
     spelled = re.sub(rf"\b(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ({_MONTHS})\b", r"\2 \1", spelled)
     spelled = re.sub(rf"\b({_MONTHS}) (?:the )?(\d{{1,2}})(?:st|nd|rd|th)\b", r"\1 \2", spelled)
-    return re.sub(r"^(?:an?|the) (?=\w)|[\s.!?:;,\"'*_]+$|^[\s\"'*_]+", "", spelled)
+    return re.sub(r"^(?:an?|the) (?!(?:and|or)\b)(?=\w)|[\s.!?:;,\"'*_]+$|^[\s\"'*_]+", "", spelled)

@@ -17,8 +17,9 @@ PAIRS = (
     ThinkingMarks("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
 """Marks of published chat templates, and those that prompts of the field ask for."""
-_BARE_CHANNELS = re.compile(r"\Aanalysis(?=[^\s:])(?:.*assistantfinal)?", re.DOTALL)
-"""The channels of gpt-oss in a text whose special tokens were dropped by the decoder."""
+_BARE_CHANNELS = re.compile(r"\Aanalysis(?:(?=[^\s:]).*assistantfinal|(?=[\w\\$]))", re.DOTALL)
+"""The channels of gpt-oss in a text whose special tokens were dropped by the decoder: the thought
+follows without a space, where prose goes on with a space or a comma."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,16 @@ class ThoughtMarks:
 
     @cached_property
     def _opening(self) -> re.Pattern[str]:
-        return _any(marks.begin.rstrip() for marks in self.pairs)
+        """Openings of thoughts: where a line or a sentence begins, special tokens anywhere. An
+        answer that mentions a mark has it inside a sentence."""
+        begins = [marks.begin.rstrip() for marks in self.pairs]
+        tokens = _any(begin for begin in begins if begin.startswith("<|"))
+        return re.compile(rf"(?:\A|[\n.!?])\s*(?:{_any(begins)})|{tokens or '(?!)'}")
 
     @cached_property
     def _closing(self) -> re.Pattern[str]:
-        return _any(marks.end for marks in self.pairs)
+        return re.compile(_any(marks.end for marks in self.pairs))
 
 
-def _any(marks: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, marks)))
+def _any(marks: Iterable[str]) -> str:
+    return "|".join(map(re.escape, marks))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +15,7 @@ from pipeline.check import check, completed
 from pipeline.commands.experiment import execute, prepare
 from pipeline.commands.overrides import reopen
 from rlinf.config import RunConfig, validate
+from rlinf.envs.gym_config import ActionConfig
 from rlinf.errors import ConfigError
 
 Compose = Callable[..., dict[str, Any]]
@@ -118,6 +120,35 @@ def test_bounds_that_are_none_are_refused(
     values["task"]["action"].update({"low": -2.0, "high": 2.0, **action})
     with pytest.raises(ConfigError, match=said):
         completed(validate(RunConfig, values))
+
+
+@pytest.mark.parametrize("bounds", [{"low": -2.0, "high": 2.0}, {"low": None, "high": None}])
+@pytest.mark.parametrize(
+    "dtype", ["foo", "", "U3", "object", "bool", "complex64", "M8[s]", "(2,)f4", "f4,i4", "{"]
+)
+def test_a_type_that_is_of_no_numbers_is_refused(
+    dtype: str, bounds: dict[str, Any], compose: Compose
+) -> None:
+    values = compose("task=pendulum", experiment="pendulum_sac")
+    values["task"]["action"].update({**bounds, "dtype": dtype})
+    with pytest.raises(ConfigError, match=r"^task\.action\.dtype: it is no type of numbers"):
+        completed(validate(RunConfig, values))
+
+
+def test_a_type_of_numbers_has_one_name_and_is_of_vectors() -> None:
+    assert ActionConfig(kind="box", size=1, dtype="f4").dtype == "float32"
+    whole = ActionConfig(kind="box", size=1, low=0, high=2, dtype="u1").box
+    assert whole is not None
+    assert whole[0].dtype == np.int64
+    with pytest.raises(ValueError, match="dtype: it is of a vector's components"):
+        ActionConfig(kind="discrete", size=2, dtype="int64")
+
+
+def test_a_simulator_whose_actions_are_no_numbers_is_refused(compose: Compose) -> None:
+    task = ["task=gym", "task.id=tests.rlinf.envs.structured_worlds:Sampled-v0"]
+    task += ["task.kwargs={action: {low: 0, high: 1, shape: [2], dtype: bool}}"]
+    with pytest.raises(ConfigError, match=r"^task\.id: .* has actions Box.* no policy here takes"):
+        completed(validate(RunConfig, compose(*task, experiment="pendulum_sac")))
 
 
 def test_a_robot_is_not_connected_to_before_there_is_a_run(compose: Compose) -> None:

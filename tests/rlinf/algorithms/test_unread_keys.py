@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,84 @@ def test_a_configuration_that_is_read_as_a_whole_has_no_unread_key() -> None:
     assert not unread_keys(Dumped, with_all_keys(Dumped))
 
 
+class Norms(Reinforce):
+    """A loss that has the names by which a configuration is dumped, and dumps something else."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        scale = self.config.entropy_bonus
+        found = [value.sum() for value in vars(outputs).values() if value is not None]
+        return scale * sum(found) + len(outputs.__dict__), {}
+
+
+class Metrics(Reinforce):
+    """A loss whose metric has the name of a key."""
+
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        """clip_low"""
+        return outputs.logprobs.sum(), {"clip_low": 0.0, "clip_high": 1.0}
+
+
+@pytest.mark.parametrize("cls", [Norms, Metrics])
+def test_names_and_texts_that_are_of_something_else_read_no_key(cls: type[Algorithm]) -> None:
+    assert {*SURROGATE} <= set(unread_keys(cls, with_all_keys(cls)))
+
+
+class OfVars(Reinforce):
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return outputs.logprobs.sum() * len(vars(self.config)), {}
+
+
+class OfDict(Reinforce):
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return outputs.logprobs.sum() * len({**dict(self.config)}), {}
+
+
+class OfVariable(Reinforce):
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        keys = self.config
+        return outputs.logprobs.sum() * len([keys.__dict__ for _ in "a"]), {}
+
+
+def dumped(config: Any) -> int:
+    return len(config.model_dump())
+
+
+class OfHelper(Reinforce):
+    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        return outputs.logprobs.sum() * dumped(self.config), {}
+
+
+@pytest.mark.parametrize("cls", [OfVars, OfDict, OfVariable, OfHelper])
+def test_a_configuration_is_read_as_a_whole_in_several_ways(cls: type[Algorithm]) -> None:
+    assert not unread_keys(cls, with_all_keys(cls))
+
+
+def test_a_configuration_that_dumps_itself_is_read_as_a_whole() -> None:
+    class Summed(PolicyGradientConfig):
+        @property
+        def size(self) -> int:
+            return len(self.model_dump())
+
+    class Own(Reinforce):
+        Config = Summed  # type: ignore[assignment]
+
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            return outputs.logprobs.sum() * self.config.size, {}
+
+    assert not unread_keys(Own, with_all_keys(Own))
+
+
+def test_keys_that_a_loop_asks_for_by_text_are_read() -> None:
+    class Looped(Reinforce):
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            names = ("clip_low", "clip_high")
+            return outputs.logprobs.sum() * sum(getattr(self.config, n) for n in names), {}
+
+    found = unread_keys(Looped, with_all_keys(Looped))
+    assert "clip_dual" in found
+    assert not {"clip_low", "clip_high"} & set(found)
+
+
 def test_keys_of_the_class_of_the_configuration_count_where_they_are_asked_for() -> None:
     class Scaled(PolicyGradientConfig):
         clip: float = 1.0
@@ -194,6 +273,49 @@ def test_keys_of_the_class_of_the_configuration_count_where_they_are_asked_for()
 
     assert set(unread_keys(Own, with_all_keys(Own))) >= {"other", "clip_low"}
     assert "clip" not in unread_keys(Own, with_all_keys(Own))
+
+
+class Margins(PolicyGradientConfig):
+    margin: float = 1.0
+    slope: float = 1.0
+    offset: float = 1.0
+    other: float = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.margin
+
+    @cached_property
+    def line(self) -> float:
+        return self.slope * self.shift()
+
+    def shift(self) -> float:
+        return self.offset
+
+
+class MoreMargins(Margins):
+    """A configuration that inherits its properties; it extends one and replaces one."""
+
+    extra: float = 1.0
+
+    def shift(self) -> float:
+        return 0.0
+
+    @property
+    def doubled(self) -> float:
+        return super().doubled + self.extra
+
+
+def test_keys_that_an_inherited_property_of_the_configuration_reads_count() -> None:
+    class Own(Reinforce):
+        Config = MoreMargins  # type: ignore[assignment]
+
+        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+            return outputs.logprobs.sum() * self.config.doubled * self.config.line, {}
+
+    found = set(unread_keys(Own, with_all_keys(Own)))
+    assert {"other", "offset", "clip_low"} <= found
+    assert not {"margin", "extra", "slope"} & found
 
 
 def test_the_door_refuses_before_anything_is_written(

@@ -116,12 +116,74 @@ def test_headings_and_answers_on_a_line_of_their_own(response: str, answer: str)
     assert not grade_one(response, "2")
 
 
+JOINED = [
+    ("A and C", "A, C", ("A", "C", "A and B", "A, B, C")),
+    ("white and blue", "white, blue", ("blue", "white and red", "white, blue and red")),
+    ("b and c", "b, c", ("b", "c", "b and d")),
+    ("true or false", "true, false", ("true", "false", "true and false")),
+]
+
+
+@pytest.mark.parametrize(("joined", "commas", "wrong"), JOINED)
+@pytest.mark.parametrize("frame", ["\\boxed{{{}}}", "The answer is {}.", "**{}**", "{}"])
+def test_joined_letters_and_words_are_several_answers(
+    joined: str, commas: str, wrong: tuple[str, ...], frame: str
+) -> None:
+    reordered = ", ".join(reversed(commas.split(", ")))
+    for reference in (joined, commas, reordered):
+        for given in (joined, commas, reordered):
+            assert grade_one(frame.format(given), reference), (given, reference)
+    for given in wrong:
+        assert not _is_right(frame.format(given), joined), given
+
+
+def test_three_words_are_several_answers_in_any_order() -> None:
+    for reference in ("red, white, and blue", "blue, red, white"):
+        for given in ("Red, white, and blue", "white, blue, red"):
+            assert grade_one(rf"\boxed{{{given}}}", reference)
+        assert not _is_right(r"\boxed{red and blue}", reference)
+
+
+def _is_right(response: str, answer: str) -> bool:
+    try:
+        return grade_one(response, answer)
+    except UnreadError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "It is salt and pepper.",
+        r"\boxed{pepper and salt}",
+        "The answer is salt and pepper, I think.",
+    ],
+)
+def test_a_phrase_with_and_is_still_found_in_a_sentence(response: str) -> None:
+    assert grade_one(response, "salt and pepper")
+    assert grade_one(response, "(B) salt and pepper")
+
+
 def test_the_last_mark_is_the_answer_and_without_one_the_whole_text() -> None:
     assert grade_one("a #### 12\n", "12")
-    boxes = "\\boxed{3} and \\boxed{\\frac{1}{2}}."
-    assert grade_one(boxes, "1/2")
-    assert not grade_one(boxes, "3")
     assert grade_one("(1, 2)", "(1, 2)")
+
+
+@pytest.mark.parametrize(
+    "joint", [" and ", " or ", ", ", ", and ", "$ or $", r"\) or \(", r" \text{ or } ", r",\quad "]
+)
+def test_joined_boxes_are_several_answers_and_not_the_last_one(joint: str) -> None:
+    boxes = joint.join((r"\boxed{3}", r"\boxed{\frac{1}{2}}"))
+    assert not grade_one(f"${boxes}$.", "1/2")
+    assert not grade_one(f"${boxes}$.", "3")
+    assert grade_one(f"${boxes}$.", "1/2, 3")
+    assert grade_one(r"\boxed{3, 0.5}", f"${boxes}$")
+    assert not grade_one(joint.join(rf"\boxed{{{i}}}" for i in range(1, 4)), "3")
+
+
+def test_a_box_that_replaces_another_is_the_answer() -> None:
+    assert grade_one(r"\boxed{3}, no, it is \boxed{4}", "4")
+    assert grade_one("\\boxed{3}\n\\boxed{4}", "4")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,10 @@ def test_the_answer_is_behind_the_last_thought(
     assert MARKS.answer(f"{opening}{thought}{closing}no, {whole}") == answer
 
 
-@given(st.sampled_from(PAIRS), TEXT, TEXT)
+BEFORE = st.sampled_from(["", " ", "\n", "Let me see. ", "It is 6!\n\n  ", "Is it? "])
+
+
+@given(st.sampled_from(PAIRS), TEXT, BEFORE)
 def test_an_unfinished_thought_has_no_answer(
     pair: tuple[str, str], thought: str, before: str
 ) -> None:
@@ -47,7 +50,28 @@ def test_a_text_without_marks_is_the_answer() -> None:
     assert ThoughtMarks((ThinkingMarks("{{", "}}"),)).answer("{{3}}4<think>") == "4<think>"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "The `<think>` tag. \\boxed{5}",
+        "x [THINK] \\boxed{5}",
+        'Its "<thinking>" is 5',
+        "(<thought>)",
+    ],
+)
+def test_an_answer_may_mention_an_opening_mark(answer: str) -> None:
+    assert MARKS.answer(answer) == answer
+    assert MARKS.answer(f"<think>3</think>{answer}") == answer
+
+
+def test_a_special_token_opens_a_thought_anywhere() -> None:
+    token = "<|channel|>analysis<|message|>"
+    assert MARKS.answer(f"{token}3<|end|><|start|>assistant{token}4") is None
+
+
 def test_channels_are_read_without_their_special_tokens() -> None:
     assert MARKS.answer("analysisWe need 4.assistantfinalIt is 4.") == "It is 4."
     assert MARKS.answer("analysisWe need 4.") is None
-    assert MARKS.answer("analysis: 4") == "analysis: 4"
+    assert MARKS.answer("analysis2 + 2 is") is None
+    for prose in ("analysis: 4", "analysis, so the answer is \\boxed{5}", "analysis (short) 4"):
+        assert MARKS.answer(prose) == prose
