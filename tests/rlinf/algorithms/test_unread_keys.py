@@ -192,7 +192,8 @@ class Metrics(Reinforce):
 
     def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         """clip_low"""
-        return outputs.logprobs.sum(), {"clip_low": 0.0, "clip_high": 1.0}
+        total = outputs.logprobs.sum()
+        return total, {"clip_low": total, "clip_high": total}
 
 
 @pytest.mark.parametrize("cls", [Norms, Metrics])
@@ -240,7 +241,8 @@ def test_a_configuration_that_dumps_itself_is_read_as_a_whole() -> None:
         Config = Summed  # type: ignore[assignment]
 
         def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-            return outputs.logprobs.sum() * self.config.size, {}
+            config: Any = self.config
+            return outputs.logprobs.sum() * config.size, {}
 
     assert not unread_keys(Own, with_all_keys(Own))
 
@@ -269,7 +271,8 @@ def test_keys_of_the_class_of_the_configuration_count_where_they_are_asked_for()
         Config = Scaled  # type: ignore[assignment]
 
         def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-            return outputs.logprobs.sum() * self.config.width, {}
+            config: Any = self.config
+            return outputs.logprobs.sum() * config.width, {}
 
     assert set(unread_keys(Own, with_all_keys(Own))) >= {"other", "clip_low"}
     assert "clip" not in unread_keys(Own, with_all_keys(Own))
@@ -311,7 +314,8 @@ def test_keys_that_an_inherited_property_of_the_configuration_reads_count() -> N
         Config = MoreMargins  # type: ignore[assignment]
 
         def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-            return outputs.logprobs.sum() * self.config.doubled * self.config.line, {}
+            config: Any = self.config
+            return outputs.logprobs.sum() * config.doubled * config.line, {}
 
     found = set(unread_keys(Own, with_all_keys(Own)))
     assert {"other", "offset", "clip_low"} <= found
