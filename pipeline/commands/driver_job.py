@@ -126,8 +126,8 @@ def starting(run: Run) -> Iterator[None]:
     """
     at = run.folder / DRIVER
     with writing(run.folder):
+        at.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            at.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = Lock(at / STARTS)
         except (RunLockedError, FileNotFoundError):  # the other one may just have removed it
             raise RunLockedError(
