@@ -245,19 +245,17 @@ def scaled_settings(family: str, vocabulary: int, scaling: str) -> dict[str, Any
         scaling: ``longrope``, ``dynamic`` or ``alpha``.
 
     Returns:
-        None: its configuration has no rotary scaling, or only that of a part or kind of layer.
+        None: its network has no rotary embedding, or its configuration one for each part or kind of
+        layer.
     """
     from transformers import AutoConfig
 
     told = tiny_settings(family, vocabulary)
     known = AutoConfig.for_model(family, **told)
     rope = getattr(known, "rope_parameters", None) or {}
-    if known.sub_configs or "rope_type" not in rope:
+    if known.sub_configs or "rope_type" not in rope or not (sizes := _rotary_sizes(known)):
         return None
     if scaling == "longrope":
-        sizes = _rotary_sizes(known)
-        if not sizes:
-            return None
         made: dict[str, Any] = {
             "short_factor": [1.0] * sizes[0],
             "long_factor": [2.0 + k for k in range(sizes[0])],
