@@ -52,7 +52,6 @@ from stages.flow import flow_of
 from stages.identity import read_ledger
 from stages.layout import CHANNELS
 from stages.lives import PROGRESS, STOPPED
-from stages.outages import refuse_losses
 from stages.ranks import Ranks, merged_metrics
 from stages.resident import Resident
 from stages.usage import METER
@@ -344,6 +343,8 @@ class Attempt:
             ctx.extra[STREAMS] = ctx.live.digests
         if fell := self._fell.union(self._fallen()):
             ctx.extra[FELL] = sorted(fell)
+        from stages.outages import refuse_losses  # it loads torch, which the driver does without
+
         refuse_losses(ctx.config, ctx.metrics, ctx.faults)
         files = describe_files(ctx.data, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
