@@ -58,13 +58,7 @@ def check_works(
         tokens, logprobs = tiny.generate(served, tiny.rows_of(request, [row]))[row]
         np.testing.assert_array_equal(tokens, found[row][0])
         np.testing.assert_allclose(logprobs, found[row][1], atol=1e-4)
-    assert config.path is not None
-    policy = CausalLM.load(config.path, config)
-    records = tiny.trajectories(request, found)
-    outputs = policy.evaluate(policy.collate(records), 1.0)
-    for line, record in zip(outputs.logprobs, records, strict=True):
-        expected = record.steps["logprobs"]
-        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    policy, _, outputs = tiny.assert_trainer_agrees(config, request, found)
     outputs.logprobs.sum().backward()  # type: ignore[no-untyped-call]
     assert any(p.grad is not None and bool(p.grad.any()) for p in policy.module.parameters())
     (folder / "saved").mkdir()
@@ -133,16 +127,11 @@ def test_a_checkpoint_that_reads_images_too_is_read_and_saved_whole(
     CausalLM.check(config, {})
     request = tiny.requests([3, 9, 5], horizon=6)
     found = tiny.generate(tiny.engine(config), request)
-    assert config.path is not None
-    policy = CausalLM.load(config.path, config)
-    records = tiny.trajectories(request, found)
-    outputs = policy.evaluate(policy.collate(records), 1.0)
-    for line, record in zip(outputs.logprobs, records, strict=True):
-        expected = record.steps["logprobs"]
-        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    policy, _, _ = tiny.assert_trainer_agrees(config, request, found)
     saved = tmp_path / "saved"
     saved.mkdir()
     policy.save(saved, {n: t.detach() for n, t in policy.module.state_dict().items()})
+    assert config.path is not None
     assert stored_shapes(saved) == stored_shapes(config.path)
 
 

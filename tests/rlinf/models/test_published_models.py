@@ -49,13 +49,7 @@ def check_engine_and_trainer(config: CausalLMConfig) -> None:
     """See that log-probabilities agree and that an update moves the weights."""
     request = tiny.requests([3, 11, 5], horizon=12, group=2)
     found = tiny.generate(tiny.engine(config), request)
-    assert config.path is not None
-    policy = CausalLM.load(config.path, config)
-    records = tiny.trajectories(request, found)
-    outputs = policy.evaluate(policy.collate(records), 1.0)
-    for line, record in zip(outputs.logprobs, records, strict=True):
-        expected = record.steps["logprobs"]
-        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    policy, records, outputs = tiny.assert_trainer_agrees(config, request, found)
     advantages = torch.tensor([1.0, -1.0] * 3)
     (-(advantages[:, None] * outputs.logprobs).sum()).backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1e-2)

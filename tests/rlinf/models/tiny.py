@@ -11,6 +11,7 @@ import torch
 from rlinf.channels.local import LocalChannel
 from rlinf.data.record import Identity, Record
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
+from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.tokenizer import write_character_tokenizer
 
@@ -116,3 +117,21 @@ def trajectories(request: Record, found: dict[int, tuple[Any, Any]]) -> list[Rec
         steps = {"actions": tokens, "logprobs": logprobs}
         made.append(Record(Identity(0, sample), steps, {"prompt": prompt}))
     return made
+
+
+def assert_trainer_agrees(
+    config: CausalLMConfig, request: Record, found: dict[int, tuple[Any, Any]]
+) -> tuple[CausalLM, list[Record], StepOutputs]:
+    """See that the trainer gives the log-probabilities of the engine, to 1e-4 nats.
+
+    Returns:
+        The policy as the trainer loads it, the trajectories, and its outputs for them.
+    """
+    assert config.path is not None
+    policy = CausalLM.load(config.path, config)
+    records = trajectories(request, found)
+    outputs = policy.evaluate(policy.collate(records), 1.0)
+    for line, record in zip(outputs.logprobs, records, strict=True):
+        expected = record.steps["logprobs"]
+        np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
+    return policy, records, outputs
