@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import weakref
@@ -229,9 +230,8 @@ def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
     assert not sign.parent.with_name("data-rollout1").exists(), "it has not begun"
     goes_on.set()
     bench.ended("rollout/0")
-    (sign.parent / "1.json").write_text(
-        '{"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}, "fell": []}'
-    )
+    report = {"files": {}, "metrics": {}, "spans": [], "usage": [], "digests": {}, "faults": []}
+    (sign.parent / "1.json").write_text(json.dumps(report | {"fell": []}))
     bench.ended("rollout/1")
     assert not sign.parent.exists()
 
