@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from benchmarks.row import Row
+from benchmarks.row import BenchmarkRow
 from rlinf.errors import ConfigError
 
 GPU = "gpu_training"
@@ -182,7 +182,7 @@ def main() -> int:
         console.print(f"measuring {module} ...")
         start = time.monotonic()
         try:
-            rows: list[Row] = importlib.import_module(f"benchmarks.{module}").measure()
+            rows: list[BenchmarkRow] = importlib.import_module(f"benchmarks.{module}").measure()
         except ConfigError as error:  # what this machine cannot measure
             console.print(str(error))
             return error.exit_code
@@ -207,18 +207,18 @@ def keep(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def row_of(values: dict[str, Any]) -> Row:
+def row_of(values: dict[str, Any]) -> BenchmarkRow:
     """A row of ``results.json``, which also says on what machine it was measured."""
-    return Row(**{name: value for name, value in values.items() if name != "machine"})
+    return BenchmarkRow(**{name: value for name, value in values.items() if name != "machine"})
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[BenchmarkRow]) -> Table:
     """The rows as a person reads them."""
     out = Table(Column("row", no_wrap=True), "value", "unit", "goal", "reached", "n", "spread")
     for row in rows:
         sign = "≥" if row.better == "higher" else "≤"
         goal = "" if row.goal is None else f"{sign} {row.goal:g}"
-        reached = {True: "yes", False: "no", None: ""}[row.reached]
+        reached = {True: "yes", False: "no", None: ""}[row.reached_goal]
         out.add_row(
             row.name, f"{row.value:g}", row.unit, goal, reached, str(row.n), f"{row.spread:g}"
         )

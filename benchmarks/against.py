@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.__main__ import keep
-from rlinf import tree
+from rlinf import package_paths
 
 KEPT = Path(__file__).with_name("against.json")
 
@@ -77,7 +77,7 @@ def main() -> None:
     ).stdout.strip()
     points = json.loads(KEPT.read_text())["points"] if KEPT.exists() else []
     console = Console()
-    sides = {"here": tree.ROOT, "other": asked.other.resolve()}
+    sides = {"here": package_paths.ROOT, "other": asked.other.resolve()}
     for row in asked.rows:
         for number in range(asked.rounds):
             order = list(sides) if number % 2 else list(sides)[::-1]

@@ -21,10 +21,9 @@ import numpy as np
 import torch
 import zmq
 
-from benchmarks.row import Row, median_row
-from rlinf.channels.shared_memory import SharedMemorySink
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.data.record import Identity, Record
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf.channels.record_streams import SharedMemorySink, SocketSink, SocketSource
+from rlinf.data.record import Record, RecordId
 
 MIB = 1 << 20
 ROUNDS = 9
@@ -35,9 +34,9 @@ PLACES_START, WRITTEN, READ = 4096, 0, 64
 IDLE_S = 1e-3
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """All rows of the live transports."""
-    rows: list[Row] = []
+    rows: list[BenchmarkRow] = []
     found = {size: _shared(size * MIB) for size in (1, 4, 16, 64)}
     for number, (name, wanted) in enumerate((("shm_vs_memcpy", 0.8), ("shm_vs_handover", None))):
         ratios = {size: both[number] for size, both in found.items()}
@@ -54,13 +53,13 @@ def _shared(size: int) -> tuple[list[float], list[float]]:
     """Bandwidth of ``put``, whose reader reads each record in place, over that of ``copy_``, and
     over that of a copy into memory that another process reads, with a counter and no more."""
     source = np.ones(size, np.uint8)
-    record = Record(Identity(0, 0), context={"x": source})
+    record = Record(RecordId(0, 0), context={"x": source})
     tensors = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     count = max(4, 256 * MIB // size)
     over_copy, over_bare = [], []
     with (
         tempfile.TemporaryDirectory() as folder,
-        other_process(_read_shared, folder) as pipe,
+        open_process(_read_shared, folder) as pipe,
         _handing_over(source, count * (ROUNDS + 1)) as hand_over,
     ):
         channel = SharedMemorySink(Path(folder), "c", size=max(8 * size, 64 * MIB))
@@ -96,7 +95,7 @@ def _handing_over(source: np.ndarray, count: int) -> Iterator[Callable[[], None]
         numbers[WRITTEN] = number
 
     try:
-        with other_process(_read_places, memory.name, len(source), count):
+        with open_process(_read_places, memory.name, len(source), count):
             yield hand_over
     finally:
         memory.unlink()
@@ -149,7 +148,7 @@ def _read_shared(folder: str, pipe: Connection) -> None:
     reader.join()
 
 
-def _socket_rows() -> list[Row]:
+def _socket_rows() -> list[BenchmarkRow]:
     small, ciphered, plain = [], [], []
     for _ in range(5):
         seconds = _through_channel(SMALL, 256)
@@ -169,7 +168,7 @@ def _through_channel(count: int, size: int) -> float:
     """Seconds from the first to the last record at the consumer."""
     with tempfile.TemporaryDirectory() as folder:
         channel = SocketSource(Path(folder), "c", interface="127.0.0.1")
-        with other_process(_write_socket, folder, count, size):
+        with open_process(_write_socket, folder, count, size):
             channel.get()
             start = time.perf_counter()
             for _ in range(count):
@@ -184,7 +183,7 @@ def _write_socket(folder: str, count: int, size: int, pipe: Connection) -> None:
     data = np.ones(size, np.uint8)
     pipe.send("ready")
     for i in range(count + 1):
-        channel.put(Record(Identity(0, i), {"tokens": data}, info={"group": i}))
+        channel.put(Record(RecordId(0, i), {"tokens": data}, info={"group": i}))
     channel.close()
 
 
@@ -196,7 +195,7 @@ def _through_curve() -> float:
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
         listener.curve_server, listener.curve_secretkey = True, secret
         port = listener.bind_to_random_port("tcp://127.0.0.1")
-        with other_process(_write_curve, port, public, own_public, own_secret):
+        with open_process(_write_curve, port, public, own_public, own_secret):
             listener.recv()
             start = time.perf_counter()
             for _ in range(LARGE):
@@ -223,7 +222,7 @@ def _through_raw() -> float:
     """Seconds of as many bytes as ``LARGE`` records over one plain loopback connection."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        other_process(_write_raw, listener.getsockname()[1]),
+        open_process(_write_raw, listener.getsockname()[1]),
     ):
         connection, _ = listener.accept()
         buffer = bytearray(MIB)
@@ -246,7 +245,7 @@ def _write_raw(port: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def other_process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+def open_process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """The other process, which says when it is ready; yields the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.check import check
 from pipeline.commands.experiment import compose
-from rlinf.composing import forced
+from pipeline.validate_config import validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
+from rlinf.hydra_config import force_add
 
 SMALL_TEXT = (
     *("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"),
-    *("model.intermediate=64", "warm_start.max_steps=1", "warm_start.batch=8"),
-    *("warm_start.evaluate_every=1", "rollout.batch=2", "rollout.group_size=4"),
+    *("model.intermediate=64", "warm_start.max_steps=1", "warm_start.batch_size=8"),
+    *("warm_start.eval_every=1", "rollout.batch_size=2", "rollout.group_size=4"),
     "rollout.horizon=6",
 )
-VECTORS = ["engine=direct", "reward=environment", "rollout.batch=2", "rollout.group_size=4"]
+VECTORS = ["engine=direct", "reward=environment", "rollout.batch_size=2", "rollout.group_size=4"]
 SEEN = (
     *("task=inverted_pendulum", "task.images={free: [32, 32]}", "task.instruction=balance"),
     *VECTORS,
     *("rollout.horizon=4", "model.hidden=32", "model.layers=2", "model.heads=2"),
     *("model.kv_heads=1", "model.intermediate=64", "model.vision_hidden=16"),
-    *("model.vision_heads=2", "model.patch=16", "model.proprio=4", "model.chunk=3"),
+    *("model.vision_heads=2", "model.patch_size=16", "model.proprio_dim=4", "model.chunk_size=3"),
 )
 PENDULUM = ("task=pendulum", *VECTORS, "rollout.horizon=20", "model.hidden=[16]")
 
 
 @dataclass(frozen=True)
-class Column:
+class PolicyTaskColumn:
     """A policy and a task for it."""
 
     title: str
@@ -44,48 +44,54 @@ class Column:
 
 
 COLUMNS = {
-    "causal_lm": Column(
+    "causal_lm": PolicyTaskColumn(
         "`causal_lm`: text",
         ("task=arithmetic", "model=small", *SMALL_TEXT),
     ),
-    "causal_lm_critic": Column(
+    "causal_lm_critic": PolicyTaskColumn(
         "`causal_lm_critic`: text",
         ("task=arithmetic", "model=small_critic", *SMALL_TEXT),
     ),
-    "qwen2_5_vl": Column(
+    "qwen2_5_vl": PolicyTaskColumn(
         "`qwen2_5_vl`: images and text",
         (
             *("task=visual_questions", "model=qwen2_5_vl", *SMALL_TEXT, "model.hidden=64"),
             *("model.vision_hidden=32", "model.vision_layers=1", "model.vision_heads=2"),
         ),
     ),
-    "mlp_numbered": Column(
+    "mlp_numbered": PolicyTaskColumn(
         "`mlp`: numbered actions",
         ("task=cartpole", "model=mlp", *VECTORS, "rollout.horizon=20", "model.hidden=[16]"),
     ),
-    "mlp": Column("`mlp`: vectors", ("model=mlp", *PENDULUM)),
-    "cnn": Column(
+    "mlp": PolicyTaskColumn("`mlp`: vectors", ("model=mlp", *PENDULUM)),
+    "cnn": PolicyTaskColumn(
         "`cnn`: pictures",
         (
             *("task=inverted_pendulum", "task.images={free: [36, 36]}", *VECTORS),
-            *("model=cnn", "rollout.horizon=8", "model.hidden=[16]", "model.features=8"),
+            *("model=cnn", "rollout.horizon=8", "model.hidden=[16]", "model.features_dim=8"),
         ),
     ),
-    "flow": Column("`flow`: vectors", ("model=flow", *PENDULUM)),
-    "vla": Column("`vla`: pictures and words", ("model=vla", *SEEN)),
-    "smolvla": Column(
+    "flow": PolicyTaskColumn("`flow`: vectors", ("model=flow", *PENDULUM)),
+    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *SEEN)),
+    "smolvla": PolicyTaskColumn(
         "`smolvla`: pictures and words",
-        ("model=smolvla", *SEEN, "model.image=32", "model.merge=1", "model.steps=2"),
+        (
+            "model=smolvla",
+            *SEEN,
+            "model.image_size=32",
+            "model.pixel_shuffle_factor=1",
+            "model.denoising_steps=2",
+        ),
     ),
-    "mlp_q": Column(
+    "mlp_q": PolicyTaskColumn(
         "`mlp_q`: vectors",
         ("model=mlp_q", *PENDULUM, "model.critic_hidden=[16]"),
     ),
 }
-REPLAYED = ["algorithm.batch_size=16", "algorithm.updates=4"]
+REPLAYED = ["algorithm.batch_size=16", "algorithm.gradient_steps=4"]
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
-    "dapo": ("algorithm.drop_equal_groups=false",),
+    "dapo": ("algorithm.filter_zero_variance_groups=false",),
     "rloo": (),
     "reinforce_plus_plus": (),
     "reinforce_plus_plus_baseline": (),
@@ -93,7 +99,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "async_ppo": ("algorithm.epochs=1", "algorithm.minibatches=2"),
     "sac": ("flow=off_policy", *REPLAYED),
     "crossq": ("flow=off_policy", *REPLAYED),
-    "rlpd": ("flow=off_policy", *REPLAYED, "algorithm.policy_every=2"),
+    "rlpd": ("flow=off_policy", *REPLAYED, "algorithm.policy_delay=2"),
     "iql": ("flow=offline", *REPLAYED),
     "bc": ("flow=offline", *REPLAYED),
 }
@@ -103,7 +109,7 @@ OWN_MODELS = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
 """What ``model=mlp_q`` is called with the settings that the algorithm needs."""
 
 
-def composed(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
+def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
     """The configuration of a small run.
 
     Args:
@@ -113,20 +119,20 @@ def composed(algorithm: str, column: str, prior: Path, *further: str) -> dict[st
     words = [f"algorithm={algorithm}", *(own.get(word, word) for word in COLUMNS[column].words)]
     words += [*ALGORITHMS[algorithm], *further, "run.name=small", "iterations=1"]
     if algorithm in WITH_PRIOR:
-        words.append(f"algorithm.prior={prior}")
+        words.append(f"algorithm.offline_data={prior}")
     words += ["evaluate.every=0", "evaluate.samples=2", "evaluate.horizon=4", "log.trackers=[]"]
-    return compose(["~experiment", *map(forced, words)])
+    return compose(["~experiment", *map(force_add, words)])
 
 
-def refusal(algorithm: str, column: str, prior: Path) -> str | None:
+def find_refusal(algorithm: str, column: str, prior: Path) -> str | None:
     """Why a combination cannot be; None: it can.
 
     Raises:
         ConfigError: something else is wrong than that its parts do not fit.
     """
-    values = composed(algorithm, column, prior)
+    values = compose_config(algorithm, column, prior)
     try:
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))
     except ConfigError as error:
         if not str(error).startswith(("algorithm.name: ", "model.name: ", "flow: ")):
             raise

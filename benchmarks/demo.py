@@ -10,13 +10,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.row import Row, median_row
-from rlinf import tree
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf import package_paths
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Held-out score and wall time of both jobs (another seed each time it is repeated)."""
     match, wall = run("arithmetic_grpo", (0,))
     reached, cartpole = run("cartpole_ppo", (0, 1, 2))
@@ -43,7 +43,7 @@ def run(experiment: str, seeds: tuple[int, ...]) -> tuple[list[float], list[floa
                     f"run.root={root}",
                     f"seed={seed}",
                 ],
-                cwd=tree.ROOT,
+                cwd=package_paths.ROOT,
                 check=True,
                 capture_output=True,
                 env={**os.environ, **THREADS},

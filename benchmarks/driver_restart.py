@@ -12,18 +12,18 @@ from typing import Any
 
 import yaml
 
-from benchmarks.row import Row, median_row
-from benchmarks.slurm_jobs import bring_up
-from pipeline.commands.driver_job import noted_job
+from benchmarks.row import BenchmarkRow, median_row
+from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.commands.driver_job import last_driver_job_id
 from pipeline.run import Run
-from rlinf import tree
-from stages.layout import POOLS, STATUS
+from rlinf import package_paths
+from stages.layout import POOLS_FOLDER, STATUS_FILE
 
 REPEATS = 6
 PATIENCE_S = 180.0
 PLAN = {
-    "grain": "segment",
-    "defaults": {"mem_mb": 2000, "time_min": 60},
+    "execution": "segment",
+    "defaults": {"mem_mb": 2000, "time_limit_min": 60},
     "pools": [
         {"stages": ["rollout"], "gpus": {"a100": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
@@ -36,24 +36,24 @@ WORDS = [
     "warm_start.max_steps=0",
     "evaluate.every=0",
     "evaluate.samples=8",
-    "algorithm.drop_equal_groups=false",
+    "algorithm.filter_zero_variance_groups=false",
     # Samples that all fail would not be trained on.
-    "algorithm.entropy_bonus=0.01",
+    "algorithm.entropy_coeff=0.01",
     "log.trackers=[]",
     "cluster=slurm",
 ]
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """A run of two pools whose driver is killed, and requeued, in turn."""
-    bring_up()
+    start_dev_cluster()
     with tempfile.TemporaryDirectory() as root:
         plan = Path(root) / "plan.yaml"
         plan.write_text(yaml.safe_dump(PLAN))
         _rlinf("submit", *WORDS, f"run.root={root}", f"plan={plan}", "--partition", "cpu")
         run = Run.open(Path(root) / "restarts")
         try:
-            job = str(noted_job(run))
+            job = str(last_driver_job_id(run))
             found = [_restart(run.folder, job, number) for number in range(REPEATS)]
         finally:
             _rlinf("stop", str(run.folder))
@@ -86,7 +86,7 @@ def _life(job: str) -> tuple[str, int]:
 def _in_charge(run: Path, since: float) -> bool:
     """Whether a driver has written since then that all workers of its pools answer it."""
     try:
-        content = json.loads((run / POOLS / STATUS).read_text())
+        content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())
     except FileNotFoundError:
         return False
     return content["time"] > since and all(
@@ -104,4 +104,4 @@ def _until(there: Any) -> None:
 
 
 def _rlinf(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "rlinf", *words], cwd=tree.ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "rlinf", *words], cwd=package_paths.ROOT, check=True)

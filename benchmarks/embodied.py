@@ -14,20 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.row import Row, median_row
+from benchmarks.row import BenchmarkRow, median_row
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymEnvironment
 from rlinf.envs.gym_config import GymConfig
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from stages.collect import collect
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from stages.rollout_loop import local_rollout_iter
 
 HIDDEN = (1152, 1152)
 BATCH, HORIZON, ROUNDS = 256, 48, 7
 
 
-class Timed(DirectEngine):
+class TimedEngine(DirectEngine):
     """The engine, which also counts its own seconds."""
 
     seconds = 0.0
@@ -41,20 +41,20 @@ class Timed(DirectEngine):
 
 def rollout(environment: GymEnvironment, engine: DirectEngine, iteration: int) -> float:
     """Seconds of one iteration's rollout."""
-    episodes = Episodes(0, iteration, "train", range(BATCH), BATCH, 1, HORIZON, 1.0)
+    episodes = RolloutRequest(0, iteration, "train", range(BATCH), BATCH, 1, HORIZON, 1.0)
     start = time.perf_counter()
-    assert len(list(collect(environment, engine, episodes, "rollout"))) == BATCH
+    assert len(list(local_rollout_iter(environment, engine, episodes, "rollout"))) == BATCH
     return time.perf_counter() - start
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Taking turns and overlapped, in turns."""
-    tasks = [GymConfig(id="HalfCheetah-v5", processes=n, halves=n + 1) for n in (0, 1)]
+    tasks = [GymConfig(id="HalfCheetah-v5", num_processes=n, double_buffer=n + 1) for n in (0, 1)]
     turns, beside = (GymEnvironment(task, None) for task in tasks)
     policy = MLPConfig(hidden=HIDDEN)
-    engine = Timed(DirectConfig(), MLPPolicy, policy)
+    engine = TimedEngine(DirectConfig(), MLPPolicy, policy)
     with tempfile.TemporaryDirectory() as folder, closing(turns), closing(beside):
-        MLPPolicy.create(policy, GymEnvironment.measured(tasks[0]), 0, Path(folder))
+        MLPPolicy.create(policy, GymEnvironment.read_spec(tasks[0]), 0, Path(folder))
         engine.load(Path(folder), 0)
         ratios, balances = [], []
         for number in range(-1, ROUNDS):

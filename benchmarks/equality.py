@@ -2,7 +2,7 @@
 
 The same batch, weights and algorithm (GRPO, three steps of AdamW) on one process and on several,
 by every trainer, with rows packed and padded and at two budgets of a micro-batch; then the same
-greedy responses by every engine (:mod:`benchmarks.equal_engines`). What has its packages in an
+greedy responses by every engine (:mod:`benchmarks.engine_equality`). What has its packages in an
 environment of its own (``make env NAME=...``) runs there; without it, it is left out, and the table
 says so.
 
@@ -30,15 +30,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import equal_engines, mixture
-from benchmarks.kept import Kept, made_by, missing
-from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from benchmarks import engine_equality, moe_checkpoint
+from benchmarks.result_cache import ResultCache, missing_environment, result_key
+from rlinf.algorithms.group_relative import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.batch import Sample
-from rlinf.data.record import Identity, Record
-from rlinf.interpreters import interpreter
+from rlinf.data.batch import TrainingSample
+from rlinf.data.record import Record, RecordId
+from rlinf.interpreters import resolve_interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
 
@@ -53,14 +53,14 @@ RELATIVE = 1e-5
 """Of losses and gradient norms, over 1 and their size."""
 ALPHABET = "0123456789+="
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
-POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"distributed_optimizer": True}
+POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
 LORA: dict[str, Any] = {"lora": {"rank": 8, "alpha": 16.0}}
 LIMIT_S, ROOT = 300, Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainerSetup:
     """What computes the update."""
 
     name: str
@@ -80,13 +80,13 @@ class Way:
         return self.mixture, "lora" in self.options
 
     @property
-    def cuts(self) -> list[Cut]:
+    def cuts(self) -> list[BatchSplit]:
         """How it can compute rows: positions that processes share out are of padded ones."""
-        return [cut for cut in CUTS if not (cut.packing and "cp" in self.layout)]
+        return [cut for cut in BATCH_SPLITS if not (cut.packing and "cp" in self.layout)]
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSplit:
     """How its rows are computed."""
 
     packing: bool
@@ -98,25 +98,29 @@ class Cut:
         return "packed" if self.packing else "padded"
 
 
-WAYS = [
-    Way("one process"),
-    Way("FSDP2, 2 processes", processes=2, options={"unit_mb": 0}),
-    Way("FSDP2, 2 copies on 2 each", processes=4, options={"unit_mb": 0, "replicas": 2}),
+TRAINER_SETUPS = [
+    TrainerSetup("one process"),
+    TrainerSetup("FSDP2, 2 processes", processes=2, options={"fsdp_wrap_min_mb": 0}),
+    TrainerSetup(
+        "FSDP2, 2 copies on 2 each", processes=4, options={"fsdp_wrap_min_mb": 0, "replicas": 2}
+    ),
     *(
-        Way(f"ZeRO-{stage}, 2 processes", "deepspeed", 2, {"stage": stage}, "deepspeed")
+        TrainerSetup(f"ZeRO-{stage}, 2 processes", "deepspeed", 2, {"stage": stage}, "deepspeed")
         for stage in (1, 2, 3)
     ),
-    Way("Megatron TP2", "megatron", 2, {}, "megatron", {"tp": 2}),
-    Way("Megatron TP2, positions too", "megatron", 2, POSITIONS, "megatron", {"tp": 2}),
-    Way("Megatron PP2", "megatron", 2, {}, "megatron", {"pp": 2}),
-    Way("Megatron CP2", "megatron", 2, {}, "megatron", {"cp": 2}),
-    Way("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
-    Way("experts: one process", mixture=True),
-    Way("experts: Megatron EP2", "megatron", 2, {}, "megatron", {"ep": 2}, mixture=True),
-    Way("adapters: one process", options=LORA),
-    Way("adapters: FSDP2, 2 processes", processes=2, options={"unit_mb": 0, **LORA}),
-    Way("adapters: Megatron TP2", "megatron", 2, LORA, "megatron", {"tp": 2}),
-    Way(
+    TrainerSetup("Megatron TP2", "megatron", 2, {}, "megatron", {"tp": 2}),
+    TrainerSetup("Megatron TP2, positions too", "megatron", 2, POSITIONS, "megatron", {"tp": 2}),
+    TrainerSetup("Megatron PP2", "megatron", 2, {}, "megatron", {"pp": 2}),
+    TrainerSetup("Megatron CP2", "megatron", 2, {}, "megatron", {"cp": 2}),
+    TrainerSetup("Megatron, distributed optimizer", "megatron", 2, DISTRIBUTED, "megatron"),
+    TrainerSetup("experts: one process", mixture=True),
+    TrainerSetup("experts: Megatron EP2", "megatron", 2, {}, "megatron", {"ep": 2}, mixture=True),
+    TrainerSetup("adapters: one process", options=LORA),
+    TrainerSetup(
+        "adapters: FSDP2, 2 processes", processes=2, options={"fsdp_wrap_min_mb": 0, **LORA}
+    ),
+    TrainerSetup("adapters: Megatron TP2", "megatron", 2, LORA, "megatron", {"tp": 2}),
+    TrainerSetup(
         "adapters: Megatron TP2, positions too",
         "megatron",
         2,
@@ -124,14 +128,16 @@ WAYS = [
         "megatron",
         {"tp": 2},
     ),
-    Way("adapters: Megatron PP2", "megatron", 2, LORA, "megatron", {"pp": 2}),
+    TrainerSetup("adapters: Megatron PP2", "megatron", 2, LORA, "megatron", {"pp": 2}),
 ]
 """Others are compared with the first of their kind."""
-CUTS = [Cut(packing, budget) for packing in (False, True) for budget in (100_000, 64)]
+BATCH_SPLITS = [
+    BatchSplit(packing, budget) for packing in (False, True) for budget in (100_000, 64)
+]
 
 
 @dataclass(frozen=True)
-class Result:
+class UpdateComparison:
     """What came of a way and a cut."""
 
     said: list[list[float]]
@@ -141,12 +147,12 @@ class Result:
     weights_differ: float
     """Most that a weight differs by after the last step."""
 
-    def good(self, way: Way) -> bool:
+    def good(self, way: TrainerSetup) -> bool:
         """Whether it is the same up to rounding."""
         tolerance = OF_EXPERTS if way.mixture else TOLERANCE
         return self.said_differs <= RELATIVE and self.weights_differ <= tolerance
 
-    def line(self, way: Way, cut: Cut) -> str:
+    def line(self, way: TrainerSetup, cut: BatchSplit) -> str:
         """A row of the table, in Markdown."""
         loss, norm = self.said[-1]
         return (
@@ -161,7 +167,7 @@ HEAD = """
 |---|---|---|---|---|---|---|"""
 
 
-def samples() -> list[Sample]:
+def samples() -> list[TrainingSample]:
     """Groups of answers of unlike lengths to a prompt each, with rewards."""
     random, found = np.random.default_rng(0), []
     for group, place in itertools.product(range(4), range(4)):
@@ -170,27 +176,34 @@ def samples() -> list[Sample]:
         rewards = np.zeros(length, np.float32)
         rewards[-1] = random.normal()
         actions = random.integers(2, 14, length)
-        identity = Identity(0, group * 4 + place)
+        identity = RecordId(0, group * 4 + place)
         trajectory = Record(identity, {"actions": actions}, {"prompt": prompt}, {"group": group})
         reward = Record(identity, {"rewards": rewards}, info={"keep": True})
-        found.append(Sample(trajectory, reward))
+        found.append(TrainingSample(trajectory, reward))
     return found
 
 
-def compute(folder: Path, way: Way, cut: Cut, world: World) -> tuple[Any, dict[str, torch.Tensor]]:
+def compute(
+    folder: Path, way: TrainerSetup, cut: BatchSplit, world: ProcessGroupInfo
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """The update by one process of a way: loss and norm of each step, and the weights."""
     cls = trainers.get(way.trainer)
-    load = CausalLM.outline if way.processes > 1 else CausalLM.load
-    options = {"device": "cpu", "packing": cut.packing, "token_budget": cut.budget, **way.options}
+    load = CausalLM.meta_from_folder if way.processes > 1 else CausalLM.load
+    options = {
+        "device": "cpu",
+        "packing": cut.packing,
+        "max_tokens_per_microbatch": cut.budget,
+        **way.options,
+    }
     config = cls.Config.model_validate(options)
     model = CausalLMConfig() if way.mixture else MODEL
     trainer = cls(load(folder, model), config, OptimizerSection(lr=LR), world)
-    algorithm, said = GRPO(GRPOConfig(entropy_bonus=0.01)), []
+    algorithm, said = GRPO(GRPOConfig(entropy_coeff=0.01)), []
     for iteration in range(STEPS):
         learner = Learner(trainer, {"policy": LR}, iteration=iteration)
         algorithm.update(learner, [samples()])
         said.append([learner.metrics["loss"], learner.metrics["grad_norm"]])
-    state = {name: tensor.clone() for name, tensor in trainer.full_state(copy=True).items()}
+    state = {name: tensor.clone() for name, tensor in trainer.full_state_dict(copy=True).items()}
     trainer.close()
     return said, state
 
@@ -198,27 +211,33 @@ def compute(folder: Path, way: Way, cut: Cut, world: World) -> tuple[Any, dict[s
 def computed(told: str, rank: int) -> None:
     """One process of :func:`run`; the first tells its parent of each cut when it is there."""
     told_folder, told_way, told_cuts, told_out = json.loads(told)
-    folder, way, out = Path(told_folder), Way(**told_way), Path(told_out)
+    folder, way, out = Path(told_folder), TrainerSetup(**told_way), Path(told_out)
     # Libraries print there, too.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     layout = ParallelLayout.model_validate(way.layout)
     meeting = out / "channels" / "group-e.json"
-    world = World(rank, way.processes, rank, meeting=meeting, layout=layout)
+    world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=meeting, layout=layout)
     for number, cut in enumerate(told_cuts):
-        said, state = compute(folder, way, Cut(**cut), world)
+        said, state = compute(folder, way, BatchSplit(**cut), world)
         if rank == 0:
             save_file(state, out / f"{number}.safetensors")
             print(json.dumps(said), file=parent, flush=True)
 
 
-def run(folder: Path, way: Way, cuts: Sequence[Cut], out: Path) -> Iterator[tuple[Cut, Any, Any]]:
+def run(
+    folder: Path, way: TrainerSetup, cuts: Sequence[BatchSplit], out: Path
+) -> Iterator[tuple[BatchSplit, Any, Any]]:
     """Some cuts of a way by its processes, one after the other, with what :func:`compute` gives.
 
     Raises:
         RuntimeError: a process failed, or they took longer than they may; with its last words.
     """
-    python = sys.executable if way.environment is None else interpreter(way.environment, "equality")
+    python = (
+        sys.executable
+        if way.environment is None
+        else resolve_interpreter(way.environment, "equality")
+    )
     (out / "channels").mkdir(parents=True)
     told = json.dumps([str(folder), asdict(way), [asdict(cut) for cut in cuts], str(out)])
     logs = [out / f"{rank}.log" for rank in range(way.processes)]
@@ -256,36 +275,36 @@ def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.kill()
 
 
-def compared(said: Any, weights: Any, right: tuple[Any, Any]) -> Result:
+def compared(said: Any, weights: Any, right: tuple[Any, Any]) -> UpdateComparison:
     """What came of a way beside what came of the first."""
     one, other = np.array(said), np.array(right[0])
     if weights.keys() != right[1].keys():
-        return Result(said, float("inf"), float("inf"))
+        return UpdateComparison(said, float("inf"), float("inf"))
     worst = torch.stack([(tensor - right[1][name]).abs().max() for name, tensor in weights.items()])
-    return Result(
+    return UpdateComparison(
         said, float((np.abs(one - other) / (1 + np.abs(other))).max()), float(worst.max())
     )
 
 
-def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
+def updates(kept: ResultCache, keys: dict[tuple[str, BatchSplit], str], place: Path) -> bool:
     """Compute and print what is missing of the first table; whether all of it is the same."""
     folders = {False: place / "dense", True: place / "experts"}
     for folder in folders.values():
         folder.mkdir()
     CausalLM.create(MODEL, {"alphabet": ALPHABET}, 0, folders[False])
-    mixture.create(MODEL, ALPHABET, folders[True])
-    firsts = {way.kind: way for way in reversed(WAYS)}
+    moe_checkpoint.create_moe_checkpoint(MODEL, ALPHABET, folders[True])
+    firsts = {way.kind: way for way in reversed(TRAINER_SETUPS)}
     right: dict[tuple[bool, bool], tuple[Any, Any]] = {}
     good = True
     print(HEAD, flush=True)
-    for way in WAYS:
-        if (lacks := missing(way.environment)) is not None:
+    for way in TRAINER_SETUPS:
+        if (lacks := missing_environment(way.environment)) is not None:
             print(f"| {way.name} | {lacks} | | | | | |", flush=True)
             continue
         left = [cut for cut in way.cuts if keys[way.name, cut] not in kept]
         for cut in way.cuts:
             if cut not in left:
-                result = Result(**kept[keys[way.name, cut]])
+                result = UpdateComparison(**kept[keys[way.name, cut]])
                 print(result.line(way, cut), flush=True)
                 good &= result.good(way)
         if not left:
@@ -293,7 +312,9 @@ def updates(kept: Kept, keys: dict[tuple[str, Cut], str], place: Path) -> bool:
         folder = folders[way.mixture]
         if way.kind not in right:
             first = firsts[way.kind]
-            _, said, weights = next(run(folder, first, CUTS[:1], place / f"right {first.name}"))
+            _, said, weights = next(
+                run(folder, first, BATCH_SPLITS[:1], place / f"right {first.name}")
+            )
             right[way.kind] = said, weights
         try:
             for cut, said, weights in run(folder, way, left, place / way.name):
@@ -322,12 +343,12 @@ def main() -> int:
     work = [inspect.getsource(part) for part in (samples, compute)]
     same = {"model": MODEL.model_dump(), "lr": LR, "steps": STEPS, "work": work}
     keys = {
-        (way.name, cut): made_by(way.environment, **same, way=asdict(way), cut=asdict(cut))
-        for way in WAYS
+        (way.name, cut): result_key(way.environment, **same, way=asdict(way), cut=asdict(cut))
+        for way in TRAINER_SETUPS
         for cut in way.cuts
     }
-    kept, asked = Kept(FILE), equal_engines.keys()
-    kept.only([*keys.values(), *asked.values()])
+    kept, asked = ResultCache(FILE), engine_equality.keys()
+    kept.discard_others([*keys.values(), *asked.values()])
     with tempfile.TemporaryDirectory() as name:
         good = updates(kept, keys, Path(name))
         print(
@@ -335,7 +356,7 @@ def main() -> int:
             f"for weights ({OF_EXPERTS:g} with experts), {RELATIVE:g} for loss and gradient norm, "
             "over 1 and their size"
         )
-        good &= equal_engines.compare(kept, asked, Path(name))
+        good &= engine_equality.compare(kept, asked, Path(name))
     return int(not good)
 
 

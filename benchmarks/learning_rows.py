@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-COLLECTED = "pendulum_sac"
+PRIOR_DATA_ROW = "pendulum_sac"
 """The row whose transitions of seed 0 are the prior data of others."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class Sb3Baseline:
     """The same method of Stable-Baselines3."""
 
     env: str
@@ -28,7 +28,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Learns:
+class LearningRow:
     """One row."""
 
     method: str
@@ -45,13 +45,13 @@ class Learns:
     counted: str = "rollout/steps"
     """The metric of an iteration that says how many of these it took."""
     prior: int = 0
-    """It learns from so many transitions, the newest that :data:`COLLECTED` has."""
-    theirs: Compared | None = None
+    """It learns from so many transitions, the newest that :data:`PRIOR_DATA_ROW` has."""
+    theirs: Sb3Baseline | None = None
 
 
-def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Learns:
+def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> LearningRow:
     experiment = "arithmetic_ppo" if critic else "arithmetic_one_digit"
-    return Learns(
+    return LearningRow(
         method,
         algorithm,
         "causal_lm_critic" if critic else "causal_lm",
@@ -59,30 +59,32 @@ def _sums(method: str, algorithm: str, *words: str, critic: bool = False) -> Lea
         0.85,
         experiment,
         (
-            *(f"algorithm={algorithm}", "iterations=120", "trainer.threads=1"),
-            *(() if critic else ("rollout.batch=64",)),
+            *(f"algorithm={algorithm}", "iterations=120", "trainer.cpu_threads=1"),
+            *(() if critic else ("rollout.batch_size=64",)),
             *words,
         ),
         unit="tokens",
     )
 
 
-def _swing(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
+def _swing(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
     task = ("Pendulum-v1", -200, "pendulum_sac")
-    return Learns(method, algorithm, "mlp_q", *task, (f"algorithm={algorithm}", *words), **more)
+    return LearningRow(
+        method, algorithm, "mlp_q", *task, (f"algorithm={algorithm}", *words), **more
+    )
 
 
-def _balance(method: str, algorithm: str, *words: str, **more: Any) -> Learns:
+def _balance(method: str, algorithm: str, *words: str, **more: Any) -> LearningRow:
     task = ("InvertedDoublePendulum-v5", 9_000, "double_pendulum_sac")
     words = (f"algorithm={algorithm}", "evaluate.every=5", *words)
-    return Learns(method, algorithm, "mlp_q", *task, words, **more)
+    return LearningRow(method, algorithm, "mlp_q", *task, words, **more)
 
 
-def _walks(task: str, environments: int, horizon: int) -> Learns:
+def _walks(task: str, environments: int, horizon: int) -> LearningRow:
     """PPO of a robot that walks: a minibatch is one environment's steps, and as many of any
     environments there."""
     iterations, every = 150, 25
-    return Learns(
+    return LearningRow(
         "PPO",
         "ppo",
         "mlp",
@@ -91,11 +93,11 @@ def _walks(task: str, environments: int, horizon: int) -> Learns:
         "halfcheetah_ppo",
         (
             *(f"task={task.lower()}", f"iterations={iterations}", f"evaluate.every={every}"),
-            *(f"rollout.batch={environments}", f"rollout.horizon={horizon}"),
-            *(f"algorithm.minibatches={environments}", "optimizer.schedule=constant"),
-            "trainer.threads=1",
+            *(f"rollout.batch_size={environments}", f"rollout.horizon={horizon}"),
+            *(f"algorithm.minibatches={environments}", "optimizer.lr_scheduler_type=constant"),
+            "trainer.cpu_threads=1",
         ),
-        theirs=Compared(
+        theirs=Sb3Baseline(
             env=f"{task}-v5",
             method="PPO",
             steps=iterations * environments * horizon,
@@ -121,10 +123,10 @@ def _walks(task: str, environments: int, horizon: int) -> Learns:
     )
 
 
-def _by_fours(level: str, gamma: float, gae_lambda: float) -> Learns:
+def _by_fours(level: str, gamma: float, gae_lambda: float) -> LearningRow:
     """PPO of a robot that chooses four actions at once; either level has the same discount of an
     action."""
-    return Learns(
+    return LearningRow(
         "PPO",
         "ppo",
         "mlp",
@@ -132,10 +134,10 @@ def _by_fours(level: str, gamma: float, gae_lambda: float) -> Learns:
         1_000,
         "halfcheetah_ppo",
         (
-            *("model.chunk=4", f"model.value_level={level}", "algorithm.logprob_level=action"),
+            *("model.chunk_size=4", f"model.value_level={level}", "algorithm.logprob_level=action"),
             *(f"algorithm.gamma={gamma}", f"algorithm.gae_lambda={gae_lambda}"),
             *("rollout.horizon=64", "iterations=36", "evaluate.every=6", "evaluate.samples=8"),
-            *("evaluate.horizon=250", "trainer.threads=1"),
+            *("evaluate.horizon=250", "trainer.cpu_threads=1"),
         ),
         unit="choices of four actions",
     )
@@ -146,8 +148,8 @@ ROWS = {
     "halfcheetah_chunks": _by_fours("chunk", 0.960596, 0.814506),
     "halfcheetah_actions": _by_fours("action", 0.99, 0.95),
     "hopper_ppo": _walks("Hopper", 8, 256),
-    "cartpole_ppo": Learns("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
-    "cartpole_async_ppo": Learns(
+    "cartpole_ppo": LearningRow("PPO", "ppo", "mlp_numbered", "CartPole-v1", 475, "cartpole_ppo"),
+    "cartpole_async_ppo": LearningRow(
         "async PPO",
         "async_ppo",
         "mlp_numbered",
@@ -157,17 +159,17 @@ ROWS = {
         ("algorithm=async_ppo", "algorithm.epochs=6"),
     ),
     "sums_grpo": _sums("GRPO", "grpo"),
-    "sums_dapo": _sums("DAPO", "dapo", "flow=dynamic_sampling", "rollout.refills=2"),
+    "sums_dapo": _sums("DAPO", "dapo", "flow=dynamic_sampling", "rollout.max_resamples=2"),
     "sums_rloo": _sums("RLOO", "rloo"),
     "sums_reinforce_plus_plus": _sums("REINFORCE++", "reinforce_plus_plus"),
     "sums_ppo": _sums("PPO with a critic", "ppo", critic=True),
     "sums_async_ppo": _sums(
         "async PPO with a critic", "async_ppo", "algorithm.epochs=1", critic=True
     ),
-    COLLECTED: _swing(
+    PRIOR_DATA_ROW: _swing(
         "SAC",
         "sac",
-        theirs=Compared(
+        theirs=Sb3Baseline(
             env="Pendulum-v1",
             method="SAC",
             steps=6_000,
@@ -182,21 +184,26 @@ ROWS = {
     ),
     "pendulum_crossq": _swing(
         *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
-        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_every=1", "iterations=40"),
+        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_delay=1", "iterations=40"),
     ),
     "pendulum_rlpd": _swing(
-        *("RLPD", "rlpd", "model=mlp_rlpd", "algorithm.update_ratio=5"),
-        *("algorithm.policy_every=5", "iterations=10", "evaluate.every=2"),
+        *("RLPD", "rlpd", "model=mlp_rlpd", "algorithm.utd_ratio=5"),
+        *("algorithm.policy_delay=5", "iterations=10", "evaluate.every=2"),
         prior=2_000,
     ),
     "pendulum_iql": _swing(
-        *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.updates=2500"),
-        *("algorithm.beta=10", "optimizer.schedule=cosine", "iterations=16", "evaluate.every=2"),
+        *("IQL", "iql", "model=mlp_iql", "flow=offline", "algorithm.gradient_steps=2500"),
+        *(
+            "algorithm.beta=10",
+            "optimizer.lr_scheduler_type=cosine",
+            "iterations=16",
+            "evaluate.every=2",
+        ),
         unit="optimizer steps",
         counted="train/steps",
         prior=6_000,
     ),
-    "pendulum_bc_flow": Learns(
+    "pendulum_bc_flow": LearningRow(
         "behavior cloning",
         "bc",
         "flow",
@@ -208,7 +215,7 @@ ROWS = {
         counted="train/steps",
         prior=3_000,
     ),
-    "inverted_pendulum_flow": Learns(
+    "inverted_pendulum_flow": LearningRow(
         "PPO on a flow-matching policy",
         "ppo",
         "flow",
@@ -216,18 +223,20 @@ ROWS = {
         950,
         "inverted_pendulum_flow",
     ),
-    "metaworld_reach": Learns("PPO", "ppo", "mlp", "Meta-World reach-v3", 0.9, "metaworld_reach"),
-    "metaworld_pixels": Learns(
+    "metaworld_reach": LearningRow(
+        "PPO", "ppo", "mlp", "Meta-World reach-v3", 0.9, "metaworld_reach"
+    ),
+    "metaworld_pixels": LearningRow(
         "PPO", "ppo", "cnn", "Meta-World handle-press-v3, pictures alone", 0.9, "metaworld_pixels"
     ),
     "double_pendulum_crossq": _balance(
         *("CrossQ", "crossq", "model=mlp_crossq", "model.critic_hidden=[256,256]"),
-        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_every=1", "iterations=30"),
+        *("optimizer.betas=[0.5,0.999]", "algorithm.policy_delay=1", "iterations=30"),
     ),
     "double_pendulum_sac": _balance(
         "SAC",
         "sac",
-        theirs=Compared(
+        theirs=Sb3Baseline(
             env="InvertedDoublePendulum-v5",
             method="SAC",
             steps=30_000,

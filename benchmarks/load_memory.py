@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.held import together
-from benchmarks.row import Row, median_row
-from rlinf import machine
+from benchmarks.process_memory import measure_peaks
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf import process_tuning
 
 PROCESSES = 4
 SIZES = {
@@ -34,14 +34,14 @@ SIZES = {
 """Of a network of the Qwen2 family; layers can be given by ``RLINF_BENCH_LAYERS``."""
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """One load of the model."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         largest, whole = write_model(folder / "model")
         (folder / "channels").mkdir()
         command = [sys.executable, "-m", "benchmarks.load_memory", str(folder)]
-        found = together([[*command, str(rank)] for rank in range(PROCESSES)])
+        found = measure_peaks([[*command, str(rank)] for rank in range(PROCESSES)])
         shares = [(peak - rest) / (int(said) + largest) for rest, peak, said in found]
     print(f"  model of {whole / 4e9:.2f} billion parameters; each process: {shares}")
     return [median_row("load_memory_ratio", [max(shares)], "", 1.3, "lower")]
@@ -52,7 +52,7 @@ def write_model(folder: Path) -> tuple[int, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlinf.tensors import State, save_tensors
+    from rlinf.safetensors_io import StreamedState, save_tensors
 
     folder.mkdir()
     layers = int(os.environ.get("RLINF_BENCH_LAYERS", SIZES["num_hidden_layers"]))
@@ -67,40 +67,42 @@ def write_model(folder: Path) -> tuple[int, int]:
         (name, torch.from_numpy(random.standard_normal(tuple(t.shape), np.float32)).mul_(0.02))
         for name, t in like.items()
     )
-    save_tensors(folder / "model.safetensors", State(like, each), list(like), {"format": "pt"})
+    save_tensors(
+        folder / "model.safetensors", StreamedState(like, each), list(like), {"format": "pt"}
+    )
     sizes = [tensor.nbytes for tensor in like.values()]
     return max(sizes), sum(sizes)
 
 
 def run(folder: Path, rank: int) -> None:
     """One process, which keeps what it frees as those of a run do."""
-    machine.apply()
+    process_tuning.tune_process()
     import torch
     from transformers import Qwen2ForCausalLM  # noqa: F401 - its import counts as one
 
-    import rlinf.trainers.sharding  # noqa: F401
-    from rlinf.channels.world import World
+    import rlinf.trainers.fsdp_wrap  # noqa: F401
+    from rlinf.channels.process_group import ProcessGroupInfo
     from rlinf.config import OptimizerSection
     from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-    from rlinf.sharded import local
-    from rlinf.trainers import shards
+    from rlinf.sharded_tensors import local_shard
+    from rlinf.trainers import sharded_checkpoint
     from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
     torch.set_num_threads(1)
     print("ready", flush=True)
     sys.stdin.readline()
     model = folder / "model"
-    policy = CausalLM.outline(model, CausalLMConfig(path=model))
-    world = World(rank, PROCESSES, meeting=folder / "channels" / "group-t.json")
+    policy = CausalLM.meta_from_folder(model, CausalLMConfig(path=model))
+    world = ProcessGroupInfo(rank, PROCESSES, rendezvous_file=folder / "channels" / "group-t.json")
     trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), OptimizerSection(), world)
     weights = policy.module.state_dict(keep_vars=True)
-    shards.write(folder / "checkpoint", {"model": weights}, rank, PROCESSES)
-    state = trainer.stream()
+    sharded_checkpoint.write_shards(folder / "checkpoint", {"model": weights}, rank, PROCESSES)
+    state = trainer.stream_weights()
     if rank == 0:
         (folder / "published").mkdir()
         policy.save_state(folder / "published", state)
     state.drain()
-    own = {id(tensor): local(tensor).nbytes for tensor in weights.values()}
+    own = {id(tensor): local_shard(tensor).nbytes for tensor in weights.values()}
     print(sum(own.values()), flush=True)
 
 

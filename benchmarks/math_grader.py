@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.row import Row
-from rlinf.rewards.math_workers import MathGrader
+from benchmarks.row import BenchmarkRow
+from rlinf.rewards.math_grader import MathGrader
 from tests.rlinf.rewards.labelled import agreement, gsm8k_answers, math_pairs
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """The lesser share of two sets: 500 pairs of expressions, 320 answers in 40 surface forms."""
     grader = MathGrader(workers=2, timeout_s=30.0)
     shares, count = [], 0
@@ -16,4 +16,8 @@ def measure() -> list[Row]:
         shares.append(agreement(labelled, [grade.score for grade in grades]))
         count += len(labelled)
     grader.close()
-    return [Row("math_grader_agreement", round(min(shares), 4), "share", 0.995, "higher", count, 0)]
+    return [
+        BenchmarkRow(
+            "math_grader_agreement", round(min(shares), 4), "share", 0.995, "higher", count, 0
+        )
+    ]

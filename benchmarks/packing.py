@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.row import Row, median_row
-from rlinf.channels.world import World
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 GROUPS, GROUP, ROUNDS = 16, 8, 7
@@ -36,7 +36,7 @@ SHARED, ANSWER = 256, 64
 BUDGETS = (2048, 8192)
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Both rows."""
     random = np.random.default_rng(0)
     tail = np.minimum(random.geometric(1 / MEAN, GROUPS * GROUP), LONGEST)
@@ -86,7 +86,7 @@ def ratios(*ways: Way) -> list[float]:
         for _ in range(ROUNDS + 1):
             for (one, data), of in zip(made, times, strict=True):
                 start = time.process_time()
-                one.step(data, of_steps(loss), lr=1e-5)
+                one.step(data, loss_from_steps(loss), lr=1e-5)
                 of.append(time.process_time() - start)
     medians = [statistics.median(of[1:]) for of in times]
     print("  " + ", ".join(f"{second:.2f} s" for second in medians))
@@ -103,7 +103,7 @@ def records(prompt: int, lengths: np.ndarray, group: int) -> list[Record]:
     prompts = random.integers(2, 14, (-(-len(lengths) // group), prompt))
     return [
         Record(
-            Identity(0, i),
+            RecordId(0, i),
             {"actions": random.integers(2, 14, length)},
             {"prompt": prompts[i // group]},
         )
@@ -113,10 +113,12 @@ def records(prompt: int, lengths: np.ndarray, group: int) -> list[Record]:
 
 def trainer(folder: Path, config: CausalLMConfig, *, packing: bool, budget: int) -> FSDPTrainer:
     """Of one process and thread."""
-    settings = FSDPConfig(packing=packing, token_budget=budget, device="cpu")
-    return FSDPTrainer(CausalLM.load(folder, config), settings, OptimizerSection(lr=1e-5), World())
+    settings = FSDPConfig(packing=packing, max_tokens_per_microbatch=budget, device="cpu")
+    return FSDPTrainer(
+        CausalLM.load(folder, config), settings, OptimizerSection(lr=1e-5), ProcessGroupInfo()
+    )
 
 
-def loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
     """Any: its work is that of the network."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}

@@ -14,21 +14,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.row import Row
-from benchmarks.slurm_jobs import bring_up
-from pipeline.commands.experiment import named, warm_start
+from benchmarks.row import BenchmarkRow
+from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.commands.experiment import open_run, run_warm_start
 from pipeline.driver import Driver
-from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher
-from pipeline.plan import Plan, Sources
-from pipeline.planning.planner.jobs import plan_of
-from pipeline.planning.planner.options import Option
-from pipeline.planning.planner.propose import propose
-from pipeline.planning.planner.show import request
-from pipeline.planning.profile.alone import like
-from pipeline.planning.profile.measure import Options, profile
-from pipeline.pools.actuals import actual
+from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher
+from pipeline.plan import Plan, PlanningSources
+from pipeline.planning.planner.job_planner import build_plan
+from pipeline.planning.planner.plan_command import build_request, propose_plan
+from pipeline.planning.planner.stage_options import StageOption
+from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
+from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.pools.measured_times import measure_times
 from pipeline.run import Run
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.config import validate
 from stages.flow import flow_of
 
@@ -40,26 +39,30 @@ ITERATIONS = 3
 SETTINGS = [
     "experiment=halfcheetah_ppo",
     "run.name=placement",
-    "rollout.batch=64",
+    "rollout.batch_size=64",
     "cluster=slurm",
-    f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
-    "cluster.poll_s=0.2",
+    f"cluster.site={package_paths.ROOT}/slurm/devcluster/site.yaml",
+    "cluster.poll_interval_s=0.2",
     "log.trackers=[]",
 ]
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Bring the cluster up and measure."""
-    bring_up()
+    start_dev_cluster()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        run = named([*SETTINGS, f"run.root={root}"])
-        measured = profile(run, Options(("a100", "h100"), minutes=4, processes=CORES), warm_start)
+        run = open_run([*SETTINGS, f"run.root={root}"])
+        measured = profile_run(
+            run, ProfileOptions(("a100", "h100"), minutes=4, processes=CORES), run_warm_start
+        )
         measured.save(root / "profile.json")
-        sources = Sources(profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu"))
-        asked = request(run.config, sources)
-        proposal = propose(asked)
-        others = drawn(asked.options(), [row.size + row.place for row in proposal.rows])
+        sources = PlanningSources(
+            profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu")
+        )
+        asked = build_request(run.config, sources)
+        proposal = propose_plan(asked)
+        others = drawn(asked.stage_options(), [row.size + row.place for row in proposal.rows])
         # In turns, so that a machine that gets slower does so for all.
         chosen, theirs = [], []
         flow = flow_of(run.config)
@@ -67,13 +70,13 @@ def measure() -> list[Row]:
             if i % (OTHERS // RUNS) == 0:
                 chosen.append(iteration_s(run, proposal.plan, root, f"chosen-{i}"))
                 print(f"  predicted {proposal.forecast.iteration_s:.1f} s, was {chosen[-1]:.1f} s")
-            theirs.append(iteration_s(run, plan_of(others[i], flow), root, f"other-{i}"))
+            theirs.append(iteration_s(run, build_plan(others[i], flow), root, f"other-{i}"))
             print(f"  another plan: {theirs[-1]:.1f} s")
         mine = statistics.median(chosen)
     rank = 1 + sum(seconds < mine for seconds in theirs)
     return [
-        Row("plan_rank_of_10", rank, "place", 1, "lower", OTHERS, 0.0),
-        Row(
+        BenchmarkRow("plan_rank_of_10", rank, "place", 1, "lower", OTHERS, 0.0),
+        BenchmarkRow(
             "plan_vs_next",
             round(min(theirs) / mine, 4),
             "x",
@@ -86,11 +89,11 @@ def measure() -> list[Row]:
 
 
 def drawn(
-    options: dict[str, list[Option]], chosen: Sequence[str], seed: int = 0
-) -> list[list[Option]]:
+    options: dict[str, list[StageOption]], chosen: Sequence[str], seed: int = 0
+) -> list[list[StageOption]]:
     """Other plans: for each stage any of its options."""
     rng, seen = random.Random(seed), {tuple(chosen)}
-    found: list[list[Option]] = []
+    found: list[list[StageOption]] = []
     fitting = [[o for o in every if o.count <= CORES] for every in options.values()]
     while len(found) < OTHERS:
         plan = [rng.choice(every) for every in fitting]
@@ -103,8 +106,8 @@ def drawn(
 
 def iteration_s(run: Run, plan: Plan, root: Path, name: str) -> float:
     """Median seconds of an iteration under a plan."""
-    made = like(run, plan, root / "runs", name, ITERATIONS)
+    made = clone_run(run, plan, root / "runs", name, ITERATIONS)
     cluster = validate(ClusterConfig, run.config.cluster, "cluster")
-    executor = LauncherExecutor(made, make_launcher(cluster, plan), plan, cluster)
-    Driver(made, executor, retries=cluster.retries).drive()
-    return actual(made)["iteration"].median_s
+    executor = JobExecutor(made, create_launcher(cluster, plan), plan, cluster)
+    Driver(made, executor, max_retries=cluster.retries).drive()
+    return measure_times(made)["iteration"].median_s

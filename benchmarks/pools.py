@@ -14,10 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.row import Row, median_row
-from benchmarks.slurm_jobs import bring_up
-from pipeline.commands.experiment import compose, drive, prepare
-from pipeline.metrics import manifest_of
+from benchmarks.row import BenchmarkRow, median_row
+from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.commands.experiment import compose, drive, prepare_run
+from pipeline.metrics import stage_manifest
 from stages.flow import on_policy
 
 ROUNDS = 3
@@ -30,9 +30,9 @@ COMPUTE = frozenset({"generate", "score", "forward", "reference", "update"})
 DEMO = [
     "experiment=arithmetic_grpo",
     "++warm_start.max_steps=0",
-    "++algorithm.drop_equal_groups=false",
+    "++algorithm.filter_zero_variance_groups=false",
     # Samples that all fail would not be trained on.
-    "++algorithm.entropy_bonus=0.01",
+    "++algorithm.entropy_coeff=0.01",
     "++evaluate.every=0",
     "++evaluate.samples=8",
     "++log.trackers=[]",
@@ -45,23 +45,23 @@ BALANCED = [
     "++model.heads=8",
     "++model.kv_heads=4",
     "++model.intermediate=1024",
-    "++rollout.batch=66",
+    "++rollout.batch_size=66",
     "++rollout.horizon=24",
     "++engine.ignore_eos=true",
-    "++trainer.threads=1",
+    "++trainer.cpu_threads=1",
     # As many micro-batches of one size either way: larger ones are slower on a CPU.
-    "++trainer.token_budget=1536",
+    "++trainer.max_tokens_per_microbatch=1536",
 ]
 CHUNKS = 11
 """Parts of 48 samples."""
 ROWS = (16, 24, 48, 96)
 """Samples decoded at once: with one of these rollout takes about as long as all else."""
 ONE_POOL = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
 }
 TWO_POOLS = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"cpu": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}},
@@ -70,16 +70,16 @@ TWO_POOLS = {
 ON_SLURM = {"defaults": {"partition": "cpu", "mem_mb": 2000, "cpus": 2}}
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """All rows."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         return [*overhead(root), *pipelining(root)]
 
 
-def overhead(root: Path) -> list[Row]:
+def overhead(root: Path) -> list[BenchmarkRow]:
     """The demo in one pool, and as a job per stage, both on the dev cluster."""
-    bring_up()
+    start_dev_cluster()
     stage, segment, shares = [], [], []
     for number in range(ROUNDS):
         folder = run(root, f"stage-{number}", "slurm", ON_SLURM, 4, DEMO)
@@ -95,13 +95,13 @@ def overhead(root: Path) -> list[Row]:
     ]
 
 
-def pipelining(root: Path) -> list[Row]:
+def pipelining(root: Path) -> list[BenchmarkRow]:
     """Two workers, with the batch passed on whole and in parts."""
     gains, balances, besides = [], [], []
-    words = [*DEMO, *BALANCED, f"++engine.max_rows={balanced_rows(root)}"]
+    words = [*DEMO, *BALANCED, f"++engine.max_num_seqs={balanced_rows(root)}"]
     for number in range(PAIRS):
         whole = run(root, f"whole-{number}", "local", TWO_POOLS, ITERATIONS, words)
-        plan = TWO_POOLS | {"chunks": CHUNKS}
+        plan = TWO_POOLS | {"num_chunks": CHUNKS}
         parts = run(root, f"parts-{number}", "local", plan, ITERATIONS, words)
         sequential = statistics.median(seconds(whole, ITERATIONS))
         gains.append(sequential / statistics.median(seconds(parts, ITERATIONS)))
@@ -124,7 +124,7 @@ def balanced_rows(root: Path) -> int:
     """With how many samples at once rollout takes as long as all else on this machine."""
     found = {}
     for rows in ROWS:
-        words = [*DEMO, *BALANCED, f"++engine.max_rows={rows}"]
+        words = [*DEMO, *BALANCED, f"++engine.max_num_seqs={rows}"]
         folder = run(root, f"rows-{rows}", "local", TWO_POOLS, WARM + 2, words)
         found[rows] = abs(math.log(balance(folder, WARM + 2)))
     return min(found, key=lambda rows: found[rows])
@@ -153,10 +153,10 @@ def run(
             f"++run.root={root}",
             f"++run.name={name}",
             f"cluster={cluster}",
-            "++cluster.poll_s=0.2",
+            "++cluster.poll_interval_s=0.2",
         ]
     )
-    made = prepare({**values, "plan": dict(plan)})
+    made = prepare_run({**values, "plan": dict(plan)})
     drive(made)
     return made.folder
 
@@ -184,6 +184,6 @@ def compute(folder: Path, iteration: int, stages: tuple[str, ...]) -> float:
 
 
 def _manifest(folder: Path, stage: str, iteration: int) -> dict[str, Any]:
-    manifest = manifest_of(folder, stage, iteration)
+    manifest = stage_manifest(folder, stage, iteration)
     assert manifest is not None
     return manifest.timing

@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.row import Row, median_row
+from benchmarks.row import BenchmarkRow, median_row
 
 ENVIRONMENTS, HORIZON, EPOCHS, ITERATIONS, TURNS = 32, 256, 10, 6, 3
 MINIBATCHES = 32
@@ -30,7 +30,7 @@ SETTINGS = {
 """What each side is tried with in its first turn; the quickest is kept."""
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Turns of both; the best setting of each side is found in the first."""
     best: dict[str, dict[str, int]] = {}
     rates: dict[str, list[float]] = {"ours": [], "sb3": []}
@@ -70,11 +70,11 @@ def turn(side: str, settings: dict[str, int]) -> list[float]:
 
 def run_ours(settings: dict[str, int], root: str) -> list[float]:
     """The stages in one process, and simulators beside it."""
-    from benchmarks.in_process import run_node
+    from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
-    from pipeline.driver import InProcess
-    from pipeline.flow import Graph
-    from pipeline.freeze import create_run
+    from pipeline.driver import InProcessExecutor
+    from pipeline.graph import Graph
+    from pipeline.resume import create_run
     from rlinf.config import RunConfig, validate
 
     values = compose(
@@ -82,20 +82,20 @@ def run_ours(settings: dict[str, int], root: str) -> list[float]:
             "experiment=halfcheetah_ppo",
             f"++run.root={root}",
             f"iterations={ITERATIONS}",
-            f"++rollout.batch={ENVIRONMENTS}",
+            f"++rollout.batch_size={ENVIRONMENTS}",
             f"++rollout.horizon={HORIZON}",
             f"++algorithm.epochs={EPOCHS}",
             f"++algorithm.minibatches={MINIBATCHES}",
             "++algorithm.old_logprobs=rollout",
-            "++optimizer.schedule=constant",
-            f"++task.processes={settings['processes']}",
-            f"++trainer.threads={settings['threads']}",
+            "++optimizer.lr_scheduler_type=constant",
+            f"++task.num_processes={settings['processes']}",
+            f"++trainer.cpu_threads={settings['threads']}",
             f"++engine.threads={settings['threads']}",
             "++evaluate.every=0",
         ]
     )
     run = create_run(validate(RunConfig, values), {})
-    graph, executor, rates = Graph(run.config), InProcess(run), []
+    graph, executor, rates = Graph(run.config), InProcessExecutor(run), []
     for node in graph.nodes():
         if node.stage == "evaluate":
             continue

@@ -23,20 +23,19 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from benchmarks.row import Row
-from benchmarks.slurm_jobs import bring_up
-from pipeline.commands.experiment import drive, named, warm_start
-from pipeline.plan import Plan, Sources, parse_plan
-from pipeline.planning.planner.jobs import plan_of
-from pipeline.planning.planner.propose import assess, propose
-from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.show import request
-from pipeline.planning.profile.alone import like
-from pipeline.planning.profile.measure import Options, profile
-from pipeline.pools.actuals import actual, compare
-from pipeline.report.style import INK, finish
+from benchmarks.row import BenchmarkRow
+from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.commands.experiment import drive, open_run, run_warm_start
+from pipeline.plan import Plan, PlanningSources, parse_plan
+from pipeline.planning.planner.job_planner import build_plan
+from pipeline.planning.planner.plan_command import assess_plan, build_request, propose_plan
+from pipeline.planning.planner.request import PlanRequest
+from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
+from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.pools.measured_times import compare_with_forecast, measure_times
+from pipeline.report.chart_style import TEXT_COLOUR, finish_chart
 from pipeline.run import Run
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.artifacts import write_atomic
 from stages.flow import flow_of
 
@@ -49,28 +48,28 @@ ITERATIONS = {"stage": 4, "segment": 7}
 DRAWN = 1
 """Plans of jobs that are drawn at random, beside the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
-WORK = tree.ROOT / "runs" / "prediction"
+WORK = package_paths.ROOT / "runs" / "prediction"
 """Profiles, runs and points of a pass that is not through; the next call goes on there."""
 PROFILE = "profile.json"
-PICTURE = tree.ROOT / "docs" / "images" / "prediction.png"
+PICTURE = package_paths.ROOT / "docs" / "images" / "prediction.png"
 TICKS_S = (1, 1.5, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60)
 COMMON = [
     "cluster=slurm",
-    f"cluster.site={tree.ROOT}/slurm/devcluster/site.yaml",
-    "cluster.poll_s=0.2",
+    f"cluster.site={package_paths.ROOT}/slurm/devcluster/site.yaml",
+    "cluster.poll_interval_s=0.2",
     "log.trackers=[]",
     "warm_start.max_steps=0",
 ]
 EXPERIMENTS = {
-    "halfcheetah": ["experiment=halfcheetah_ppo", "rollout.batch=64"],
+    "halfcheetah": ["experiment=halfcheetah_ppo", "rollout.batch_size=64"],
     # Not trained before: responses end at any token, so their lengths have a tail.
     "arithmetic": [
         "experiment=arithmetic_grpo",
-        "rollout.batch=64",
+        "rollout.batch_size=64",
         "rollout.horizon=32",
-        "algorithm.entropy_bonus=0.01",
-        "algorithm.drop_equal_groups=false",
-        "trainer.threads=1",
+        "algorithm.entropy_coeff=0.01",
+        "algorithm.filter_zero_variance_groups=false",
+        "trainer.cpu_threads=1",
     ],
 }
 POOLS: Mapping[str, tuple[list[tuple[str, str]], int]] = {
@@ -85,11 +84,11 @@ POOLS: Mapping[str, tuple[list[tuple[str, str]], int]] = {
 
 
 @dataclass(frozen=True)
-class Point:
+class PredictionPoint:
     """A plan that was predicted and run."""
 
     experiment: str
-    grain: str
+    execution: str
     plan: str
     predicted_s: float
     low_s: float
@@ -108,7 +107,7 @@ class Point:
         return self.predicted_s / self.median_s - 1
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Measure what is missing; points are kept, with the runs, until all are there."""
     while not advance(math.inf):
         pass
@@ -119,28 +118,32 @@ def measure() -> list[Row]:
     spread, count = round(high - low, 4), len(errors)
     within = sum(p.low_s <= p.median_s <= p.high_s for p in points)
     return [
-        Row("predict_error", round(median, 4), "share", 0.1, "lower", count, spread),
-        Row("predict_error_worst", round(errors[-1], 4), "share", 0.25, "lower", count, spread),
-        Row("predict_within_80", round(within / count, 4), "share", None, "higher", count, 0.0),
+        BenchmarkRow("predict_error", round(median, 4), "share", 0.1, "lower", count, spread),
+        BenchmarkRow(
+            "predict_error_worst", round(errors[-1], 4), "share", 0.25, "lower", count, spread
+        ),
+        BenchmarkRow(
+            "predict_within_80", round(within / count, 4), "share", None, "higher", count, 0.0
+        ),
     ]
 
 
 def advance(minutes: float) -> bool:
     """Profile, predict and run what was not yet, for some minutes; whether all is there now."""
     end = time.monotonic() + 60 * minutes
-    bring_up()
+    start_dev_cluster()
     for experiment, words in EXPERIMENTS.items():
         root = WORK / experiment
-        run = named([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
+        run = open_run([*COMMON, *words, f"run.name={experiment}", f"run.root={root}"])
         for name in [*(f"pass-{number + 1}.json" for number in range(PASSES - 1)), PROFILE]:
             if not (root / name).exists():
                 if time.monotonic() > end:
                     return False
                 # A process of each of two nodes is as many as there are cores.
-                options = Options(("a100", "h100"), minutes=MINUTES, processes=1)
-                profile(run, options, warm_start).save(root / name)
-        sources = Sources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
-        asked = request(run.config, sources)
+                options = ProfileOptions(("a100", "h100"), minutes=MINUTES, processes=1)
+                profile_run(run, options, run_warm_start).save(root / name)
+        sources = PlanningSources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
+        asked = build_request(run.config, sources)
         for number, (what, plan) in enumerate(plans(asked)):
             points = kept(WORK / POINTS.name)
             if any((p.experiment, p.plan) == (experiment, what) for p in points):
@@ -159,31 +162,33 @@ def advance(minutes: float) -> bool:
     return True
 
 
-def kept(path: Path) -> list[Point]:
+def kept(path: Path) -> list[PredictionPoint]:
     """The points of a file; none where there is no file."""
     values = json.loads(path.read_text()) if path.exists() else []
-    return [Point(**{**p, "measured_s": tuple(p["measured_s"])}) for p in values]
+    return [PredictionPoint(**{**p, "measured_s": tuple(p["measured_s"])}) for p in values]
 
 
-def keep(points: list[Point], path: Path) -> None:
+def keep(points: list[PredictionPoint], path: Path) -> None:
     """Write points."""
     write_atomic(path, json.dumps([asdict(p) for p in points], indent=1) + "\n")
 
 
-def plans(asked: Request, seed: int = 0) -> Iterator[tuple[str, Plan]]:
+def plans(asked: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """What is run: the best plan of jobs, others drawn at random, and pools."""
     flow, rng = flow_of(asked.config), random.Random(seed)
-    yield "jobs, the best", propose(asked).plan
-    fitting = {s: [o for o in every if o.count <= CORES] for s, every in asked.options().items()}
+    yield "jobs, the best", propose_plan(asked).plan
+    fitting = {
+        s: [o for o in every if o.count <= CORES] for s, every in asked.stage_options().items()
+    }
     for number in range(DRAWN):
         drawn = [rng.choice(every) for every in fitting.values()]
-        yield f"jobs, drawn {number + 1}", plan_of(drawn, flow)
+        yield f"jobs, drawn {number + 1}", build_plan(drawn, flow)
     for what, (pools, chunks) in POOLS.items():
         named_ones = {stage for stage, _ in pools}
-        rest = [stage for stage in flow.after() if stage not in named_ones]
+        rest = [stage for stage in flow.device_dependencies() if stage not in named_ones]
         values: dict[str, Any] = {
-            "grain": "segment",
-            "chunks": chunks,
+            "execution": "segment",
+            "num_chunks": chunks,
             "pools": [
                 {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
                 for stage, kind in pools
@@ -195,27 +200,27 @@ def plans(asked: Request, seed: int = 0) -> Iterator[tuple[str, Plan]]:
 
 
 def point(
-    run: Run, asked: Request, experiment: str, what: str, plan: Plan, root: Path, name: str
-) -> Point:
+    run: Run, asked: PlanRequest, experiment: str, what: str, plan: Plan, root: Path, name: str
+) -> PredictionPoint:
     """A plan predicted, then run."""
-    proposal = assess(asked, plan, what)
+    proposal = assess_plan(asked, plan, what)
     forecast = proposal.forecast
-    made = like(run, proposal.plan, root / "runs", name, ITERATIONS[plan.grain])
+    made = clone_run(run, proposal.plan, root / "runs", name, ITERATIONS[plan.execution])
     drive(made)
-    for line in compare(made):
-        print(f"    {line.what}: {line.predicted_s:.2f} s, was {line.actual.median_s:.2f} s")
-    return Point(
+    for line in compare_with_forecast(made):
+        print(f"    {line.name}: {line.predicted_s:.2f} s, was {line.actual.median_s:.2f} s")
+    return PredictionPoint(
         experiment,
-        plan.grain,
+        plan.execution,
         what,
         forecast.iteration_s,
         forecast.low_s,
         forecast.high_s,
-        actual(made)["iteration"].whole_s,
+        measure_times(made)["iteration"].total_s,
     )
 
 
-def table(points: list[Point]) -> str:
+def table(points: list[PredictionPoint]) -> str:
     """The points as the docs have them, in Markdown."""
     lines = [
         "| experiment | plan | predicted, s | 80 % | measured, s | error |",
@@ -230,7 +235,7 @@ def table(points: list[Point]) -> str:
     return "\n".join(lines)
 
 
-def draw(points: list[Point], path: Path = PICTURE) -> None:
+def draw(points: list[PredictionPoint], path: Path = PICTURE) -> None:
     """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
     colours = dict(zip(EXPERIMENTS, ("#2f7fb5", "#c8553d"), strict=True))
@@ -241,14 +246,14 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
             p.predicted_s,
             xerr=[[p.median_s - min(p.measured_s)], [max(p.measured_s) - p.median_s]],
             yerr=[[p.predicted_s - p.low_s], [p.high_s - p.predicted_s]],
-            fmt=markers[p.grain][0],
+            fmt=markers[p.execution][0],
             color=colours[p.experiment],
             ms=6,
             lw=1,
             alpha=0.85,
         )
     ends = [0.8 * min(min(p.measured_s) for p in points), 1.25 * max(p.high_s for p in points)]
-    axes.plot(ends, ends, color=INK, lw=1)
+    axes.plot(ends, ends, color=TEXT_COLOUR, lw=1)
     axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#9aa4af33")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     ticks = [t for t in TICKS_S if ends[0] < t < ends[1]]
@@ -264,9 +269,9 @@ def draw(points: list[Point], path: Path = PICTURE) -> None:
     for label in dict.fromkeys(p.experiment for p in points):
         axes.plot([], [], "o", color=colours[label], label=label)
     for marker, label in markers.values():
-        axes.plot([], [], marker, color=INK, mfc="none", label=label)
+        axes.plot([], [], marker, color=TEXT_COLOUR, mfc="none", label=label)
     axes.legend(loc="upper left")
-    finish(figure).savefig(path, dpi=120)
+    finish_chart(figure).savefig(path, dpi=120)
     plt.close(figure)
 
 

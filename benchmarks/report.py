@@ -2,17 +2,106 @@
 
 from __future__ import annotations
 
+import json
+import math
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from benchmarks.long_run import stretch
-from benchmarks.row import Row, median_row
-from pipeline.commands.experiment import compose, execute
-from pipeline.report.data import read
+import yaml
+
+from benchmarks.row import BenchmarkRow, median_row
+from pipeline.commands.experiment import compose, run_experiment
+from pipeline.metrics import iterations, stage_manifest
+from pipeline.report.data import read_report_data
+from rlinf.artifacts import FileEntry, Manifest, content_digest
+from stages.flow import on_policy
+from stages.layout import CONFIG_FILE, METRICS_FILE, PLAN_FILE, RUN_FILE, stage_folder
 from tests.browser import browser
 from tests.conftest import QUIET, TINY
+
+
+def stretch_run(source: Path, folder: Path, count: int, *, kept: int = 5, workers: int = 1) -> Path:
+    """Write a run of ``count`` iterations below ``folder`` that looks as ``source`` does.
+
+    Metrics wander, times go on. As after retention, only the first and the newest ``kept``
+    iterations have trajectories, if those they are made of have them.
+
+    Args:
+        workers: lanes of each stage, as of a pool with so many ranks.
+    """
+    folder.mkdir(parents=True, mode=0o700)
+    config = yaml.safe_load((source / CONFIG_FILE).read_text())
+    config["iterations"] = count
+    config["run"] |= {"root": str(folder.parent), "name": folder.name}
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False))
+    for name in (PLAN_FILE, RUN_FILE):
+        shutil.copy(source / name, folder / name)
+    shutil.copytree(source / "warm_start", folder / "warm_start")
+    known = iterations(source)
+    first = _manifest_values(source, "rollout", known[0])["timing"]["start"]
+    last = _manifest_values(source, "sync", known[-1])["timing"]["end"]
+    period, rng = (last - first) / len(known), random.Random(0)
+    rows = []
+    for i in range(count):
+        row: dict[str, Any] = {"iteration": i}
+        for stage in on_policy.stages:
+            template = known[i % len(known)]
+            values = _manifest_values(source, stage, template)
+            _shift(values, (i - template) * period, workers)
+            values["iteration"] = i
+            for name, value in values["metrics"].items():
+                wander = 1 + 0.3 * math.sin(i / 40) + 0.1 * rng.random()
+                values["metrics"][name] = value * wander
+            target = stage_folder(folder, stage, i)
+            target.mkdir(parents=True)
+            data = stage_folder(source, stage, template) / values["data"]
+            if (not i or i >= count - kept) and data.is_dir():
+                shutil.copytree(data, target / data.name)
+            else:
+                (target / "pruned").touch()
+            _write_manifest(target, values)
+            row |= {f"{stage}/{name}": value for name, value in values["metrics"].items()}
+        rows.append(row)
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    versions = sorted(int(path.name) for path in (source / "evaluate").iterdir())
+    for version in range(0, count + 1, max(1, count // 50)):
+        values = _manifest_values(source, "evaluate", versions[min(version, len(versions) - 1)])
+        values["iteration"] = version
+        values["metrics"]["score"] = 1 - math.exp(-version / count)
+        target = stage_folder(folder, "evaluate", version)
+        target.mkdir(parents=True)
+        _shift(values, version * period, 1)
+        _write_manifest(target, values)
+    return folder
+
+
+def _manifest_values(run: Path, stage: str, iteration: int) -> dict[str, Any]:
+    manifest = stage_manifest(run, stage, iteration)
+    assert manifest is not None, f"{run}: no {stage} of iteration {iteration}"
+    return asdict(manifest)
+
+
+def _write_manifest(folder: Path, values: dict[str, Any]) -> None:
+    files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+    values["content"] = content_digest(files, values["metrics"])
+    manifest = Manifest(**{**values, "files": files})
+    (folder / "manifest.json").write_text(manifest.to_json())
+
+
+def _shift(values: dict[str, Any], by_s: float, workers: int) -> None:
+    timing = values["timing"]
+    for times in (timing, *timing["spans"]):
+        for name in {"began", "start", "end"} & times.keys():
+            times[name] += by_s
+    spans = [{**span, "rank": rank} for rank in range(workers) for span in timing["spans"]]
+    timing["spans"] = spans
+
 
 ITERATIONS, WORKERS, REPEATS = 500, 1, 5
 WRITE = """
@@ -24,13 +113,15 @@ print(time.process_time())
 """
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Processor seconds of a process that writes the report of 500 iterations and does nothing
     else, imports included; seconds from asking Chromium for that file to what is in view drawn."""
     with tempfile.TemporaryDirectory(prefix="rlinf-report-") as folder:
-        execute(compose(["experiment=arithmetic_grpo", f"++run.root={folder}", *QUIET, *TINY]))
-        run = stretch(Path(folder) / "tiny", Path(folder) / "long", ITERATIONS, workers=WORKERS)
-        assert len(read(run).rows) == ITERATIONS
+        run_experiment(
+            compose(["experiment=arithmetic_grpo", f"++run.root={folder}", *QUIET, *TINY])
+        )
+        run = stretch_run(Path(folder) / "tiny", Path(folder) / "long", ITERATIONS, workers=WORKERS)
+        assert len(read_report_data(run).rows) == ITERATIONS
         written = [_write(run) for _ in range(REPEATS)]
         page = run / "report" / "report.html"
         with browser() as window:

@@ -9,7 +9,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """A figure with its goal; ``spread`` is the interquartile range of ``n`` measurements."""
 
     name: str
@@ -21,7 +21,7 @@ class Row:
     spread: float
 
     @property
-    def reached(self) -> bool | None:
+    def reached_goal(self) -> bool | None:
         """Whether the goal was reached; None without one."""
         if self.goal is None:
             return None
@@ -34,7 +34,7 @@ def median_row(
     unit: str,
     goal: float | None,
     better: Literal["higher", "lower"],
-) -> Row:
+) -> BenchmarkRow:
     """The row of the median of repeated measurements."""
     spread = 0.0
     if len(values) > 3:
@@ -43,4 +43,4 @@ def median_row(
     elif len(values) > 1:
         spread = max(values) - min(values)
     median = statistics.median(values)
-    return Row(name, round(median, 4), unit, goal, better, len(values), round(spread, 4))
+    return BenchmarkRow(name, round(median, 4), unit, goal, better, len(values), round(spread, 4))

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kept import missing
-from benchmarks.row import Row, median_row
-from rlinf.channels.world import ParallelLayout, World
+from benchmarks.result_cache import missing_environment
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
-from rlinf.interpreters import interpreter
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
+from rlinf.interpreters import resolve_interpreter
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
-from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.base import Loss, loss_from_steps
 
 MODEL = CausalLMConfig(hidden=512, layers=12, heads=8, kv_heads=8, intermediate=2048)
 ROWS, PROMPT, ANSWER, ROUNDS = 16, 32, 64, 5
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Way:
+class ScalingSetup:
     """What computes a step."""
 
     row: str
@@ -51,25 +51,25 @@ class Way:
     tp: int = 1
 
 
-WAYS = {
-    "one": Way("", "fsdp", 1),
-    "fsdp2": Way("fsdp2_scaling", "fsdp", 2),
-    "zero2": Way("zero2_scaling", "deepspeed", 2, "deepspeed", {"stage": 2}),
-    "tp2": Way("megatron_tp2_scaling", "megatron", 2, "megatron", tp=2),
+SCALING_SETUPS = {
+    "one": ScalingSetup("", "fsdp", 1),
+    "fsdp2": ScalingSetup("fsdp2_scaling", "fsdp", 2),
+    "zero2": ScalingSetup("zero2_scaling", "deepspeed", 2, "deepspeed", {"stage": 2}),
+    "tp2": ScalingSetup("megatron_tp2_scaling", "megatron", 2, "megatron", tp=2),
 }
 GOALS = {"fsdp2": 1.6}
 """Times that one process takes longer."""
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """A row of each way of two processes."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "policy").mkdir()
         CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder / "policy")
         started = {}
-        for key, way in WAYS.items():
-            if (lacks := missing(way.environment)) is None:
+        for key, way in SCALING_SETUPS.items():
+            if (lacks := missing_environment(way.environment)) is None:
                 started[key] = stack.enter_context(processes(key, way, folder))
             else:
                 print(f"  {key}: {lacks}")
@@ -81,7 +81,7 @@ def measure() -> list[Row]:
     ones = times.pop("one")[1:]
     return [
         median_row(
-            WAYS[key].row,
+            SCALING_SETUPS[key].row,
             [one / other for one, other in zip(ones, found[1:], strict=True)],
             "x",
             GOALS.get(key),
@@ -92,9 +92,13 @@ def measure() -> list[Row]:
 
 
 @contextlib.contextmanager
-def processes(key: str, way: Way, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def processes(key: str, way: ScalingSetup, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Those of a way, each of which takes a step at every line that it reads."""
-    python = sys.executable if way.environment is None else interpreter(way.environment, "scaling")
+    python = (
+        sys.executable
+        if way.environment is None
+        else resolve_interpreter(way.environment, "scaling")
+    )
     (folder / key / "channels").mkdir(parents=True)
     found = [
         subprocess.Popen(
@@ -136,7 +140,7 @@ def records() -> list[Record]:
     random = np.random.default_rng(0)
     return [
         Record(
-            Identity(0, row),
+            RecordId(0, row),
             {"actions": random.integers(2, 14, ANSWER)},
             {"prompt": random.integers(2, 14, PROMPT)},
         )
@@ -144,7 +148,7 @@ def records() -> list[Record]:
     ]
 
 
-def loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
     """Of supervised fine-tuning."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}
 
@@ -155,14 +159,14 @@ def main(key: str, rank: int, folder: Path) -> None:
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    way = WAYS[key]
-    world = World()
+    way = SCALING_SETUPS[key]
+    world = ProcessGroupInfo()
     if way.processes > 1:
         meeting = folder / key / "channels" / "group-s.json"
         layout = ParallelLayout(tp=way.tp)
-        world = World(rank, way.processes, rank, meeting=meeting, layout=layout)
+        world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=meeting, layout=layout)
     cls = trainers.get(way.trainer)
-    load = CausalLM.outline if way.processes > 1 else CausalLM.load
+    load = CausalLM.meta_from_folder if way.processes > 1 else CausalLM.load
     options = {"device": "cpu", "packing": True, **way.options}
     trainer = cls(
         load(folder / "policy", MODEL),
@@ -173,7 +177,7 @@ def main(key: str, rank: int, folder: Path) -> None:
     data = records()
     for _ in sys.stdin:
         began = time.perf_counter()
-        trainer.step(data, of_steps(loss), lr=1e-5)
+        trainer.step(data, loss_from_steps(loss), lr=1e-5)
         print(time.perf_counter() - began, file=parent, flush=True)
 
 

@@ -6,21 +6,21 @@ import math
 import statistics
 import time
 
-from benchmarks.row import Row, median_row
-from pipeline.planning.planner.predict import Predictor
+from benchmarks.row import BenchmarkRow, median_row
+from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import simulate
 from pipeline.planning.simulator.studies import STUDIES
 from tests.pipeline.planning.planner.problems import random_placement, random_problem
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Hundreds of random placements without disturbances; the largest study with all of them."""
     differences = []
     for seed in range(1000):
         problem = random_problem(seed, (12, 8), 1 + seed % 5)
         placement = random_placement(problem, seed)
-        predicted = float(Predictor(problem).one(placement).total_s)
+        predicted = float(Predictor(problem).predict(placement).total_s)
         if math.isfinite(predicted):
             differences.append(
                 abs(simulate(problem, placement, iterations=3).mean_s / predicted - 1)
@@ -36,7 +36,9 @@ def measure() -> list[Row]:
         times.append(time.perf_counter() - start)
     count = len(differences)
     return [
-        Row("simulator_vs_formula", round(worst, 6), "share", 0.05, "lower", count, 0.0),
-        Row("simulator_vs_formula_median", round(median, 6), "share", 0.05, "lower", count, 0.0),
+        BenchmarkRow("simulator_vs_formula", round(worst, 6), "share", 0.05, "lower", count, 0.0),
+        BenchmarkRow(
+            "simulator_vs_formula_median", round(median, 6), "share", 0.05, "lower", count, 0.0
+        ),
         median_row("simulate_4096_s", times, "s", 5, "lower"),
     ]

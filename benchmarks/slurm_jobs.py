@@ -11,16 +11,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.row import Row, median_row
-from rlinf import tree
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf import package_paths
 
 REPEATS = 12
 ITERATIONS = 3
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Bring the cluster up and measure the three rows."""
-    bring_up()
+    start_dev_cluster()
     overhead, imports = stage_overhead()
     return [
         median_row("stage_overhead_s", overhead, "s", 1.0, "lower"),
@@ -29,9 +29,9 @@ def measure() -> list[Row]:
     ]
 
 
-def bring_up() -> None:
+def start_dev_cluster() -> None:
     """Start the dev cluster unless it runs, and point this process to it."""
-    subprocess.run([tree.ROOT / "slurm/devcluster/up.sh"], check=True, capture_output=True)
+    subprocess.run([package_paths.ROOT / "slurm/devcluster/up.sh"], check=True, capture_output=True)
     state = Path(os.environ.get("RLINF_DEVCLUSTER_DIR", "/tmp/rlinf-devcluster"))
     for name, value in re.findall(r"export (\w+)=(\S+)", (state / "env.sh").read_text()):
         os.environ[name] = value
@@ -39,19 +39,19 @@ def bring_up() -> None:
 
 def stage_overhead() -> tuple[list[float], list[float]]:
     """Seconds from submission to the first line of stage code, and to its imports being done."""
-    from launchers.base import Job
+    from launchers.launcher import JobSpec
     from launchers.submitit import SubmititLauncher
     from slurm.client import SlurmClient
-    from slurm.jobs import Resources
+    from slurm.jobs import JobResources
 
-    launcher = SubmititLauncher(SlurmClient(poll_s=0.1))
+    launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.1))
     first, imported = [], []
     for repeat in range(REPEATS):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             out = folder / "out"
-            needs = Resources(partition="cpu", mem_mb=500, time_min=5)
-            job = Job(
+            needs = JobResources(partition="cpu", mem_mb=500, time_limit_min=5)
+            job = JobSpec(
                 f"bench/{repeat}",
                 (str(out),),
                 out,
@@ -61,12 +61,12 @@ def stage_overhead() -> tuple[list[float], list[float]]:
             )
             start = time.time()
             identity = launcher.submit(job)
-            while launcher.poll([identity])[identity].state.active:
+            while launcher.poll([identity])[identity].state.is_active:
                 time.sleep(0.05)
             note = json.loads((out / "manifest.json").read_text())
             first.append(note["first_line"] - start)
             imported.append(note["imported"] - note["first_line"])
-            while launcher.client.queue()[identity].state.active:
+            while launcher.client.queue()[identity].state.is_active:
                 time.sleep(0.05)
     return first, imported
 
@@ -84,12 +84,12 @@ def snakemake_jobs() -> list[float]:
                 "algorithm__minibatches=1",
                 "rollout__horizon=32",
                 "evaluate__samples=2",
-                f"plan={tree.ROOT}/configs/plans/devcluster.yaml",
+                f"plan={package_paths.ROOT}/configs/plans/devcluster.yaml",
             ]
             start = time.monotonic()
             subprocess.run(
                 [sys.executable, "-m", "snakemake", "--profile", "slurm", "--config", *words],
-                cwd=tree.ROOT,
+                cwd=package_paths.ROOT,
                 check=True,
                 capture_output=True,
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.row import Row
+from benchmarks.row import BenchmarkRow
 from benchmarks.vla import measured
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """See the module."""
     return measured("smolvla", "metaworld_smolvla")

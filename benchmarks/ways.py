@@ -14,27 +14,27 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.row import Row, median_row
-from stages.board import Board
-from stages.parts import WEIGHTS
-from stages.worker.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
-from stages.worker.weights import Arrivals, Publisher
+from benchmarks.row import BenchmarkRow, median_row
+from stages.factory import WEIGHTS
+from stages.live_store import LiveStore
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
+from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 
 TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
 """256 MiB of float32."""
 WAYS = (SOCKET, "gloo", SHARED_MEMORY)
 
 
-class Worker:
+class WeightWorker:
     """What a resident worker has to send and take weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
-        self.board = Board()
-        self._outbox = Outbox(folder, name=name)
-        self.publisher = Publisher(self._outbox)
-        takers = {WEIGHTS: Arrivals(self.board, self.publisher).take}
-        self._inbox = Inbox(folder, name, self.board, takers)
+        self.board = LiveStore()
+        self._outbox = RecordSender(folder, name=name)
+        self.publisher = WeightPublisher(self._outbox)
+        takers = {WEIGHTS: WeightReceiver(self.board, self.publisher).handle_record}
+        self._inbox = RecordReceiver(folder, name, self.board, takers)
 
     def close(self) -> None:
         self.publisher.close()
@@ -42,7 +42,7 @@ class Worker:
         self._inbox.close()
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Rows of this module."""
     context = multiprocessing.get_context("spawn")
     generator = torch.Generator().manual_seed(0)
@@ -53,13 +53,13 @@ def measure() -> list[Row]:
         ours, theirs = context.Pipe()
         count = (ROUNDS + WARM) * len(WAYS)
         taker = context.Process(target=take, args=(Path(root), count, theirs), daemon=True)
-        source = Worker(Path(root), "source")
+        source = WeightWorker(Path(root), "source")
         taker.start()
         try:
             assert ours.recv() == "ready"
             for number in range(count):
                 way, out = WAYS[number % len(WAYS)], f"sync/{number}"
-                source.publisher.want(out, {"taker": way})
+                source.publisher.subscribe(out, {"taker": way})
                 start = time.perf_counter()
                 source.publisher.publish(out, "data", number, {WEIGHTS: state})
                 assert ours.recv() == number
@@ -79,9 +79,9 @@ def measure() -> list[Row]:
 
 def take(folder: Path, count: int, done: Connection) -> None:
     """Tell of each version once it is here."""
-    worker = Worker(folder, "taker")
+    worker = WeightWorker(folder, "taker")
     done.send("ready")
     for number in range(count):
-        worker.board.output(f"sync/{number}").attempt(lambda: False)
+        worker.board.output(f"sync/{number}").wait_for_attempt(lambda: False)
         done.send(number)
     worker.close()

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import THREADS
-from benchmarks.row import Row, median_row
-from rlinf import tree
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf import package_paths
 from rlinf.artifacts import read_manifest
-from rlinf.weights.buckets import Layout
-from rlinf.weights.delta import Snapshot, diff
-from rlinf.weights.shared import SharedReader, SharedWriter
+from rlinf.weights.buckets import BucketLayout
+from rlinf.weights.delta import WeightSnapshot, compute_delta
+from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
 from stages.layout import offline_folder, stage_folder
 
 WARM_START_STEPS = 200
@@ -30,7 +30,7 @@ DEMO_ITERATIONS, SMALL_ITERATIONS = 12, 6
 STATE_BYTES, REPEATS = 1 << 30, 15
 
 
-def measure() -> list[Row]:
+def measure() -> list[BenchmarkRow]:
     """Rows of this module."""
     with tempfile.TemporaryDirectory() as root:
         demo = run(Path(root), "demo", DEMO_ITERATIONS, f"warm_start.max_steps={WARM_START_STEPS}")
@@ -43,8 +43,8 @@ def measure() -> list[Row]:
             f"model.path={weights}",
             "warm_start.max_steps=0",
             "optimizer.lr=1e-6",
-            "optimizer.lr_warmup=0",
-            "optimizer.schedule=constant",
+            "optimizer.lr_warmup_iterations=0",
+            "optimizer.lr_scheduler_type=constant",
         )
         at_demo = delta_ratios(demo, DEMO_ITERATIONS)
         at_small = delta_ratios(small, SMALL_ITERATIONS)
@@ -66,11 +66,11 @@ def run(root: Path, name: str, iterations: int, *overrides: str) -> Path:
             f"run.root={root}",
             f"run.name={name}",
             f"iterations={iterations}",
-            f"retention.last={iterations + 2}",
+            f"retention.keep_last={iterations + 2}",
             "evaluate.every=0",
             *overrides,
         ],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         check=True,
         capture_output=True,
         env={**os.environ, **THREADS},
@@ -85,13 +85,13 @@ def delta_ratios(run: Path, iterations: int) -> list[float]:
     out = []
     with tempfile.TemporaryDirectory() as root:
         delta, full = Path(root) / "delta", Path(root) / "full"
-        before: Snapshot | None = None
+        before: WeightSnapshot | None = None
         for folder in folders:
             tensors = load_file(weights_of(folder) / "model.safetensors")
-            now = Snapshot.of(tensors, torch.bfloat16)
+            now = WeightSnapshot.from_tensors(tensors, torch.bfloat16)
             if before is not None:
-                diff(before, now).save(delta)
-                save_file(now.kept, full)
+                compute_delta(before, now).save(delta)
+                save_file(now.distinct, full)
                 out.append(delta.stat().st_size / full.stat().st_size)
             before = now
     return out
@@ -113,7 +113,7 @@ def sync_ratios() -> list[float]:
     state = {f"layer{i}": torch.randn(STATE_BYTES // 64).to(torch.bfloat16) for i in range(32)}
     source, target = (torch.ones(STATE_BYTES, dtype=torch.uint8) for _ in range(2))
     name = f"rlinf-bench-{secrets.token_hex(4)}"
-    writer = SharedWriter(name, Layout.of(state))
+    writer = SharedWeightsWriter(name, BucketLayout.from_tensors(state))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     warm = 2
@@ -142,7 +142,7 @@ def sync_ratios() -> list[float]:
 def follow(name: str, count: int, done: Connection) -> None:
     """Take ``count`` versions and tell of each once it is checked and mapped."""
     torch.set_num_threads(1)
-    reader, version = SharedReader(name), -1
+    reader, version = SharedWeightsReader(name), -1
     while version + 1 < count:
         view = reader.newest(after=version)
         if view is None:

@@ -8,39 +8,40 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launchers.base import Job, failure_reason
-from rlinf import machine
-from rlinf.channels.world import GROUP, SHARES
+from launchers.launcher import JobSpec, failure_reason, log_tail
+from rlinf import process_tuning
+from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
 from rlinf.errors import PlanError
-from rlinf.tree import python_path
-from slurm.jobs import State, Status
+from rlinf.package_paths import child_python_path
+from slurm.jobs import JobResources, JobState, JobStatus
 
 
 @dataclass
 class _Started:
-    job: Job
+    job: JobSpec
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
-    status: Status | None = None
+    status: JobStatus | None = None
 
 
 @dataclass
 class LocalLauncher:
     """See the module. A rank that fails takes the others of its job down."""
 
-    poll_s: float = 0.05
+    poll_interval_s: float = 0.05
     _started: dict[str, _Started] = field(default_factory=dict)
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: JobSpec) -> str:
         attempt = secrets.token_hex(6)
-        job.logs.mkdir(parents=True, exist_ok=True)
+        job.log_dir.mkdir(parents=True, exist_ok=True)
         size = sum(part.tasks for part in job.components)
-        shares = job.resources.shares
+        shares = job.resources.speed_weights
         if isinstance(shares, Mapping):
             raise PlanError(
                 f"{job.name}: shares by kind of node ({', '.join(shares)}) need cluster=slurm; "
@@ -50,20 +51,20 @@ class LocalLauncher:
         for rank in range(size):
             environment = {
                 **os.environ,
-                **machine.environment(),
+                **process_tuning.child_environment(),
                 **job.resources.env,
-                **({SHARES: ",".join(map(str, shares))} if shares else {}),
-                "PYTHONPATH": python_path(),
+                **({SPEED_WEIGHTS_VARIABLE: ",".join(map(str, shares))} if shares else {}),
+                "PYTHONPATH": child_python_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "LOCAL_WORLD_SIZE": str(size),
-                GROUP: attempt,
+                GROUP_VARIABLE: attempt,
                 "RLINF_ATTEMPT": attempt,
             }
-            log = job.logs / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
+            log = job.log_dir / f"{job.name.replace('/', '-')}-{attempt}-r{rank}.log"
             python = job.resources.interpreter or sys.executable
-            command = [*job.resources.prefix, python, "-m", job.module, *job.argv]
+            command = [*job.resources.command_prefix, python, "-m", job.module, *job.argv]
             with log.open("wb") as stream:
                 processes.append(
                     subprocess.Popen(
@@ -74,33 +75,33 @@ class LocalLauncher:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                         # One system call, looked up beforehand: safe beside threads.
-                        preexec_fn=machine.die_with_parent,  # noqa: PLW1509
+                        preexec_fn=process_tuning.die_with_parent,  # noqa: PLW1509
                     )
                 )
             logs.append(log)
         self._started[attempt] = _Started(job, processes, logs)
         return attempt
 
-    def submit_array(self, jobs: Sequence[Job]) -> list[str]:
+    def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
         return [self.submit(job) for job in jobs]
 
-    def submit_together(self, jobs: Sequence[Job]) -> list[str]:
+    def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
         return [self.submit(job) for job in jobs]
 
-    def poll(self, ids: Collection[str]) -> dict[str, Status]:
+    def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return {identity: self._status(self._started[identity]) for identity in ids}
 
     def cancel(self, ids: Collection[str]) -> None:
         for identity in ids:
             _kill(self._started[identity].processes)
 
-    def withdraw(self, outs: Collection[Path]) -> None:
+    def cancel_for_outputs(self, output_dirs: Collection[Path]) -> None:
         """Nothing: processes end with the driver that started them."""
 
     def close(self) -> None:
         self.cancel(list(self._started))
 
-    def _status(self, started: _Started) -> Status:
+    def _status(self, started: _Started) -> JobStatus:
         if started.status is not None:
             return started.status
         codes = [process.poll() for process in started.processes]
@@ -114,11 +115,11 @@ class LocalLauncher:
             reason = failure_reason(started.logs[rank], code)
             if code < 0:
                 reason = f"killed by {signal.Signals(-code).name}\n{reason}".strip()
-            started.status = Status(State.FAILED, code, reason, node=socket.gethostname())
+            started.status = JobStatus(JobState.FAILED, code, reason, node=socket.gethostname())
         elif None not in codes:
-            started.status = Status(State.DONE, 0, node=socket.gethostname())
+            started.status = JobStatus(JobState.DONE, 0, node=socket.gethostname())
         else:
-            return Status(State.RUNNING, node=socket.gethostname())
+            return JobStatus(JobState.RUNNING, node=socket.gethostname())
         return started.status
 
 
@@ -140,3 +141,25 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         os.killpg(process.pid, number)
     except ProcessLookupError:
         pass
+
+
+def main(argv: list[str]) -> int:
+    """Start the processes, wait, print their logs; returns the exit code."""
+    count, module, *rest = argv
+    launcher = LocalLauncher()
+    with tempfile.TemporaryDirectory() as logs:
+        resources = JobResources(tasks_per_node=int(count))
+        job = JobSpec(module, tuple(rest), Path(logs), Path(logs), resources, module)
+        identity = launcher.submit(job)
+        try:
+            while (status := launcher.poll([identity])[identity]).state.is_active:
+                time.sleep(launcher.poll_interval_s)
+        finally:
+            launcher.close()
+        for path in sorted(Path(logs).glob("*.log")):
+            print(log_tail(path, 1000), file=sys.stderr)
+    return status.exit_code or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

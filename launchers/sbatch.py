@@ -19,20 +19,31 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from launchers.base import Job
-from launchers.job import ModuleCall
-from rlinf import machine
-from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmSilent
-from rlinf.tree import python_path
-from slurm.client import FOREIGN, KEPT, SlurmClient, blocked_signals, failure, run
-from slurm.deadline import MARGIN
-from slurm.ids import COMPONENT, whole_of
-from slurm.jobs import Resources
-from slurm.options import check_written, sbatch_options, step_options
-from slurm.submission import UnreadSubmission, read_submission
-from slurm.words import check_folder
+from launchers.job_entrypoint import ModuleCall
+from launchers.launcher import JobSpec
+from rlinf import process_tuning
+from rlinf.errors import EXIT_REQUEUE, PlanError, SlurmError, SlurmUnresponsiveError
+from rlinf.package_paths import child_python_path
+from slurm.client import (
+    CONTROLLER_ENV,
+    SLURM_ENV_PREFIXES,
+    SlurmClient,
+    UnreadableSubmission,
+    block_stop_signals,
+    classify_failure,
+    parse_submitted_id,
+    run_command,
+)
+from slurm.jobs import HET_GROUPS_VARIABLE, JobResources, parent_job_id
+from slurm.sbatch_options import (
+    check_log_folder,
+    check_script_options,
+    sbatch_options,
+    srun_options,
+)
+from slurm.stop_signals import STOP_MARGIN_VARIABLE
 
-EARLY_S = 30
+SIGNAL_EARLY_S = 30
 """Slurm looks at the time of jobs so rarely, and sends a signal that much too early (measured on
 22.05; the manual page of sbatch says up to 60)."""
 _UNTIL_ONE_FAILS = """
@@ -66,20 +77,20 @@ exit $code
 """
 _NO_OPTIONS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
 """submitit's keywords that do not become a line for sbatch each."""
-MARK = "rlinf-"
+TAG_PREFIX = "rlinf-"
 """Begins a word in the comment of jobs by which one submission is told from all others."""
-LONG_S, TIMES = 600, 10
+HEALTHY_RUN_S, MAX_QUICK_RESTARTS = 600, 10
 """A killed job is started again if it ran for so long, or was not started that often."""
 
 
-def sbatch(jobs: Sequence[Job]) -> list[str]:
+def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
     """Submit jobs that differ in their arguments and outputs only; returns their ids.
 
     Several become one job array, a single one does not.
 
     Raises:
         PlanError: text of a job does not fit into a batch script; nothing was submitted.
-        SlurmSilent: no answer; the job may be there or not.
+        SlurmUnresponsiveError: no answer; the job may be there or not.
         SlurmError: it was refused, with Slurm's message; or its id cannot be read from the answer,
             and it was cancelled.
     """
@@ -87,94 +98,96 @@ def sbatch(jobs: Sequence[Job]) -> list[str]:
 
     first, needs = jobs[0], jobs[0].resources
     _make_folders(jobs)
-    executor = slurm_executor()(folder=first.logs, python=_python(needs))
+    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(needs))
     at_once = {"array_parallelism": len(jobs)}
-    executor.update_parameters(**at_once | parameters(first.name, needs, requeues=first.requeues))
+    executor.update_parameters(
+        **at_once | submitit_parameters(first.name, needs, allow_requeue=first.allow_requeue)
+    )
     try:
-        with outside_of_jobs(), executor.batch():
+        with login_environment(), executor.batch():
             submitted = [executor.submit(_call(job)) for job in jobs]
         return [str(entry.job_id) for entry in submitted]
     except FailedJobError as error:
         raise _failed(first.name, error) from None
 
 
-def sbatch_together(jobs: Sequence[Job]) -> list[str]:
+def submit_hetjob(jobs: Sequence[JobSpec]) -> list[str]:
     """Submit jobs that start at the same moment, as one heterogeneous job; returns their ids.
 
     Each is a component of it, or several, with its own resources and ranks. When one fails the
     others end too, and Slurm calls all of them failed.
 
     Raises:
-        SlurmSilent, SlurmError: as :func:`sbatch`.
+        SlurmUnresponsiveError, SlurmError: as :func:`sbatch`.
     """
-    leader = _submit(together_script(jobs), jobs)
+    leader = _submit(hetjob_script(jobs), jobs)
     return [f"{leader}+{number}" for number in _firsts(jobs)]
 
 
-def sbatch_lasting(job: Job) -> str:
+def submit_restarting(job: JobSpec) -> str:
     """Submit a job of one process that is started again when it was killed, too; returns its id.
 
     Raises:
-        SlurmSilent, SlurmError: as :func:`sbatch`.
+        SlurmUnresponsiveError, SlurmError: as :func:`sbatch`.
     """
-    return _submit(lasting_script(job), [job])
+    return _submit(restarting_script(job), [job])
 
 
-def _submit(script: str, jobs: Sequence[Job]) -> str:
+def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
     _make_folders(jobs)
     mark = _mark_in(jobs[0].resources.sbatch.get("comment"))
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
         try:
-            with outside_of_jobs():
-                answer = run(("sbatch", "--parsable", file.name))
+            with login_environment():
+                answer = run_command(("sbatch", "--parsable", file.name))
         except SlurmError as error:
             raise _failed(" and ".join(job.name for job in jobs), error) from None
     try:
-        return read_submission(answer, lambda: _queued(mark))
-    except UnreadSubmission as error:
+        return parse_submitted_id(answer, lambda: _queued(mark))
+    except UnreadableSubmission as error:
         raise _withdrawn(" and ".join(job.name for job in jobs), mark, error) from None
 
 
-def new_mark() -> str:
+def new_tag() -> str:
     """Return a word that no other submission has in the comment of its jobs."""
-    return f"{MARK}{secrets.token_hex(8)}"
+    return f"{TAG_PREFIX}{secrets.token_hex(8)}"
 
 
-def marked(job: Job, mark: str) -> Job:
+def with_tag(job: JobSpec, mark: str) -> JobSpec:
     """Return the job with a mark in its comment, by which it is found without its id."""
 
-    def with_mark(part: Resources) -> Resources:
+    def with_mark(part: JobResources) -> JobResources:
         comment = f"{part.sbatch.get('comment', '')} {mark}".strip()
         return replace(part, sbatch={**part.sbatch, "comment": comment})
 
-    further = tuple(with_mark(part) for part in job.further)
-    return replace(job, resources=with_mark(job.resources), further=further)
+    further = tuple(with_mark(part) for part in job.extra_components)
+    return replace(job, resources=with_mark(job.resources), extra_components=further)
 
 
 def _mark_in(comment: object) -> str | None:
     """Return the mark in the comment of a job; None: it has none."""
-    found = re.search(rf"(?<!\S){MARK}[0-9a-f]{{16}}$", str(comment or ""))
+    found = re.search(rf"(?<!\S){TAG_PREFIX}[0-9a-f]{{16}}$", str(comment or ""))
     return None if found is None else found[0]
 
 
 def _queued(mark: str | None) -> list[str]:
     """Return the ids of jobs in the queue that have a mark."""
-    return [] if mark is None else SlurmClient().with_comment(mark)
+    return [] if mark is None else SlurmClient().find_by_comment(mark)
 
 
-def _withdrawn(name: str, mark: str | None, error: UnreadSubmission) -> SlurmError:
+def _withdrawn(name: str, mark: str | None, error: UnreadableSubmission) -> SlurmError:
     """Cancel jobs whose id could not be read; returns the error that says so."""
     advice = "let sbatch print 'Submitted batch job ID', as Slurm's own does"
     if mark is None:
         left = "the job has no mark to look for it by and may be queued: see squeue --me"
         return SlurmError(f"{name}: {error}; {left}; {advice}")
     try:
-        found = {whole_of(identity) for identity in _queued(mark)}
+        found = {parent_job_id(identity) for identity in _queued(mark)}
         SlurmClient().cancel(found)
-    except SlurmSilent as silence:
-        return SlurmSilent(f"{name}: {error}; {silence}")
+    except SlurmUnresponsiveError as silence:
+        return SlurmUnresponsiveError(f"{name}: {error}; {silence}")
     except SlurmError as refusal:
         return SlurmError(f"{name}: {error}; it was not cancelled either: {refusal}; {advice}")
     left = f"job {', '.join(sorted(found))} was cancelled" if found else "no such job is queued"
@@ -182,7 +195,7 @@ def _withdrawn(name: str, mark: str | None, error: UnreadSubmission) -> SlurmErr
 
 
 @functools.cache
-def slurm_executor() -> type[Any]:
+def patched_slurm_executor() -> type[Any]:
     """Return submitit's executor for Slurm, which reads sbatch's answers and writes srun as we do.
 
     It takes the place of submitit's own class, of which submitit makes its arrays and Hydra its
@@ -192,22 +205,22 @@ def slurm_executor() -> type[Any]:
     from submitit.slurm import slurm
 
     class SlurmExecutor(slurm.SlurmExecutor):
-        """See :func:`slurm_executor`."""
+        """See :func:`patched_slurm_executor`."""
 
         _mark: str | None = None
         """Of the submission that is made."""
 
         def _submit_command(self, command: str) -> Any:
-            self._mark = _mark_in(_comment(self.parameters)) or new_mark()
+            self._mark = _mark_in(_comment(self.parameters)) or new_tag()
             try:
-                with outside_of_jobs():
+                with login_environment():
                     return super()._submit_command(command)
-            except UnreadSubmission as error:
+            except UnreadableSubmission as error:
                 name = self.parameters.get("job_name", "submitit")
                 raise _withdrawn(name, self._mark, error) from None
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
-            check_written({"submitit_folder": self.folder}, "hydra.launcher")
+            check_script_options({"submitit_folder": self.folder}, "hydra.launcher")
             wanted = _of_sweep(self.parameters, self._mark)
             return str(slurm._make_sbatch_string(command=command, folder=self.folder, **wanted))
 
@@ -216,7 +229,7 @@ def slurm_executor() -> type[Any]:
             self, string: str | bytes
         ) -> str:
             answer = string if isinstance(string, str) else string.decode()
-            return read_submission(answer, lambda: _queued(self._mark))
+            return parse_submitted_id(answer, lambda: _queued(self._mark))
 
     setattr(slurm, "SlurmExecutor", SlurmExecutor)  # noqa: B010 (to mypy it is a type)
     plugins._get_plugins.cache_clear()
@@ -234,67 +247,86 @@ def _of_sweep(given: Mapping[str, Any], mark: str | None) -> dict[str, Any]:
     """Return submitit's keywords with what a sweep's leave out, which are written by hand.
 
     Args:
-        mark: see :func:`new_mark`; None: the script is not submitted.
+        mark: see :func:`new_tag`; None: the script is not submitted.
 
     Raises:
         PlanError: several of them say how much memory a job has, or one does not fit into its line
             of the script.
     """
     further = given.get("additional_parameters") or {}
-    check_written({k: v for k, v in given.items() if k not in _NO_OPTIONS}, "hydra.launcher")
-    check_written(further, "hydra.launcher.additional_parameters")
+    check_script_options({k: v for k, v in given.items() if k not in _NO_OPTIONS}, "hydra.launcher")
+    check_script_options(further, "hydra.launcher.additional_parameters")
     memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if given.get(key) is not None]
     if len(memory) > 1:
         raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
     step = list(given.get("srun_args") or ())
-    needs = Resources(cpus_per_task=given.get("cpus_per_task") or 1)
+    needs = JobResources(cpus_per_task=given.get("cpus_per_task") or 1)
     named = {word.partition("=")[0] for word in step}
-    step += [word for word in step_options(needs) if word.partition("=")[0] not in named]
+    step += [word for word in srun_options(needs) if word.partition("=")[0] not in named]
     if mark is not None and mark != _mark_in(_comment(given)):
         further = {**further, "comment": f"{_comment(given)} {mark}".strip()}
     return {"wckey": None, **given, "srun_args": step, "additional_parameters": further}
 
 
-def script(jobs: Sequence[Job]) -> str:
+def batch_script(jobs: Sequence[JobSpec]) -> str:
     """The batch script by which one job, or several that start together, would be submitted."""
     first = jobs[0]
-    if len(jobs) > 1 or first.further:
-        return together_script(jobs)
-    executor = slurm_executor()(folder=first.logs, python=_python(first.resources))
-    executor.update_parameters(**parameters(first.name, first.resources, requeues=first.requeues))
+    if len(jobs) > 1 or first.extra_components:
+        return hetjob_script(jobs)
+    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(first.resources))
+    executor.update_parameters(
+        **submitit_parameters(first.name, first.resources, allow_requeue=first.allow_requeue)
+    )
     return str(executor._make_submission_file_text(executor._submitit_command_str, "call"))
 
 
-def lasting_script(job: Job) -> str:
-    """The batch script of :func:`sbatch_lasting`."""
+def restarting_script(job: JobSpec) -> str:
+    """The batch script of :func:`submit_restarting`."""
     needs = job.resources
-    wanted = parameters(job.name, needs, requeues=job.requeues)
-    wanted["additional_parameters"]["output"] = str(job.logs / "%j_batch.log")
-    log = shlex.quote(str(job.logs / "%j_%t_log"))
+    wanted = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
+    wanted["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
+    log = shlex.quote(str(job.log_dir / "%j_%t_log"))
     python = _python(needs)
-    call = [*wanted["srun_args"], python, "-u -m launchers.job", shlex.quote(_call(job).dump())]
+    call = [
+        *wanted["srun_args"],
+        python,
+        "-u -m launchers.job_entrypoint",
+        shlex.quote(_call(job).to_json()),
+    ]
     start = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(call)}"
-    again = _AGAIN.format(long_s=LONG_S, times=TIMES, requeue=f"{python} -m slurm.requeue")
+    again = _AGAIN.format(
+        long_s=HEALTHY_RUN_S, times=MAX_QUICK_RESTARTS, requeue=f"{python} -m slurm.requeue"
+    )
     head = [*_flags(wanted), "", *wanted["setup"]]
     return "\n".join(["#!/bin/bash", *head, start]) + again
 
 
-def together_script(jobs: Sequence[Job]) -> str:
+def hetjob_script(jobs: Sequence[JobSpec]) -> str:
     """The batch script of a heterogeneous job: the options of each component, then an srun a job.
 
     It runs on the first node of the first component, and the job ends with it.
     """
     options, starts = [], []
     for first, job in zip(_firsts(jobs), jobs, strict=True):
-        log = f'{shlex.quote(str(job.logs))}/"$SLURM_JOB_ID"+{first}_%t_log'
+        log = f'{shlex.quote(str(job.log_dir))}/"$SLURM_JOB_ID"+{first}_%t_log'
         steps = []
         groups = ",".join(str(first + i) for i in range(len(job.components)))
         for number, needs in enumerate(job.components, first):
-            wanted = parameters(job.name, needs, requeues=job.requeues)
-            wanted["additional_parameters"]["output"] = str(job.logs / "%j_batch.log")
+            wanted = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
+            wanted["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
             options.append(_flags(wanted))
-            call = [_python(needs), "-u", "-m", "launchers.job", shlex.quote(_call(job).dump())]
-            lines = [*wanted["setup"], f"export {COMPONENT}={groups}", f"exec {' '.join(call)}"]
+            call = [
+                _python(needs),
+                "-u",
+                "-m",
+                "launchers.job_entrypoint",
+                shlex.quote(_call(job).to_json()),
+            ]
+            lines = [
+                *wanted["setup"],
+                f"export {HET_GROUPS_VARIABLE}={groups}",
+                f"exec {' '.join(call)}",
+            ]
             step = [f"--het-group={number}", *wanted["srun_args"], "bash", "-c", "\n".join(lines)]
             steps.append(f"--unbuffered --output {log}.out --error {log}.err {shlex.join(step)}")
         starts.append(f"srun {' : '.join(steps)} &")
@@ -305,7 +337,7 @@ def together_script(jobs: Sequence[Job]) -> str:
     return f"#!/bin/bash\n{header}\n\n{body}\n{end}"
 
 
-def check_components(components: Sequence[tuple[str, Resources]]) -> None:
+def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None:
     """See that components of a heterogeneous job can have what each asks for, and no more.
 
     A component takes over most of what the one before it says and it does not (measured on 22.05:
@@ -319,7 +351,7 @@ def check_components(components: Sequence[tuple[str, Resources]]) -> None:
     """
     said: dict[str, str] = {}
     for key, needs in components:
-        own = _options(parameters(key, needs))
+        own = _options(submitit_parameters(key, needs))
         for option, before in said.items():
             if option not in own:
                 raise PlanError(
@@ -330,7 +362,7 @@ def check_components(components: Sequence[tuple[str, Resources]]) -> None:
         said |= {option: key for option in own if option not in said}
 
 
-def _firsts(jobs: Sequence[Job]) -> list[int]:
+def _firsts(jobs: Sequence[JobSpec]) -> list[int]:
     """The number of each job's first component."""
     return [0, *accumulate(len(job.components) for job in jobs[:-1])]
 
@@ -354,76 +386,78 @@ def _flags(wanted: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _make_folders(jobs: Sequence[Job]) -> None:
+def _make_folders(jobs: Sequence[JobSpec]) -> None:
     """Make the folders of jobs.
 
     Raises:
         PlanError: jobs could not write their logs there.
     """
     for job in jobs:
-        check_folder(job.logs)
-        job.logs.mkdir(parents=True, exist_ok=True)
-        job.out.mkdir(parents=True, exist_ok=True)
+        check_log_folder(job.log_dir)
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        job.output_dir.mkdir(parents=True, exist_ok=True)
 
 
-def _python(needs: Resources) -> str:
+def _python(needs: JobResources) -> str:
     """The command of Python on the nodes, for a shell."""
     # A container's command names its own; all others use this one.
-    named = needs.interpreter or (None if needs.python else sys.executable)
+    named = needs.interpreter or (None if needs.python_command else sys.executable)
     own = () if named is None else (named,)
-    return shlex.join([*needs.prefix, *own])
+    return shlex.join([*needs.command_prefix, *own])
 
 
-def _call(job: Job) -> ModuleCall:
-    shares = job.resources.shares or ()
+def _call(job: JobSpec) -> ModuleCall:
+    shares = job.resources.speed_weights or ()
     pairs = tuple(shares.items() if isinstance(shares, Mapping) else (("", s) for s in shares))
-    path = tuple(python_path().split(os.pathsep))
-    return ModuleCall(job.module, job.argv, path, str(job.logs), pairs, job.requeues)
+    path = tuple(child_python_path().split(os.pathsep))
+    return ModuleCall(job.module, job.argv, path, str(job.log_dir), pairs, job.allow_requeue)
 
 
 @contextlib.contextmanager
-def outside_of_jobs() -> Iterator[None]:
+def login_environment() -> Iterator[None]:
     """Submit as from a login node: what is set here by a job, or for sbatch, changes no other job.
 
     sbatch hands its environment on to the job, so this holds for the job's srun, too.
     """
     from submitit.helpers import clean_env
 
-    foreign = [name for name in os.environ if name.startswith(FOREIGN)]
-    kept = {name: value for name, value in os.environ.items() if name in KEPT}
-    with clean_env(foreign), blocked_signals():
+    foreign = [name for name in os.environ if name.startswith(SLURM_ENV_PREFIXES)]
+    kept = {name: value for name, value in os.environ.items() if name in CONTROLLER_ENV}
+    with clean_env(foreign), block_stop_signals():
         os.environ.update(kept)
         yield
 
 
-def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[str, Any]:
+def submitit_parameters(
+    name: str, needs: JobResources, *, allow_requeue: bool = True
+) -> dict[str, Any]:
     """submitit's keywords for what a job asks for.
 
     Options of sbatch are its ``additional_parameters``, by their names
-    (:func:`slurm.options.sbatch_options`), but for the job's name and time.
+    (:func:`slurm.sbatch_options.sbatch_options`), but for the job's name and time.
 
     Args:
         requeues: whether Slurm starts it again itself after preemption or the loss of a node.
     """
     delay_s = needs.signal_delay_s
-    if needs.time_min is not None:
+    if needs.time_limit_min is not None:
         # Before Python runs the signal would kill the job; and a short job gets something done.
-        delay_s = min(delay_s, (60 * needs.time_min - EARLY_S) // 2)
+        delay_s = min(delay_s, (60 * needs.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
-        **machine.environment(),
-        "PYTHONPATH": python_path(),
-        MARGIN: str(delay_s),
+        **process_tuning.child_environment(),
+        "PYTHONPATH": child_python_path(),
+        STOP_MARGIN_VARIABLE: str(delay_s),
         **needs.env,
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    options = sbatch_options(name, needs, requeues=requeues, warning_s=delay_s)
+    options = sbatch_options(name, needs, allow_requeue=allow_requeue, warning_s=delay_s)
     wanted: dict[str, Any] = {
         "job_name": options.pop("job-name"),
         # None leaves it to the cluster; submitit would ask for five minutes.
         "time": options.pop("time", None),
         "signal_delay_s": delay_s,
         "setup": [*exports, *needs.setup],
-        "srun_args": step_options(needs),
+        "srun_args": srun_options(needs),
         "additional_parameters": options,
     }
     if needs.parallel_tasks is not None:
@@ -433,8 +467,8 @@ def parameters(name: str, needs: Resources, *, requeues: bool = True) -> dict[st
 
 def _failed(name: str, error: Exception) -> SlurmError:
     cause = _cause(error)
-    kind = type(error) if isinstance(error, SlurmSilent) else failure(cause)
-    what = "was not answered" if kind is SlurmSilent else "refused the job"
+    kind = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
+    what = "was not answered" if kind is SlurmUnresponsiveError else "refused the job"
     return kind(f"{name}: sbatch {what}: {cause}")
 
 

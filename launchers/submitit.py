@@ -14,14 +14,18 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from launchers.backlog import Backlog, Entry, active, noted
-from launchers.base import Job, failure_reason
+from launchers.launcher import JobSpec, failure_reason
+from launchers.submission_queue import (
+    PendingSubmission,
+    SubmissionQueue,
+    is_active_in,
+    read_job_note,
+)
 from rlinf.artifacts import MANIFEST
-from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmSilent
-from slurm.client import Queued, SlurmClient
-from slurm.jobs import State, Status
-from slurm.quotas import Quotas
-from slurm.reasons import stuck
+from rlinf.errors import EXIT_BAD_INPUT, SlurmError, SlurmUnresponsiveError
+from slurm.client import QueuedJob, SlurmClient
+from slurm.job_limits import Quotas
+from slurm.jobs import JobState, JobStatus, diagnose_pending
 
 log = logging.getLogger("rlinf")
 
@@ -31,86 +35,86 @@ class SubmititLauncher:
     """See the module.
 
     Where limits allow no further job, those over them wait in this process and are submitted, in
-    order, as places become free (:mod:`launchers.backlog`).
+    order, as places become free (:mod:`launchers.submission_queue`).
     """
 
     client: SlurmClient
     quotas: Quotas | None = None
     """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
-    grace_s: float = 20.0
+    unknown_job_timeout_s: float = 20.0
     """How long a job may be known neither to queue nor accounting before it has vanished."""
-    patience_s: float = 60.0
+    stuck_timeout_s: float = 60.0
     """How long a job may wait for a reason that never ends by itself before it is cancelled; while
     the controller starts or is configured anew, jobs may show one for a moment."""
-    hold_patience_s: float = 900.0
+    hold_timeout_s: float = 900.0
     """How long a job may be held before it is given up. It stays in the queue, so that whoever
     holds it may release it and resume the run."""
-    silence_s: float = 600.0
+    no_answer_timeout_s: float = 600.0
     """How long Slurm may not answer before that is an error."""
-    _watched: dict[str, Entry] = field(default_factory=dict)
-    _last: dict[str, Status] = field(default_factory=dict)
+    _watched: dict[str, PendingSubmission] = field(default_factory=dict)
+    _last: dict[str, JobStatus] = field(default_factory=dict)
     _silent_since: float | None = None
     _to_cancel: set[str] = field(default_factory=set)
     _missing: dict[str, float] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._backlog = Backlog(self.client, self.quotas)
+        self._backlog = SubmissionQueue(self.client, self.quotas)
 
     @property
-    def poll_s(self) -> float:
+    def poll_interval_s(self) -> float:
         """Seconds that should pass between two calls of :meth:`poll`."""
-        return self.client.poll_s
+        return self.client.poll_interval_s
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: JobSpec) -> str:
         return self.submit_array([job])[0]
 
-    def submit_array(self, jobs: Sequence[Job]) -> list[str]:
-        """See :class:`launchers.base.Launcher`; jobs still queued or running are found again.
+    def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
+        """See :class:`launchers.launcher.Launcher`; jobs still queued or running are found again.
 
         Returns:
             An id for each: Slurm's (``12``, ``12_3``), or one of this launcher for a job that waits
             for a place in the queue.
         """
-        return self._add([[Entry(job)] for job in jobs])
+        return self._add([[PendingSubmission(job)] for job in jobs])
 
-    def submit_together(self, jobs: Sequence[Job]) -> list[str]:
-        """See :class:`launchers.base.Launcher`; found again where all of them are still there.
+    def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
+        """See :class:`launchers.launcher.Launcher`; found again where all of them are still there.
 
         Returns:
             An id for each: Slurm's (``12+0``, ``12+1``), or one of this launcher for jobs that wait
             for places in the queue.
         """
-        return self._add([[Entry(job) for job in jobs]])
+        return self._add([[PendingSubmission(job) for job in jobs]])
 
-    def _add(self, units: list[list[Entry]]) -> list[str]:
+    def _add(self, units: list[list[PendingSubmission]]) -> list[str]:
         """Watch jobs, and submit those that are not there yet; while Slurm is silent they wait."""
         entries = [entry for unit in units for entry in unit]
         try:
             self._backlog.add(units)
-        except SlurmSilent as error:
+        except SlurmUnresponsiveError as error:
             self._endure(error)
         for entry in entries:
             if entry.refusal is not None:
-                self._drop([entry for entry in entries if not entry.found])
+                self._drop([entry for entry in entries if not entry.was_submitted_before])
                 raise entry.refusal
         names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
         self._watched.update(zip(names, entries, strict=True))
         return names
 
-    def poll(self, ids: Collection[str]) -> dict[str, Status]:
+    def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended.
 
         A job that can never start is cancelled and has failed for bad input; so has one that
         somebody holds, which stays. While Slurm is silent jobs are as they were known last.
         """
-        found: dict[str, Status] = {}
+        found: dict[str, JobStatus] = {}
         for name in ids:
             entry = self._watched[name]
-            if (entry.job.out / MANIFEST).exists():
-                found[name] = Status(State.DONE, 0)
-            elif entry.end is not None:
-                found[name] = entry.end
+            if (entry.job.output_dir / MANIFEST).exists():
+                found[name] = JobStatus(JobState.DONE, 0)
+            elif entry.final_status is not None:
+                found[name] = entry.final_status
         if len(found) == len(ids):
             return found
         unknown = [name for name in ids if name not in found]
@@ -119,11 +123,11 @@ class SubmititLauncher:
             queue = self.client.queue()
             found |= self._judged_by(queue, unknown)
             self._last.update(found)
-            self._backlog.admit(queue)
+            self._backlog.submit_ready(queue)
             self._silent_since = None
         except SlurmError as error:
             self._endure(error)
-            waits = Status(State.PENDING, None, "Slurm does not answer")
+            waits = JobStatus(JobState.PENDING, None, "Slurm does not answer")
             found |= {n: self._last.get(n, waits) for n in unknown if n not in found}
         return found
 
@@ -131,26 +135,32 @@ class SubmititLauncher:
         """Slurm does not answer: its controller may be restarting.
 
         Raises:
-            SlurmError: it has not answered for :attr:`silence_s`.
+            SlurmError: it has not answered for :attr:`no_answer_timeout_s`.
         """
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
             log.warning("Slurm does not answer, and is asked again: %s", error)
-        if now - self._silent_since > self.silence_s:
+        if now - self._silent_since > self.no_answer_timeout_s:
             raise error
 
-    def _judged_by(self, queue: Mapping[str, Queued], names: Collection[str]) -> dict[str, Status]:
+    def _judged_by(
+        self, queue: Mapping[str, QueuedJob], names: Collection[str]
+    ) -> dict[str, JobStatus]:
         """Statuses by the queue and, of jobs that are not there, by accounting."""
-        found: dict[str, Status] = {}
+        found: dict[str, JobStatus] = {}
         ended: dict[str, str] = {}
         for name in names:
             entry = self._watched[name]
             if entry.refusal is not None:
-                found[name] = Status(State.FAILED, entry.refusal.exit_code, str(entry.refusal))
+                found[name] = JobStatus(
+                    JobState.FAILED, entry.refusal.exit_code, str(entry.refusal)
+                )
             elif entry.id is None:
-                found[name] = Status(State.PENDING, None, entry.said or "waits behind other jobs")
-            elif active(queue, entry.id):
+                found[name] = JobStatus(
+                    JobState.PENDING, None, entry.last_warning or "waits behind other jobs"
+                )
+            elif is_active_in(queue, entry.id):
                 found[name] = self._judged(entry, queue[entry.id])
                 self._missing.pop(entry.id, None)
             else:
@@ -164,15 +174,15 @@ class SubmititLauncher:
     def cancel(self, ids: Collection[str]) -> None:
         self._drop([self._watched[name] for name in ids])
 
-    def withdraw(self, outs: Collection[Path]) -> None:
-        notes = [note for out in outs if (note := noted(out)) is not None]
+    def cancel_for_outputs(self, output_dirs: Collection[Path]) -> None:
+        notes = [note for out in output_dirs if (note := read_job_note(out)) is not None]
         if not notes:
             return
         try:
-            ids = [identity for note in notes for identity in note.ids(self.client)]
+            ids = [identity for note in notes for identity in note.find_ids(self.client)]
             queue = self.client.queue()
-            self._cancel([identity for identity in ids if active(queue, identity)])
-        except SlurmSilent as error:
+            self._cancel([identity for identity in ids if is_active_in(queue, identity)])
+        except SlurmUnresponsiveError as error:
             self._endure(error)
 
     def close(self) -> None:
@@ -190,62 +200,72 @@ class SubmititLauncher:
             self.client.cancel(self._to_cancel)
             self._to_cancel.clear()
 
-    def _drop(self, entries: Sequence[Entry]) -> None:
+    def _drop(self, entries: Sequence[PendingSubmission]) -> None:
         """Cancel jobs, those that wait here included."""
         self._backlog.discard(entries)
         for entry in entries:
             if entry.id is None:
-                entry.end = Status(State.CANCELLED, None, "cancelled before it was submitted")
+                entry.final_status = JobStatus(
+                    JobState.CANCELLED, None, "cancelled before it was submitted"
+                )
         try:
             self._cancel([entry.id for entry in entries if entry.id is not None])
-        except SlurmSilent as error:
+        except SlurmUnresponsiveError as error:
             self._endure(error)
 
-    def _judged(self, entry: Entry, status: Status) -> Status:
+    def _judged(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
         """The status of a job in the queue; gives up one that does not start by itself."""
-        why = stuck(status.reason, str(entry.id)) if status.state is State.PENDING else None
+        why = (
+            diagnose_pending(status.reason, str(entry.id))
+            if status.state is JobState.PENDING
+            else None
+        )
         if why is None:
             entry.stuck_since = None
             return status
         if entry.stuck_since is None:
             entry.stuck_since = time.monotonic()
-        entry.say(f"{entry.job.name}: job {entry.id} does not start: {why.reason}: {why.advice}")
-        patience_s = self.hold_patience_s if why.held else self.patience_s
+        entry.warn_once(
+            f"{entry.job.name}: job {entry.id} does not start: {why.reason}: {why.advice}"
+        )
+        patience_s = self.hold_timeout_s if why.is_on_hold else self.stuck_timeout_s
         if time.monotonic() - entry.stuck_since < patience_s:
             return replace(status, reason=f"{why.reason}: {why.advice}")
         done = "was given up and left in the queue, where a resumed run finds it"
-        if not why.held:
+        if not why.is_on_hold:
             self._cancel([str(entry.id)])
             done = "could never start and was cancelled"
         reason = (
             f"job {entry.id} in partition {status.partition} {done}: {why.reason}: {why.advice}"
         )
-        entry.end = Status(State.FAILED, EXIT_BAD_INPUT, reason, status.partition)
-        return entry.end
+        entry.final_status = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, reason, status.partition)
+        return entry.final_status
 
-    def _end(self, entry: Entry, queued: Status | None, account: Status | None) -> Status:
+    def _end(
+        self, entry: PendingSubmission, queued: JobStatus | None, account: JobStatus | None
+    ) -> JobStatus:
         """The status of a job that is no longer active in the queue."""
         identity = str(entry.id)
-        if (entry.job.out / MANIFEST).exists():
-            return Status(State.DONE, 0)
+        if (entry.job.output_dir / MANIFEST).exists():
+            return JobStatus(JobState.DONE, 0)
         code, rank = _exit_note(entry.job, identity)
-        status = account if account is not None and not account.state.active else queued
+        status = account if account is not None and not account.state.is_active else queued
         if status is None and code is None:
             if self._lately_gone(identity):
-                return Status(State.RUNNING, None, "no longer in the queue")
-            return Status(State.VANISHED, None, "neither queue nor accounting knows this job")
+                return JobStatus(JobState.RUNNING, None, "no longer in the queue")
+            return JobStatus(JobState.VANISHED, None, "neither queue nor accounting knows this job")
         if status is None:
-            status = Status(State.FAILED if code else State.DONE)
-        if status.state is State.DONE and code in (None, 0) and self._lately_gone(identity):
+            status = JobStatus(JobState.FAILED if code else JobState.DONE)
+        if status.state is JobState.DONE and code in (None, 0) and self._lately_gone(identity):
             # The manifest of a job that ended well may show late on a network filesystem.
-            return Status(State.RUNNING, None, "ended; waiting for its manifest")
-        if status.state is State.CANCELLED or (code is None and "+" not in identity):
+            return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
+        if status.state is JobState.CANCELLED or (code is None and "+" not in identity):
             # What a cancelled job ended with is no wish of its own. The components of a
             # heterogeneous job all have the code of the one that failed.
             code = status.exit_code
         reason = f"job {identity} {status.reason or status.state.value}".strip()
-        return Status(
-            State.FAILED if status.state is State.DONE else status.state,
+        return JobStatus(
+            JobState.FAILED if status.state is JobState.DONE else status.state,
             code or None,
             f"{reason}\n{failure_reason(_log(entry.job, identity, rank), code)}".strip(),
             status.partition,
@@ -255,17 +275,17 @@ class SubmititLauncher:
     def _lately_gone(self, identity: str) -> bool:
         """Whether a job has been missing in the queue for no longer than its grace."""
         since = self._missing.setdefault(identity, time.monotonic())
-        return time.monotonic() - since < self.grace_s
+        return time.monotonic() - since < self.unknown_job_timeout_s
 
 
-def _exit_note(job: Job, identity: str) -> tuple[int | None, int]:
+def _exit_note(job: JobSpec, identity: str) -> tuple[int | None, int]:
     """The exit code of a job and the rank whose it is, as its ranks noted them."""
     try:
-        note = json.loads((job.logs / f"{identity}.exit").read_text())
+        note = json.loads((job.log_dir / f"{identity}.exit").read_text())
         return int(note["code"]), int(note["rank"])
     except (OSError, ValueError, KeyError):
         return None, 0
 
 
-def _log(job: Job, identity: str, rank: int) -> Path:
-    return job.logs / f"{identity}_{rank}_log.err"
+def _log(job: JobSpec, identity: str, rank: int) -> Path:
+    return job.log_dir / f"{identity}_{rank}_log.err"

@@ -19,25 +19,25 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from launchers.job import node_words
-from rlinf.machine import die_with_parent
+from launchers.job_entrypoint import node_attributes
+from rlinf.process_tuning import die_with_parent
 
-QUOTAS = Path("/sys/fs/cgroup/cpu")
+CPU_CGROUP_ROOT = Path("/sys/fs/cgroup/cpu")
 """Groups with a quota are made there, in that of this process."""
 QUOTA_PERIOD_US = 10_000
 """Kernels look at who runs every few milliseconds: with shorter periods less is given than said."""
-LOOK_S = 0.05
+THREAD_SCAN_S = 0.05
 """How often new threads are looked for; until then they share the quota of the one they are of."""
-PERIOD_S = 0.04
+SIGNAL_PERIOD_S = 0.04
 """One turn of running and standing still: long beside the scheduler's slices, short to a stage."""
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Multiples of it divide a circle evenly, however many there are."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: list[str]) -> int:
     """Run ``argv[1:]`` at duty cycle ``argv[0]``; returns its exit code."""
-    duty = duty_here(argv[0])
+    duty = node_duty_cycle(argv[0])
     process = subprocess.Popen(
         argv[1:],
         process_group=0,
@@ -51,29 +51,29 @@ def main(argv: list[str]) -> int:
         if process.returncode is None:
             os.kill(process.pid, number)
 
-    for number in PASSED_ON:
+    for number in FORWARDED_SIGNALS:
         signal.signal(number, pass_on)
-    if duty < 1 and not slowed(process, duty):
-        throttle(process, duty)
+    if duty < 1 and not throttle_by_cgroup(process, duty):
+        throttle_by_signals(process, duty)
     code = process.wait()
     if code < 0:
         # End as the command did, so that whoever waits sees the signal.
-        signal.signal(-code, signal.SIG_DFL) if -code in PASSED_ON else None
+        signal.signal(-code, signal.SIG_DFL) if -code in FORWARDED_SIGNALS else None
         os.kill(os.getpid(), -code)
     return code
 
 
-def duty_here(text: str) -> float:
+def node_duty_cycle(text: str) -> float:
     """The duty cycle of this node, above 0 and at most 1."""
     if "=" not in text:
         return float(text)
     node = os.environ.get("SLURMD_NODENAME")
-    words = node_words(node) if node else set()
+    words = node_attributes(node) if node else set()
     shares = (part.split("=") for part in text.split(","))
     return min((float(share) for kind, share in shares if kind in words), default=1.0)
 
 
-def slowed(process: subprocess.Popen[bytes], duty: float) -> bool:
+def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
     """Give each thread of ``process`` and of what it starts a quota until it has ended.
 
     One quota for all would slow a program of two threads twice as much as one of a single thread.
@@ -82,7 +82,7 @@ def slowed(process: subprocess.Popen[bytes], duty: float) -> bool:
         Whether it was done; False where groups cannot be made.
     """
     try:
-        here = QUOTAS / own_group()
+        here = CPU_CGROUP_ROOT / current_cpu_cgroup()
         root = here / f"rlinf-{process.pid}"
         for left in here.glob("rlinf-*"):  # of a throttle that was killed
             if not Path("/proc", left.name.removeprefix("rlinf-")).exists():
@@ -92,7 +92,7 @@ def slowed(process: subprocess.Popen[bytes], duty: float) -> bool:
         return False
     while True:
         try:
-            process.wait(LOOK_S)
+            process.wait(THREAD_SCAN_S)
         except subprocess.TimeoutExpired:
             for group in root.glob("*/tasks"):
                 # What was there first stays, for its own threads come into its group.
@@ -108,7 +108,7 @@ def slowed(process: subprocess.Popen[bytes], duty: float) -> bool:
     return True
 
 
-def own_group() -> str:
+def current_cpu_cgroup() -> str:
     """The path of this process's group of the ``cpu`` controller; "" for the first of all."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     found = [line.split(":", 2) for line in lines]
@@ -129,26 +129,26 @@ def _remove(root: Path) -> None:
             group.rmdir()
 
 
-def throttle(process: subprocess.Popen[bytes], duty: float) -> None:
+def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
     """Stop and continue the group of ``process``, its leader, until it has ended.
 
     It runs in the same part of every period of the machine's clock: a late wake-up shifts no later
     one, and the ranks of a job run and stand still together, as those of a slower device would.
     """
-    begin = begin_s()
+    begin = run_phase_s()
     while duty < 1:
-        time.sleep(max(0.0, PERIOD_S * duty - (time.time() - begin) % PERIOD_S))
+        time.sleep(max(0.0, SIGNAL_PERIOD_S * duty - (time.time() - begin) % SIGNAL_PERIOD_S))
         if not _signal(process, signal.SIGSTOP):
             return
-        time.sleep(PERIOD_S - (time.time() - begin) % PERIOD_S)
+        time.sleep(SIGNAL_PERIOD_S - (time.time() - begin) % SIGNAL_PERIOD_S)
         if not _signal(process, signal.SIGCONT):
             return
 
 
-def begin_s() -> float:
+def run_phase_s() -> float:
     """When in a period the job runs: jobs that follow each other do so one after the other, else
     all that share a machine would want it at the same time."""
-    return PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN % 1)
+    return SIGNAL_PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN_RATIO % 1)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:

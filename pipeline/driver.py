@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.clean import sweep
-from pipeline.committed import Committed, left_out
-from pipeline.flow import Graph, Node
-from pipeline.lock import Lock
-from pipeline.metrics import Written
-from pipeline.outcome import Outcome
-from pipeline.record import differences
+from pipeline.cleanup import remove_orphans
+from pipeline.executors import Outcome
+from pipeline.graph import Graph, StageNode
+from pipeline.lock import RunLock
+from pipeline.metrics import MetricsLog
+from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run
-from pipeline.settle import Choice, settle_frozen
+from pipeline.run_record import config_differences
+from pipeline.run_state import RunState, is_skipped
 from rlinf.artifacts import MANIFEST, Manifest
 from rlinf.errors import (
     EXIT_BAD_ARTIFACT,
@@ -33,35 +33,35 @@ from rlinf.errors import (
     RlinfError,
     RunLockedError,
     StageError,
-    without_traceback,
+    short_reason,
 )
 from stages.flow import EVALUATE
-from stages.layout import CONFIG
-from stages.resident import Resident
+from stages.layout import CONFIG_FILE
 from stages.runner import StageCall, load_config, run_stage
+from stages.worker_state import WorkerState
 
-DAMAGE_LOOK_S = 2.0
+DAMAGE_CHECK_INTERVAL_S = 2.0
 """How often inputs of what runs are looked after."""
 log = logging.getLogger("rlinf")
 
 
-class Executor(Protocol):
+class StageExecutor(Protocol):
     """Starts stage calls and says how they ended."""
 
-    live: bool
+    supports_streaming: bool
     """Whether a stage may be started before its inputs are committed."""
 
     @property
-    def remains(self) -> str:
+    def interrupt_note(self) -> str:
         """What an interrupted driver leaves behind, for the person that interrupted it."""
 
-    def start(self, node: Node, call: StageCall) -> None:
+    def start(self, node: StageNode, call: StageCall) -> None:
         """Begin an attempt at a node."""
 
-    def ended(self) -> dict[Node, Outcome]:
+    def poll(self) -> dict[StageNode, Outcome]:
         """Attempts that ended since the last call; may wait a little for one."""
 
-    def stop(self, *, leave: bool = False) -> None:
+    def stop(self, *, keep_jobs: bool = False) -> None:
         """Cancel what runs; called when the driver ends for whatever reason.
 
         Args:
@@ -70,19 +70,24 @@ class Executor(Protocol):
 
 
 @dataclass
-class InProcess:
+class InProcessExecutor:
     """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
 
     run: Run
-    resident: Resident = field(default_factory=Resident)
-    stopping: Callable[[], bool] = lambda: False
-    live: bool = False
-    remains: str = "the stage under way begins anew"
-    _ended: dict[Node, Outcome] = field(default_factory=dict)
+    worker_state: WorkerState = field(default_factory=WorkerState)
+    should_stop: Callable[[], bool] = lambda: False
+    supports_streaming: bool = False
+    interrupt_note: str = "the stage under way begins anew"
+    _ended: dict[StageNode, Outcome] = field(default_factory=dict)
 
-    def start(self, node: Node, call: StageCall) -> None:
+    def start(self, node: StageNode, call: StageCall) -> None:
         try:
-            run_stage(call, config=self.run.config, resident=self.resident, stopping=self.stopping)
+            run_stage(
+                call,
+                config=self.run.config,
+                worker_state=self.worker_state,
+                should_stop=self.should_stop,
+            )
             outcome = Outcome(0)
         except RlinfError as error:
             outcome = Outcome(error.exit_code, str(error), error)
@@ -91,32 +96,34 @@ class InProcess:
             outcome = Outcome(1, str(error), error)
         self._ended[node] = outcome
 
-    def ended(self) -> dict[Node, Outcome]:
+    def poll(self) -> dict[StageNode, Outcome]:
         ended, self._ended = self._ended, {}
         return ended
 
-    def stop(self, *, leave: bool = False) -> None:
-        self.resident.close()
+    def stop(self, *, keep_jobs: bool = False) -> None:
+        self.worker_state.close()
 
 
-def call_of(run: Run, graph: Graph, node: Node) -> StageCall:
+def stage_call(run: Run, graph: Graph, node: StageNode) -> StageCall:
     """The call that makes the output of a node."""
-    inputs = {name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()}
-    out = graph.folder(run.folder, node)
-    return StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
+    inputs = {
+        name: graph.output_folder(run.folder, source) for name, source in graph.inputs(node).items()
+    }
+    out = graph.output_folder(run.folder, node)
+    return StageCall(node.stage, run.folder / CONFIG_FILE, out, node.iteration, inputs)
 
 
-class Listener(Protocol):
+class RunCallback(Protocol):
     """Is told what happens: progress bars, trackers."""
 
-    def resumed(self, rows: Sequence[dict[str, Any]]) -> None:
+    def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         """Metrics of the iterations that are finished when the driver begins."""
 
-    def node_started(self, node: Node) -> None: ...
+    def on_node_start(self, node: StageNode) -> None: ...
 
-    def node_done(self, node: Node, manifest: Manifest) -> None: ...
+    def on_node_end(self, node: StageNode, manifest: Manifest) -> None: ...
 
-    def iteration_done(self, iteration: int, metrics: dict[str, Any]) -> None: ...
+    def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -124,27 +131,27 @@ class Driver:
     """Takes a run from where it is to its end."""
 
     run: Run
-    executor: Executor
-    listeners: list[Listener] = field(default_factory=list)
-    retries: int = 2
+    executor: StageExecutor
+    callbacks: list[RunCallback] = field(default_factory=list)
+    max_retries: int = 2
     """Further attempts at a stage that failed for no stated reason."""
-    offline: bool = False
+    offline_only: bool = False
     """Whether to run the stages before the first iteration only."""
-    choice: Choice = Choice.ASK
+    on_mismatch: OnMismatch = OnMismatch.ERROR
     """What to do about results of another configuration or other code."""
-    ahead: int = 16
+    max_lookahead: int = 16
     """Nodes beyond the first unfinished one that may start once their inputs are there."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
-        self.ahead += len(self.graph.flow.stages) * self.run.config.rollout.staleness
-        self._committed = Committed(self.run, self.graph)
+        self.max_lookahead += len(self.graph.flow.stages) * self.run.config.rollout.staleness
+        self._committed = RunState(self.run, self.graph)
         self._done = self._committed.done
-        self._failures: dict[Node, int] = {}
-        self._running: set[Node] = set()
+        self._failures: dict[StageNode, int] = {}
+        self._running: set[StageNode] = set()
         self._looked = 0.0
         self._left_out = False
-        self._written = Written(self.run.folder)
+        self._written = MetricsLog(self.run.folder)
 
     def drive(self) -> None:
         """Run every node that is not done.
@@ -155,7 +162,7 @@ class Driver:
             StageError: a stage failed more often than ``retries`` allows.
             RequeueRequested: the allocation of this process is about to end.
         """
-        with self.run.driven() as lock:
+        with self.run.lock() as lock:
             leave = True
             try:
                 self._recover()
@@ -167,18 +174,20 @@ class Driver:
                 leave = False  # nobody goes on with it before something has changed
                 raise
             finally:
-                self.executor.stop(leave=leave)
+                self.executor.stop(keep_jobs=leave)
 
     def _recover(self) -> None:
         self._refuse_changed()
-        sweep(self.run.folder)
-        settle_frozen(self._committed, self.choice)
+        remove_orphans(self.run.folder)
+        check_resumable(self._committed, self.on_mismatch)
         if self._done:
-            count = len({n.iteration for n in self._done if n.stage == self.graph.flow.publishes})
+            count = len(
+                {n.iteration for n in self._done if n.stage == self.graph.flow.publish_stage}
+            )
             log.info("resuming after iteration %d of %d", count, self.graph.iterations)
-        rows = self._written.renew()
-        for listener in self.listeners:
-            listener.resumed(rows)
+        rows = self._written.rewrite()
+        for listener in self.callbacks:
+            listener.on_resume(rows)
 
     def _refuse_changed(self) -> None:
         """See that the run is what it was when it was opened, before this driver owned it.
@@ -186,40 +195,40 @@ class Driver:
         Raises:
             RunLockedError: another start changed its configuration since.
         """
-        frozen = load_config(self.run.folder / CONFIG).semantic()
-        own = self.run.config.semantic()
+        frozen = load_config(self.run.folder / CONFIG_FILE).semantic_values()
+        own = self.run.config.semantic_values()
         # A start may end after fewer iterations than the run has.
-        found = differences(own, {**frozen, "iterations": own["iterations"]})
+        found = config_differences(own, {**frozen, "iterations": own["iterations"]})
         if found:
             raise RunLockedError(
                 f"{self.run.folder}: another start changed its configuration meanwhile "
                 f"({found[0]}); start again with the configuration that you want"
             )
 
-    def _loop(self, lock: Lock) -> None:
-        nodes = self.graph.before() if self.offline else self.graph.nodes()
-        window: list[Node] = []
+    def _loop(self, lock: RunLock) -> None:
+        nodes = self.graph.offline_nodes() if self.offline_only else self.graph.nodes()
+        window: list[StageNode] = []
         while True:
             window = [node for node in window if node not in self._done]
-            window += self._next(nodes, self.ahead - len(window))
+            window += self._next(nodes, self.max_lookahead - len(window))
             if not window:
                 return
             for node in window:
                 if node in self._running or node in self._done or not self._ready(node):
                     continue
-                manifest = self._committed.look(node)
+                manifest = self._committed.lookup(node)
                 if manifest is not None:
                     # A job of an earlier driver committed it since.
                     self._finish(node, manifest)
                 else:
                     self._start(node)
-                    if not isinstance(self.executor, InProcess):
+                    if not isinstance(self.executor, InProcessExecutor):
                         continue
                     break
             if not self._running and not any(node in self._done for node in window):
                 raise StageError(f"{window[0].name}: its inputs can never be there")
             lock.check()
-            ended = self.executor.ended()
+            ended = self.executor.poll()
             self._tell_of_requeued([n for n, o in ended.items() if o.exit_code == EXIT_REQUEUE])
             for node, outcome in ended.items():
                 self._running.discard(node)
@@ -227,23 +236,23 @@ class Driver:
             window += self._found_damaged()
             window.sort(key=lambda node: (node.iteration, node.stage == EVALUATE))
 
-    def _next(self, nodes: Iterator[Node], count: int) -> list[Node]:
+    def _next(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
         """So many further nodes; whole iterations for an executor that knows what comes next."""
-        found: list[Node] = []
-        last = self.graph.flow.publishes
+        found: list[StageNode] = []
+        last = self.graph.flow.publish_stage
         while len(found) < count or (
-            self.executor.live and found and found[-1].stage not in (last, EVALUATE)
+            self.executor.supports_streaming and found and found[-1].stage not in (last, EVALUATE)
         ):
             node = next(nodes, None)
             if node is None:
                 break
             if node in self._done:
                 continue
-            if left_out(self.graph, self.run.folder, node):
+            if is_skipped(self.graph, self.run.folder, node):
                 if not self._left_out:
                     log.warning(
                         "%s is left out, as are all evaluations of weights that the retention "
-                        "policy has removed (retention.every keeps some)",
+                        "policy has removed (retention.keep_every keeps some)",
                         node.name,
                     )
                 self._left_out = True
@@ -251,28 +260,28 @@ class Driver:
             found.append(node)
         return found
 
-    def _ready(self, node: Node) -> bool:
+    def _ready(self, node: StageNode) -> bool:
         # What is on disk already may be right: that is seen once its inputs are there.
-        live = self.executor.live and node not in self._committed.waiting
+        live = self.executor.supports_streaming and node not in self._committed.unverified
         return all(
             source in self._done or (live and source in self._running)
             for source in self.graph.inputs(node).values()
         )
 
-    def _start(self, node: Node) -> None:
+    def _start(self, node: StageNode) -> None:
         # A launcher that watches for a manifest must not take that of another attempt, made of
         # other inputs, for the end of this job.
-        self._committed.make_way(node)
-        call = call_of(self.run, self.graph, node)
-        for listener in self.listeners:
-            listener.node_started(node)
+        self._committed.clear_for(node)
+        call = stage_call(self.run, self.graph, node)
+        for listener in self.callbacks:
+            listener.on_node_start(node)
         self._running.add(node)
         self.executor.start(node, call)
 
-    def _settle(self, node: Node, outcome: Outcome) -> list[Node]:
+    def _settle(self, node: StageNode, outcome: Outcome) -> list[StageNode]:
         """Account for an ended attempt; returns nodes that must run again."""
         if outcome.exit_code == 0:
-            manifest = self._committed.look(node)
+            manifest = self._committed.lookup(node)
             if manifest is not None:
                 self._finish(node, manifest)
                 return []
@@ -289,34 +298,34 @@ class Driver:
                 return gone
             raise outcome.error or InputError(f"{node.name}: {outcome.reason}")
         self._failures[node] = self._failures.get(node, 0) + 1
-        if self._failures[node] > self.retries:
+        if self._failures[node] > self.max_retries:
             raise outcome.error or StageError(
                 f"{node.name} failed {self._failures[node]} times: {outcome.reason}"
             )
         if outcome.exit_code == EXIT_BAD_ARTIFACT:
             return self._withdrawn(node, outcome.reason)
-        log.warning("%s failed (%s); trying again", node.name, without_traceback(outcome.reason))
+        log.warning("%s failed (%s); trying again", node.name, short_reason(outcome.reason))
         return []
 
     @staticmethod
-    def _tell_of_requeued(nodes: list[Node]) -> None:
+    def _tell_of_requeued(nodes: list[StageNode]) -> None:
         """One line, however many a pool had been given."""
         if nodes:
             more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
             log.info("%s%s: asked to be started again", nodes[0].name, more)
 
-    def _withdrawn(self, node: Node, reason: str) -> list[Node]:
+    def _withdrawn(self, node: StageNode, reason: str) -> list[StageNode]:
         """The nodes whose damaged output was withdrawn and must be made again."""
         log.warning("%s: %s; rebuilding it", node.name, reason)
         return self._gone(node)
 
-    def _found_damaged(self) -> list[Node]:
+    def _found_damaged(self) -> list[StageNode]:
         """The same of inputs that stages under way still wait for.
 
         Not whoever finds damage ends with it: a generator hands its claim back, and everybody waits
         for the weights.
         """
-        if time.monotonic() - self._looked < DAMAGE_LOOK_S:
+        if time.monotonic() - self._looked < DAMAGE_CHECK_INTERVAL_S:
             return []
         self._looked = time.monotonic()
         again = []
@@ -328,26 +337,28 @@ class Driver:
             log.warning("%s was found damaged; rebuilding it", source.name)
         return again
 
-    def _gone(self, node: Node) -> list[Node]:
+    def _gone(self, node: StageNode) -> list[StageNode]:
         """Inputs of a node that are there no more, or not whole."""
         gone = []
         for source in self.graph.inputs(node).values():
-            if source in self._done and self._committed.look(source) is None:
+            if source in self._done and self._committed.lookup(source) is None:
                 del self._done[source]
                 gone.append(source)
                 (self._folder(source) / "pruned").unlink(missing_ok=True)
         return gone
 
-    def _folder(self, node: Node) -> Path:
-        return self.graph.folder(self.run.folder, node)
+    def _folder(self, node: StageNode) -> Path:
+        return self.graph.output_folder(self.run.folder, node)
 
-    def _finish(self, node: Node, manifest: Manifest) -> None:
+    def _finish(self, node: StageNode, manifest: Manifest) -> None:
         self._done[node] = manifest.content
-        for listener in self.listeners:
-            listener.node_done(node, manifest)
+        for listener in self.callbacks:
+            listener.on_node_end(node, manifest)
         metrics = (
-            self._written.add(node.iteration) if node.stage == self.graph.flow.publishes else None
+            self._written.append(node.iteration)
+            if node.stage == self.graph.flow.publish_stage
+            else None
         )
         if metrics is not None:
-            for listener in self.listeners:
-                listener.iteration_done(node.iteration, metrics)
+            for listener in self.callbacks:
+                listener.on_iteration_end(node.iteration, metrics)

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.terminal import terminal
+from pipeline.console import create_console
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
+from slurm.discovery import discover_inventory
 from slurm.inventory import Inventory, NodeGroup, load_inventory
-from slurm.site import Site, load_site
-from slurm.survey import survey
+from slurm.site import SiteConfig, load_site
 
 
-def obtain(source: Path | None, site: Path | None) -> Inventory:
+def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
     """The inventory of a file, or of this cluster, with what a site file says.
 
     A saved inventory keeps what was said of it then, unless a site file is given now.
@@ -31,19 +31,25 @@ def obtain(source: Path | None, site: Path | None) -> Inventory:
         saved = load_inventory(source)
         return saved if known is None or site is None else _with(saved, known, site)
     try:
-        taken = survey(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
+        taken = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
-    return taken.with_site(Site()) if known is None or site is None else _with(taken, known, site)
+    return (
+        taken.with_site_settings(SiteConfig())
+        if known is None or site is None
+        else _with(taken, known, site)
+    )
 
 
-def _with(inventory: Inventory, known: Site, path: Path) -> Inventory:
+def _with(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
     """What a site file says, of partitions that are there."""
-    known.check(inventory.partitions, path)
-    return inventory.with_site(known)
+    known.check_partitions(inventory.partitions, path)
+    return inventory.with_site_settings(known)
 
 
-def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: bool) -> None:
+def show_inventory(
+    saved: Path | None, save: Path | None, site: Path | None, *, as_json: bool
+) -> None:
     """Print the inventory as a table or as JSON, and save it where that is asked for.
 
     Raises:
@@ -51,21 +57,21 @@ def show(source: Path | None, save: Path | None, site: Path | None, *, as_json: 
         SlurmError: Slurm is not installed or does not answer.
         InputError: the file cannot be written.
     """
-    inventory = obtain(source, site)
+    inventory = load_or_survey(saved, site)
     if save is not None:
         inventory.save(save)
     if as_json:
         sys.stdout.write(inventory.to_json())
         return
-    console = terminal()
-    console.print(table(inventory))
+    console = create_console()
+    console.print(inventory_table(inventory))
     if save is not None:
         console.print(f"saved: {save}", soft_wrap=True)
 
 
-def table(inventory: Inventory) -> Table:
+def inventory_table(inventory: Inventory) -> Table:
     """A row for each group of like nodes, at home in 80 columns: names are folded, numbers not."""
-    taken = inventory.taken.strftime("%Y-%m-%d %H:%M:%S %Z")
+    taken = inventory.created_at.strftime("%Y-%m-%d %H:%M:%S %Z")
     title = f"Slurm {inventory.slurm_version}, {taken}"
     out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
@@ -76,12 +82,12 @@ def table(inventory: Inventory) -> Table:
     for name, partition in inventory.partitions.items():
         whole = (
             _limit(partition.time_limit_min),
-            "yes" if inventory.preemptible(name) else "no",
+            "yes" if inventory.is_preemptible(name) else "no",
             str(partition.queued_jobs),
             str(partition.queued_gpus or ""),
         )
-        first = f"{name}{'*' if partition.default else ''}"
-        first += "" if partition.available else " (closed)"
+        first = f"{name}{'*' if partition.is_default else ''}"
+        first += "" if partition.is_available else " (closed)"
         if not partition.groups:
             out.add_row(first, "", "0/0", "", "", "", *whole)
         for i, group in enumerate(partition.groups):

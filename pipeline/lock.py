@@ -21,41 +21,41 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlinf.alive import boot, is_alive, own_start, space
 from rlinf.errors import RunLockedError
-from slurm.ids import own_id
+from rlinf.process_id import boot_id, is_alive, own_start_time, pid_namespace
+from slurm.jobs import current_job_id
 
-LOCK = "driver.json"
+LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
-PATIENCE_S = 5.0
+ACQUIRE_TIMEOUT_S = 5.0
 """How long to try while others start too."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """A process that drives a run, or did."""
 
     host: str
     pid: int
     token: str
-    boot: str = ""
-    space: int = 0
-    ticks: int = 0
+    boot_id: str = ""
+    pid_namespace: int = 0
+    start_ticks: int = 0
     """When it began, since boot."""
     job: str = ""
     """Id of the Slurm job it is, if it is one."""
 
     @classmethod
-    def this(cls) -> Owner:
+    def current(cls) -> LockOwner:
         """This process."""
         token = secrets.token_hex(8)
-        place = (boot(), space(), own_start(), own_id() or "")
+        place = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
         return cls(socket.gethostname(), os.getpid(), token, *place)
 
     @classmethod
-    def read(cls, path: Path) -> Owner:
+    def read(cls, path: Path) -> LockOwner:
         """Whose lock file this is.
 
         Raises:
@@ -66,16 +66,16 @@ class Owner:
         if not isinstance(values, dict):
             raise ValueError("no table")
         known: dict[str, Any] = {name: values.get(name) for name in ("host", "pid", "token")}
-        for name in ("boot", "space", "ticks", "job"):
+        for name in ("boot_id", "pid_namespace", "start_ticks", "job"):
             known[name] = values.get(name) or getattr(cls, name)
         for name, value in known.items():
-            kind = int if name in ("pid", "space", "ticks") else str
+            kind = int if name in ("pid", "pid_namespace", "start_ticks") else str
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}")
         return cls(**known)
 
 
-class Lock:
+class RunLock:
     """The right to drive a run, held by this process.
 
     Raises:
@@ -84,7 +84,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._mine = Owner.this()
+        self._mine = LockOwner.current()
         _take(path, self._mine)
         self._beaten, self._lost = time.monotonic(), False
         self._over = threading.Event()
@@ -118,17 +118,17 @@ class Lock:
     def _beat(self) -> None:
         # A file that is damaged, or cannot be read now, is nobody else's.
         with contextlib.suppress(OSError, ValueError):
-            self._lost = self._lost or Owner.read(self._path).token != self._mine.token
+            self._lost = self._lost or LockOwner.read(self._path).token != self._mine.token
         if not self._lost:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
         self._beaten = time.monotonic()
 
 
-def is_driven(path: Path) -> Owner | None:
+def living_owner(path: Path) -> LockOwner | None:
     """The living owner noted in a lock file, if there is one; a damaged file is logged."""
     try:
-        owner = Owner.read(path)
+        owner = LockOwner.read(path)
     except OSError:
         return None
     except ValueError as error:
@@ -137,17 +137,17 @@ def is_driven(path: Path) -> Owner | None:
     return owner if _alive(path, owner) else None
 
 
-def sweep(folder: Path) -> list[Path]:
+def orphaned_lock_files(folder: Path) -> list[Path]:
     """Files in a run's folder that drivers left when they died; they can go."""
     found = []
-    for path in [*folder.glob(f".{LOCK}.*"), *folder.glob(f"{LOCK}.stale*")]:
+    for path in [*folder.glob(f".{LOCK_FILE}.*"), *folder.glob(f"{LOCK_FILE}.stale*")]:
         with contextlib.suppress(FileNotFoundError):
             if _gone(path):
                 found.append(path)
     return found
 
 
-def age_s(path: Path) -> float:
+def file_age_s(path: Path) -> float:
     """Seconds since a file was touched, by the clock of its filesystem.
 
     Raises:
@@ -166,15 +166,15 @@ def age_s(path: Path) -> float:
         return time.time() - touched
 
 
-def _take(path: Path, mine: Owner) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def _take(path: Path, mine: LockOwner) -> None:
+    deadline = time.monotonic() + ACQUIRE_TIMEOUT_S
     with _written(path, mine) as written:
         while not _linked(written, path):
             with contextlib.suppress(FileNotFoundError):
                 # What is replaced is what was judged, not what another made of it since.
                 token = _damaged_token(path)
                 try:
-                    owner = Owner.read(path)
+                    owner = LockOwner.read(path)
                     token = owner.token
                     if _alive(path, owner):
                         raise RunLockedError(
@@ -182,7 +182,7 @@ def _take(path: Path, mine: Owner) -> None:
                             "stop that one first (rlinf status shows what it is doing)"
                         )
                 except ValueError as error:
-                    if age_s(path) < STALE_S:
+                    if file_age_s(path) < STALE_S:
                         raise RunLockedError(_damaged(path, error)) from None
                     log.warning("%s; it is replaced", _damaged(path, error))
                 if _change(path, token, written):
@@ -199,7 +199,7 @@ def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool
     same dead owner one replaces it, and none replaces a new one. Who dies before it is through is
     replaced there in the same way.
     """
-    claim = path.with_name(f".{LOCK}.{token}")
+    claim = path.with_name(f".{LOCK_FILE}.{token}")
     if not _linked(mine, claim):
         other = _token(claim)
         if not _gone(claim, other) or not _change(claim, other, mine):
@@ -211,7 +211,7 @@ def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool
             path.unlink()
         else:
             # By another name of it: the claim is the same file, of which a rename does nothing.
-            with _written(path, Owner.read(mine)) as new:
+            with _written(path, LockOwner.read(mine)) as new:
                 new.replace(path)
         return True
     except FileNotFoundError:
@@ -221,9 +221,9 @@ def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool
 
 
 @contextlib.contextmanager
-def _written(path: Path, owner: Owner) -> Iterator[Path]:
+def _written(path: Path, owner: LockOwner) -> Iterator[Path]:
     """A file beside the lock that says whose it is, whole."""
-    temporary = path.with_name(f".{LOCK}.new-{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{LOCK_FILE}.new-{secrets.token_hex(8)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
             json.dump(asdict(owner), file)
@@ -247,7 +247,7 @@ def _token(path: Path) -> str:
     """Of a lock file; that of a damaged one is made of which file it is."""
     damaged = _damaged_token(path)
     try:
-        return Owner.read(path).token
+        return LockOwner.read(path).token
     except ValueError:
         return damaged
 
@@ -260,19 +260,19 @@ def _damaged_token(path: Path) -> str:
 def _gone(path: Path, token: str | None = None) -> bool:
     """Whether who wrote a file, with this token, is gone."""
     try:
-        owner = Owner.read(path)
+        owner = LockOwner.read(path)
         return token in (None, owner.token) and not _alive(path, owner)
     except ValueError:
-        return token in (None, _damaged_token(path)) and age_s(path) > STALE_S
+        return token in (None, _damaged_token(path)) and file_age_s(path) > STALE_S
 
 
-def _alive(path: Path, owner: Owner) -> bool:
-    if owner.job and owner.job == own_id() and owner.pid != os.getpid():
+def _alive(path: Path, owner: LockOwner) -> bool:
+    if owner.job and owner.job == current_job_id() and owner.pid != os.getpid():
         return False  # Slurm started this job again: its former life is over
-    if owner.ticks and (owner.boot, owner.space) == (boot(), space()):
-        return is_alive(owner.pid, owner.ticks)
+    if owner.start_ticks and (owner.boot_id, owner.pid_namespace) == (boot_id(), pid_namespace()):
+        return is_alive(owner.pid, owner.start_ticks)
     try:
-        return age_s(path) < STALE_S
+        return file_age_s(path) < STALE_S
     except FileNotFoundError:
         return False
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.artifacts import Manifest, read_manifest, write_atomic
-from rlinf.config import RunConfig, digest
+from rlinf.config import RunConfig, json_digest
 from rlinf.errors import ArtifactError
-from stages.context import PAUSES
-from stages.flow import Flow, flow_named, on_policy
-from stages.layout import CONFIG, METRICS, TIMINGS, stage_folder
-from stages.runner import read_config
+from stages.context import IDLE_SPANS
+from stages.flow import Flow, get_flow, on_policy
+from stages.layout import CONFIG_FILE, METRICS_FILE, TIMINGS_FILE, stage_folder
+from stages.runner import read_config_values
 
 
 def iterations(run: Path) -> list[int]:
@@ -30,12 +30,12 @@ def iterations(run: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def manifest_of(run: Path, stage: str, iteration: int) -> Manifest | None:
+def stage_manifest(run: Path, stage: str, iteration: int) -> Manifest | None:
     """That of a stage of an iteration, or of an evaluation."""
-    return manifest_in(stage_folder(run, stage, iteration))
+    return folder_manifest(stage_folder(run, stage, iteration))
 
 
-def manifest_in(out: Path) -> Manifest | None:
+def folder_manifest(out: Path) -> Manifest | None:
     """The manifest of an output folder; None when absent or damaged."""
     try:
         return read_manifest(out)
@@ -43,37 +43,41 @@ def manifest_in(out: Path) -> Manifest | None:
         return None
 
 
-def flow_at(run: Path) -> Flow:
+def run_flow(run: Path) -> Flow:
     """The flow of a run directory.
 
     Raises:
         ConfigError: its configuration is damaged.
     """
-    path = run / CONFIG
+    path = run / CONFIG_FILE
     return _flow_in(path, path.stat().st_mtime_ns) if path.exists() else on_policy
 
 
 @lru_cache(maxsize=8)
 def _flow_in(path: Path, mark: int) -> Flow:
-    return flow_named(str(read_config(path).get("flow", RunConfig.model_fields["flow"].default)))
+    return get_flow(
+        str(read_config_values(path).get("flow", RunConfig.model_fields["flow"].default))
+    )
 
 
 def busy_s(run: Path, stage: str, iteration: int) -> float:
     """Seconds that the busiest worker of a stage instance computed; 0 without a manifest."""
-    manifest = manifest_of(run, stage, iteration)
+    manifest = stage_manifest(run, stage, iteration)
     seconds: dict[str, float] = defaultdict(float)
     for span in manifest.timing["spans"] if manifest is not None else ():
-        sign = (span["name"] == stage) - (span["name"] in PAUSES)
+        sign = (span["name"] == stage) - (span["name"] in IDLE_SPANS)
         seconds[span.get("worker", "")] += sign * (span["end"] - span["start"])
     return max(seconds.values(), default=0.0)
 
 
-def row(run: Path, iteration: int) -> dict[str, Any] | None:
+def iteration_metrics(run: Path, iteration: int) -> dict[str, Any] | None:
     """Metrics of one finished iteration, named ``stage/metric``; None before it is finished."""
-    return named(iteration, (manifest_of(run, stage, iteration) for stage in flow_at(run).stages))
+    return metrics_row(
+        iteration, (stage_manifest(run, stage, iteration) for stage in run_flow(run).stages)
+    )
 
 
-def named(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any] | None:
+def metrics_row(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any] | None:
     """The same of manifests that were read; None if one is missing."""
     values: dict[str, Any] = {"iteration": iteration}
     for manifest in manifests:
@@ -84,18 +88,18 @@ def named(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any
     return values
 
 
-def collect(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Rows of all finished iterations."""
-    rows = (row(run, iteration) for iteration in iterations(run))
+    rows = (iteration_metrics(run, iteration) for iteration in iterations(run))
     return [values for values in rows if values is not None]
 
 
-def write(run: Path) -> list[dict[str, Any]]:
+def rewrite_metrics(run: Path) -> list[dict[str, Any]]:
     """Write both files anew from the manifests; returns the rows."""
-    return Written(run).renew()
+    return MetricsLog(run).rewrite()
 
 
-class Written:
+class MetricsLog:
     """Both files of a run that goes on: each finished iteration once, in order."""
 
     def __init__(self, run: Path) -> None:
@@ -103,43 +107,43 @@ class Written:
         self._known: dict[int, str] = {}
         """Digest of what is there of each iteration."""
 
-    def renew(self) -> list[dict[str, Any]]:
+    def rewrite(self) -> list[dict[str, Any]]:
         """Write all anew from the manifests; returns the rows."""
-        rows = collect(self._run)
+        rows = read_metrics(self._run)
         timings = {i: self._timings(i) for i in iterations(self._run)}
-        write_atomic(self._run / METRICS, "".join(_line(values) for values in rows))
-        write_atomic(self._run / TIMINGS, "".join(timings.values()))
-        self._known = {r["iteration"]: digest([r, timings[r["iteration"]]]) for r in rows}
+        write_atomic(self._run / METRICS_FILE, "".join(_line(values) for values in rows))
+        write_atomic(self._run / TIMINGS_FILE, "".join(timings.values()))
+        self._known = {r["iteration"]: json_digest([r, timings[r["iteration"]]]) for r in rows}
         return rows
 
-    def add(self, iteration: int) -> dict[str, Any] | None:
+    def append(self, iteration: int) -> dict[str, Any] | None:
         """Add a finished iteration; returns its row, or None when it is there as it is.
 
         One that was made again, or is not the newest, is put in its place.
         """
-        values = row(self._run, iteration)
+        values = iteration_metrics(self._run, iteration)
         if values is None:
             return None
         timings = self._timings(iteration)
-        mark = digest([values, timings])
+        mark = json_digest([values, timings])
         if self._known.get(iteration) == mark:
             return None
         if self._known and iteration <= max(self._known):
-            self.renew()
+            self.rewrite()
             return values
         self._known[iteration] = mark
-        for name, text in ((METRICS, _line(values)), (TIMINGS, timings)):
+        for name, text in ((METRICS_FILE, _line(values)), (TIMINGS_FILE, timings)):
             with (self._run / name).open("a", encoding="utf-8") as file:
                 file.write(text)
         return values
 
     def _timings(self, iteration: int) -> str:
-        timings = (_timing(self._run, stage, iteration) for stage in flow_at(self._run).stages)
+        timings = (_timing(self._run, stage, iteration) for stage in run_flow(self._run).stages)
         return "".join(_line(timing) for timing in timings if timing is not None)
 
 
 def _timing(run: Path, stage: str, iteration: int) -> dict[str, Any] | None:
-    manifest = manifest_of(run, stage, iteration)
+    manifest = stage_manifest(run, stage, iteration)
     if manifest is None:
         return None
     return {

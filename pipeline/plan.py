@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,15 +16,142 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.holding import check_pools
-from rlinf.channels.world import ALONE, ParallelLayout
+from rlinf.channels.process_group import DATA_PARALLEL_ONLY, ParallelLayout
 from rlinf.config import RunConfig, Section, validate
-from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
-from slurm.words import OptionText
-from stages.flow import GENERATE, Flow, flow_of, on_policy
-from stages.layout import CONFIG, PLAN
+from slurm.sbatch_options import OptionText
+from stages.flow import EVALUATE, POLICY_SUFFIX, Flow, flow_of, on_policy
+from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.runner import load_config
+
+
+def check_pools(plan: Plan) -> None:
+    """What pools hold must be what stages of the plan's flow can do.
+
+    Raises:
+        ValueError: names the key.
+    """
+    flow = plan.flow
+    _check_apart(plan)
+    generates, elastic = (
+        flow.elastic_stage,
+        {n for n, stage in flow.all_stages.items() if stage.elastic},
+    )
+    homes = plan.stage_pools() if plan.pools else {}
+    for i, pool in enumerate(plan.pools):
+        if pool.stage_ranks and pool.workers:
+            raise ValueError(f"pools[{i}].ranks: each worker is a job of one process; leave it out")
+        for stage, ranks in pool.stage_ranks.items():
+            if homes.get(stage) != i:
+                raise ValueError(
+                    f"pools[{i}].ranks.{stage}: this pool does not run it"
+                    f"{did_you_mean(stage, flow.all_stages)}"
+                )
+            size = sum(pool.gpus.values())
+            _check_ranks(plan, stage, ranks, size, f"pools[{i}].ranks.{stage}")
+    for i, pool in enumerate(plan.pools):
+        if pool.also_generates and generates in pool.stages:
+            raise ValueError(
+                f"pools[{i}].also_generates: this pool holds {generates}; say it of another one"
+            )
+        if pool.workers is None:
+            continue
+        if generates is None:
+            more = (
+                "rollouts take more than weights (flow=dynamic_sampling, task.carry_over_episodes)"
+            )
+            raise ValueError(f"pools[{i}].workers: {more}; leave it out")
+        if not {generates} <= set(pool.stages) <= elastic:
+            names = ", and ".join(sorted(elastic - {generates}))
+            raise ValueError(
+                f"pools[{i}].workers: only a pool of {generates}, and {names}, can be elastic"
+            )
+        for stage in pool.stages:
+            needs = plan.stage_plan(stage)
+            if needs.nodes * needs.processes > 1:
+                raise ValueError(
+                    f"pools[{i}].workers: each is a job of one process, but stage {stage} "
+                    f"asks for {needs.nodes} x {needs.processes}"
+                )
+    held = {stage for pool in plan.pools for stage in pool.stages}
+    alone = [name for name, stage in flow.stages.items() if stage.colocate_with is None]
+    missing = next((stage for stage in alone if stage not in held), None)
+    if plan.pools and missing:
+        raise ValueError(f"pools: no pool holds {missing}; only other stages may be left out")
+    some = any(pool.workers is not None for pool in plan.pools)
+    apart = any(pool.workers is None and EVALUATE in pool.stages for pool in plan.pools)
+    edge = f"{flow.publish_stage} -> {EVALUATE}"
+    way = plan.transports.get(edge, "file")
+    if some and not apart and way != "file":
+        raise ValueError(
+            f"transports: {edge!r} cannot be {way} in an elastic pool, whose evaluations begin "
+            "once weights are committed and take those that came for rollouts; say it of "
+            f"'{flow.publish_stage} -> {generates}'"
+        )
+
+
+def _check_ranks(plan: Plan, stage: str, ranks: Sequence[int], size: int, key: str) -> None:
+    """What is said of the processes, of ``size``, that compute a stage in its pool.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if sorted(set(ranks)) != list(ranks) or not ranks or ranks[-1] >= size:
+        raise ValueError(f"{key}: {list(ranks)}; give some of 0 to {size - 1}, in order, each once")
+    flow = plan.flow
+    free = [n for n, s in flow.all_stages.items() if s.holds != "trainer" and n not in flow.offline]
+    if stage not in free or plan.stage_plan(stage).layout.parallel_dims():
+        raise ValueError(
+            f"{key}: all processes of the pool share the model that {stage} computes with; only "
+            f"{', '.join(free)} may have some of them, where no layout splits their model"
+        )
+    if flow.all_stages[stage].elastic and any(pool.workers for pool in plan.pools):
+        raise ValueError(f"{key}: with an elastic pool one process gathers it; leave it out")
+
+
+def _check_apart(plan: Plan) -> None:
+    """What is said of the policy's part of rollouts, where the plan places it.
+
+    Raises:
+        ValueError: names the key.
+    """
+    flow = plan.flow
+    part, acts = next(iter(flow.separate_policy), None), flow.rollout_stage
+    if part is None:
+        return
+    key, homes = f"stages.{part}", {s: i for i, pool in enumerate(plan.pools) for s in pool.stages}
+    if not plan.pools:
+        raise ValueError(
+            f"{key}: a job of execution: stage has its simulators and its policy in one process; use "
+            f"execution: segment and name {part} in a pool, or leave it out"
+        )
+    if part not in homes:
+        raise ValueError(
+            f"{key}: no pool holds it; name it in the stages of one, or leave it out: {acts} then "
+            "has the policy too"
+        )
+    if acts not in homes:
+        return  # which is said of any flow
+    number, sides = homes[part], plan.pools[homes[part]].stage_ranks
+    for i, pool in enumerate(plan.pools):
+        if pool.workers is not None:
+            raise ValueError(
+                f"pools[{i}].workers: workers that come and go have the simulators and the policy "
+                f"in one process; leave workers out, or {part}"
+            )
+    if plan.stage_plan(part).layout.parallel_dims():
+        raise ValueError(
+            f"{key}.layout: each of its processes answers with a whole model; leave it out"
+        )
+    if number == homes[acts]:
+        for name in (acts, EVALUATE):
+            own = sides.get(name, sides.get(str(acts), ()))
+            if not own or not sides.get(part) or {*own} & {*sides[part]}:
+                raise ValueError(
+                    f"pools[{number}].ranks: {name} and {part} in one pool need processes of "
+                    f"their own, as {{{acts}: [0], {part}: [1]}}; or give {part} another pool"
+                )
 
 
 class StagePlan(Section):
@@ -37,31 +164,34 @@ class StagePlan(Section):
     gpus: int = Field(default=0, ge=0)
     """GPUs per node."""
     gpu_type: OptionText | None = None
-    shares: dict[str, PositiveFloat] | tuple[PositiveFloat, ...] | None = None
+    speed_weights: dict[str, PositiveFloat] | tuple[PositiveFloat, ...] | None = None
     """Relative speeds where they differ: by kind of node (a GPU's GRES name, a feature), or of each
     process. Work is given out in proportion."""
     constraint: OptionText | None = None
     """Features the nodes must have, as for sbatch: ``[h100*1&a100*1]`` for one node of each."""
-    layout: ParallelLayout = ALONE
+    layout: ParallelLayout = DATA_PARALLEL_ONLY
     """How processes share a copy of the model, where the engine or trainer can split it so. Said of
     each stage; in pools, one that runs like another has its layout."""
     cpus: int = Field(default=1, gt=0)
     """CPUs per process."""
     mem_mb: int | None = Field(default=None, gt=0)
     """Memory per node, MiB."""
-    time_min: int | None = Field(default=None, gt=0)
+    time_limit_min: int | None = Field(default=None, gt=0)
     """Wall-time limit, minutes."""
 
     @model_validator(mode="after")
     def _one_share_each(self) -> StagePlan:
-        if isinstance(self.shares, tuple) and len(self.shares) != self.nodes * self.processes:
+        if (
+            isinstance(self.speed_weights, tuple)
+            and len(self.speed_weights) != self.nodes * self.processes
+        ):
             raise ValueError(
-                f"shares: {len(self.shares)} numbers for {self.nodes} x {self.processes} processes"
+                f"shares: {len(self.speed_weights)} numbers for {self.nodes} x {self.processes} processes"
             )
         return self
 
 
-def device(kind: str, needs: StagePlan) -> dict[str, str | None]:
+def device_keys(kind: str, needs: StagePlan) -> dict[str, str | None]:
     """A kind of device as a pool names it, as keys of a stage's plan.
 
     Args:
@@ -72,7 +202,7 @@ def device(kind: str, needs: StagePlan) -> dict[str, str | None]:
     return {"partition": partition, "gpu_type": gpu_type or said}
 
 
-class Pool(Section):
+class PoolPlan(Section):
     """Devices held for many iterations by the stages that take turns on them."""
 
     stages: tuple[str, ...] = Field(min_length=1)
@@ -87,17 +217,17 @@ class Pool(Section):
     max_workers: PositiveInt | None = None
     """Of an elastic pool: more workers are asked for, up to so many, while each shortens iterations
     enough, and let go, down to ``workers``, where they do not. Null: their number stays."""
-    ranks: dict[str, tuple[NonNegativeInt, ...]] = {}
+    stage_ranks: dict[str, tuple[NonNegativeInt, ...]] = {}
     """By stage the processes of the pool that compute it, numbered in the order of ``gpus``; all of
     them where nothing is said. Stages with others compute side by side, before or after one that
     has all: rollouts on some, their judgement and evaluations on the rest, then training on all.
     Stages that train need all, for they share the model."""
-    helps_rollout: bool = False
+    also_generates: bool = False
     """Beside an elastic pool: its workers generate too until nothing is left to give out, hand the
     long tail over to the elastic pool, and go back to their own stages."""
 
     @model_validator(mode="after")
-    def _at_most_so_many(self) -> Pool:
+    def _at_most_so_many(self) -> PoolPlan:
         if self.max_workers is not None and self.max_workers < (self.workers or math.inf):
             raise ValueError("max_workers: needs workers, and no more of them")
         return self
@@ -111,7 +241,7 @@ class StageForecast(Section):
     """10 % of iterations are expected to be quicker."""
     high_s: float = Field(ge=0)
     """10 % are expected to be slower."""
-    parts_s: dict[str, float] = {}
+    breakdown_s: dict[str, float] = {}
     """What the seconds go to; they add up."""
     bound_by: str
     """The largest of the parts."""
@@ -119,7 +249,7 @@ class StageForecast(Section):
     """When it begins, from the start of the iteration."""
 
 
-class Sources(Section):
+class PlanningSources(Section):
     """Where the facts of a prediction came from, for ``rlinf replan``."""
 
     profile: str
@@ -132,26 +262,26 @@ class Sources(Section):
     pins: tuple[str, ...] = ()
 
 
-class Learnt(Section):
+class TimingCorrection(Section):
     """What runs under earlier plans have taught, and this prediction takes into account."""
 
     stage: str
     kind: str
     """Of device."""
-    starting: PositiveFloat = 1.0
+    startup_factor: PositiveFloat = 1.0
     """How much longer than the profile says its jobs take to start."""
-    working: PositiveFloat = 1.0
+    work_factor: PositiveFloat = 1.0
     """The same of loading and work."""
 
 
-class Choice(Section):
+class Recommendation(Section):
     """Something that a plan of pools may use."""
 
-    what: str
+    feature: str
     chosen: bool
     saved_s: float | None = None
     """Seconds of an iteration that it saves, or would; null: that is not predicted."""
-    why: str
+    reason: str
     """What it brings, or why not."""
 
 
@@ -167,36 +297,36 @@ class Forecast(Section):
     gpu_hours: float = Field(ge=0)
     """Of one iteration."""
     stages: dict[str, StageForecast] = {}
-    sources: Sources | None = None
-    learnt: tuple[Learnt, ...] = ()
-    choices: tuple[Choice, ...] = ()
-    since: float | None = None
+    sources: PlanningSources | None = None
+    corrections: tuple[TimingCorrection, ...] = ()
+    recommendations: tuple[Recommendation, ...] = ()
+    applied_at: float | None = None
     """When the plan took the place of another one, seconds since the epoch: iterations that began
     before it are not its own."""
 
 
-Grain = Literal["stage", "segment"]
+Execution = Literal["stage", "segment"]
 Transport = Literal["shared_memory", "socket", "gloo", "nccl", "delta", "file"]
-FOR_WEIGHTS = frozenset({"gloo", "nccl", "delta"})
+WEIGHT_TRANSPORTS = frozenset({"gloo", "nccl", "delta"})
 """Transports that carry no records."""
-AFTER_COMMIT = frozenset({"delta", "file"})
+COMMITTED_TRANSPORTS = frozenset({"delta", "file"})
 """Transports by which nothing is sent: a stage reads what is committed."""
 
 
 class Plan(Section):
     """Resources of every stage: ``defaults``, then what ``stages`` says of each."""
 
-    grain: Grain = "stage"
+    execution: Execution = "stage"
     """``stage``: each stage of each iteration is a job. ``segment``: pools run many iterations."""
     defaults: StagePlan = StagePlan()
     stages: dict[str, StagePlan] = {}
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[PoolPlan, ...] = ()
     """Of grain ``segment``."""
-    together: bool = False
+    hetjob: bool = False
     """Pools start at the same moment, as one heterogeneous job, and end with each other; the
     workers of elastic pools come and go on their own. False: each starts when the queue gives it
     what it asks for."""
-    chunks: PositiveInt = 1
+    num_chunks: PositiveInt = 1
     """Micro-batches that an iteration is passed on in between pools."""
     transports: dict[str, Transport] = {}
     """By edge between pools, ``rollout -> reward``; stages of one worker pass references. Where
@@ -205,10 +335,10 @@ class Plan(Section):
     nodes ``shared_memory`` means socket. For weights alone there are ``gloo`` and ``nccl``, process
     groups, which are fast and not encrypted, and ``delta``: as ``file``, but of weights a worker
     reads what changed since those it has."""
-    predicted: Forecast | None = None
+    forecast: Forecast | None = None
     _flow: Flow = PrivateAttr(default=on_policy)
 
-    def of(self, stage: str) -> StagePlan:
+    def stage_plan(self, stage: str) -> StagePlan:
         """The resources of a stage: the defaults, the device of its pool, what is said of it.
 
         Raises:
@@ -218,11 +348,11 @@ class Plan(Section):
         values = self.defaults.model_dump(exclude_unset=True)
         held = next((pool for pool in self.pools if stage in pool.stages), None)
         if held is not None:
-            place = device(next(iter(held.gpus)), self.defaults)
+            place = device_keys(next(iter(held.gpus)), self.defaults)
             # Of several kinds one names the partition; each has a GPU of its own.
             values |= place if len(held.gpus) == 1 else {"partition": place["partition"]}
-        if self._flow.table[stage].whole:
-            values |= {"nodes": 1, "processes": 1, "shares": None}
+        if self._flow.all_stages[stage].single_process:
+            values |= {"nodes": 1, "processes": 1, "speed_weights": None}
         values |= own.model_dump(exclude_unset=True) if own else {}
         if "layout" in self.defaults.model_fields_set:
             raise PlanError(
@@ -235,29 +365,33 @@ class Plan(Section):
             raise PlanError(str(error)) from None
 
     def _layout(self, stage: str) -> ParallelLayout:
-        own, spec = self.stages.get(stage), self._flow.table[stage]
+        own, spec = self.stages.get(stage), self._flow.all_stages[stage]
         if own is not None and "layout" in own.model_fields_set:
             return own.layout
-        follows = self.pools and spec.like is not None and not spec.whole
-        return self._layout(spec.like) if follows and spec.like else ALONE
+        follows = self.pools and spec.colocate_with is not None and not spec.single_process
+        return (
+            self._layout(spec.colocate_with)
+            if follows and spec.colocate_with
+            else DATA_PARALLEL_ONLY
+        )
 
-    def alone(self, stage: str) -> bool:
+    def is_single_process(self, stage: str) -> bool:
         """Whether one process does the work of a stage, in a pool too."""
-        needs = self.of(stage)
-        return self._flow.table[stage].whole and needs.nodes * needs.processes == 1
+        needs = self.stage_plan(stage)
+        return self._flow.all_stages[stage].single_process and needs.nodes * needs.processes == 1
 
-    def homes(self) -> dict[str, int]:
+    def stage_pools(self) -> dict[str, int]:
         """The number of the pool where each stage is ordered."""
         found = {stage: i for i, pool in enumerate(self.pools) for stage in pool.stages}
-        for name, stage in self._flow.table.items():
-            found.setdefault(name, found.get(stage.like or "", len(self.pools) - 1))
-        generates = self._flow.elastic
+        for name, stage in self._flow.all_stages.items():
+            found.setdefault(name, found.get(stage.colocate_with or "", len(self.pools) - 1))
+        generates = self._flow.elastic_stage
         if generates is not None and self.pools[found[generates]].workers is not None:
             # It computes nothing where it is ordered, and its consumers need no copy.
-            found[generates] = found[self._flow.publishes]
+            found[generates] = found[self._flow.publish_stage]
         return found
 
-    def dump(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain values that :func:`parse_plan` reads back to an equal plan."""
         # What a stage leaves open must stay open, or it would no longer follow the defaults.
         return self.model_dump(mode="json", exclude_unset=True)
@@ -268,17 +402,17 @@ class Plan(Section):
         twice = next((stage for stage in held if held.count(stage) > 1), None)
         if twice:
             raise ValueError(f"pools: stage {twice!r} is in two pools")
-        if bool(self.pools) != (self.grain == "segment"):
-            raise ValueError("pools belong to grain: segment, and that needs some")
+        if bool(self.pools) != (self.execution == "segment"):
+            raise ValueError("pools belong to execution: segment, and that needs some")
         return self
 
     @model_validator(mode="after")
     def _together_needs_two(self) -> Plan:
-        if self.together and sum(pool.workers is None for pool in self.pools) < 2:
+        if self.hetjob and sum(pool.workers is None for pool in self.pools) < 2:
             raise ValueError("together: needs two pools that are one job each (no workers)")
         return self
 
-    def check_edges(self, edges: Mapping[str, Collection[str]]) -> None:
+    def check_transports(self, edges: Mapping[str, Collection[str]]) -> None:
         """
         Args:
             edges: of the flow, with the names of what goes along each.
@@ -290,10 +424,10 @@ class Plan(Section):
         for edge, transport in self.transports.items():
             if edge not in edges:
                 raise PlanError(
-                    f"plan.transports: no stage gets anything by {edge!r}{nearest(edge, edges)}"
+                    f"plan.transports: no stage gets anything by {edge!r}{did_you_mean(edge, edges)}"
                 )
-            if transport in FOR_WEIGHTS and "weights" not in edges[edge]:
-                ways = ", ".join(way for way in get_args(Transport) if way not in FOR_WEIGHTS)
+            if transport in WEIGHT_TRANSPORTS and "weights" not in edges[edge]:
+                ways = ", ".join(way for way in get_args(Transport) if way not in WEIGHT_TRANSPORTS)
                 raise PlanError(
                     f"plan.transports.{edge}: {transport} carries weights alone, and here go "
                     f"{', '.join(sorted(edges[edge]))}; use one of {ways}"
@@ -302,9 +436,9 @@ class Plan(Section):
     @model_validator(mode="after")
     def _helpers_have_an_elastic_pool(self) -> Plan:
         for i, pool in enumerate(self.pools):
-            if pool.helps_rollout and not any(other.workers for other in self.pools):
+            if pool.also_generates and not any(other.workers for other in self.pools):
                 raise ValueError(
-                    f"pools[{i}].helps_rollout: needs an elastic pool (workers: 1) that goes on "
+                    f"pools[{i}].also_generates: needs an elastic pool (workers: 1) that goes on "
                     "with what this one leaves"
                 )
         return self
@@ -315,14 +449,14 @@ class Plan(Section):
         return self._flow
 
     @classmethod
-    def read(cls, run: Path) -> Plan:
+    def from_run(cls, run: Path) -> Plan:
         """The plan of a run directory.
 
         Raises:
             ConfigError: the run's configuration cannot be read.
             PlanError: missing or invalid.
         """
-        return read_plan(run / PLAN, flow_of(load_config(run / CONFIG)))
+        return read_plan(run / PLAN_FILE, flow_of(load_config(run / CONFIG_FILE)))
 
 
 def read_plan(path: Path, flow: Flow = on_policy) -> Plan:
@@ -351,18 +485,18 @@ def parse_plan(values: Any, where: str, flow: Flow = on_policy) -> Plan:
         "stages": tuple(plan.stages),
         **{f"pools[{i}].stages": pool.stages for i, pool in enumerate(plan.pools)},
     }
-    part = flow.generates
+    part = flow.policy_stage
     if part is not None and any(part in stages for stages in named.values()):
-        flow = flow.with_policy_apart()
-    plan._flow, known = flow, [*flow.table, *([part] if part else [])]
+        flow = flow.with_separate_policy()
+    plan._flow, known = flow, [*flow.all_stages, *([part] if part else [])]
     for key, stages in named.items():
         for stage in stages:
             if stage not in known:
-                hint = nearest(stage, known)
-                if part is None and stage.endswith(GENERATE):
+                hint = did_you_mean(stage, known)
+                if part is None and stage.endswith(POLICY_SUFFIX):
                     hint = ": this flow collects nothing, so no simulators ask a policy"
                 raise PlanError(f"{where}.{key}: unknown stage {stage!r}{hint}")
-            plan.of(stage)
+            plan.stage_plan(stage)
     try:
         check_pools(plan)
     except ValueError as error:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.lock import LOCK, Lock
+from pipeline.lock import LOCK_FILE, RunLock
 from rlinf.config import RunConfig
 from rlinf.errors import InputError
-from stages.layout import CONFIG
+from stages.layout import CONFIG_FILE
 from stages.runner import load_config
 
 
@@ -29,10 +29,10 @@ class Run:
             ConfigError: not a run directory, or its configuration cannot be read.
         """
         folder = folder.expanduser().absolute()
-        return cls(folder, load_config(folder / CONFIG))
+        return cls(folder, load_config(folder / CONFIG_FILE))
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[Lock]:
+    def lock(self) -> Iterator[RunLock]:
         """Be the only driver of this run.
 
         The owner writes a heartbeat. An owner on this host counts as gone when its process is; on
@@ -41,7 +41,7 @@ class Run:
         Raises:
             RunLockedError: another driver owns the run.
         """
-        lock = Lock(self.folder / LOCK)
+        lock = RunLock(self.folder / LOCK_FILE)
         try:
             yield lock
         finally:
@@ -49,7 +49,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def explain_write_errors(folder: Path) -> Iterator[None]:
     """Say of what cannot be written in a run directory where to put the run instead.
 
     Raises:

@@ -30,15 +30,15 @@ from typing import Any
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rlinf.errors import ArtifactError, InputError, OtherWorkError
+from rlinf.errors import ArtifactError, ConflictingOutputError, InputError
 
-SCHEMA, UNSEALED = 2, 1
+SCHEMA, SCHEMA_WITHOUT_CHECKSUM = 2, 1
 """Of manifests as they are written, and of those without a checksum that are still read."""
 MANIFEST = "manifest.json"
-PRUNED = "pruned"
-DATA = "data-"
+PRUNED_MARKER = "pruned"
+DATA_PREFIX = "data-"
 """What the names of data folders begin with."""
-DERIVED = "derived/"
+DERIVED_PREFIX = "derived/"
 """What the names of files begin with that only say otherwise what others of the output say. Runs
 with and without them are equal (``content``), and an output that lost them is whole; whatever
 reads one checks it as any other file."""
@@ -86,7 +86,7 @@ def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
     sync_file(path.parent)
 
 
-def save_text(path: Path, text: str) -> None:
+def write_user_file(path: Path, text: str) -> None:
     """Write a file that a person named, whole or not at all; its folder is made.
 
     Raises:
@@ -160,7 +160,7 @@ class Manifest:
             raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
         if manifest.schema > SCHEMA:
             raise ValueError(f"schema {manifest.schema} is of a newer program")
-        if seal is None and manifest.schema != UNSEALED:
+        if seal is None and manifest.schema != SCHEMA_WITHOUT_CHECKSUM:
             raise ValueError("its own checksum is missing")
         if content_digest(manifest.files, manifest.metrics) != manifest.content:
             raise ValueError("content: not the digest of its files and metrics")
@@ -186,7 +186,7 @@ def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float])
 
 def _own(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
     """Those that are not derived from others."""
-    return {name: entry for name, entry in files.items() if not name.startswith(DERIVED)}
+    return {name: entry for name, entry in files.items() if not name.startswith(DERIVED_PREFIX)}
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -232,7 +232,7 @@ def read_manifest(out: Path) -> Manifest | None:
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommittedFile:
     """What a manifest says of one file."""
 
     manifest: Path
@@ -240,7 +240,7 @@ class Commit:
     entry: FileEntry
 
 
-def commit_of(path: Path) -> Commit | None:
+def committed_file(path: Path) -> CommittedFile | None:
     """What was committed as ``path``; None where no manifest of this program speaks of it.
 
     Raises:
@@ -248,7 +248,7 @@ def commit_of(path: Path) -> Commit | None:
     """
     path = path.absolute()
     for folder in path.parents:
-        if folder.name.startswith(DATA):
+        if folder.name.startswith(DATA_PREFIX):
             files = _files_of(folder.parent, folder.name)
             if files is None:
                 continue
@@ -258,7 +258,7 @@ def commit_of(path: Path) -> Commit | None:
                 raise ArtifactError(
                     f"{path}: not part of what was committed", manifest, folder.name
                 )
-            return Commit(manifest, folder.name, files[name])
+            return CommittedFile(manifest, folder.name, files[name])
     return None
 
 
@@ -309,10 +309,10 @@ def _is_ours(manifest: Path) -> bool:
     return len(names) > len(_ALWAYS) / 2
 
 
-def verify(out: Path, manifest: Manifest, *, checksums: bool) -> None:
+def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Check that the files a manifest names are there, whole and (optionally) unaltered.
 
-    Derived ones may lack. Whatever goes on to use the bytes reads them by :mod:`rlinf.checked`,
+    Derived ones may lack. Whatever goes on to use the bytes reads them by :mod:`rlinf.verified_io`,
     which needs no checksums here.
 
     Raises:
@@ -346,18 +346,18 @@ def check_files(folder: Path, files: Mapping[str, FileEntry], *, checksums: bool
 
 def is_pruned(out: Path) -> bool:
     """Whether the retention policy removed the data of a committed output."""
-    return (out / PRUNED).exists()
+    return (out / PRUNED_MARKER).exists()
 
 
-def prune(out: Path) -> None:
+def prune_output(out: Path) -> None:
     """Remove the data of a committed output and keep its manifest."""
     if is_pruned(out) or (manifest := read_manifest(out)) is None:
         return
-    (out / PRUNED).touch()
+    (out / PRUNED_MARKER).touch()
     shutil.rmtree(out / manifest.data, ignore_errors=True)
 
 
-def quarantine(manifest: Path, data: str | None = None) -> Path | None:
+def withdraw_manifest(manifest: Path, data: str | None = None) -> Path | None:
     """Withdraw a damaged commit so that its stage runs again; returns where it went.
 
     Args:
@@ -376,18 +376,18 @@ def quarantine(manifest: Path, data: str | None = None) -> Path | None:
     return target
 
 
-def sweep(out: Path, keep: set[str]) -> None:
+def remove_uncommitted(out: Path, keep: set[str]) -> None:
     """Remove data folders of attempts that never committed."""
-    for folder in out.glob(f"{DATA}*"):
+    for folder in out.glob(f"{DATA_PREFIX}*"):
         if folder.name not in keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def commit(out: Path, manifest: Manifest) -> Manifest:
+def commit_output(out: Path, manifest: Manifest) -> Manifest:
     """Publish ``manifest``; the first attempt to do so wins, and the winner is returned.
 
     Raises:
-        OtherWorkError: what stands there has another key; it stays.
+        ConflictingOutputError: what stands there has another key; it stays.
     """
     temporary = out / f".{MANIFEST}.{secrets.token_hex(4)}"
     try:
@@ -402,7 +402,7 @@ def commit(out: Path, manifest: Manifest) -> Manifest:
             except FileExistsError:
                 winner = _winner(out)
             if winner is not None and winner.key != manifest.key:
-                raise OtherWorkError(
+                raise ConflictingOutputError(
                     f"{out}: holds a result of another configuration or of other code, which "
                     "stays; start the run again to be told what differs"
                 )
@@ -412,7 +412,7 @@ def commit(out: Path, manifest: Manifest) -> Manifest:
                 return winner
     finally:
         temporary.unlink(missing_ok=True)
-    (out / PRUNED).unlink(missing_ok=True)
+    (out / PRUNED_MARKER).unlink(missing_ok=True)
     sync_file(out)
     return manifest
 
@@ -423,5 +423,5 @@ def _winner(out: Path) -> Manifest | None:
         return read_manifest(out)
     except ArtifactError as error:
         log.warning("%s; it is replaced", error)
-        quarantine(error.manifest)
+        withdraw_manifest(error.manifest)
         return None

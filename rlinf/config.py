@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from rlinf.errors import ConfigError, nearest
+from rlinf.errors import ConfigError, did_you_mean
 
 S = TypeVar("S", bound="Section")
 
@@ -48,7 +48,7 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         key = ".".join([where, *path] if where else path)
         if problem["type"] == "extra_forbidden":
             owner = _owner(section, path[:-1])
-            hint = nearest(path[-1], owner.model_fields) if owner else ""
+            hint = did_you_mean(path[-1], owner.model_fields) if owner else ""
             if where == "algorithm" and path[-1] in OptimizerSection.model_fields:
                 hint = f"; it is optimizer.{path[-1]}"
             raise ConfigError(f"{key}: unknown key{hint}") from None
@@ -103,13 +103,13 @@ def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
     return at if isinstance(at, type) and issubclass(at, Section) else None
 
 
-class Named(BaseModel):
+class NamedComponent(BaseModel):
     """A part chosen by name; its other keys are validated by the part's own section."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
 
-    def options(self, section: type[S], where: str) -> S:
+    def validate_options(self, section: type[S], where: str) -> S:
         """The keys beside ``name``, validated by the part's section."""
         return validate(section, self.model_extra or {}, where)
 
@@ -132,7 +132,7 @@ class RunSection(Section):
 
 
 class SamplingSection(Section):
-    """What cuts and ends samples; :class:`rlinf.data.sampling.Sampling` says how each is meant.
+    """What cuts and ends samples; :class:`rlinf.data.sampling_params.SamplingParams` says how each is meant.
 
     Log-probabilities are always those of ``softmax(logits / temperature)``, which is trained:
     ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not enter them."""
@@ -148,7 +148,7 @@ class SamplingSection(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a sample."""
 
-    def settings(self) -> dict[str, int | float | str]:
+    def non_default_settings(self) -> dict[str, int | float | str]:
         """What differs from the defaults, as requests carry it."""
         told = self.model_dump(exclude_defaults=True)
         return told | ({"stop": json.dumps(self.stop)} if self.stop else {})
@@ -157,7 +157,7 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     """How much experience one iteration collects."""
 
-    batch: int = Field(gt=0)
+    batch_size: int = Field(gt=0)
     """Independent starts per iteration: prompts, or environments stepped in parallel."""
     group_size: int = Field(default=1, gt=0)
     """Samples per start; group-relative advantages compare them. Of a simulator each is one episode
@@ -170,7 +170,7 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     """What else there is to drawing tokens. Engines whose steps are whole actions have none of
     it."""
-    refills: int | None = Field(default=None, gt=0)
+    max_resamples: int | None = Field(default=None, gt=0)
     """Most times that a group which the algorithm would not keep is drawn anew, of another start;
     of ``flow=dynamic_sampling``."""
     staleness: int = Field(default=0, ge=0, le=64)
@@ -193,15 +193,15 @@ class OptimizerSection(Section):
     """Peak learning rate."""
     group_lr: dict[str, Rate] = {}
     """Peak learning rate of groups of parameters that have another one, by the group's name
-    (:attr:`rlinf.models.base.Policy.groups`); all have the same schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    (:attr:`rlinf.models.base.Policy.parameter_groups`); all have the same schedule."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate over the run's iterations, after the warm-up."""
-    schedule_iterations: int | None = Field(default=None, gt=0)
+    lr_decay_iterations: int | None = Field(default=None, gt=0)
     """Iterations the schedule takes; those of the run at its first start by default. Further ones
     run at its last rate."""
-    lr_warmup: int = Field(default=0, ge=0)
+    lr_warmup_iterations: int = Field(default=0, ge=0)
     """Iterations over which the learning rate rises linearly."""
-    lr_final: float = Field(default=0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate of a falling schedule, as a share of ``lr``."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Of AdamW; the first is the momentum of SGD."""
@@ -211,53 +211,53 @@ class OptimizerSection(Section):
     """Decoupled from the gradient for AdamW; of tensors with two dimensions or more."""
     clip_grad: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient of all parameters that an update changes, but those of
-    ``group_clip``."""
-    group_clip: dict[str, Rate] = {}
+    ``group_clip_grad``."""
+    group_clip_grad: dict[str, Rate] = {}
     """Largest norm of the gradient of groups of parameters that are clipped by themselves."""
 
-    def rate(self, iteration: int, iterations: int, group: str = "") -> float:
+    def learning_rate(self, iteration: int, iterations: int, group: str = "") -> float:
         """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.
 
         A schedule that is over goes on at its last rate; one that is constant is never over.
         """
         lr = self.group_lr.get(group, self.lr)
-        if self.schedule != "constant":
+        if self.lr_scheduler_type != "constant":
             iteration = min(iteration, iterations - 1)
-        if iteration < self.lr_warmup:
-            return lr * (iteration + 1) / self.lr_warmup
-        if self.schedule == "constant":
+        if iteration < self.lr_warmup_iterations:
+            return lr * (iteration + 1) / self.lr_warmup_iterations
+        if self.lr_scheduler_type == "constant":
             return lr
-        span = max(1, iterations - self.lr_warmup - 1)
-        progress = min(1.0, (iteration - self.lr_warmup) / span)
-        if self.schedule == "linear":
+        span = max(1, iterations - self.lr_warmup_iterations - 1)
+        progress = min(1.0, (iteration - self.lr_warmup_iterations) / span)
+        if self.lr_scheduler_type == "linear":
             share = 1 - progress
         else:
             share = 0.5 * (1 + math.cos(math.pi * progress))
-        return lr * (self.lr_final + (1 - self.lr_final) * share)
+        return lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
 
 
-class WarmStartSection(Section):
+class SftSection(Section):
     """Supervised fine-tuning before reinforcement learning; ``max_steps: 0`` leaves it out."""
 
     max_steps: int = Field(default=0, ge=0)
-    batch: int = Field(default=256, gt=0)
+    batch_size: int = Field(default=256, gt=0)
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate over ``max_steps``, after the warm-up."""
-    lr_warmup: int = Field(default=0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
-    lr_final: float = Field(default=0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate of a falling schedule, as a share of ``lr``."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled from the gradient; of tensors with two dimensions or more."""
-    evaluate_every: int = Field(default=25, gt=0)
+    eval_every: int = Field(default=25, gt=0)
     """Steps between held-out evaluations."""
-    scored: bool = True
+    eval_generation: bool = True
     """Whether held-out samples are generated and scored then; without it all steps are done."""
-    stop_at: float = Field(default=1.0, ge=0, le=1)
+    target_score: float = Field(default=1.0, ge=0, le=1)
     """Stop as soon as the held-out score reaches this."""
-    held_out: int = Field(default=0, ge=0)
+    eval_samples: int = Field(default=0, ge=0)
     """Held-out demonstrations whose loss is taken then, of tasks that have some; 0: none."""
 
 
@@ -280,27 +280,27 @@ class EvaluateSection(Section):
     """Steps of a second of these."""
 
 
-class RetentionSection(Section):
+class CheckpointSection(Section):
     """Which weights and optimizer checkpoints stay on disk."""
 
-    last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Newest versions kept."""
-    every: int = Field(default=0, ge=0)
+    keep_every: int = Field(default=0, ge=0)
     """Also keep each version divisible by this; 0: none."""
-    best: int = Field(default=1, ge=0)
+    keep_best: int = Field(default=1, ge=0)
     """Also keep the weights of so many versions, those with the highest held-out scores; 0: none.
     Without evaluations between the first and the last weights it keeps nothing more."""
-    trajectories: int = Field(default=5, ge=1)
+    keep_trajectories: int = Field(default=5, ge=1)
     """Iterations whose trajectories are kept, besides the first."""
 
 
-TRANSIENT = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
+NON_SEMANTIC_KEYS = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
 """Top-level keys that never change a result: they are not part of any identity."""
 
 
-PLACED = frozenset({"task", "engine", "trainer", "reward"})
+SECTIONS_WITH_LOCATION_KEYS = frozenset({"task", "engine", "trainer", "reward"})
 """Sections some of whose keys are :data:`PLACES`."""
-PLACES = frozenset({"python", "server_python", "endpoint"})
+LOCATION_KEYS = frozenset({"python", "server_python", "endpoint"})
 """Keys that say where something runs: the interpreter of processes, the address of a server."""
 
 
@@ -312,17 +312,17 @@ class RunConfig(Section):
     iterations: int = Field(ge=0)
     """Of reinforcement learning; 0: what the warm start makes is the result."""
     flow: str = "on_policy"
-    task: Named
-    model: Named
-    algorithm: Named
-    reward: Named
-    engine: Named
-    trainer: Named
+    task: NamedComponent
+    model: NamedComponent
+    algorithm: NamedComponent
+    reward: NamedComponent
+    engine: NamedComponent
+    trainer: NamedComponent
     rollout: RolloutSection
     optimizer: OptimizerSection = OptimizerSection()
-    warm_start: WarmStartSection = WarmStartSection()
+    warm_start: SftSection = SftSection()
     evaluate: EvaluateSection = EvaluateSection()
-    retention: RetentionSection = RetentionSection()
+    retention: CheckpointSection = CheckpointSection()
     cluster: dict[str, Any] = {}
     """How stages become processes; validated by the launchers."""
     plan: dict[str, Any] | str | None = None
@@ -353,38 +353,71 @@ class RunConfig(Section):
         return self
 
     @property
-    def read_keys(self) -> tuple[str, ...]:
+    def environment_keys(self) -> tuple[str, ...]:
         """The dotted keys of the task that nobody gave: they were read from its environment."""
         return self._read_keys
 
-    def with_read(self, task: Mapping[str, Any]) -> RunConfig:
+    def with_environment_keys(self, task: Mapping[str, Any]) -> RunConfig:
         """Return the configuration with keys of the task that were read from its environment."""
         made = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
         made._read_keys = tuple(f"task.{key}" for key in task)
         return made
 
-    def semantic(self) -> dict[str, Any]:
+    def semantic_values(self) -> dict[str, Any]:
         """The part of the configuration that changes the result, as plain JSON values."""
-        return semantic(self.model_dump(mode="json"))
+        return select_semantic(self.model_dump(mode="json"))
 
-    def given(self) -> dict[str, Any]:
+    def explicit_values(self) -> dict[str, Any]:
         """The same, but only keys that were given.
 
         A frozen configuration gives all that the program which froze it knew; keys that came later
         have their defaults and are not part of it.
         """
-        return semantic(self.model_dump(mode="json", exclude_unset=True))
+        return select_semantic(self.model_dump(mode="json", exclude_unset=True))
 
 
-def semantic(values: Mapping[str, Any]) -> dict[str, Any]:
+def select_semantic(values: Mapping[str, Any]) -> dict[str, Any]:
     """What of a whole configuration changes the result."""
-    kept = {key: value for key, value in values.items() if key not in TRANSIENT}
-    for section in PLACED & kept.keys():
-        kept[section] = {k: v for k, v in kept[section].items() if k not in PLACES}
+    kept = {key: value for key, value in values.items() if key not in NON_SEMANTIC_KEYS}
+    for section in SECTIONS_WITH_LOCATION_KEYS & kept.keys():
+        kept[section] = {k: v for k, v in kept[section].items() if k not in LOCATION_KEYS}
     return kept
 
 
-def digest(values: Any) -> str:
+def json_digest(values: Any) -> str:
     """Short stable digest of JSON values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+REDACTED = "(not shown)"
+FULLY_REDACTED_KEYS = frozenset({"env", "notify"})
+"""Keys whose values are hidden one by one: variables of processes, and the words of a command."""
+SECRET_KEY = re.compile(r"(?:^|[_\W])(?:token|secret|passw(?:or)?d|api_?key|credentials?)$", re.I)
+"""Keys of texts that are secrets; a number under such a key is none."""
+URL_LOGIN = re.compile(r"(?<=://)[^/\s?#]+@")
+URL_SECRET = re.compile(
+    r"(?<=[?&])([^=&\s]*(?:token|secret|password|key|signature)=)[^&#\s]+", re.I
+)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """Return settings, or any plain value, with :data:`REDACTED` in place of what may be secret.
+
+    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that end in
+    token, secret, password or api_key, and in each URL the login and such parts of its query.
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: redact(item, key if key in FULLY_REDACTED_KEYS else str(name))
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(redact(item, key) for item in value)
+    if key in FULLY_REDACTED_KEYS and value is not None:
+        return REDACTED
+    if not isinstance(value, str) or not value:
+        return value
+    if SECRET_KEY.search(key):
+        return REDACTED
+    return URL_SECRET.sub(rf"\1{REDACTED}", URL_LOGIN.sub(f"{REDACTED}@", value))

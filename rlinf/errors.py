@@ -18,7 +18,7 @@ from pathlib import Path
 
 NO_SPACE = (
     "no space left on the disk of the run; nothing half-written counts. "
-    "Free some space (or lower retention.last) and resume"
+    "Free some space (or lower retention.keep_last) and resume"
 )
 READ_ONLY = (
     "its filesystem is read-only, often after a fault of its disk or server; what was committed "
@@ -34,10 +34,10 @@ NO_FILES = (
 )
 NO_MEMORY = (
     "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
-    "it more (mem_mb in the plan) or make less at once (rollout.batch, more minibatches); resume"
+    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); resume"
 )
 TRACEBACK = "Traceback (most recent call last):"
-LEAST_FREE_BYTES = 1 << 19
+MIN_FREE_BYTES = 1 << 19
 EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
@@ -77,7 +77,7 @@ class StorageError(ResourceError):
     """The disk is full or read-only, the quota used up or a file too large."""
 
 
-class CodeError(InputError):
+class CodeIdentityError(InputError):
     """The code that is to make a result cannot be told, or is not that of the run."""
 
 
@@ -85,7 +85,7 @@ class MismatchError(InputError):
     """What a run holds was made by another configuration or other code than this start has."""
 
 
-class OtherWorkError(InputError):
+class ConflictingOutputError(InputError):
     """What is committed was made by another configuration or other code; it is not replaced."""
 
 
@@ -103,7 +103,7 @@ class MissingPackageError(InputError):
         )
 
 
-def require(package: str, extra: str, purpose: str) -> None:
+def require_package(package: str, extra: str, purpose: str) -> None:
     """See that an optional package is installed, without importing it.
 
     Raises:
@@ -133,7 +133,7 @@ class ArtifactError(RlinfError):
         self.manifest, self.data = manifest, data
 
 
-class TransferError(RlinfError):
+class WeightTransferError(RlinfError):
     """Weights did not arrive whole, or do not fit those already there; nothing of them counts."""
 
 
@@ -156,7 +156,7 @@ class SlurmError(RlinfError):
     """Slurm refused or could not be asked; carries Slurm's own message."""
 
 
-class SlurmSilent(SlurmError):
+class SlurmUnresponsiveError(SlurmError):
     """Slurm did not answer: its controller restarts, say. What was asked for may be done or not."""
 
 
@@ -166,7 +166,7 @@ class RequeueRequested(RlinfError):
     exit_code = EXIT_REQUEUE
 
 
-class Interrupted(RlinfError):
+class InterruptedByUser(RlinfError):
     """The user ended the driver by Ctrl-C; what was committed stays."""
 
     exit_code = EXIT_INTERRUPTED
@@ -176,7 +176,7 @@ class RunStopped(RlinfError):
     """``rlinf stop`` ended the run; it can be resumed."""
 
 
-class InputFailed(RlinfError):
+class UpstreamFailed(RlinfError):
     """What a stage waited for will not come from where it was to come from; start it again."""
 
     exit_code = EXIT_REQUEUE
@@ -196,14 +196,14 @@ _UNMAPPED = "failed to map segment from shared object"
 _OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
-def storage_error(error: BaseException, folder: Path | None = None) -> ResourceError | None:
+def to_resource_error(error: BaseException, folder: Path | None = None) -> ResourceError | None:
     """The error to show when ``error`` came of a disk or process that can take no more.
 
     Libraries wrap the system's error, only quote it, or fail later over what was not written;
     so its text counts, and that ``folder`` has no room.
     """
     there = folder is not None and folder.exists()
-    if there and shutil.disk_usage(folder or ".").free < LEAST_FREE_BYTES:
+    if there and shutil.disk_usage(folder or ".").free < MIN_FREE_BYTES:
         return StorageError(NO_SPACE)
     seen: BaseException | None = error
     while seen is not None:
@@ -228,19 +228,19 @@ def storage_error(error: BaseException, folder: Path | None = None) -> ResourceE
 
 
 @contextlib.contextmanager
-def told_of_exhaustion() -> Iterator[None]:
-    """Errors that :func:`storage_error` knows are raised as what it makes of them."""
+def translate_resource_errors() -> Iterator[None]:
+    """Errors that :func:`to_resource_error` knows are raised as what it makes of them."""
     try:
         yield
     except Exception as error:
-        exhausted = None if isinstance(error, RlinfError) else storage_error(error)
+        exhausted = None if isinstance(error, RlinfError) else to_resource_error(error)
         if exhausted is not None:
             raise exhausted from error
         raise
 
 
 @contextlib.contextmanager
-def naming(key: str) -> Iterator[None]:
+def name_key_in_memory_errors(key: str) -> Iterator[None]:
     """Errors of memory that has no room left name the key whose file took it.
 
     Raises:
@@ -252,7 +252,7 @@ def naming(key: str) -> Iterator[None]:
         raise ResourceError(f"{key}: while it was read: {NO_MEMORY}") from error
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
     names = sorted(valid)
     close = get_close_matches(name, names, n=1)
@@ -261,17 +261,19 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; valid: {', '.join(names)}" if names else ""
 
 
-def without_traceback(reason: str) -> str:
+def short_reason(reason: str) -> str:
     """A failure's reason in short: what stands before its traceback, else the traceback's end."""
     before, separator, _ = reason.partition(TRACEBACK)
     before = before.strip()
     if not separator:
         return reason
     return (
-        before if before and not before.endswith(":") else f"{before} {last_line(reason)}".strip()
+        before
+        if before and not before.endswith(":")
+        else f"{before} {exception_line(reason)}".strip()
     )
 
 
-def last_line(traceback: str) -> str:
+def exception_line(traceback: str) -> str:
     """What was raised: it stands at the end of a traceback."""
     return traceback.strip().splitlines()[-1]

@@ -15,12 +15,12 @@ from pathlib import Path
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
 
-TABLE = "RLINF_INTERPRETERS"
+INTERPRETERS_VARIABLE = "RLINF_INTERPRETERS"
 """Environment variable: paths by name, JSON; what a site file says, for the processes of a job."""
-FOLDER = "RLINF_ENVS"
+ENVIRONMENTS_VARIABLE = "RLINF_ENVS"
 """Environment variable: the folder of environments; ``~/.cache/rlinf/envs`` by default."""
-LONGEST_S = 120.0
-OF_STAGES = (
+PROBE_TIMEOUT_S = 120.0
+STAGE_PACKAGES = (
     "torch",
     "numpy",
     "pydantic",
@@ -34,7 +34,7 @@ OF_STAGES = (
 """What the package imports in every stage."""
 
 
-def interpreter(name: str, key: str) -> str:
+def resolve_interpreter(name: str, key: str) -> str:
     """The path of an interpreter that a configuration names.
 
     Raises:
@@ -43,10 +43,12 @@ def interpreter(name: str, key: str) -> str:
     if not name:
         raise ConfigError(f"{key}: is empty; name an interpreter, or leave it out")
     try:
-        known = dict(json.loads(os.environ.get(TABLE, "{}")))
+        known = dict(json.loads(os.environ.get(INTERPRETERS_VARIABLE, "{}")))
     except ValueError as error:
-        raise ConfigError(f"{TABLE}: no JSON object of paths by name ({error})") from None
-    folder = Path(os.environ.get(FOLDER, "~/.cache/rlinf/envs")).expanduser()
+        raise ConfigError(
+            f"{INTERPRETERS_VARIABLE}: no JSON object of paths by name ({error})"
+        ) from None
+    folder = Path(os.environ.get(ENVIRONMENTS_VARIABLE, "~/.cache/rlinf/envs")).expanduser()
     if os.sep in name:
         path = Path(name).expanduser().absolute()
     else:
@@ -58,15 +60,15 @@ def interpreter(name: str, key: str) -> str:
     return str(path)
 
 
-def named(config: RunConfig, section: str) -> str | None:
+def configured_interpreter(config: RunConfig, section: str) -> str | None:
     """What a section of a run says under ``python``."""
     found: str | None = (getattr(config, section).model_extra or {}).get("python")
     return found
 
 
-def know(interpreters: Mapping[str, str]) -> dict[str, str]:
+def set_interpreters(interpreters: Mapping[str, str]) -> dict[str, str]:
     """Find interpreters by these names in this process; returns the variables for other ones."""
-    told = {TABLE: json.dumps(dict(interpreters))} if interpreters else {}
+    told = {INTERPRETERS_VARIABLE: json.dumps(dict(interpreters))} if interpreters else {}
     os.environ.update(told)
     return told
 
@@ -78,7 +80,7 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
         ConfigError: it is not, does not run, or lacks one.
     """
     if missing := missing_modules(name, key, modules):
-        path = interpreter(name, key)
+        path = resolve_interpreter(name, key)
         raise ConfigError(f"{key}: {path} lacks the package {missing[0]}; install it there")
 
 
@@ -88,7 +90,7 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: it is not there, or does not run.
     """
-    path = interpreter(name, key)
+    path = resolve_interpreter(name, key)
     program = (
         "import importlib.util as u, sys; "
         "print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
@@ -98,12 +100,12 @@ def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
             [path, "-c", program, *modules],
             capture_output=True,
             text=True,
-            timeout=LONGEST_S,
+            timeout=PROBE_TIMEOUT_S,
             check=True,
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        why = f"no answer within {LONGEST_S:g} s"
+        why = f"no answer within {PROBE_TIMEOUT_S:g} s"
         if isinstance(error, subprocess.CalledProcessError):
             why = f"it ended with {error.returncode}: {error.stderr.strip()[-200:]}"
         elif isinstance(error, OSError):

@@ -14,34 +14,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlinf import machine, tree
-from rlinf.composing import explained, forced, in_words
-from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, told_of_exhaustion
-from rlinf.user_code import reporting_user_errors
+from rlinf import package_paths, process_tuning
+from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, translate_resource_errors
+from rlinf.hydra_config import force_add, to_config_error, to_override_value
+from rlinf.user_code import translate_user_errors
 
 if TYPE_CHECKING:
-    from pipeline.commands.results import Results
+    from pipeline.commands.results import RunResults
 
-BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-FULL_ERROR = "HYDRA_FULL_ERROR"
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+FULL_ERROR_VARIABLE = "HYDRA_FULL_ERROR"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     # Importing PyTorch takes seconds: say at once that the command was understood.
     print("rlinf: reading the configuration", file=sys.stderr, flush=True)
-    tree.activate()
-    machine.apply()
+    package_paths.add_to_sys_path()
+    process_tuning.tune_process()
     words = list(sys.argv[1:] if argv is None else argv)
     # Keys of a part that its YAML file does not mention are overrides too; our own validation,
     # which knows them all, judges them and hints at the nearest.
     # Hydra wants its options before the overrides.
     try:
-        words, choice = chosen(words)
-        words = sorted([*map(forced, words), *suffix(words)], key=_is_override)
-        refuse_lone_launcher(words)
-        with told_of_exhaustion(), reporting_user_errors():
-            swept = sweep_of(words)
+        words, choice = split_mismatch_flag(words)
+        words = sorted([*map(force_add, words), *sweep_suffix_override(words)], key=_is_override)
+        reject_launcher_without_multirun(words)
+        with translate_resource_errors(), translate_user_errors():
+            swept = sweep_points(words)
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     finally:
         if swept:
-            from pipeline.commands.sweep import show
+            from pipeline.commands.sweep import show_sweep
 
-            show(swept)
+            show_sweep(swept)
 
 
 def run(
@@ -62,8 +62,8 @@ def run(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     config_dir: str | Path | None = None,
-    choice: Literal["ask", "redo", "keep"] = "ask",
-) -> Results:
+    on_mismatch: Literal["ask", "redo", "keep"] = "ask",
+) -> RunResults:
     """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
 
     A run of that name that is there goes on. With ``cluster=slurm`` this process is the driver, and
@@ -79,36 +79,36 @@ def run(
         ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
         RlinfError: it failed; the message says where.
     """
-    tree.activate()
-    machine.apply()
-    from pipeline.commands.experiment import compose, drive, prepare
-    from pipeline.settle import Choice
+    package_paths.add_to_sys_path()
+    process_tuning.tune_process()
+    from pipeline.commands.experiment import compose, drive, prepare_run
+    from pipeline.resume import OnMismatch
 
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={in_words(value)}" for key, value in overrides.items()]
+        overrides = [f"{key}={to_override_value(value)}" for key, value in overrides.items()]
     words = [f"experiment={experiment}", *overrides]
-    values = compose([forced(word) for word in words], [str(config_dir)] if config_dir else [])
-    with told_of_exhaustion(), reporting_user_errors():
-        made = prepare(values, Choice(choice))
+    values = compose([force_add(word) for word in words], [str(config_dir)] if config_dir else [])
+    with translate_resource_errors(), translate_user_errors():
+        made = prepare_run(values, OnMismatch(on_mismatch))
         drive(made)
     return load(made.folder)
 
 
-def load(folder: str | Path) -> Results:
+def load(folder: str | Path) -> RunResults:
     """The results of a run directory: of one that is finished, goes on, or was interrupted.
 
     Raises:
         ConfigError: it is no run directory.
     """
-    tree.activate()
-    from pipeline.commands.results import Results
+    package_paths.add_to_sys_path()
+    from pipeline.commands.results import RunResults
 
-    return Results.of(folder)
+    return RunResults.open(folder)
 
 
 def cli() -> Any:
     """Entry point of the ``rlinf`` command."""
-    tree.activate()
+    package_paths.add_to_sys_path()
     from pipeline.commands.cli import main as command
 
     return command()
@@ -123,7 +123,9 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
     sys.argv = ["rlinf.launch", *words]
     failures: list[int] = []
 
-    @hydra.main(config_path=str(tree.ROOT / "configs"), config_name="config", version_base="1.3")
+    @hydra.main(
+        config_path=str(package_paths.ROOT / "configs"), config_name="config", version_base="1.3"
+    )
     def run(values: Any) -> None:
         code = run_point(values, choice)
         if code:
@@ -133,16 +135,16 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
                 raise SystemExit(code)
 
     if any(word in ("-m", "--multirun") for word in words):
-        from launchers.sbatch import slurm_executor
+        from launchers.sbatch import patched_slurm_executor
 
-        slurm_executor()
+        patched_slurm_executor()
     # Hydra prints what it cannot compose, and ends with 1; so it hands its errors on instead.
-    shown = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"
+    shown = os.environ.get(FULL_ERROR_VARIABLE)
+    os.environ[FULL_ERROR_VARIABLE] = "1"
     try:
         run()
     except (HydraException, OmegaConfBaseException) as error:
-        told = explained(error)
+        told = to_config_error(error)
         print(f"error: {told}", file=sys.stderr)
         return told.exit_code
     except RlinfError as error:
@@ -150,13 +152,13 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
         return error.exit_code
     finally:
         if shown is None:
-            del os.environ[FULL_ERROR]
+            del os.environ[FULL_ERROR_VARIABLE]
         else:
-            os.environ[FULL_ERROR] = shown
+            os.environ[FULL_ERROR_VARIABLE] = shown
     return failures[0] if failures else 0
 
 
-def sweep_of(words: Sequence[str]) -> list[Any]:
+def sweep_points(words: Sequence[str]) -> list[Any]:
     """The points of a sweep, each checked; none for a single run or a sweeper with its own search.
 
     Raises:
@@ -168,12 +170,12 @@ def sweep_of(words: Sequence[str]) -> list[Any]:
     searches = any(word.lstrip("+").startswith("hydra/sweeper=") for word in options.overrides)
     if not options.multirun or options.cfg or options.help or options.hydra_help or searches:
         return []
-    from pipeline.commands.sweep import points
+    from pipeline.commands.sweep import sweep_points
 
-    return list(points(options.overrides, [options.config_dir] if options.config_dir else []))
+    return list(sweep_points(options.overrides, [options.config_dir] if options.config_dir else []))
 
 
-def chosen(words: Sequence[str]) -> tuple[list[str], str]:
+def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
     """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
 
     Raises:
@@ -186,7 +188,7 @@ def chosen(words: Sequence[str]) -> tuple[list[str], str]:
     return rest, next(iter(flags), "--ask").removeprefix("--")
 
 
-def suffix(words: Sequence[str]) -> list[str]:
+def sweep_suffix_override(words: Sequence[str]) -> list[str]:
     """For a sweep, the override that names each point's run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
@@ -200,7 +202,7 @@ def suffix(words: Sequence[str]) -> list[str]:
 
 def _value(key: str) -> str:
     """What is interpolated for a key: of a folder of files (``experiment``) the file's name."""
-    group = "." not in key and (tree.ROOT / "configs" / key).is_dir()
+    group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
     return f"hydra:runtime.choices.{key}" if group else key
 
 
@@ -223,7 +225,7 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any, choice: str = "ask") -> int:
+def run_point(values: Any, on_mismatch: str = "ask") -> int:
     """Run one composed configuration to its end; returns its exit code.
 
     Args:
@@ -232,17 +234,19 @@ def run_point(values: Any, choice: str = "ask") -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from pipeline.commands.experiment import execute
-    from pipeline.settle import Choice
+    from pipeline.commands.experiment import run_experiment
+    from pipeline.resume import OnMismatch
 
     logging.getLogger("rlinf").setLevel(logging.INFO)
     try:
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
-        report = execute({str(key): value for key, value in plain.items()}, Choice(choice))
+        report = run_experiment(
+            {str(key): value for key, value in plain.items()}, OnMismatch(on_mismatch)
+        )
         print(f"report: {report}")
     except OmegaConfBaseException as error:
-        print(f"error: {explained(error)}", file=sys.stderr)
+        print(f"error: {to_config_error(error)}", file=sys.stderr)
         return ConfigError.exit_code
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -250,7 +254,7 @@ def run_point(values: Any, choice: str = "ask") -> int:
     return 0
 
 
-def refuse_lone_launcher(words: Sequence[str]) -> None:
+def reject_launcher_without_multirun(words: Sequence[str]) -> None:
     """Hydra ignores a launcher given without ``-m``, and would train on the login node.
 
     Raises:

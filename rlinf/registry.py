@@ -13,8 +13,8 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from rlinf.errors import ConfigError, RlinfError, nearest
-from rlinf.user_code import remember_part
+from rlinf.errors import ConfigError, RlinfError, did_you_mean
+from rlinf.user_code import register_user_component
 
 
 class Registry:
@@ -48,7 +48,7 @@ class Registry:
         if ":" in name:
             return name
         if name not in self._entries:
-            hint = nearest(name, self._entries)
+            hint = did_you_mean(name, self._entries)
             raise ConfigError(f"{key or self.kind + '.name'}: unknown {self.kind} {name!r}{hint}")
         return self._entries[name]
 
@@ -67,7 +67,7 @@ class Registry:
             return _attribute(target)
         key = key or f"{self.kind}.name"
         module, _, attribute = target.partition(":")
-        part = own_attribute(module, attribute, key)
+        part = import_user_attribute(module, attribute, key)
         base, shown = _attribute(self._base), self._base.replace(":", ".")
         if self._instances:
             if not isinstance(part, base):
@@ -89,7 +89,7 @@ def _attribute(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def own_attribute(module: str, attribute: str, key: str) -> Any:
+def import_user_attribute(module: str, attribute: str, key: str) -> Any:
     """What a user's target names: ``attribute`` of ``module``.
 
     Raises:
@@ -115,10 +115,10 @@ def own_attribute(module: str, attribute: str, key: str) -> Any:
         raise _broken(module, key, error) from error
     if not hasattr(found, attribute):
         raise ConfigError(
-            f"{key}: {found.__file__} has no {attribute!r}{nearest(attribute, _defined(found))}"
+            f"{key}: {found.__file__} has no {attribute!r}{did_you_mean(attribute, _defined(found))}"
         )
     part = getattr(found, attribute)
-    remember_part(f"{key}: {module}:{attribute}", found, part)
+    register_user_component(f"{key}: {module}:{attribute}", found, part)
     return part
 
 

@@ -22,7 +22,7 @@ def torch_seed(seed: int, *address: int | str) -> int:
     return _key(seed, *address) >> 65
 
 
-def uniforms(
+def uniform_rows(
     seed: int,
     iteration: int,
     stage: str,

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlinf.errors import storage_error
+from rlinf.errors import to_resource_error
 
 log = logging.getLogger("rlinf")
 
 
-def serve(name: str, work: Callable[[], None]) -> threading.Thread:
+def start_service_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     """Run ``work`` in a thread of its own, which does not keep the process alive.
 
-    When it raises, the process ends with exit code 1, or that of ``storage_error``.
+    When it raises, the process ends with exit code 1, or that of ``to_resource_error``.
     """
 
     def run() -> None:
@@ -31,7 +31,7 @@ def serve(name: str, work: Callable[[], None]) -> threading.Thread:
             work()
         except BaseException as error:
             if not sys.is_finalizing():
-                end_process(name, error)
+                exit_process(name, error)
             raise
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -39,9 +39,9 @@ def serve(name: str, work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def end_process(name: str, error: BaseException) -> None:
+def exit_process(name: str, error: BaseException) -> None:
     """Say why and end, whatever the other threads are doing."""
-    exhausted = storage_error(error)
+    exhausted = to_resource_error(error)
     if exhausted is None:
         log.critical("the thread %r failed, so this process ends", name, exc_info=error)
     print(f"error: {exhausted or f'{name}: {error!r}'}", file=sys.stderr)
@@ -49,7 +49,7 @@ def end_process(name: str, error: BaseException) -> None:
     os._exit(1 if exhausted is None else exhausted.exit_code)
 
 
-class Queue:
+class BackgroundWorker:
     """Does one piece of work after another in a thread of its own.
 
     Args:
@@ -82,10 +82,10 @@ class Queue:
             log.warning("%s: %s; it is read from disk instead", what, error)
         except BaseException as error:
             if not sys.is_finalizing():
-                end_process(f"{self._name}: {what}", error)
+                exit_process(f"{self._name}: {what}", error)
 
 
-class Malformed:
+class MalformedCounter:
     """Counts messages of a kind that were dropped; the log tells of the first one.
 
     Args:
@@ -96,7 +96,7 @@ class Malformed:
         self.count = 0
         self._what = what
 
-    def drop(self, error: BaseException) -> None:
+    def count_dropped(self, error: BaseException) -> None:
         self.count += 1
         if self.count == 1:
             log.warning(

@@ -4,7 +4,7 @@ User code is each module that the configuration names (``reward.name=mylab.rewar
 the other modules of its package or, if it has none, of its folder. An exception whose traceback
 has a frame of such a module is the user's. It becomes a :class:`UserCodeError`, which no driver
 retries, unless it may pass by itself; then it is a :class:`TransientUserCodeError`.
-:mod:`rlinf.transient` says which errors may.
+:mod:`rlinf.transient_errors` says which errors may.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlinf.errors import (
     RlinfError,
     TransientUserCodeError,
     UserCodeError,
-    last_line,
-    storage_error,
+    exception_line,
+    to_resource_error,
 )
-from rlinf.transient import cause_of, may_pass
+from rlinf.transient_errors import cause_of, is_transient
 
-PRODUCT = frozenset({"rlinf", "stages", "pipeline", "launchers", "slurm"})
+PRODUCT_PACKAGES = frozenset({"rlinf", "stages", "pipeline", "launchers", "slurm"})
 """Top-level packages whose modules are never user code."""
-LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+LIBRARY_FOLDERS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 class _Part(NamedTuple):
@@ -46,7 +46,7 @@ _packages: set[Path] = set()
 _folders: set[Path] = set()
 
 
-def remember_part(label: str, module: ModuleType, attribute: object) -> None:
+def register_user_component(label: str, module: ModuleType, attribute: object) -> None:
     """Count the modules around ``module`` as user code from now on.
 
     Args:
@@ -55,7 +55,7 @@ def remember_part(label: str, module: ModuleType, attribute: object) -> None:
     """
     top = module.__name__.partition(".")[0]
     file = getattr(module, "__file__", None)
-    if top in PRODUCT or label in _parts or file is None:
+    if top in PRODUCT_PACKAGES or label in _parts or file is None:
         return
     _parts[label] = _Part(label, Path(file), attribute)
     _remember_modules_around(module)
@@ -77,12 +77,12 @@ def _remember_modules_around(module: ModuleType) -> None:
 def _is_library(module: ModuleType) -> bool:
     """Whether a module is the product's, the standard library's or an installed one."""
     file = getattr(module, "__file__", None)
-    if module.__name__.partition(".")[0] in PRODUCT or file is None:
+    if module.__name__.partition(".")[0] in PRODUCT_PACKAGES or file is None:
         return True
-    return any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+    return any(Path(file).is_relative_to(folder) for folder in LIBRARY_FOLDERS)
 
 
-def user_error(error: BaseException) -> RlinfError | None:
+def to_user_code_error(error: BaseException) -> RlinfError | None:
     """The error to report in place of ``error`` if user code raised it; None: it did not.
 
     Errors that are raised on purpose (:class:`RlinfError`), that a full disk or used-up memory
@@ -91,7 +91,7 @@ def user_error(error: BaseException) -> RlinfError | None:
     """
     if not isinstance(error, Exception | SystemExit) or isinstance(error, RlinfError):
         return None
-    if not _parts or storage_error(error) is not None:
+    if not _parts or to_resource_error(error) is not None:
         return None
     steps = list(_steps(error.__traceback__))
     first = next((step for step in steps if _is_user_code(step.tb_frame)), None)
@@ -103,26 +103,26 @@ def user_error(error: BaseException) -> RlinfError | None:
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     label = _label([step.tb_frame for step in steps], first.tb_frame)
     message = f"{label} raised {said}\n{_traceback(error, first)}"
-    return (TransientUserCodeError if may_pass(error) else UserCodeError)(message)
+    return (TransientUserCodeError if is_transient(error) else UserCodeError)(message)
 
 
-def exit_of(error: BaseException) -> tuple[int, str]:
+def exit_code_and_message(error: BaseException) -> tuple[int, str]:
     """Exit code and message of an error: its own if it was raised on purpose, else those of what
-    :func:`storage_error` or :func:`user_error` make of it, else 1 and the whole traceback."""
+    :func:`to_resource_error` or :func:`to_user_code_error` make of it, else 1 and the whole traceback."""
     if not isinstance(error, RlinfError):
-        error = storage_error(error) or user_error(error) or error
+        error = to_resource_error(error) or to_user_code_error(error) or error
     if isinstance(error, RlinfError):
         return error.exit_code, str(error)
     return 1, "".join(traceback.format_exception(error))
 
 
 @contextlib.contextmanager
-def reporting_user_errors() -> Iterator[None]:
-    """Raise errors of user code as :func:`user_error` reports them."""
+def translate_user_errors() -> Iterator[None]:
+    """Raise errors of user code as :func:`to_user_code_error` reports them."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        found = user_error(error)
+        found = to_user_code_error(error)
         if found is None:
             raise
         raise found from None
@@ -146,7 +146,7 @@ def _is_user_code(frame: FrameType) -> bool:
 
 
 def _is_product(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in PRODUCT
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in PRODUCT_PACKAGES
 
 
 def _label(frames: list[FrameType], first: FrameType) -> str:
@@ -170,4 +170,4 @@ def _traceback(error: BaseException, first: TracebackType) -> str:
     cause = cause_of(error)
     if cause is None:
         return text
-    return f"{text}\nraised from {last_line(''.join(traceback.format_exception_only(cause)))}"
+    return f"{text}\nraised from {exception_line(''.join(traceback.format_exception_only(cause)))}"

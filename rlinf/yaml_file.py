@@ -10,7 +10,7 @@ import yaml
 
 from rlinf.errors import InputError
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Of a file that a person wrote."""
 _INT = re.compile(r"[-+]?(0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 _FLOAT = re.compile(
@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
 
 
-def check_file(path: Path, key: str, error: type[InputError]) -> None:
+def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
     """See that what the user names under ``key`` is a file.
 
     Raises:
@@ -64,7 +64,7 @@ def check_file(path: Path, key: str, error: type[InputError]) -> None:
         raise error(f"{key}: cannot read {path}: {reason}") from None
 
 
-def not_utf8(path: Path, key: str, error: type[InputError], place: int) -> InputError:
+def not_utf8_error(path: Path, key: str, error: type[InputError], place: int) -> InputError:
     """Return the error for a file that is no text, by its byte at ``place``."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
@@ -79,11 +79,11 @@ def read_text(path: Path, key: str, error: type[InputError]) -> str:
         InputError: of the type given; no file, a folder, not readable, or not UTF-8.
     """
     path = path.expanduser()
-    check_file(path, key, error)
+    check_is_file(path, key, error)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:
-        raise not_utf8(path, key, error, problem.start) from None
+        raise not_utf8_error(path, key, error, problem.start) from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise error(f"{key}: cannot read {path}: {reason}") from None
@@ -96,7 +96,7 @@ def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
         InputError: of the type given; as :func:`read_text`, or not YAML, or a key stands twice.
     """
     text = read_text(path, key, error)
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         raise error(f"{key}: {path} is too large for a file of settings ({len(text)} characters)")
     try:
         return yaml.load(text, Loader=_Loader)

@@ -15,7 +15,7 @@ GIGA = 10**9
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpec:
     """One variant of a GPU, as Slurm counts them."""
 
     name: str
@@ -28,7 +28,7 @@ class Gpu:
     bandwidth_bytes_per_s: float
     """Memory bandwidth."""
     source: str
-    form: str = ""
+    form_factor: str = ""
     """``sxm``, ``pcie`` or ``nvl`` where the figures depend on it."""
 
 
@@ -40,9 +40,9 @@ def _gpu(
     gb_per_s: float,
     source: str,
     form: str = "",
-) -> Gpu:
+) -> GpuSpec:
     flops = None if bf16_tflops is None else bf16_tflops * TERA
-    return Gpu(name, family, memory_gib, flops, gb_per_s * GIGA, source, form)
+    return GpuSpec(name, family, memory_gib, flops, gb_per_s * GIGA, source, form)
 
 
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet"
@@ -50,7 +50,7 @@ _H100 = "NVIDIA H100 Tensor Core GPU data sheet (half of the rate with sparsity)
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet (half of the rate with sparsity)"
 _V100 = "NVIDIA V100 Tensor Core GPU data sheet (125 TFLOP/s in float16)"
 
-GPUS: dict[str, Gpu] = {
+GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
         # The first variant of a family is what its bare name means: the one with the least memory,
@@ -109,7 +109,7 @@ _TOLERANCE_GIB = 1
 
 
 @functools.lru_cache(maxsize=4096)
-def find(name: str, features: tuple[str, ...] = ()) -> Gpu | None:
+def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
     """The GPU that a cluster calls ``name``: ``nvidia_a100_80gb_pcie``, ``a100-sxm4-80gb``.
 
     ``features`` of the node settle what the name leaves open (``hbm80g``). None for an unknown GPU,
@@ -132,11 +132,11 @@ def find(name: str, features: tuple[str, ...] = ()) -> Gpu | None:
     for word in (text, *hints):
         if form := _FORM.search(word):
             wanted = form[1].replace("pci", "pcie")
-            variants = [gpu for gpu in variants if gpu.form in ("", wanted)] or variants
+            variants = [gpu for gpu in variants if gpu.form_factor in ("", wanted)] or variants
     return variants[0] if variants else None
 
 
-def describes(feature: str) -> bool:
+def is_gpu_feature(feature: str) -> bool:
     """Whether a node's feature tells its GPU or that GPU's memory, not a rack or a switch."""
     text = _normal(feature)
     if any(pattern.search(text) for pattern in _FAMILIES.values()):
@@ -150,5 +150,5 @@ def _normal(name: str) -> str:
     return _NOISE.sub("", text)
 
 
-def _of_size(variants: list[Gpu], memory_gib: int) -> list[Gpu]:
+def _of_size(variants: list[GpuSpec], memory_gib: int) -> list[GpuSpec]:
     return [gpu for gpu in variants if abs(gpu.memory_gib - memory_gib) <= _TOLERANCE_GIB]

@@ -1,6 +1,6 @@
 """What a cluster has: partitions, their groups of like nodes, and the limits of this user.
 
-An inventory is taken by :mod:`slurm.survey`, saved as JSON, and read where Slurm is not at hand.
+An inventory is taken by :mod:`slurm.discovery`, saved as JSON, and read where Slurm is not at hand.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
-from rlinf.artifacts import save_text
+from rlinf.artifacts import write_user_file
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
 from slurm import gpus
-from slurm.site import Hardware, Site
+from slurm.site import HardwareSettings, SiteConfig
 
 SCHEMA = 1
 NEVER_PREEMPTED = frozenset({"", "OFF", "GANG"})
@@ -51,9 +51,9 @@ class NodeGroup(Section):
     gpu_model: str = ""
     """Key of :data:`slurm.gpus.GPUS`; "" where the GPU is unknown."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
-    bandwidth_intra_bytes_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
     """Between two GPUs of a node, per direction."""
-    bandwidth_inter_bytes_per_s: float | None = Field(default=None, gt=0)
+    inter_node_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
     """Between two nodes, per node and direction."""
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
     """In the site's own unit."""
@@ -78,10 +78,10 @@ class NodeGroup(Section):
         return self.count - self.down_nodes
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """What its nodes are, in words; differs between the groups of a partition."""
         gpu = self.gpu_type or ("gpu" if self.gpus_per_node else "no GPU")
-        told = [feature for feature in self.features if gpus.describes(feature)]
+        told = [feature for feature in self.features if gpus.is_gpu_feature(feature)]
         parts = [f"{self.gpus_per_node} x {gpu}" if self.gpus_per_node else gpu, *told]
         return ", ".join([*parts, f"{self.cpus_per_node} CPUs", f"{self.mem_mb_per_node} MiB"])
 
@@ -98,9 +98,9 @@ class PartitionInventory(Section):
     """Longest wall time, minutes; None: unlimited."""
     preempt_mode: str = "OFF"
     priority_tier: int = Field(default=1, ge=0)
-    available: bool = True
+    is_available: bool = True
     """Whether jobs may start."""
-    default: bool = False
+    is_default: bool = False
     qos: str = ""
     """The partition's own QOS, whose limits hold for its jobs; "" for none."""
     allowed_qos: tuple[str, ...] | None = None
@@ -116,7 +116,7 @@ class PartitionInventory(Section):
 
     @model_validator(mode="after")
     def _told_apart(self) -> PartitionInventory:
-        kinds = [group.kind for group in self.groups]
+        kinds = [group.description for group in self.groups]
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             raise ValueError(f"two groups of like nodes ({twice}); make them one")
         return self
@@ -164,7 +164,7 @@ class Association(Section):
     max_tres_all_jobs: dict[str, int] = {}
 
 
-class Limits(Section):
+class AccountingLimits(Section):
     """What accounting allows this user."""
 
     qos: dict[str, QosLimits] = {}
@@ -175,10 +175,10 @@ class Inventory(Section):
     """A cluster as it was at one moment."""
 
     schema_version: Literal[1]
-    taken: AwareDatetime
+    created_at: AwareDatetime
     slurm_version: str
     partitions: dict[str, PartitionInventory]
-    limits: Limits | None = None
+    limits: AccountingLimits | None = None
     """None: no accounting, or it does not answer."""
     cluster: str = ""
     """Its name in accounting, which may know several; "": not known."""
@@ -192,7 +192,7 @@ class Inventory(Section):
                 raise ValueError(f"partitions.{name}.name is {partition.name!r}")
         return self
 
-    def preemptible(self, name: str) -> bool:
+    def is_preemptible(self, name: str) -> bool:
         """Whether jobs of a partition may lose their nodes to others.
 
         By partition priority where one of a higher tier exists, or by QOS where one preempts.
@@ -205,11 +205,11 @@ class Inventory(Section):
             return True
         return self.limits is None or any(qos.preempts for qos in self.limits.qos.values())
 
-    def with_site(self, site: Site) -> Inventory:
+    def with_site_settings(self, site: SiteConfig) -> Inventory:
         """The same cluster with what a site file, or else the data sheets, say of its GPUs."""
         partitions = {}
         for name, partition in self.partitions.items():
-            groups = tuple(_described(group, site.of(name)) for group in partition.groups)
+            groups = tuple(_described(group, site.settings_for(name)) for group in partition.groups)
             partitions[name] = partition.model_copy(update={"groups": groups})
         return self.model_copy(update={"partitions": partitions})
 
@@ -223,7 +223,7 @@ class Inventory(Section):
         Raises:
             InputError: the file cannot be written.
         """
-        save_text(path, self.to_json())
+        write_user_file(path, self.to_json())
 
 
 def load_inventory(path: Path) -> Inventory:
@@ -257,11 +257,11 @@ def load_inventory(path: Path) -> Inventory:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _described(group: NodeGroup, said: Hardware) -> NodeGroup:
+def _described(group: NodeGroup, said: HardwareSettings) -> NodeGroup:
     """A group with everything a site file may say, and nothing left of another one."""
-    gpu = gpus.find(group.gpu_type, group.features) if group.gpus_per_node else None
+    gpu = gpus.find_gpu(group.gpu_type, group.features) if group.gpus_per_node else None
     if said.gpu_model is not None and group.gpus_per_node:
-        named = gpus.find(said.gpu_model)
+        named = gpus.find_gpu(said.gpu_model)
         # A partition may mix GPUs; the site's word settles only what GRES leaves open.
         if gpu is None or (named is not None and named.family == gpu.family):
             gpu = named
@@ -270,8 +270,8 @@ def _described(group: NodeGroup, said: Hardware) -> NodeGroup:
         update={
             "gpu_model": gpu.name if gpu else "",
             "gpu_memory_gib": memory if group.gpus_per_node else None,
-            "bandwidth_intra_bytes_per_s": _bytes_per_s(said.bandwidth_intra_gb_per_s),
-            "bandwidth_inter_bytes_per_s": _bytes_per_s(said.bandwidth_inter_gb_per_s),
+            "intra_node_bandwidth_bytes_per_s": _bytes_per_s(said.intra_node_bandwidth_gb_per_s),
+            "inter_node_bandwidth_bytes_per_s": _bytes_per_s(said.inter_node_bandwidth_gb_per_s),
             "cost_per_gpu_hour": said.cost_per_gpu_hour if group.gpus_per_node else None,
             "slowdown": said.slowdown,
         }

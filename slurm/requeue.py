@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlinf.errors import SlurmError
-from slurm.client import run
-from slurm.ids import own_id
+from slurm.client import run_command
+from slurm.jobs import current_job_id
 
 log = logging.getLogger("rlinf")
 
@@ -21,7 +21,7 @@ _UNDER_WAY = re.compile("pending execution", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Life:
+class RequeueState:
     """What becomes of a job, as ``scontrol show job`` tells."""
 
     state: str
@@ -29,28 +29,29 @@ class Life:
     restarts: int
 
     @property
-    def goes_on(self) -> bool:
+    def can_requeue(self) -> bool:
         """Whether nobody has ended it; what ran out of time may still be run again."""
         return self.state == "RUNNING" or self.reason == "TimeLimit"
 
 
 def requeue(
-    environment: Mapping[str, str] = os.environ, ask: Callable[[list[str]], str] = run
+    environment: Mapping[str, str] = os.environ,
+    run_command: Callable[[list[str]], str] = run_command,
 ) -> bool:
     """Ask Slurm to run this job again, which ends all of its ranks; whether it will.
 
     Any rank may be the first to stop, while the others wait for it, so each one asks. A job that is
     being cancelled stays so: it stopped because TERM came, and scontrol would revive it.
     """
-    identity = str(own_id(environment))
+    identity = str(current_job_id(environment))
     try:
-        life = parse_life(ask(["scontrol", "show", "job", "-o", identity]))
+        life = parse_requeue_state(run_command(["scontrol", "show", "job", "-o", identity]))
         if life.restarts > int(environment.get("SLURM_RESTART_COUNT", "0")):
             return True
-        if not life.goes_on:
+        if not life.can_requeue:
             log.warning("job %s was ended (%s): not requeued", identity, life.state)
             return False
-        ask(["scontrol", "requeue", identity])
+        run_command(["scontrol", "requeue", identity])
     except SlurmError as error:
         if _UNDER_WAY.search(str(error)):
             return True
@@ -59,7 +60,7 @@ def requeue(
     return True
 
 
-def parse_life(text: str) -> Life:
+def parse_requeue_state(text: str) -> RequeueState:
     """Read ``scontrol show job -o``.
 
     Raises:
@@ -68,7 +69,7 @@ def parse_life(text: str) -> Life:
     # The first of each: what the job's owner named comes later, but for the job's name.
     found = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
     try:
-        return Life(found["JobState"], found["Reason"], int(found["Restarts"]))
+        return RequeueState(found["JobState"], found["Reason"], int(found["Restarts"]))
     except (KeyError, ValueError):
         raise SlurmError(f"scontrol show job: cannot read {text.strip()[:200]!r}") from None
 

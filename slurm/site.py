@@ -10,15 +10,20 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from rlinf.config import Section, validate
-from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
 from slurm import gpus
 from slurm.client import partition_names
-from slurm.options import Value, check_options
-from slurm.words import Environment, OptionText, Word
+from slurm.sbatch_options import (
+    EnvironmentVariables,
+    OptionText,
+    OptionValue,
+    ShellText,
+    check_site_options,
+)
 
 
-class Hardware(Section):
+class HardwareSettings(Section):
     """What Slurm cannot tell of a partition's nodes; see :class:`slurm.inventory.NodeGroup`."""
 
     gpu_model: str | None = None
@@ -26,13 +31,13 @@ class Hardware(Section):
     in two sizes): a name of :data:`slurm.gpus.GPUS`, or any that is read as one."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of each GPU of the partition."""
-    bandwidth_intra_gb_per_s: float | None = Field(default=None, gt=0)
+    intra_node_bandwidth_gb_per_s: float | None = Field(default=None, gt=0)
     """Between two GPUs of a node, gigabytes per second and direction."""
-    bandwidth_inter_gb_per_s: float | None = Field(default=None, gt=0)
+    inter_node_bandwidth_gb_per_s: float | None = Field(default=None, gt=0)
     """Between two nodes, gigabytes per second, node and direction (400 Gbit/s are 50)."""
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
     """In any unit, the same for all partitions."""
-    losses_per_hour: float = Field(default=0.0, ge=0)
+    interruptions_per_hour: float = Field(default=0.0, ge=0)
     """Expected preemptions and node failures of a job, per hour."""
     slowdown: float = Field(default=1.0, gt=0)
     """How many times longer work takes here than the GPU's figures say."""
@@ -40,15 +45,15 @@ class Hardware(Section):
     @field_validator("gpu_model")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and gpus.find(value) is None:
-            raise ValueError(f"unknown GPU {value!r}{nearest(value.lower(), gpus.GPUS)}")
+        if value is not None and gpus.find_gpu(value) is None:
+            raise ValueError(f"unknown GPU {value!r}{did_you_mean(value.lower(), gpus.GPUS)}")
         return value
 
 
-Duty = Annotated[float, Field(gt=0, le=1)]
+DutyCycle = Annotated[float, Field(gt=0, le=1)]
 
 
-class PartitionSite(Hardware):
+class PartitionSettings(HardwareSettings):
     """Settings of the jobs of one partition, and its hardware."""
 
     account: OptionText | None = None
@@ -56,29 +61,29 @@ class PartitionSite(Hardware):
     constraint: OptionText | None = None
     exclude: OptionText | None = None
     reservation: OptionText | None = None
-    setup: tuple[Word, ...] = ()
+    setup: tuple[ShellText, ...] = ()
     """Shell lines before the job's command: ``module load cuda/12.4``."""
-    python: tuple[Word, ...] = ()
+    python_command: tuple[ShellText, ...] = ()
     """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
-    env: Environment = {}
-    sbatch: dict[str, Value] = {}
-    """Further sbatch options by long name, which :func:`slurm.options.check_options` checks.
+    env: EnvironmentVariables = {}
+    sbatch: dict[str, OptionValue] = {}
+    """Further sbatch options by long name, which :func:`slurm.sbatch_options.check_site_options` checks.
 
     They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
     """
     signal_delay_s: int = Field(default=90, ge=1)
     """Seconds between the warning signal and the end."""
-    duty_cycle: Duty | dict[str, Duty] = 1.0
+    duty_cycle: DutyCycle | dict[str, DutyCycle] = 1.0
     """Share of the time that the processes of jobs may run, to make nodes of a dev cluster slower
     than others: a number, or by kind of node (a GPU's GRES name, a feature), so that it holds in
     partitions of several kinds too. Leave it at 1 on real clusters."""
 
     @field_validator("sbatch")
     @classmethod
-    def _obeyed(cls, value: dict[str, Value]) -> dict[str, Value]:
-        return check_options(value)
+    def _obeyed(cls, value: dict[str, OptionValue]) -> dict[str, OptionValue]:
+        return check_site_options(value)
 
-    def duty_of(self, *kinds: str) -> float:
+    def duty_cycle_for(self, *kinds: str) -> float:
         """The duty cycle of a node that these words describe; 1 where nothing is said of it."""
         if isinstance(self.duty_cycle, float):
             return self.duty_cycle
@@ -86,24 +91,24 @@ class PartitionSite(Hardware):
             (self.duty_cycle[kind] for kind in kinds if kind in self.duty_cycle), default=1.0
         )
 
-    def as_resources(self) -> dict[str, Any]:
-        """Keyword arguments of :class:`launchers.base.Resources`."""
+    def resource_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of :class:`launchers.launcher.Resources`."""
         return {
             name: getattr(self, name)
             for name in type(self).model_fields
-            if name not in Hardware.model_fields
+            if name not in HardwareSettings.model_fields
         }
 
 
-class Site(Section):
+class SiteConfig(Section):
     """``defaults`` for all partitions, then what ``partitions`` says of each."""
 
-    defaults: PartitionSite = PartitionSite()
-    partitions: dict[str, PartitionSite] = {}
+    defaults: PartitionSettings = PartitionSettings()
+    partitions: dict[str, PartitionSettings] = {}
     interpreters: dict[str, str] = {}
     """Paths by name, for ``task.python``, ``engine.python`` and ``trainer.python``."""
 
-    def of(self, partition: str | None) -> PartitionSite:
+    def settings_for(self, partition: str | None) -> PartitionSettings:
         """Settings of a partition, or of a list of them (``a100,h100``) that share all settings.
 
         Raises:
@@ -112,7 +117,7 @@ class Site(Section):
         first, *others = partition_names(partition or "")
         found = self._of(first)
         for name in others:
-            theirs, ours = self._of(name).as_resources(), found.as_resources()
+            theirs, ours = self._of(name).resource_arguments(), found.resource_arguments()
             key = next((key for key in ours if ours[key] != theirs[key]), None)
             if key is not None:
                 raise PlanError(
@@ -122,11 +127,11 @@ class Site(Section):
                 )
         return found
 
-    def own(self, partition: str | None) -> PartitionSite:
+    def overrides_for(self, partition: str | None) -> PartitionSettings:
         """What is said of one partition itself, without the defaults of all."""
-        return self.partitions.get(partition or "", PartitionSite())
+        return self.partitions.get(partition or "", PartitionSettings())
 
-    def check(self, partitions: Collection[str], path: Path) -> None:
+    def check_partitions(self, partitions: Collection[str], path: Path) -> None:
         """See that the cluster has every partition that is spoken of.
 
         Raises:
@@ -136,10 +141,10 @@ class Site(Section):
             if name not in partitions:
                 raise PlanError(
                     f"cluster.site: {path}: partitions.{name}: this cluster has no partition "
-                    f"{name!r}{nearest(name, partitions)}"
+                    f"{name!r}{did_you_mean(name, partitions)}"
                 )
 
-    def _of(self, partition: str) -> PartitionSite:
+    def _of(self, partition: str) -> PartitionSettings:
         own = self.partitions.get(partition)
         if own is None:
             return self.defaults
@@ -149,7 +154,7 @@ class Site(Section):
 
 
 @functools.cache
-def load_site(path: Path) -> Site:
+def load_site(path: Path) -> SiteConfig:
     """Read a site file.
 
     Raises:
@@ -161,6 +166,6 @@ def load_site(path: Path) -> Site:
             f"cluster.site: {path}: expected a mapping with 'defaults' and 'partitions'"
         )
     try:
-        return validate(Site, values or {}, str(path))
+        return validate(SiteConfig, values or {}, str(path))
     except ConfigError as error:
         raise PlanError(f"cluster.site: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-BEGAN = time.time()
+PROCESS_START = time.time()
 
 import argparse  # noqa: E402
 import logging  # noqa: E402
@@ -14,18 +14,18 @@ import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from rlinf import machine, segments  # noqa: E402
+from rlinf import process_tuning, shared_memory  # noqa: E402
 from rlinf.errors import (  # noqa: E402
     ConfigError,
     RequeueRequested,
     RlinfError,
     TransientUserCodeError,
-    told_of_exhaustion,
+    translate_resource_errors,
 )
-from rlinf.user_code import reporting_user_errors  # noqa: E402
+from rlinf.user_code import translate_user_errors  # noqa: E402
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; see :class:`stages.runner.StageCall`."""
     parser = argparse.ArgumentParser(prog="python -m stages", description="Run one stage.")
     parser.add_argument("stage", help="its name in the flow")
@@ -40,13 +40,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a stage in this process; returns its exit code (see ``rlinf.errors``)."""
-    machine.apply()
-    segments.sweep()
-    arguments = parse(sys.argv[1:] if argv is None else argv)
+    process_tuning.tune_process()
+    shared_memory.remove_orphaned_segments()
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    from slurm.signals import StopFlag
-    from stages.lives import Lives
+    from slurm.stop_signals import StopFlag
     from stages.runner import StageCall, run_stage
+    from stages.timeout_retries import NoProgressGuard
 
     try:
         inputs = {}
@@ -58,13 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         call = StageCall(
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
-        lives = Lives(call.out)
-        with told_of_exhaustion(), StopFlag() as stop, reporting_user_errors():
+        lives = NoProgressGuard(call.output_folder)
+        with translate_resource_errors(), StopFlag() as stop, translate_user_errors():
             try:
-                run_stage(call, stopping=stop.is_set, began=BEGAN)
+                run_stage(call, should_stop=stop.is_set, process_start=PROCESS_START)
             except RequeueRequested:
-                if stop.time_is_up():
-                    lives.used_up(call.stage, os.environ.get("RLINF_ATTEMPT", str(BEGAN)))
+                if stop.is_time_limit():
+                    lives.record_timeout(
+                        call.stage, os.environ.get("RLINF_ATTEMPT", str(PROCESS_START))
+                    )
                 raise
     except RlinfError as error:
         if error.exit_code == 1 and not isinstance(error, TransientUserCodeError):

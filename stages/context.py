@@ -13,105 +13,103 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from rlinf.artifacts import Manifest, read_manifest, verify
-from rlinf.channels.file import FileReader, FileWriter
-from rlinf.channels.world import World
+from rlinf.artifacts import Manifest, read_manifest, verify_output
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.config import RunConfig
-from rlinf.data.record import Record, digest_of
+from rlinf.data.record import Record, digest_records
 from rlinf.errors import RequeueRequested
-from stages.activity import COMPUTES, TURN
-from stages.board import Output
-from stages.code import stage_code
-from stages.identity import stage_key
-from stages.resident import Resident
-from stages.turns import Aside, Turn
+from stages.device_schedule import DeviceSlot, Unscheduled
+from stages.identity import stage_code_digest, stage_key
+from stages.live_store import LiveOutput
+from stages.worker_state import COMPUTING, DEVICE_TURN, WorkerState
 
 if TYPE_CHECKING:
-    from rlinf.envs.base import Environment, Episodes
+    from rlinf.envs.base import Environment, RolloutRequest
 
 T = TypeVar("T")
-How = Literal["mean", "max", "std"]
-COMMIT_LOOK_S = 0.02
-BRIEF_S = 0.002
+MetricReduction = Literal["mean", "max", "std"]
+COMMIT_POLL_S = 0.02
+MIN_WAIT_SPAN_S = 0.002
 """Waits shorter than this are not recorded, nor what is shorter between two equal spans."""
-SHORT_S = 0.05
+MERGEABLE_SPAN_S = 0.05
 """Of many equal spans in a row, those that are shorter are one."""
-WAIT = "wait"
-PAUSES = frozenset({WAIT, "offload", "onload"})
+WAIT_SPAN = "wait"
+IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
 """Spans in which a stage computes nothing: it waits, or moves things from and to its device."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass
-class Input:
+class StageInput:
     """An output of an earlier stage: committed, or still in memory (``output``)."""
 
     folder: Path
-    committed: Manifest | None = None
-    output: Output | None = None
-    stopping: Callable[[], bool] = lambda: False
-    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    known_manifest: Manifest | None = None
+    live_output: LiveOutput | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    wait_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     """Entered while waiting, so that it can be seen."""
-    taken: bool = False
+    used_live: bool = False
     """Whether something of it was taken from memory."""
-    fell: bool = False
+    used_disk_fallback: bool = False
     """Whether it was to come by memory, and was read from disk."""
 
     @property
     def manifest(self) -> Manifest:
         """Its commit; waits for that."""
-        if self.committed is None:
-            with self.waiting():
-                while not self.on_disk():
-                    if self.stopping():
+        if self.known_manifest is None:
+            with self.wait_scope():
+                while not self.is_committed():
+                    if self.should_stop():
                         raise RequeueRequested(f"asked to stop while waiting for {self.folder}")
-                    if self.output is not None:
-                        self.output.check()
-                    time.sleep(COMMIT_LOOK_S)
-        assert self.committed is not None
-        return self.committed
+                    if self.live_output is not None:
+                        self.live_output.raise_if_failed()
+                    time.sleep(COMMIT_POLL_S)
+        assert self.known_manifest is not None
+        return self.known_manifest
 
-    def on_disk(self) -> bool:
+    def is_committed(self) -> bool:
         """Whether it is committed by now."""
-        if self.committed is None:
-            self.committed = read_manifest(self.folder)
-        return self.committed is not None
+        if self.known_manifest is None:
+            self.known_manifest = read_manifest(self.folder)
+        return self.known_manifest is not None
 
     @property
-    def data(self) -> Path:
+    def data_folder(self) -> Path:
         """Folder of its files; waits for the commit."""
         return self.folder / self.manifest.data
 
     @property
-    def state(self) -> str:
+    def content_id(self) -> str:
         """Names its content: the same output folder and attempt always hold the same."""
-        if self.committed is None and self.output is not None:
+        if self.known_manifest is None and self.live_output is not None:
             # What is sent by another worker may be lost on the way; the commit is not.
-            with self.waiting():
-                attempt = self.output.attempt(self.stopping, self.on_disk)
+            with self.wait_scope():
+                attempt = self.live_output.wait_for_attempt(self.should_stop, self.is_committed)
             if attempt is not None:
-                self.taken = True
+                self.used_live = True
                 return f"{self.folder}/{attempt}"
-            self.output, self.fell = None, True
+            self.live_output, self.used_disk_fallback = None, True
         return f"{self.folder}/{self.manifest.data}"
 
-    def held(self, name: str) -> Any:
+    def live_object(self, name: str) -> Any:
         """What it handed on in memory besides records; None: it is to be read from disk."""
-        if self.committed is None and self.output is not None:
-            return self.output.objects.get(name)
+        if self.known_manifest is None and self.live_output is not None:
+            return self.live_output.objects.get(name)
         return None
 
 
-class Fault(NamedTuple):
+class DialogueFailure(NamedTuple):
     """Why dialogues of one process were lost."""
 
     error: str
     """What ended the last of them."""
-    bug: bool
+    is_user_bug: bool
     """Whether each ended by an error of the user's code that another try would meet again."""
 
 
-class Writer(Protocol):
+class RecordWriter(Protocol):
     """Takes the records of an output channel."""
 
     def put(self, record: Record) -> None: ...
@@ -119,27 +117,32 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-class Asks(Protocol):
+class RemotePolicy(Protocol):
     """The way from the simulators of a stage to the policy, where that is in other workers."""
 
-    def collect(
-        self, ctx: Context, environment: Environment, episodes: Episodes
+    def rollout_iter(
+        self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
     ) -> Generator[Record]: ...
 
 
-class Live:
+class LiveContext:
     """What a stage in a pool has besides files; one in a job of its own has none of it."""
 
     def __init__(
         self,
-        output: Output,
-        turn: Turn | Aside,
-        sinks: Callable[[str], Writer],
-        parts: int,
+        output: LiveOutput,
+        slot: DeviceSlot | Unscheduled,
+        open_sink: Callable[[str], RecordWriter],
+        num_chunks: int,
     ) -> None:
-        self.output, self.turn, self.sinks, self.parts = output, turn, sinks, parts
-        self.later: list[Callable[[], None]] = []
-        self.digests: dict[str, int] = {}
+        self.output, self.slot, self.open_sink, self.num_chunks = (
+            output,
+            slot,
+            open_sink,
+            num_chunks,
+        )
+        self.deferred_writes: list[Callable[[], None]] = []
+        self.stream_digests: dict[str, int] = {}
         """Of the records this attempt wrote, by channel."""
 
 
@@ -154,12 +157,14 @@ class _Nowhere:
 class _Both:
     """Hands records on at once and writes them to a file when the stage commits."""
 
-    def __init__(self, file: FileWriter, live: Live, channel: str, world: World) -> None:
+    def __init__(
+        self, file: RecordFileWriter, live: LiveContext, channel: str, world: ProcessGroupInfo
+    ) -> None:
         self._file, self._live, self._world = file, live, world
         self._channel = channel
         self._stream = live.output.stream(channel)
         self._made: dict[int, Record] = {}
-        self._sinks = live.sinks(channel)
+        self._sinks = live.open_sink(channel)
 
     def put(self, record: Record) -> None:
         self._made.setdefault(record.identity.sample, record)
@@ -168,52 +173,54 @@ class _Both:
         self._file.put(record)
 
     def close(self) -> None:
-        self._stream.end(len(self._made), self._world.data_rank, self._world.data_size)
+        self._stream.finish_rank(
+            len(self._made), self._world.data_parallel_rank, self._world.data_parallel_size
+        )
         self._sinks.close()
-        self._live.later.append(self._write)
+        self._live.deferred_writes.append(self._write)
 
     def _write(self) -> None:
-        self._live.digests[self._channel] = digest_of(self._made.values())
+        self._live.stream_digests[self._channel] = digest_records(self._made.values())
         self._file.close()
 
 
 @dataclass
-class Context:
+class StageContext:
     """Configuration, place in the run, channels, metrics; see the fields."""
 
     config: RunConfig
     stage: str
     iteration: int
-    run: Path
-    out: Path
-    data: Path
+    run_folder: Path
+    output_folder: Path
+    data_folder: Path
     """Private folder of this attempt; what is written here is committed with the manifest."""
-    world: World
-    inputs: Mapping[str, Input]
-    resident: Resident = field(default_factory=Resident)
+    world: ProcessGroupInfo
+    inputs: Mapping[str, StageInput]
+    worker_state: WorkerState = field(default_factory=WorkerState)
     """Lives as long as the process: loaded engines and trainers between calls."""
-    stopping: Callable[[], bool] = lambda: False
-    live: Live | None = None
-    asks: Asks | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    live: LiveContext | None = None
+    remote_policy: RemotePolicy | None = None
     """None: the policy is in this process."""
-    metrics: dict[str, tuple[float, float, How]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, float, MetricReduction]] = field(default_factory=dict)
     """Value, weight, and how ranks are put together."""
-    faults: list[Fault] = field(default_factory=list)
+    dialogue_failures: list[DialogueFailure] = field(default_factory=list)
     """One at most of this process; once the reports of all ranks are merged, those of all."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
-    """What it used of its machine; see ``stages.usage``."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    """What it used of its machine; see ``stages.resource_usage``."""
+    manifest_extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""
-    doing: str = COMPUTES
+    status: str = COMPUTING
     """For whoever watches."""
     _said: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, entry in self.inputs.items():
-            entry.waiting = partial(self.waiting, name)
+            entry.wait_scope = partial(self.waiting, name)
 
     @property
     def key(self) -> str:
@@ -223,125 +230,129 @@ class Context:
         """
         # No cached_property: before Python 3.12 all instances wait while one computes its value.
         contents = {name: entry.manifest.content for name, entry in self.inputs.items()}
-        code = stage_code(self.run, self.config, self.stage)
+        code = stage_code_digest(self.run_folder, self.config, self.stage)
         return stage_key(self.config, self.stage, self.iteration, contents, code)
 
-    def parts(self) -> Iterator[range]:
+    def chunks(self) -> Iterator[range]:
         """The samples of the batch, in as many ranges as the plan passes it on in.
 
         Whole groups, always the same ones: a result does not depend on what came first. Other
         stages of the pool have their turns in between. After the last one it keeps its turn until
         it ends, which takes little: so it is committed while later stages compute.
         """
-        starts, size = self.config.rollout.batch, self.config.rollout.group_size
-        count = 1 if self.live is None else min(self.live.parts, starts)
+        starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
+        count = 1 if self.live is None else min(self.live.num_chunks, starts)
         bounds = [starts * k // count * size for k in range(count + 1)]
         for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            self.turn(number)
+            self.yield_device(number)
             yield range(start, stop)
 
-    def turn(self, part: int) -> None:
+    def yield_device(self, chunk: int) -> None:
         """Let other stages of this worker have theirs; waits for its own."""
         if self.live is not None:
-            with self._timed(TURN):
-                self.live.turn.part(part)
+            with self._timed(DEVICE_TURN):
+                self.live.slot.start_chunk(chunk)
 
-    def records(self, channel: str, samples: range) -> list[Record]:
+    def read_records(self, channel: str, samples: range) -> list[Record]:
         """The records that input ``channel`` has of these samples, by sample number.
 
         Raises:
             ArtifactError: the input is damaged.
-            InputFailed: the stage that makes it failed, or committed something else than it sent.
+            UpstreamFailed: the stage that makes it failed, or committed something else than it sent.
         """
         entry = self.inputs[channel]
-        if entry.output is not None and channel not in self._read:
+        if entry.live_output is not None and channel not in self._read:
             with self.waiting(channel):
-                here = entry.output.records(channel, samples, self.stopping, entry.on_disk)
+                here = entry.live_output.wait_for_records(
+                    channel, samples, self.should_stop, entry.is_committed
+                )
             if here is not None:
-                entry.taken = True
+                entry.used_live = True
                 return here
         if channel not in self._read:
-            source = self.verified(channel)
+            source = self.verified_folder(channel)
             # Of a window ``NAME.1`` and so on are the same channel of earlier outputs.
             stem = channel.partition(".")[0]
-            records = list(FileReader(source.glob(f"{stem}-r*.h5")))
-            if entry.output is not None and entry.taken:
-                entry.output.compare(channel, records)
+            records = list(RecordFileReader(source.glob(f"{stem}-r*.h5")))
+            if entry.live_output is not None and entry.used_live:
+                entry.live_output.compare_with_commit(channel, records)
             # Some of it may be missing in memory for ever, and need not be compared again.
-            entry.fell |= entry.output is not None
-            entry.output = None
+            entry.used_disk_fallback |= entry.live_output is not None
+            entry.live_output = None
             self._read[channel] = records
         return [r for r in self._read[channel] if r.identity.sample in samples]
 
-    def arriving(self, channel: str, count: int, made_of: str) -> Iterator[Record]:
+    def receive_records(self, channel: str, count: int, source_input: str) -> Iterator[Record]:
         """``count`` records of an output channel that others send here, as they come.
 
         Args:
-            made_of: name of the input that they are made of.
+            depends_on: name of the input that they are made of.
 
         Raises:
-            InputFailed: they were made of an attempt at it that was not committed in the end.
+            UpstreamFailed: they were made of an attempt at it that was not committed in the end.
         """
         assert self.live is not None, "records arrive at resident workers alone"
-        committed = self.inputs[made_of].manifest.data
-        return self.live.output.arriving(channel, count, self.stopping, committed)
+        committed = self.inputs[source_input].manifest.data
+        return self.live.output.iter_records(channel, count, self.should_stop, committed)
 
-    def verified(self, name: str) -> Path:
+    def verified_folder(self, name: str) -> Path:
         """Data folder of an input whose files are all there, of their sizes.
 
-        Their content is checked as it is read, by :mod:`rlinf.checked`.
+        Their content is checked as it is read, by :mod:`rlinf.verified_io`.
 
         Raises:
             ArtifactError: a file is missing or truncated.
         """
         entry = self.inputs[name]
         with self.span("verify"):
-            verify(entry.folder, entry.manifest, checksums=False)
-        return entry.data
+            verify_output(entry.folder, entry.manifest, checksums=False)
+        return entry.data_folder
 
-    def writer(self, channel: str) -> Writer:
+    def open_writer(self, channel: str) -> RecordWriter:
         """An output channel; its files are visible once the stage has committed."""
-        if not self.world.speaks:
+        if not self.world.is_primary:
             return _Nowhere()
-        file = FileWriter(self.data, channel, self.world.rank)
+        file = RecordFileWriter(self.data_folder, channel, self.world.rank)
         return file if self.live is None else _Both(file, self.live, channel, self.world)
 
-    def hand_on(self, name: str, value: Any) -> None:
+    def publish_live(self, name: str, value: Any) -> None:
         """Give later stages of this process something else than records."""
         if self.live is not None:
             self.live.output.objects[name] = value
 
-    def later(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         """Write files: at once, or in a pool while the next stage computes."""
         if self.live is None:
             work()
         else:
-            self.live.later.append(work)
+            self.live.deferred_writes.append(work)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End what refers back to this one, so that it is freed at once with all that it holds.
 
         A cycle stays until Python's collector looks through all objects: after many iterations in
         a large process, each of which would leave a copy of the weights and the optimizer.
         """
         for entry in self.inputs.values():
-            entry.waiting = contextlib.nullcontext
+            entry.wait_scope = contextlib.nullcontext
         if self.live is not None:
-            self.live.later.clear()
+            self.live.deferred_writes.clear()
 
-    def metric(self, name: str, value: float, weight: float = 1.0, how: How = "mean") -> None:
+    def log_metric(
+        self, name: str, value: float, weight: float = 1.0, reduction: MetricReduction = "mean"
+    ) -> None:
         """Record a deterministic number; of several ranks it is their mean by weight (weight 0: the
         sum), the largest (``max``), or (``std``) the deviation of all from the metric ``mean``."""
-        if self.world.speaks:
-            self.metrics[name] = (float(value), float(weight), how)
+        if self.world.is_primary:
+            self.metrics[name] = (float(value), float(weight), reduction)
 
-    def count(self, counts: Mapping[str, int], total: int, what: str) -> None:
+    def log_counts(self, counts: Mapping[str, int], total: int, unit: str) -> None:
         """Record numbers of things out of ``total``; those that are there are said in the log."""
         for name, number in counts.items():
-            self.metric(name, number, weight=0)
+            self.log_metric(name, number, weight=0)
         if said := [f"{number} {name}" for name, number in counts.items() if number]:
             said = [text.replace("_", " ") for text in said]
-            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, what)
+            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, unit)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -350,35 +361,35 @@ class Context:
         try:
             yield
         finally:
-            self.took(name, start)
+            self.add_span(name, start)
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, name: str) -> Iterator[None]:
         """Wait for an input: others may compute meanwhile. Begins and ends in this one's turn."""
-        rest = contextlib.nullcontext() if self.live is None else self.live.turn.resting()
-        with self._timed(what), rest:
+        rest = contextlib.nullcontext() if self.live is None else self.live.slot.released()
+        with self._timed(name), rest:
             yield
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         """Time a wait, as a span, unless it is too short to matter."""
-        before, self.doing = self.doing, f"waits for {what}"
+        before, self.status = self.status, f"waits for {what}"
         start = time.time()
         try:
             yield
         finally:
-            self.doing = before
-            if time.time() - start > BRIEF_S:
-                self.took(WAIT, start)
+            self.status = before
+            if time.time() - start > MIN_WAIT_SPAN_S:
+                self.add_span(WAIT_SPAN, start)
 
-    def took(self, name: str, start: float) -> None:
+    def add_span(self, name: str, start: float) -> None:
         """A part of the stage that began at ``start`` ends now.
 
         A short one goes on with the last one, where that had its name and ended just before.
         """
-        if self.spans and time.time() - start < SHORT_S:
+        if self.spans and time.time() - start < MERGEABLE_SPAN_S:
             last = self.spans[-1]
-            if last["name"] == name and 0 <= start - last["end"] < BRIEF_S:
+            if last["name"] == name and 0 <= start - last["end"] < MIN_WAIT_SPAN_S:
                 last["end"] = time.time()
                 return
         self.spans.append(
@@ -392,17 +403,17 @@ class Context:
             }
         )
 
-    def progress(self, done: int, total: int, what: str) -> None:
+    def report_progress(self, done: int, total: int, unit: str) -> None:
         """Say how far the stage is, at most every few seconds, and stop here when asked to.
 
         Raises:
             RequeueRequested: the allocation is about to end.
         """
-        if self.stopping():
-            raise RequeueRequested(f"{self.stage}: stopping after {done} of {total} {what}")
-        hook = self.resident.progress
+        if self.should_stop():
+            raise RequeueRequested(f"{self.stage}: stopping after {done} of {total} {unit}")
+        hook = self.worker_state.on_progress
         if hook is not None:
-            hook(self.stage, done, total, what)
+            hook(self.stage, done, total, unit)
         elif time.monotonic() - self._said > 5:
             self._said = time.monotonic()
-            log.info("%s %d: %d of %d %s", self.stage, self.iteration, done, total, what)
+            log.info("%s %d: %d of %d %s", self.stage, self.iteration, done, total, unit)

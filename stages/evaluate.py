@@ -5,82 +5,123 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
+from rlinf.data.video import write_video
 from rlinf.engines.base import Engine
-from rlinf.envs.base import VIDEO, Environment, Episodes, scores_of
-from stages.collect import Acting, experience
-from stages.context import Context
+from rlinf.envs.base import VIDEO_PREFIX, Environment, RolloutRequest, score_trajectories
+from stages.context import StageContext
+from stages.dialogue_failures import DialogueFailures
+from stages.factory import environment_class, get_engine, primary_rank_environment
 from stages.flow import EVALUATE
-from stages.layout import VIDEOS
-from stages.outages import Outages
-from stages.parts import environment_class, held_engine, speaking_environment
-from stages.videos import without, write_videos
+from stages.layout import VIDEOS_FOLDER
+from stages.rollout_loop import PolicyRunner, rollout_iter
 
-SEED = 0
+
+def write_videos(
+    folder: Path,
+    trajectories: Sequence[Record],
+    columns: Sequence[str],
+    *,
+    max_samples: int,
+    fps: int,
+) -> int:
+    """Write those of the first samples; returns how many files there are.
+
+    Args:
+        columns: pictures, uint8 ``[T, H, W, 3]``, of a camera each.
+        most: samples below this number are written, if they have a step.
+        fps: steps of a second.
+    """
+    count = 0
+    for trajectory in trajectories:
+        number = trajectory.identity.sample
+        for name in columns if number < max_samples and len(trajectory) else ():
+            folder.mkdir(exist_ok=True)
+            path = folder / f"{number:04d}-{name.partition('.')[2]}.mp4"
+            write_video(path, trajectory.steps[name], fps)
+            count += 1
+    return count
+
+
+def drop_columns(trajectory: Record, columns: Sequence[str]) -> Record:
+    """A trajectory that leaves out some of its columns of steps."""
+    steps = {name: column for name, column in trajectory.steps.items() if name not in columns}
+    return Record(trajectory.identity, steps, trajectory.context, trajectory.info)
+
+
+EVAL_SEED = 0
 """Of held-out starts, whatever that of the run."""
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Input ``weights``; output channel ``trajectories`` (test split) and metric ``score``."""
-    environment = speaking_environment(ctx)
-    policy = None if ctx.asks is not None else acting(ctx)
+    environment = primary_rank_environment(ctx)
+    policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
         assert policy is not None, "of processes that ask each speaks"
         with ctx.span("generate"):
-            policy.engine.assist(seed=policy.seed, stage=policy.stage)
+            policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    starts = ctx.world.mine(ctx.config.evaluate.samples)
+    starts = ctx.world.shard(ctx.config.evaluate.samples)
     counts = Counter[str]()
     with ctx.span("generate"):
         filmed = ctx.config.evaluate.videos
-        trajectories, scores = held_out(ctx, environment, policy, starts, counts, filmed=filmed)
-    outages = Outages(ctx.config)
+        trajectories, scores = run_eval_episodes(
+            ctx, environment, policy, starts, counts, num_videos=filmed
+        )
+    outages = DialogueFailures(ctx.config)
     for trajectory in trajectories:
         outages.add(trajectory)
-    outages.record(ctx)
-    settings, films = ctx.config.evaluate, environment.films(environment_class(ctx.config)[1])
+    outages.log_metrics(ctx)
+    settings, films = (
+        ctx.config.evaluate,
+        environment.video_columns(environment_class(ctx.config)[1]),
+    )
     if settings.videos:
         with ctx.span("videos"):
             write_videos(
-                ctx.data / VIDEOS,
+                ctx.data_folder / VIDEOS_FOLDER,
                 trajectories,
                 films,
-                most=settings.videos,
+                max_samples=settings.videos,
                 fps=settings.video_fps,
             )
-    unseen = [name for name in films if name.startswith(VIDEO)]
-    output = ctx.writer("trajectories")
+    unseen = [name for name in films if name.startswith(VIDEO_PREFIX)]
+    output = ctx.open_writer("trajectories")
     for trajectory in trajectories:
-        output.put(without(trajectory, unseen))
+        output.put(drop_columns(trajectory, unseen))
     output.close()
     if trajectories:
         scored = [score for score in scores if not np.isnan(score)]
         # One that lost all of its share says nothing; if all did, the commit is refused.
-        ctx.metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
-        for task, own in by_task(trajectories, scores).items():
-            ctx.metric(f"score/{task}", float(np.mean(own)), weight=len(own))
-        lengths = [counted(trajectory).sum() for trajectory in trajectories]
-        ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
-        for name, value in environment.measures(trajectories).items():
-            ctx.metric(name, value, weight=len(scored))
-        ctx.count(counts, len(scores), "held-out answers")
+        ctx.log_metric("score", float(np.mean(scored)) if scored else np.nan, weight=len(scored))
+        for task, own in scores_by_task(trajectories, scores).items():
+            ctx.log_metric(f"score/{task}", float(np.mean(own)), weight=len(own))
+        lengths = [loss_mask(trajectory).sum() for trajectory in trajectories]
+        ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
+        for name, value in environment.episode_metrics(trajectories).items():
+            ctx.log_metric(name, value, weight=len(scored))
+        ctx.log_counts(counts, len(scores), "held-out answers")
 
 
-def acting(ctx: Context) -> Acting:
+def policy_runner(ctx: StageContext) -> PolicyRunner:
     """The policy under input ``weights``."""
-    return of_held_out(held_engine(ctx, "weights", ctx.iteration))
+    return eval_policy_runner(get_engine(ctx, "weights", ctx.iteration))
 
 
-def of_held_out(engine: Engine) -> Acting:
+def eval_policy_runner(engine: Engine) -> PolicyRunner:
     """An engine as it is asked for held-out starts."""
-    return Acting(engine, SEED, EVALUATE)
+    return PolicyRunner(engine, EVAL_SEED, EVALUATE)
 
 
-def by_task(trajectories: Sequence[Record], scores: Sequence[float]) -> dict[str, list[float]]:
+def scores_by_task(
+    trajectories: Sequence[Record], scores: Sequence[float]
+) -> dict[str, list[float]]:
     """The scores that there are, where trajectories say of which task they are."""
     found: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):
@@ -89,37 +130,39 @@ def by_task(trajectories: Sequence[Record], scores: Sequence[float]) -> dict[str
     return found
 
 
-def held_out(
-    ctx: Context,
+def run_eval_episodes(
+    ctx: StageContext,
     environment: Environment,
-    policy: Acting | None,
+    policy: PolicyRunner | None,
     starts: Sequence[int],
     counts: Counter[str],
     *,
-    filmed: int = 0,
+    num_videos: int = 0,
 ) -> tuple[list[Record], list[float]]:
     """Trajectories and scores of held-out starts; always the same ones, whatever the seed.
 
     Args:
-        policy: see :func:`stages.collect.experience`.
-        filmed: see :class:`rlinf.envs.base.Episodes`.
+        policy: see :func:`stages.rollout_loop.rollout_iter`.
+        filmed: see :class:`rlinf.envs.base.RolloutRequest`.
     """
-    episodes = Episodes(
-        seed=SEED,
+    episodes = RolloutRequest(
+        seed=EVAL_SEED,
         iteration=0,
         split="test",
-        starts=starts,
-        batch=ctx.config.evaluate.samples,
+        group_ids=starts,
+        num_groups=ctx.config.evaluate.samples,
         group_size=1,
         horizon=ctx.config.evaluate.horizon or ctx.config.rollout.horizon,
         temperature=ctx.config.evaluate.temperature,
-        filmed=filmed,
-        sampling=(ctx.config.evaluate.sampling or ctx.config.rollout.sampling).settings(),
+        num_videos=num_videos,
+        sampling=(
+            ctx.config.evaluate.sampling or ctx.config.rollout.sampling
+        ).non_default_settings(),
     )
     trajectories = []
-    with contextlib.closing(experience(ctx, environment, episodes, policy)) as made:
+    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as made:
         for trajectory in made:
             trajectories.append(trajectory)
-            ctx.progress(len(trajectories), len(starts), "held-out samples")
+            ctx.report_progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)
-    return trajectories, scores_of(environment, trajectories, counts)
+    return trajectories, score_trajectories(environment, trajectories, counts)

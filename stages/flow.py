@@ -12,52 +12,52 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from rlinf.capabilities import NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.config import RunConfig
-from rlinf.data.left_open import OPEN
-from rlinf.fit import REPLAY, REPLAYS, WITHOUT_ROLLOUTS
+from rlinf.data.episodes import OPEN_EPISODES
 from rlinf.registry import Registry
 
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
-GENERATE = ".generate"
+POLICY_SUFFIX = ".generate"
 """Ends the name of the part of a stage that has the policy."""
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """Where an input comes from: a stage of the same iteration, or of one before."""
 
     stage: str
-    back: int = 0
-    otherwise: str | None = None
+    lag: int = 0
+    initial: str | None = None
     """The offline stage that stands in before the first iteration; None: the input is left out."""
-    window: int = 1
+    history: int = 1
     """So many outputs in a row, the newest first: ``NAME``, then ``NAME.1`` of the iteration before
     it, ``NAME.2``, ... Retention keeps them."""
-    lags: bool = False
+    stale: bool = False
     """``rollout.staleness`` iterations further back."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """What a stage takes, what its output depends on, and what it needs."""
 
-    inputs: Mapping[str, Source] = field(default_factory=dict)
-    sections: tuple[str, ...] = ()
+    inputs: Mapping[str, InputSource] = field(default_factory=dict)
+    config_sections: tuple[str, ...] = ()
     """Sections of the configuration that change its output; part of its identity."""
-    streams: str | None = None
+    output_stream: str | None = None
     """The channel of the records it makes, which can be sent while they are made."""
-    loads: Literal["engine", "trainer"] | None = None
-    device: bool = True
+    holds: Literal["engine", "trainer"] | None = None
+    uses_device: bool = True
     """Computes with the model, on a GPU where there are some, in several processes at will. Else it
     is the work of one process without a GPU, where it is a job of its own."""
-    whole: bool = False
+    single_process: bool = False
     """One process does its work, in a pool too, unless the plan gives the stage itself more."""
     elastic: bool = False
     """Its workers may come and go: they keep nothing but weights."""
-    like: str | None = None
+    colocate_with: str | None = None
     """The stage with which it runs where a plan does not name it; None: pools have to."""
-    program: str = ""
+    module: str = ""
     """Module whose ``run(context)`` it is; by default ``stages.NAME``."""
 
 
@@ -65,88 +65,90 @@ class Stage:
 class Flow:
     """The stages of one iteration in an order that respects their inputs."""
 
-    stages: Mapping[str, Stage]
+    stages: Mapping[str, StageSpec]
     """The last one publishes the weights of the next version."""
-    offline: Mapping[str, Stage] = field(default_factory=dict)
+    offline: Mapping[str, StageSpec] = field(default_factory=dict)
     """Before the first iteration."""
-    evaluate: Stage = field(default_factory=Stage)
+    evaluate: StageSpec = field(default_factory=StageSpec)
     """Of a version of the weights, beside the iterations."""
-    needs: frozenset[str] = frozenset()
-    """What parts must offer; see :mod:`rlinf.fit`."""
-    offers: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    """What parts must offer; see :mod:`rlinf.capabilities`."""
+    provides: frozenset[str] = frozenset()
     """What parts may need."""
-    apart: Mapping[str, Stage] = field(default_factory=dict)
-    """Parts of stages that a plan places for themselves; see :meth:`with_policy_apart`."""
+    separate_policy: Mapping[str, StageSpec] = field(default_factory=dict)
+    """Parts of stages that a plan places for themselves; see :meth:`with_separate_policy`."""
 
     @cached_property
-    def table(self) -> dict[str, Stage]:
+    def all_stages(self) -> dict[str, StageSpec]:
         """All stages by name, and what is placed as if it were one."""
-        return {**self.offline, **self.stages, EVALUATE: self.evaluate, **self.apart}
+        return {**self.offline, **self.stages, EVALUATE: self.evaluate, **self.separate_policy}
 
     @cached_property
-    def publishes(self) -> str:
+    def publish_stage(self) -> str:
         """The stage that publishes weights."""
         return list(self.stages)[-1]
 
     @cached_property
-    def initial(self) -> str:
+    def initial_stage(self) -> str:
         """The offline stage whose weights are version 0."""
         return list(self.offline)[-1]
 
     @cached_property
-    def elastic(self) -> str | None:
+    def elastic_stage(self) -> str | None:
         """The stage of an iteration whose workers may come and go."""
         return next((name for name, stage in self.stages.items() if stage.elastic), None)
 
     @cached_property
-    def acts(self) -> str | None:
+    def rollout_stage(self) -> str | None:
         """The stage of an iteration that has the policy act, whose workers come and go or stay."""
-        return next((name for name, s in self.stages.items() if s.loads == "engine"), None)
+        return next((name for name, s in self.stages.items() if s.holds == "engine"), None)
 
     @cached_property
-    def generates(self) -> str | None:
+    def policy_stage(self) -> str | None:
         """What plans call the part of that stage that has the policy; the rest are simulators."""
-        return None if self.acts is None else self.acts + GENERATE
+        return None if self.rollout_stage is None else self.rollout_stage + POLICY_SUFFIX
 
-    def with_policy_apart(self) -> Flow:
+    def with_separate_policy(self) -> Flow:
         """The same where a plan places :attr:`generates`: it answers what the simulators of
         rollouts observe, and has no output of its own. It is no stage of an iteration."""
-        if self.acts is None or self.generates is None:
+        if self.rollout_stage is None or self.policy_stage is None:
             return self
-        part = Stage(loads="engine", sections=("engine",))
-        return replace(self, apart={self.generates: part})
+        part = StageSpec(holds="engine", config_sections=("engine",))
+        return replace(self, separate_policy={self.policy_stage: part})
 
     @cached_property
-    def trains(self) -> str:
+    def train_stage(self) -> str:
         """The stage of whose state the published weights are."""
-        sources = (source.stage for source in self.stages[self.publishes].inputs.values())
-        return next((name for name in sources if name in self.stages), self.publishes)
+        sources = (source.stage for source in self.stages[self.publish_stage].inputs.values())
+        return next((name for name in sources if name in self.stages), self.publish_stage)
 
-    def maker(self, channel: str) -> str | None:
+    def producer_of(self, channel: str) -> str | None:
         """The stage of an iteration that makes the records of a channel; of several the last."""
-        makers = [name for name, stage in self.stages.items() if stage.streams == channel]
+        makers = [name for name, stage in self.stages.items() if stage.output_stream == channel]
         return makers[-1] if makers else None
 
     @cached_property
-    def streams(self) -> frozenset[str]:
+    def stream_channels(self) -> frozenset[str]:
         """Inputs that are records, by the name of their channel."""
-        return frozenset(stage.streams for stage in self.stages.values() if stage.streams)
+        return frozenset(
+            stage.output_stream for stage in self.stages.values() if stage.output_stream
+        )
 
-    def taken(self, stage: str) -> int:
+    def retained_outputs(self, stage: str) -> int:
         """How many of its newest outputs other stages take."""
-        sources = (source for other in self.table.values() for source in other.inputs.values())
-        return max((s.back + s.window for s in sources if s.stage == stage), default=0)
+        sources = (source for other in self.all_stages.values() for source in other.inputs.values())
+        return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
-    def program(self, stage: str) -> str:
+    def module_of(self, stage: str) -> str:
         """The module of a stage."""
-        return self.table[stage].program or f"stages.{stage}"
+        return self.all_stages[stage].module or f"stages.{stage}"
 
-    def after(self) -> dict[str, tuple[str, ...]]:
+    def device_dependencies(self) -> dict[str, tuple[str, ...]]:
         """The stages of an iteration that hold devices, and whose output of the same iteration each
         waits for; not what follows from others. The last stage is the transfer of the weights."""
-        held = [name for name in self.stages if name != self.publishes]
+        held = [name for name in self.stages if name != self.publish_stage]
         direct = {
-            name: {s.stage for s in self.stages[name].inputs.values() if not s.back} & set(held)
+            name: {s.stage for s in self.stages[name].inputs.values() if not s.lag} & set(held)
             for name in held
         }
         reach: dict[str, set[str]] = {}
@@ -163,68 +165,80 @@ class Flow:
         }
 
 
-INITIAL = Source("warm_start")
-NEWEST = Source("sync", back=1, otherwise="warm_start")
+INITIAL_WEIGHTS = InputSource("warm_start")
+NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="warm_start")
 
 on_policy = Flow(
     offline={
-        "warm_start": Stage(
-            sections=("seed", "task", "model", "engine", "trainer", "warm_start", "evaluate"),
-            like="train",
+        "warm_start": StageSpec(
+            config_sections=(
+                "seed",
+                "task",
+                "model",
+                "engine",
+                "trainer",
+                "warm_start",
+                "evaluate",
+            ),
+            colocate_with="train",
         )
     },
     stages={
-        "rollout": Stage(
-            {"weights": Source("sync", back=1, otherwise="warm_start", lags=True)},
+        "rollout": StageSpec(
+            {"weights": InputSource("sync", lag=1, initial="warm_start", stale=True)},
             ("seed", "task", "model", "engine", "rollout"),
-            streams="trajectories",
-            loads="engine",
+            output_stream="trajectories",
+            holds="engine",
             elastic=True,
         ),
-        "reward": Stage(
-            {"trajectories": Source("rollout"), "initial": INITIAL},
+        "reward": StageSpec(
+            {"trajectories": InputSource("rollout"), "initial": INITIAL_WEIGHTS},
             ("task", "model", "reward", "algorithm"),
-            streams="rewards",
-            device=False,
-            whole=True,
-            like="train",
+            output_stream="rewards",
+            uses_device=False,
+            single_process=True,
+            colocate_with="train",
         ),
-        "inference": Stage(
-            {"trajectories": Source("rollout"), "initial": INITIAL, "weights": NEWEST},
-            ("model", "algorithm", "trainer", "rollout"),
-            streams="logprobs",
-            loads="trainer",
-            like="train",
-        ),
-        "train": Stage(
+        "inference": StageSpec(
             {
-                "trajectories": Source("rollout"),
-                "rewards": Source("reward"),
-                "logprobs": Source("inference"),
-                "initial": INITIAL,
-                "checkpoint": Source("train", back=1),
+                "trajectories": InputSource("rollout"),
+                "initial": INITIAL_WEIGHTS,
+                "weights": NEWEST_WEIGHTS,
+            },
+            ("model", "algorithm", "trainer", "rollout"),
+            output_stream="logprobs",
+            holds="trainer",
+            colocate_with="train",
+        ),
+        "train": StageSpec(
+            {
+                "trajectories": InputSource("rollout"),
+                "rewards": InputSource("reward"),
+                "logprobs": InputSource("inference"),
+                "initial": INITIAL_WEIGHTS,
+                "checkpoint": InputSource("train", lag=1),
             },
             ("seed", "model", "algorithm", "optimizer", "trainer", "rollout"),
-            loads="trainer",
+            holds="trainer",
         ),
-        "sync": Stage(
-            {"initial": INITIAL, "checkpoint": Source("train")},
+        "sync": StageSpec(
+            {"initial": INITIAL_WEIGHTS, "checkpoint": InputSource("train")},
             ("model",),
-            loads="trainer",
-            device=False,
-            like="train",
+            holds="trainer",
+            uses_device=False,
+            colocate_with="train",
         ),
     },
-    evaluate=Stage(
-        {"weights": NEWEST},
+    evaluate=StageSpec(
+        {"weights": NEWEST_WEIGHTS},
         ("task", "model", "engine", "rollout", "evaluate"),
         elastic=True,
-        like="rollout",
+        colocate_with="rollout",
     ),
 )
 """Collect with the newest weights, learn from that batch alone, publish."""
 
-DYNAMIC = "stages.dynamic_sampling"
+DYNAMIC_SAMPLING_MODULE = "stages.dynamic_sampling"
 dynamic_sampling = replace(
     on_policy,
     stages={
@@ -232,66 +246,78 @@ dynamic_sampling = replace(
         # Who is judged while it is generated is not shared out anew: its workers stay.
         "rollout": replace(
             on_policy.stages["rollout"],
-            sections=(*on_policy.stages["rollout"].sections, "reward", "algorithm"),
+            config_sections=(*on_policy.stages["rollout"].config_sections, "reward", "algorithm"),
             elastic=False,
-            program=DYNAMIC,
+            module=DYNAMIC_SAMPLING_MODULE,
         ),
     },
 )
 """The same, with a rollout that draws groups anew which the algorithm would not keep."""
 
-REPLAYED = ("seed", "model", "algorithm", "optimizer", "trainer", "rollout", "reward")
+OFF_POLICY_TRAIN_SECTIONS = (
+    "seed",
+    "model",
+    "algorithm",
+    "optimizer",
+    "trainer",
+    "rollout",
+    "reward",
+)
 """The reward judges prior transitions too, which no other stage sees."""
 off_policy = Flow(
     offline=on_policy.offline,
     stages={
         "rollout": on_policy.stages["rollout"],
         "reward": on_policy.stages["reward"],
-        "replay": Stage(
+        "replay": StageSpec(
             {
-                "trajectories": Source("rollout"),
-                "rewards": Source("reward"),
-                "initial": INITIAL,
+                "trajectories": InputSource("rollout"),
+                "rewards": InputSource("reward"),
+                "initial": INITIAL_WEIGHTS,
                 # The buffer is added to in the order of the iterations, whatever is ahead.
-                "replay": Source("replay", back=1),
+                "replay": InputSource("replay", lag=1),
             },
             ("task", "model", "algorithm", "rollout"),
-            device=False,
-            whole=True,
-            like="train",
+            uses_device=False,
+            single_process=True,
+            colocate_with="train",
         ),
-        "train": Stage(
-            {"replay": Source("replay"), "initial": INITIAL, "checkpoint": Source("train", back=1)},
-            REPLAYED,
-            loads="trainer",
-            whole=True,
+        "train": StageSpec(
+            {
+                "replay": InputSource("replay"),
+                "initial": INITIAL_WEIGHTS,
+                "checkpoint": InputSource("train", lag=1),
+            },
+            OFF_POLICY_TRAIN_SECTIONS,
+            holds="trainer",
+            single_process=True,
         ),
         # By the one process that has the trainer.
-        "sync": replace(on_policy.stages["sync"], whole=True),
+        "sync": replace(on_policy.stages["sync"], single_process=True),
     },
     evaluate=on_policy.evaluate,
-    needs=frozenset({REPLAYS}),
-    offers=frozenset({REPLAY}),
+    requires=frozenset({REPLAY_ALGORITHM}),
+    provides=frozenset({TRANSITION_REPLAY}),
 )
 """Collect, add to a buffer on disk, learn from what is in it, publish."""
 
 offline = Flow(
     offline=on_policy.offline,
     stages={
-        "train": Stage(
-            {"initial": INITIAL, "checkpoint": Source("train", back=1)},
-            REPLAYED,
-            loads="trainer",
-            whole=True,
+        "train": StageSpec(
+            {"initial": INITIAL_WEIGHTS, "checkpoint": InputSource("train", lag=1)},
+            OFF_POLICY_TRAIN_SECTIONS,
+            holds="trainer",
+            single_process=True,
         ),
         # By the one process that has the trainer.
-        "sync": replace(on_policy.stages["sync"], whole=True),
+        "sync": replace(on_policy.stages["sync"], single_process=True),
     },
-    evaluate=replace(on_policy.evaluate, like="train"),
-    needs=frozenset({REPLAYS}),
-    offers=frozenset({REPLAY, WITHOUT_ROLLOUTS}),
+    evaluate=replace(on_policy.evaluate, colocate_with="train"),
+    requires=frozenset({REPLAY_ALGORITHM}),
+    provides=frozenset({TRANSITION_REPLAY, NO_ROLLOUTS}),
 )
-"""Learn from transitions that were there before (``algorithm.prior``), and publish."""
+"""Learn from transitions that were there before (``algorithm.offline_data``), and publish."""
 
 flows = Registry(
     "flow",
@@ -307,30 +333,30 @@ flows = Registry(
 
 
 @lru_cache
-def continued(flow: str) -> Flow:
-    """A flow whose rollouts also take what the ones before left open (``task.continues``).
+def with_carried_episodes(flow: str) -> Flow:
+    """A flow whose rollouts also take what the ones before left open (``task.carry_over_episodes``).
 
     It is the same where it has no elastic stage.
 
     Raises:
         ConfigError: there is no such flow.
     """
-    found = flow_named(flow)
-    if (name := found.elastic) is None:
+    found = get_flow(flow)
+    if (name := found.elastic_stage) is None:
         return found
     stage = found.stages[name]
-    inputs = {**stage.inputs, OPEN: Source(name, back=1)}
+    inputs = {**stage.inputs, OPEN_EPISODES: InputSource(name, lag=1)}
     # Workers that come and go have weights alone.
     goes_on = replace(stage, inputs=inputs, elastic=False)
     return replace(found, stages={**found.stages, name: goes_on})
 
 
-def continues(config: RunConfig) -> bool:
-    """Whether episodes go on over iterations (``task.continues``)."""
+def carries_over_episodes(config: RunConfig) -> bool:
+    """Whether episodes go on over iterations (``task.carry_over_episodes``)."""
     return (config.task.model_extra or {}).get("continues") is True
 
 
-def flow_named(name: str) -> Flow:
+def get_flow(name: str) -> Flow:
     """A flow by its name in the configuration, or by ``module:variable``.
 
     Raises:
@@ -346,4 +372,8 @@ def flow_of(config: RunConfig) -> Flow:
     Raises:
         ConfigError: there is no such flow.
     """
-    return continued(config.flow) if continues(config) else flow_named(config.flow)
+    return (
+        with_carried_episodes(config.flow)
+        if carries_over_episodes(config)
+        else get_flow(config.flow)
+    )

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+import ast
+import importlib.util
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import xxhash
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from rlinf import __version__
+from rlinf import __version__, package_paths
+from rlinf.algorithms import algorithms
 from rlinf.artifacts import SCHEMA, Manifest
-from rlinf.config import RunConfig, digest
-from rlinf.errors import ConfigError
+from rlinf.config import LOCATION_KEYS, RunConfig, json_digest
+from rlinf.engines import engines
+from rlinf.envs import environments
+from rlinf.envs.simulators import simulators
+from rlinf.errors import CodeIdentityError, ConfigError
+from rlinf.models import policies
+from rlinf.registry import Registry
+from rlinf.rewards import rewards
+from rlinf.trainers import trainers
 from stages.flow import EVALUATE, flow_of
-from stages.layout import KEPT
+from stages.layout import CODE_FILE, LEDGER_FILE
 
 
-def code_version() -> list[str | int]:
+def program_version() -> list[str | int]:
     """Version of the program and of its file formats, for measurements; no part of a key."""
     return [__version__, SCHEMA]
 
@@ -31,15 +48,15 @@ def stage_key(
 
     Args:
         inputs: content digest of each input by name.
-        code: digest of the stage's code (:mod:`stages.code`).
+        code: digest of the stage's code (:mod:`stages.identity`).
     """
-    given = config.given()
-    wanted = flow_of(config).table[stage].sections
+    given = config.explicit_values()
+    wanted = flow_of(config).all_stages[stage].config_sections
     sections = {name: given[name] for name in wanted if name in given}
     if EVALUATE in sections:
         # When, not how.
         sections[EVALUATE] = {k: v for k, v in sections[EVALUATE].items() if k != "every"}
-    return digest(
+    return json_digest(
         {
             "stage": stage,
             "iteration": iteration,
@@ -50,13 +67,13 @@ def stage_key(
     )
 
 
-class Kept(BaseModel):
+class LedgerEntry(BaseModel):
     """Results that count though configuration or code is another now (``--keep``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    when: str
-    why: tuple[str, ...]
+    recorded_at: str
+    differences: tuple[str, ...]
     """What differed."""
     outputs: dict[str, str]
     """Keys of the results that stay, by ``stage/iteration``."""
@@ -67,12 +84,12 @@ class Ledger(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kept: tuple[Kept, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
 
-    def keeps(self, manifest: Manifest) -> bool:
+    def accepts(self, manifest: Manifest) -> bool:
         """Whether a result counts whatever its key."""
         name = f"{manifest.stage}/{manifest.iteration}"
-        return any(entry.outputs.get(name) == manifest.key for entry in self.kept)
+        return any(entry.outputs.get(name) == manifest.key for entry in self.entries)
 
 
 def read_ledger(run: Path) -> Ledger:
@@ -81,7 +98,7 @@ def read_ledger(run: Path) -> Ledger:
     Raises:
         ConfigError: damaged.
     """
-    path = run / KEPT
+    path = run / LEDGER_FILE
     try:
         mark = path.stat()
     except FileNotFoundError:
@@ -98,3 +115,423 @@ def _read(path: Path, mark: tuple[int, ...]) -> Ledger:
         raise ConfigError(
             f"{path}: damaged ({reason}); remove it, and resume with --keep to keep what is there"
         ) from None
+
+
+CODE_REVISION = 1
+"""Part of every identity. Raised when a fault is mended in a module that does not count and results
+were wrong by it."""
+CLASS_REGISTRIES: Mapping[str, Registry] = {
+    "task": environments,
+    "model": policies,
+    "engine": engines,
+    "reward": rewards,
+    "algorithm": algorithms,
+    "trainer": trainers,
+}
+"""Sections of the configuration that name a class, and where its module is found."""
+DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
+"""Sections whose files count by what is in them; a model's folder is kept with the run."""
+FILE_PREFIX = "file:"
+SUBPROCESS_MODULES = "STARTED"
+"""Of a module: the names of those that other processes run for it, a tuple of texts."""
+INFRASTRUCTURE = (
+    "rlinf.artifacts",
+    "rlinf.channels",
+    "rlinf.verified_io",
+    "rlinf.config",
+    "rlinf.errors",
+    "rlinf.capabilities",
+    "rlinf.interpreters",
+    "rlinf.shared_memory",
+    "rlinf.process_tuning",
+    "rlinf.models.device",
+    "rlinf.models.checkpoint_tensors",
+    "rlinf.verified_io",
+    "rlinf.registry",
+    "rlinf.device_memory",
+    "rlinf.safetensors_io",
+    "rlinf.threads",
+    "rlinf.track",
+    "rlinf.trainers.threaded_data_parallel",
+    "rlinf.transient_errors",
+    "rlinf.package_paths",
+    "rlinf.user_code",
+    "rlinf.weights",
+    "stages.worker_state",
+    "stages.live_store",
+    "stages.identity",
+    "stages.context",
+    "stages.identity",
+    "stages.layout",
+    "stages.timeout_retries",
+    "stages.rank_reports",
+    "stages.retention",
+    "stages.runner",
+    "stages.device_schedule",
+    "stages.resource_usage",
+    "stages.worker",
+)
+"""Packages and modules that only store, move, place and log what others compute; no identity."""
+FACTORY_MODULES = ("stages.factory",)
+"""Counts, but what it imports does not: it builds whatever the configuration names."""
+
+
+class _Strict:
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class ModuleDigest(_Strict):
+    """One module."""
+
+    file_digest: str
+    """Digest of the bytes of its file."""
+    ast_digest: str
+    """Digest of its syntax tree without comments, docstrings and layout."""
+
+
+@dataclass(frozen=True)
+class CodeSnapshot(_Strict):
+    """The modules of every stage of one configuration."""
+
+    stages: dict[str, tuple[str, ...]]
+    """By stage: names of modules, of classes (``module:attribute``) that are chosen by name, and of
+    data files (``file:section.key``)."""
+    modules: dict[str, ModuleDigest]
+    files: dict[str, str] = field(default_factory=dict)
+    """Digest of the content of each data file that the configuration names."""
+
+    @classmethod
+    def from_checkout(cls, config: RunConfig, *chosen: str) -> CodeSnapshot:
+        """The code of this process's own checkout.
+
+        Args:
+            chosen: of these stages alone; all by default.
+
+        Raises:
+            CodeIdentityError: a module cannot be read or parsed.
+        """
+        stages = {
+            stage: tuple(sorted(_names(config, stage)))
+            for stage in chosen or flow_of(config).all_stages
+        }
+        names = {name for found in stages.values() for name in found}
+        modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
+        files = {
+            n: _content(_path_of(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
+        }
+        return cls(stages, modules, files)
+
+    def digest(self, stage: str) -> str:
+        """Identity of the code of a stage."""
+        names = self.stages[stage]
+        return json_digest([CODE_REVISION, [[name, self._meaning(name)] for name in names]])
+
+    def changed_names(self, other: CodeSnapshot) -> list[str]:
+        """Modules, named classes and files that are not the same in both, sorted."""
+        ours, theirs = self._meanings(), other._meanings()
+        names = ours.keys() | theirs.keys()
+        return sorted(n for n in names if ours.get(n) != theirs.get(n))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    def _meanings(self) -> dict[str, str]:
+        return {name: self._meaning(name) for names in self.stages.values() for name in names}
+
+    def _meaning(self, name: str) -> str:
+        source = self.modules.get(name)
+        return self.files.get(name, "") if source is None else source.ast_digest
+
+
+_ADAPTER = TypeAdapter(CodeSnapshot)
+
+
+def read_code_snapshot(run: Path) -> CodeSnapshot | None:
+    """What a run's driver recorded; None before the first start.
+
+    Raises:
+        CodeIdentityError: damaged.
+    """
+    path = run / CODE_FILE
+    try:
+        return _ADAPTER.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise CodeIdentityError(
+            f"{path}: damaged ({reason}); remove it and resume the run: it is made anew"
+        ) from None
+
+
+def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
+    """Digest of the code of a stage of a run: as recorded there, if this process runs the same.
+
+    Raises:
+        CodeIdentityError: it runs other code: the checkout was edited while the run goes on.
+    """
+    try:
+        mark = (run / CODE_FILE).stat()
+    except FileNotFoundError:
+        # A stage program that somebody runs by hand.
+        return CodeSnapshot.from_checkout(config, stage).digest(stage)
+    code = _recorded(run, stage, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    for name in code.stages.get(stage, ()):
+        if name in code.files and _content(_path_of(config, name)) != code.files[name]:
+            raise CodeIdentityError(
+                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when this run "
+                "was started. Nothing was written; put it back, or start the run again"
+            )
+    return code.digest(stage)
+
+
+@lru_cache(maxsize=64)
+def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> CodeSnapshot:
+    """What a run's driver recorded, if this process has the same modules."""
+    code = read_code_snapshot(run)
+    assert code is not None
+    for name in code.stages.get(stage, ()):
+        if name not in code.modules:
+            continue
+        known = code.modules[name]
+        if _file(name) != known.file_digest and _module(name).source.ast_digest != known.ast_digest:
+            raise CodeIdentityError(
+                f"{stage}: {name} is not the code that this run was started with: it was edited, "
+                "or this process is an old one. Nothing was written; start the run again"
+            )
+    return code
+
+
+def _names(config: RunConfig, stage: str) -> set[str]:
+    """Modules and named classes that a stage's results depend on."""
+    flow = flow_of(config)
+    named = [
+        CLASS_REGISTRIES[section].target(getattr(config, section).name)
+        for section in flow.all_stages[stage].config_sections
+        if section in CLASS_REGISTRIES
+    ]
+    found = {*named, *_files(config, flow.all_stages[stage].config_sections)}
+    left = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
+    world = (config.task.model_extra or {}).get("world")
+    if "task" in flow.all_stages[stage].config_sections and isinstance(world, str):
+        # A simulator's process imports it by its name, and may alone be able to.
+        module = simulators.target(world, "task.simulator").partition(":")[0]
+        left += [module] if _path(module) else []
+    packages = {name.partition(".")[0] for name in left}
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name in FACTORY_MODULES:
+            continue
+        imports = set(_module(name).imports)
+        if not _ours(name):
+            # Importing a module runs the packages it is in.
+            imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
+        left += [
+            other
+            for other in imports
+            if (_counts(other) if _ours(other) else _users(other, packages, name))
+        ]
+    return found
+
+
+def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
+    """Names of the data files of the sections that make records: by their keys, not their paths.
+
+    Classes are not imported for it, so any text that is the path of a file counts as one, and of an
+    algorithm that of a folder: prior data.
+    """
+    for section in DATA_FILE_SECTIONS.intersection(sections):
+        for key, text in _texts(getattr(config, section).model_extra or {}):
+            if key.partition(".")[0] not in LOCATION_KEYS and _is_data(section, text):
+                yield f"{FILE_PREFIX}{section}.{key}"
+
+
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Texts by key, those of mappings within by keys with dots."""
+    for key, value in values.items():
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", text) for inner, text in _texts(value))
+
+
+def _is_data(section: str, text: str) -> bool:
+    try:
+        path = Path(text).expanduser()
+        return path.is_file() or (section == "algorithm" and bool(text) and path.is_dir())
+    except (OSError, RuntimeError):  # too long for a path; a home that nobody has
+        return False
+
+
+def _path_of(config: RunConfig, name: str) -> Path:
+    section, _, key = name.removeprefix(FILE_PREFIX).partition(".")
+    return Path(dict(_texts(getattr(config, section).model_extra))[key]).expanduser()
+
+
+def _content(path: Path) -> str:
+    """Digest of the content of a data file, or of all in a folder; empty: it is gone."""
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+            return json_digest([[str(file.relative_to(path)), _content(file)] for file in files])
+        mark = path.stat()
+        return _digest(path, (mark.st_mtime_ns, mark.st_ino, mark.st_size))
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, mark: tuple[int, ...]) -> str:
+    content = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            content.update(chunk)
+    return content.hexdigest()
+
+
+def _ours(name: str) -> bool:
+    return name.partition(".")[0] in ("rlinf", "stages")
+
+
+@cache
+def _counts(name: str) -> bool:
+    """Whether results depend on a module of the project."""
+    carrier = any(name == c or name.startswith(f"{c}.") for c in INFRASTRUCTURE)
+    # Packages hold tables of names; the one that is chosen counts by itself.
+    path = _path(name)
+    return not carrier and path is not None and path.name != "__init__.py"
+
+
+def _users(name: str, packages: set[str], importer: str) -> bool:
+    """Whether a module is the user's: of a package that is named, or not installed but lying there.
+
+    Of what is installed a version is enough, which is no part of an identity either.
+    """
+    if _ours(importer) or (path := _path(name)) is None:
+        return False
+    return name.partition(".")[0] in packages or not _installed(path)
+
+
+def _installed(path: Path) -> bool:
+    return "site-packages" in path.parts or any(path.is_relative_to(f) for f in _STANDARD)
+
+
+_STANDARD = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+
+
+@dataclass(frozen=True)
+class _Module:
+    source: ModuleDigest
+    imports: frozenset[str]
+    """Whatever may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
+
+
+@cache
+def _module(name: str) -> _Module:
+    path = _path(name)
+    if path is None:
+        raise CodeIdentityError(f"{name}: no such module")
+    try:
+        raw = path.read_bytes()
+        parsed = ast.parse(raw)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CodeIdentityError(f"{path}: {error}") from None
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    meaning = xxhash.xxh3_128()
+    for text in _meaning(parsed):
+        meaning.update(text)
+    source = ModuleDigest(xxhash.xxh3_128_hexdigest(raw), meaning.hexdigest())
+    return _Module(source, frozenset([*_imports(parsed, package), *_started(parsed)]))
+
+
+@cache
+def _file(name: str) -> str:
+    path = _path(name)
+    return "" if path is None else xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+@cache
+def _path(name: str) -> Path | None:
+    """The file of a module; nothing is imported to find those of the project."""
+    first, *rest = name.split(".")
+    if _ours(name):
+        base = (
+            Path(package_paths.__file__).parent.parent if first == "rlinf" else package_paths.ROOT
+        )
+        path = base.joinpath(*name.split("."))
+        candidates = [path.with_suffix(".py"), path / "__init__.py"]
+        return next((file for file in candidates if file.is_file()), None)
+    try:
+        spec = importlib.util.find_spec(first)
+        for part in rest:
+            # Not by its full name, which would import the packages above it.
+            folders = None if spec is None else spec.submodule_search_locations
+            if spec is None or folders is None:
+                return None
+            spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
+    except (ImportError, ValueError):
+        return None
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _started(parsed: ast.Module) -> Iterator[str]:
+    """Modules that a module has other processes run, which it names in :data:`STARTED`."""
+    for node in parsed.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
+            yield from ast.literal_eval(node.value)
+
+
+def _meaning(node: Any) -> Iterator[bytes]:
+    """The syntax tree as text, without docstrings, positions, and what is empty.
+
+    The last so that versions of Python which know further fields say the same.
+    """
+    if isinstance(node, ast.AST):
+        yield f"({type(node).__name__}".encode()
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(value, list) and isinstance(node, _DOCUMENTED):
+                value = [part for part in value if not _is_text(part)]
+            if value is None or value == [] or name in ("kind", "ctx"):
+                continue
+            yield f" {name}=".encode()
+            yield from _meaning(value)
+        yield b")"
+    elif isinstance(node, list):
+        yield b"["
+        for part in node:
+            yield from _meaning(part)
+            yield b","
+        yield b"]"
+    else:
+        yield repr(node).encode()
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """A statement that is nothing but text: a docstring, of an attribute too."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.counted import counted_choices
+from rlinf.data.loss_mask import masked_logprobs
 from rlinf.data.record import Record
-from stages.context import Context
-from stages.parts import held_policy, held_reference, make_algorithm
+from stages.context import StageContext
+from stages.factory import create_algorithm, get_actor, get_reference
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs ``trajectories``, ``initial`` and ``weights``; output channel ``logprobs``."""
-    algorithm = make_algorithm(ctx.config)
-    output = ctx.writer("logprobs")
+    algorithm = create_algorithm(ctx.config)
+    output = ctx.open_writer("logprobs")
     temperature = ctx.config.rollout.temperature
     gaps: list[np.ndarray] = []
-    for samples in ctx.parts():
-        trajectories = ctx.records("trajectories", samples)
+    for samples in ctx.chunks():
+        trajectories = ctx.read_records("trajectories", samples)
         columns: dict[int, dict[str, np.ndarray]] = {}
         # Values that came with the steps are those that advantages are made of.
         valued = any("values" in trajectory.steps for trajectory in trajectories)
         recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
         if recompute:
-            trainer = held_policy(ctx)
+            trainer = get_actor(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
                     column = columns.setdefault(row, {})
                     logprobs = outputs.logprobs.numpy()
                     gap = logprobs - trajectories[row].steps["logprobs"]
-                    gaps.append(counted_choices(trajectories[row], gap))
+                    gaps.append(masked_logprobs(trajectories[row], gap))
                     if algorithm.needs_old_logprobs:
                         column["logprobs"] = logprobs
                     if outputs.values is not None:
                         column["values"] = outputs.values.numpy()
         if algorithm.needs_reference:
-            reference = held_reference(ctx)
+            reference = get_reference(ctx)
             with ctx.span("reference"):
                 for row, outputs in reference.forward(trajectories, temperature):
                     columns.setdefault(row, {})["reference_logprobs"] = outputs.logprobs.numpy()
@@ -46,5 +46,5 @@ def run(ctx: Context) -> None:
     output.close()
     if gaps:
         gap = np.abs(np.concatenate(gaps))
-        ctx.metric("logprob_gap_mean", float(gap.mean()), weight=len(gap))
-        ctx.metric("logprob_gap_max", float(gap.max()), how="max")
+        ctx.log_metric("logprob_diff_mean", float(gap.mean()), weight=len(gap))
+        ctx.log_metric("logprob_diff_max", float(gap.max()), reduction="max")

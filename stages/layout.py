@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CONFIG, PLAN, RUN = "config.yaml", "plan.yaml", "run.json"
-CODE, KEPT = "code.json", "kept.json"
+CONFIG_FILE, PLAN_FILE, RUN_FILE = "config.yaml", "plan.yaml", "run.json"
+CODE_FILE, LEDGER_FILE = "code.json", "kept.json"
 """Digests of the modules that make results, and which results count though those differ."""
-CHANNELS = "channels"
+CHANNELS_FOLDER = "channels"
 """Keys, and the addresses of those who can be spoken to."""
-POOLS, STATUS = "pools", "status.json"
-ANSWERS = "answers"
+POOLS_FOLDER, STATUS_FILE = "pools", "status.json"
+REWARD_CACHE_FOLDER = "answers"
 """What others answered the reward, which is not asked again when a stage is repeated."""
-VIDEOS = "videos"
+VIDEOS_FOLDER = "videos"
 """Of held-out episodes, in the output of an evaluation."""
-DRIVER = "driver"
+DRIVER_JOB_FOLDER = "driver"
 """The job of a driver that was submitted."""
-STOP = "stop"
+STOP_FILE = "stop"
 """Holds the token of the driver that is to stop."""
-METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
-TOLD = "told.txt"
+METRICS_FILE, TIMINGS_FILE = "metrics.jsonl", "timings.jsonl"
+TRACKED_FILE = "told.txt"
 """Digests of what trackers were told."""
 
 
@@ -37,3 +37,17 @@ def stage_folder(run: Path, stage: str, iteration: int) -> Path:
     if stage == "evaluate":
         return run / stage / f"{iteration:04d}"
     return run / "it" / f"{iteration:04d}" / stage
+
+
+WORK_ITEM = "claim"
+"""A share of the starts of a rollout, in status and reports."""
+
+
+def worker_name(pool: str, rank: int) -> str:
+    """The name of a rank of a pool on the control link."""
+    return f"{pool}-r{rank}"
+
+
+def partial_samples_channel(claim: str) -> str:
+    """The channel of the part of a claim that a worker hands to its successor."""
+    return f"unfinished-{claim}"

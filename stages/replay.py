@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.batch import join
-from rlinf.data.transitions import ENDS, INTERVENED, acted_in, concatenated, transitions_of
-from rlinf.replay.buffer import SPARE, ReplayBuffer
-from stages.context import Context
-from stages.parts import WEIGHTS, make_algorithm, policy_class
+from rlinf.data.batch import join_by_identity
+from rlinf.data.transitions import (
+    EPISODE_ENDS,
+    INTERVENED,
+    concatenate_transitions,
+    intervention_mask,
+    to_transitions,
+)
+from rlinf.replay.buffer import SPARE_APPENDS, ReplayBuffer
+from stages.context import StageContext
+from stages.factory import WEIGHTS, create_algorithm, policy_class
 
-FOLDER = "replay"
+REPLAY_FOLDER = "replay"
 """Of the buffer, in the run's directory."""
-HELPED = "helped"
+INTERVENTIONS_FOLDER = "helped"
 """Below it, of another one: of the transitions in which a person acted, where a share of each batch
 is of demonstrations."""
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs ``trajectories``, ``rewards``, ``initial``, and after the first iteration ``replay``,
     what the one before added.
 
@@ -30,46 +36,52 @@ def run(ctx: Context) -> None:
     if ctx.world.rank:
         return
     parts, acted, helps = [], [], False
-    for samples in ctx.parts():
-        pairs = join(ctx.records("trajectories", samples), ctx.records("rewards", samples))
+    for samples in ctx.chunks():
+        pairs = join_by_identity(
+            ctx.read_records("trajectories", samples), ctx.read_records("rewards", samples)
+        )
         for trajectory, reward in pairs:
             helps |= INTERVENED in trajectory.steps
             if reward.info["keep"]:
-                given, ends = reward.steps["rewards"], reward.steps.get(ENDS)
-                parts.append(transitions_of(trajectory, given, ends))
-                acted.append(acted_in(trajectory))
+                given, ends = reward.steps["rewards"], reward.steps.get(EPISODE_ENDS)
+                parts.append(to_transitions(trajectory, given, ends))
+                acted.append(intervention_mask(trajectory))
     cls, options = policy_class(ctx.config)
-    policy = cls.load(ctx.verified("initial") / WEIGHTS, options)
-    rows = concatenated(parts) if parts else np.zeros(0, policy.rows)
+    policy = cls.load(ctx.verified_folder("initial") / WEIGHTS, options)
+    rows = concatenate_transitions(parts) if parts else np.zeros(0, policy.transition_dtype)
     with ctx.span("append"):
-        buffer = replay_buffer(ctx, policy.rows)
+        buffer = open_replay_buffer(ctx, policy.transition_dtype)
         added = buffer.append(ctx.iteration, rows)
         said = [added]
-        if helps and make_algorithm(ctx.config).draws_prior:
+        if helps and create_algorithm(ctx.config).uses_offline_data:
             by_people = rows[np.concatenate(acted)] if acted else rows
-            said.append(replay_buffer(ctx, policy.rows, HELPED).append(ctx.iteration, by_people))
-            ctx.metric("helped", said[-1].stop)
-    ctx.metric("added", len(rows))
-    ctx.metric("held", min(added.stop, buffer.capacity))
-    ctx.metric("total", added.stop)
+            said.append(
+                open_replay_buffer(ctx, policy.transition_dtype, INTERVENTIONS_FOLDER).append(
+                    ctx.iteration, by_people
+                )
+            )
+            ctx.log_metric("helped", said[-1].stop)
+    ctx.log_metric("added", len(rows))
+    ctx.log_metric("held", min(added.stop, buffer.capacity))
+    ctx.log_metric("total", added.stop)
     for name in ("terminated", "truncated"):
-        ctx.metric(name, float(rows[name].sum()))
+        ctx.log_metric(name, float(rows[name].sum()))
     # Its checksum makes the content of this stage that of the rows.
     lines = [f"{each.start} {each.stop} {each.checksum}\n" for each in said]
-    (ctx.data / "added.txt").write_text("".join(lines))
+    (ctx.data_folder / "added.txt").write_text("".join(lines))
 
 
-def replay_buffer(ctx: Context, dtype: np.dtype, below: str = "") -> ReplayBuffer:
-    """The run's buffer, or the one :data:`HELPED`, for rows of this type.
+def open_replay_buffer(ctx: StageContext, dtype: np.dtype, below: str = "") -> ReplayBuffer:
+    """The run's buffer, or the one :data:`INTERVENTIONS_FOLDER`, for rows of this type.
 
     Raises:
         DataError: it is damaged, or of another schema.
     """
     settings = ctx.config.rollout
     return ReplayBuffer(
-        ctx.run / FOLDER / below,
+        ctx.run_folder / REPLAY_FOLDER / below,
         dtype,
-        capacity=make_algorithm(ctx.config).capacity,
-        most=settings.batch * settings.group_size * settings.horizon,
-        spare=SPARE + settings.staleness,
+        capacity=create_algorithm(ctx.config).replay_capacity,
+        most=settings.batch_size * settings.group_size * settings.horizon,
+        spare=SPARE_APPENDS + settings.staleness,
     )

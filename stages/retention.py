@@ -13,11 +13,11 @@ from rlinf.errors import ArtifactError
 from stages.flow import EVALUATE, Flow, flow_of
 from stages.layout import offline_folder, stage_folder
 
-WINDOW = 50
+SEARCH_WINDOW = 50
 """Iterations before the oldest ones kept that are searched for outputs to remove."""
 
 
-class Retention:
+class RetentionPolicy:
     """The policy of a run at the time when an iteration is about to be published."""
 
     def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
@@ -28,19 +28,19 @@ class Retention:
         self._policy, self._evaluate = config.retention, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
-        self._streams = [name for name, stage in stages.items() if stage.streams]
+        self._streams = [name for name, stage in stages.items() if stage.output_stream]
         self._states = [name for name in stages if name not in self._streams]
-        taken = self._flow.taken
+        taken = self._flow.retained_outputs
         # What a stage takes of several iterations stays until it was taken. The newest two
         # checkpoints always stay, because a damaged one is rebuilt from the one before.
-        newest = max(2, self._policy.last, *map(taken, self._states))
-        self._trajectories = max([self._policy.trajectories, *map(taken, self._streams)])
+        newest = max(2, self._policy.keep_last, *map(taken, self._states))
+        self._trajectories = max([self._policy.keep_trajectories, *map(taken, self._streams)])
         self._oldest = iteration + 1 - newest - config.rollout.staleness
-        self._reach = WINDOW + max(newest, self._trajectories)
-        self._scores = evaluations(self._flow, run)
-        self._best = best_versions(self._scores, self._policy.best)
+        self._reach = SEARCH_WINDOW + max(newest, self._trajectories)
+        self._scores = evaluation_scores(self._flow, run)
+        self._best = best_versions(self._scores, self._policy.keep_best)
 
-    def keeps(self, stage: str, iteration: int) -> bool:
+    def should_keep(self, stage: str, iteration: int) -> bool:
         """Whether the output of a stage of an earlier iteration stays.
 
         Weights also stay while their evaluation is still to come, and while they are among the
@@ -52,11 +52,11 @@ class Retention:
         version = iteration + 1
         if iteration >= self._oldest or self._due(version):
             return True
-        if self._policy.every and version % self._policy.every == 0:
+        if self._policy.keep_every and version % self._policy.keep_every == 0:
             return True
-        return stage == self._flow.publishes and version in self._best
+        return stage == self._flow.publish_stage and version in self._best
 
-    def expired(self) -> list[Path]:
+    def expired_outputs(self) -> list[Path]:
         """Output folders whose data is removed now."""
         window = range(max(0, self._iteration - self._reach), self._iteration)
         # Weights that were the best until now may be older than that.
@@ -65,7 +65,7 @@ class Retention:
             stage_folder(self._run, stage, old)
             for old in sorted(scored.union(window))
             for stage in (*self._streams, *self._states)
-            if not self.keeps(stage, old)
+            if not self.should_keep(stage, old)
         ]
 
     def _due(self, version: int) -> bool:
@@ -86,7 +86,7 @@ class BestWeights:
 def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
     """The best weights of a run; None before any version was evaluated."""
     flow = flow_of(config)
-    scores = evaluations(flow, run)
+    scores = evaluation_scores(flow, run)
     for version in best_versions(scores, 1):
         folder, score = weights_folder(flow, run, version), scores[version]
         assert score is not None
@@ -100,7 +100,7 @@ def best_versions(scores: Mapping[int, float | None], count: int) -> list[int]:
     return [version for _, version in sorted(scored)[:count]]
 
 
-def evaluations(flow: Flow, run: Path) -> dict[int, float | None]:
+def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
     """The held-out score of each version that was evaluated, ascending by version.
 
     An evaluation of weights that were replaced since does not count. The score is None where an
@@ -115,7 +115,7 @@ def evaluations(flow: Flow, run: Path) -> dict[int, float | None]:
         of = [
             evaluation.inputs.get(name)
             for name, source in flow.evaluate.inputs.items()
-            if source.stage == flow.publishes
+            if source.stage == flow.publish_stage
         ]
         if all(content == weights.content for content in of):
             found[int(folder.name)] = evaluation.score
@@ -125,8 +125,8 @@ def evaluations(flow: Flow, run: Path) -> dict[int, float | None]:
 def weights_folder(flow: Flow, run: Path, version: int) -> Path:
     """Output folder that holds a version of the weights: 0 before the first iteration."""
     if not version:
-        return offline_folder(run, flow.initial)
-    return stage_folder(run, flow.publishes, version - 1)
+        return offline_folder(run, flow.initial_stage)
+    return stage_folder(run, flow.publish_stage, version - 1)
 
 
 @dataclass(frozen=True)

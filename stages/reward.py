@@ -10,43 +10,43 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record, Scalar
-from rlinf.data.transitions import ENDS
-from rlinf.envs.base import Environment, scores_of
-from rlinf.rewards.base import Reward, per_step
-from stages.context import Context
-from stages.parts import WEIGHTS, held_environment, held_reward, make_algorithm
+from rlinf.data.transitions import EPISODE_ENDS
+from rlinf.envs.base import Environment, score_trajectories
+from rlinf.rewards.base import Reward, rewards_per_step
+from stages.context import StageContext
+from stages.factory import WEIGHTS, create_algorithm, get_environment, get_reward
 
 
-class Verdict(NamedTuple):
+class RewardBatch(NamedTuple):
     """What is said of ``N`` trajectories."""
 
-    scores: list[float]
+    task_scores: list[float]
     """The task's, where the reward needs them."""
-    rewards: list[dict[str, np.ndarray]]
+    step_rewards: list[dict[str, np.ndarray]]
     """Of the steps of each: ``rewards``, where they are chunks ``action_rewards`` ``[T, C]`` too,
     and :data:`ENDS` where it says so."""
-    totals: np.ndarray
+    reward_sums: np.ndarray
     """``[N]`` their sums."""
-    groups: np.ndarray
+    group_ids: np.ndarray
     """``[N]``."""
-    kept: np.ndarray
+    trainable: np.ndarray
     """Bool ``[N]``: which take part in the update."""
-    troubles: list[str]
+    failures: list[str]
     """Why each was not judged; empty: it was."""
-    judged: np.ndarray
+    valid: np.ndarray
     """Bool ``[N]``: all but those that were left out because they could not be judged, or because
     none of their steps counts."""
 
 
-def judged(
+def compute_rewards(
     reward: Reward,
     algorithm: Algorithm,
     environment: Environment | None,
     trajectories: Sequence[Record],
-    troubles: Counter[str],
-) -> Verdict:
+    failure_counts: Counter[str],
+) -> RewardBatch:
     """Judge whole groups.
 
     Args:
@@ -55,72 +55,72 @@ def judged(
     """
     scores = list[float]()
     if environment is not None:
-        scores = scores_of(environment, trajectories, troubles)
+        scores = score_trajectories(environment, trajectories, failure_counts)
     # One that could not be taken is of a trajectory of which no step counts.
-    judgements = reward.judgements(trajectories, np.nan_to_num(scores).tolist())
+    judgements = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for judgement in judgements:
-        worth = np.asarray(judgement.worth, np.float32)
-        steps = {"rewards": per_step(worth)}
+        worth = np.asarray(judgement.reward, np.float32)
+        steps = {"rewards": rewards_per_step(worth)}
         if worth.ndim > 1:
             steps["action_rewards"] = worth
-        if judgement.ends is not None:
-            steps[ENDS] = np.asarray(judgement.ends, np.uint8)
+        if judgement.episode_ends is not None:
+            steps[EPISODE_ENDS] = np.asarray(judgement.episode_ends, np.uint8)
         rewards.append(steps)
-    found = [judgement.trouble for judgement in judgements]
-    troubles.update(dict.fromkeys(reward.troubles, 0))
-    troubles.update(filter(None, found))
-    judged = np.array([judgement.kept for judgement in judgements])
+    found = [judgement.failure for judgement in judgements]
+    failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
+    failure_counts.update(filter(None, found))
+    judged = np.array([judgement.valid for judgement in judgements])
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
     totals = np.array([steps["rewards"].sum(dtype=np.float64) for steps in rewards])
     # One without a step that counts has no gradient, and no place in its group's mean.
-    there = np.array([bool(counted(trajectory).any()) for trajectory in trajectories])
-    troubles["uncounted"] += int((~there).sum())
+    there = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
+    failure_counts["fully_masked"] += int((~there).sum())
     judged &= there
     kept = judged.copy()
     # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
-    plain = [j.unshaped for j in judgements]
+    plain = [j.raw_reward for j in judgements]
     did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
-    kept[kept] = algorithm.keep(did[kept], groups[kept])
-    return Verdict(scores, rewards, totals, groups, kept, found, judged)
+    kept[kept] = algorithm.select_samples(did[kept], groups[kept])
+    return RewardBatch(scores, rewards, totals, groups, kept, found, judged)
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs ``trajectories`` and ``initial`` (for its tokenizer); output channel ``rewards``.
 
     Several processes judge whole groups each.
     """
-    reward, algorithm = held_reward(ctx), make_algorithm(ctx.config)
+    reward, algorithm = get_reward(ctx), create_algorithm(ctx.config)
     size = ctx.config.rollout.group_size
-    mine = set(ctx.world.mine(ctx.config.rollout.batch))
-    output = ctx.writer("rewards")
+    mine = set(ctx.world.shard(ctx.config.rollout.batch_size))
+    output = ctx.open_writer("rewards")
 
     def tokenizer() -> Path:
-        return ctx.inputs["initial"].data / WEIGHTS
+        return ctx.inputs["initial"].data_folder / WEIGHTS
 
     scores = list[float]()
     totals, groups, keep = [], [], []
     troubles = Counter[str]()
-    for samples in ctx.parts():
-        every = ctx.records("trajectories", samples)
+    for samples in ctx.chunks():
+        every = ctx.read_records("trajectories", samples)
         trajectories = [record for record in every if record.identity.sample // size in mine]
         if not trajectories:
             continue
-        environment = held_environment(ctx, tokenizer) if reward.needs_score else None
+        environment = get_environment(ctx, tokenizer) if reward.needs_score else None
         with ctx.span("score"):
-            verdict = judged(reward, algorithm, environment, trajectories, troubles)
-        part, rewards, kept = verdict.scores, verdict.rewards, verdict.kept
-        total, group, judged_ones = verdict.totals, verdict.groups, verdict.judged
+            verdict = compute_rewards(reward, algorithm, environment, trajectories, troubles)
+        part, rewards, kept = verdict.task_scores, verdict.step_rewards, verdict.trainable
+        total, group, judged_ones = verdict.reward_sums, verdict.group_ids, verdict.valid
         shown = np.nan_to_num(part).tolist() or total.tolist()
         for trajectory, score, steps, counts, trouble in zip(
-            trajectories, shown, rewards, kept, verdict.troubles, strict=True
+            trajectories, shown, rewards, kept, verdict.failures, strict=True
         ):
             info: dict[str, Scalar] = {
                 "score": float(score),
                 "keep": int(counts),
                 "group": int(trajectory.info["group"]),
             }
-            if reward.troubles:
+            if reward.failure_kinds:
                 info["trouble"] = trouble
             output.put(Record(trajectory.identity, steps, info=info))
         scores += [score for score in part if not np.isnan(score)]
@@ -136,10 +136,10 @@ def run(ctx: Context) -> None:
     every_kept = np.concatenate(keep)
     count = len(every_kept)
     if len(every_total):
-        ctx.metric("mean", float(every_total.mean()), weight=len(every_total))
-        ctx.metric("std", float(every_total.std()), weight=len(every_total), how="std")
-        ctx.metric("group_std", float(np.mean(spread)), weight=len(spread))
+        ctx.log_metric("mean", float(every_total.mean()), weight=len(every_total))
+        ctx.log_metric("std", float(every_total.std()), weight=len(every_total), reduction="std")
+        ctx.log_metric("group_std", float(np.mean(spread)), weight=len(spread))
     if scores:
-        ctx.metric("score", float(np.mean(scores)), weight=len(scores))
-    ctx.metric("kept_share", float(every_kept.mean()), weight=count)
-    ctx.count(troubles, count, "samples")
+        ctx.log_metric("score", float(np.mean(scores)), weight=len(scores))
+    ctx.log_metric("used_fraction", float(every_kept.mean()), weight=count)
+    ctx.log_counts(troubles, count, "samples")

@@ -9,163 +9,165 @@ from functools import partial
 
 import numpy as np
 
-from rlinf.channels.file import FileReader, FileWriter
-from rlinf.data.counted import counted
-from rlinf.data.left_open import OPEN, taken_out
+from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
+from rlinf.data.episodes import OPEN_EPISODES, pop_open_episode
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.transitions import clip_share
-from rlinf.engines.base import Hooks
-from rlinf.envs.base import Episodes
-from stages.collect import Acting, experience
-from stages.context import Context
-from stages.flow import continues
-from stages.outages import Outages
-from stages.parts import held_engine, newer_weights, speaking_environment
+from rlinf.data.transitions import action_clip_ratio
+from rlinf.engines.base import RolloutHooks
+from rlinf.envs.base import RolloutRequest
+from stages.context import StageContext
+from stages.dialogue_failures import DialogueFailures
+from stages.factory import get_engine, newer_weights_poller, primary_rank_environment
+from stages.flow import carries_over_episodes
+from stages.rollout_loop import PolicyRunner, rollout_iter
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs ``weights`` and, where episodes go on, ``open``, what the iteration before left open;
     output channels ``trajectories`` and ``open``."""
-    rolled_out(ctx, partial(collected, left=left_by_last(ctx)))
+    emit_trajectories(ctx, partial(generate_trajectories, open_episodes=load_open_episodes(ctx)))
 
 
-def left_by_last(ctx: Context) -> Mapping[int, Record] | None:
+def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
     """The episodes of this process's samples that the iteration before left open; None: none go on.
 
     Raises:
         ArtifactError: the input is damaged.
     """
-    if not continues(ctx.config):
+    if not carries_over_episodes(ctx.config):
         return None
-    if OPEN not in ctx.inputs:
+    if OPEN_EPISODES not in ctx.inputs:
         return {}
     # All processes wait for it, for they generate together.
-    folder, size = ctx.verified(OPEN), ctx.config.rollout.group_size
-    if not ctx.world.speaks:
+    folder, size = ctx.verified_folder(OPEN_EPISODES), ctx.config.rollout.group_size
+    if not ctx.world.is_primary:
         return {}
-    mine = ctx.world.mine(ctx.config.rollout.batch)
+    mine = ctx.world.shard(ctx.config.rollout.batch_size)
     samples = {sample for s in mine for sample in range(s * size, (s + 1) * size)}
-    records = FileReader(folder.glob(f"{OPEN}-r*.h5"), samples)
+    records = RecordFileReader(folder.glob(f"{OPEN_EPISODES}-r*.h5"), samples)
     return {record.identity.sample: record for record in records}
 
 
-def rolled_out(ctx: Context, source: Callable[[Context, Sequence[int]], Iterable[Record]]) -> None:
+def emit_trajectories(
+    ctx: StageContext, generate: Callable[[StageContext, Sequence[int]], Iterable[Record]]
+) -> None:
     """Hand on the trajectories of this process's starts, part by part of the batch."""
     settings = ctx.config.rollout
-    mine = ctx.world.mine(settings.batch)
+    mine = ctx.world.shard(settings.batch_size)
 
     def parts() -> Generator[Record]:
-        for samples in ctx.parts():
-            yield from source(ctx, [s for s in mine if s * settings.group_size in samples])
+        for samples in ctx.chunks():
+            yield from generate(ctx, [s for s in mine if s * settings.group_size in samples])
 
     # However it ends, the engine is through with it then, before another stage has its turn.
     with contextlib.closing(parts()) as made:
-        hand_on(ctx, made, len(mine) * settings.group_size)
+        write_trajectories(ctx, made, len(mine) * settings.group_size)
 
 
-def gather(ctx: Context) -> None:
+def receive_trajectories(ctx: StageContext) -> None:
     """The same, of trajectories that generators elsewhere collect and send here.
 
     What came twice was dropped on arrival, so all who read the channel see the same ones.
 
     Raises:
-        InputFailed: some come of weights that were committed by another attempt.
+        UpstreamFailed: some come of weights that were committed by another attempt.
     """
-    total = ctx.config.rollout.batch * ctx.config.rollout.group_size
-    trajectories = ctx.arriving("trajectories", total, made_of="weights")
+    total = ctx.config.rollout.batch_size * ctx.config.rollout.group_size
+    trajectories = ctx.receive_records("trajectories", total, source_input="weights")
     with ctx.waiting("samples"):
-        hand_on(ctx, trajectories, total)
+        write_trajectories(ctx, trajectories, total)
 
 
-def collected(
-    ctx: Context,
+def generate_trajectories(
+    ctx: StageContext,
     starts: Sequence[int],
-    begun: Mapping[int, Record] | None = None,
-    gives_up: Callable[[int, int], bool] | None = None,
+    partial_samples: Mapping[int, Record] | None = None,
+    should_abort: Callable[[int, int], bool] | None = None,
     *,
-    batch: int | None = None,
-    left: Mapping[int, Record] | None = None,
+    num_starts: int | None = None,
+    open_episodes: Mapping[int, Record] | None = None,
 ) -> Iterator[Record]:
     """Trajectories of some starts of the batch, as they are complete.
 
     Args:
         batch: so many starts an iteration may draw; None: those of the batch.
         begun: go on with these samples only.
-        gives_up: see :class:`rlinf.engines.base.Hooks`.
-        left: see :attr:`rlinf.envs.base.Episodes.open`.
+        should_abort: see :class:`rlinf.engines.base.RolloutHooks`.
+        left: see :attr:`rlinf.envs.base.RolloutRequest.open_episodes`.
     """
     settings = ctx.config.rollout
-    environment = speaking_environment(ctx)
-    policy = None if ctx.asks is not None else acting(ctx)
+    environment = primary_rank_environment(ctx)
+    policy = None if ctx.remote_policy is not None else policy_runner(ctx)
     if environment is None:
         assert policy is not None, "of processes that ask each speaks"
         with ctx.span("generate"):
-            policy.engine.assist(seed=policy.seed, stage=policy.stage)
+            policy.engine.run_follower(seed=policy.seed, stage=policy.stage)
         return
-    episodes = Episodes(
+    episodes = RolloutRequest(
         seed=ctx.config.seed,
         iteration=ctx.iteration,
         split="train",
-        starts=starts,
-        batch=batch or settings.batch,
-        places=settings.batch,
+        group_ids=starts,
+        num_groups=num_starts or settings.batch_size,
+        groups_per_batch=settings.batch_size,
         group_size=settings.group_size,
         horizon=settings.horizon,
         temperature=settings.temperature,
-        begun=begun,
-        open=left,
-        sampling=settings.sampling.settings(),
+        partial_samples=partial_samples,
+        open_episodes=open_episodes,
+        sampling=settings.sampling.non_default_settings(),
     )
-    if policy is not None and environment.resumes:
-        policy = replace(policy, hooks=replace(policy.hooks, gives_up=gives_up))
+    if policy is not None and environment.supports_resume:
+        policy = replace(policy, hooks=replace(policy.hooks, should_abort=should_abort))
     with ctx.span("generate"):
-        yield from experience(ctx, environment, episodes, policy)
+        yield from rollout_iter(ctx, environment, episodes, policy)
 
 
-def acting(ctx: Context) -> Acting:
+def policy_runner(ctx: StageContext) -> PolicyRunner:
     """The policy under input ``weights``, or the newest that are to be followed."""
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
-    engine = held_engine(ctx, "weights", version, newest=ctx.iteration if follows else None)
-    hooks = Hooks(newer_weights(ctx, engine) if follows else None)
-    return Acting(engine, ctx.config.seed, "rollout", hooks)
+    engine = get_engine(ctx, "weights", version, max_version=ctx.iteration if follows else None)
+    hooks = RolloutHooks(newer_weights_poller(ctx, engine) if follows else None)
+    return PolicyRunner(engine, ctx.config.seed, "rollout", hooks)
 
 
-def hand_on(ctx: Context, made: Iterable[Record], total: int) -> None:
+def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int) -> None:
     """Put trajectories into the output channel and say what they are like.
 
     Lengths, steps and lags are of the steps that count.
     """
-    trajectories = ctx.writer("trajectories")
-    keeps = continues(ctx.config) and ctx.world.speaks
-    left = FileWriter(ctx.data, OPEN, ctx.world.rank) if keeps else None
+    trajectories = ctx.open_writer("trajectories")
+    keeps = carries_over_episodes(ctx.config) and ctx.world.is_primary
+    left = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank) if keeps else None
     lengths, truncated, lags = [], 0, 0
-    outages = Outages(ctx.config)
+    outages = DialogueFailures(ctx.config)
     clipped = list[float]()
-    for trajectory in made:
-        if (still := taken_out(trajectory)) is not None and left is not None:
+    for trajectory in records:
+        if (still := pop_open_episode(trajectory)) is not None and left is not None:
             left.put(still)
         trajectories.put(trajectory)
         outages.add(trajectory)
-        counts = counted(trajectory)
+        counts = loss_mask(trajectory)
         lengths.append(int(counts.sum()))
-        if (share := clip_share(trajectory)) is not None:
+        if (share := action_clip_ratio(trajectory)) is not None:
             clipped.append(share)
         truncated += trajectory.info["stop_reason"] == "length"
         if "versions" in trajectory.steps:
             lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
-        ctx.progress(len(lengths), total, "samples")
+        ctx.report_progress(len(lengths), total, "samples")
     trajectories.close()
     if left is not None:
-        ctx.later(left.close)
-    outages.record(ctx)
-    ctx.metric("samples", len(lengths), weight=0)
-    ctx.metric("steps", float(np.sum(lengths)), weight=0)
+        ctx.defer(left.close)
+    outages.log_metrics(ctx)
+    ctx.log_metric("samples", len(lengths), weight=0)
+    ctx.log_metric("steps", float(np.sum(lengths)), weight=0)
     if lengths:
-        ctx.metric("length_mean", float(np.mean(lengths)), weight=len(lengths))
-        ctx.metric("truncated_share", truncated / len(lengths), weight=len(lengths))
+        ctx.log_metric("completion_length", float(np.mean(lengths)), weight=len(lengths))
+        ctx.log_metric("truncated_ratio", truncated / len(lengths), weight=len(lengths))
         if clipped:
-            ctx.metric("action_clip_share", float(np.mean(clipped)), weight=len(clipped))
+            ctx.log_metric("action_clip_ratio", float(np.mean(clipped)), weight=len(clipped))
         if ctx.config.rollout.in_flight_updates:
-            ctx.metric("lag_mean", lags / max(1, sum(lengths)), weight=sum(lengths))
+            ctx.log_metric("staleness_mean", lags / max(1, sum(lengths)), weight=sum(lengths))

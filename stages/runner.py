@@ -19,46 +19,45 @@ from typing import Any
 import yaml
 
 from rlinf.artifacts import (
-    DATA,
+    DATA_PREFIX,
     FileEntry,
     Manifest,
-    commit,
+    commit_output,
     content_digest,
     describe_files,
-    quarantine,
     read_manifest,
-    sweep,
-    verify,
+    remove_uncommitted,
+    verify_output,
+    withdraw_manifest,
 )
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import joined_digest
+from rlinf.data.record import combine_digests
 from rlinf.errors import (
     ArtifactError,
     ConfigError,
+    ConflictingOutputError,
     InputError,
-    InputFailed,
-    OtherWorkError,
     RlinfError,
     StageError,
-    nearest,
-    storage_error,
+    UpstreamFailed,
+    did_you_mean,
+    to_resource_error,
 )
-from rlinf.user_code import remember_part, user_error
-from stages.board import STREAMS
-from stages.code import stage_code
-from stages.context import Asks, Context, Fault, Input, Live
+from rlinf.user_code import register_user_component, to_user_code_error
+from stages.context import DialogueFailure, LiveContext, RemotePolicy, StageContext, StageInput
 from stages.flow import flow_of
-from stages.identity import read_ledger
-from stages.layout import CHANNELS
-from stages.lives import PROGRESS, STOPPED
-from stages.ranks import Ranks, merged_metrics
-from stages.resident import Resident
-from stages.usage import METER
+from stages.identity import read_ledger, stage_code_digest
+from stages.layout import CHANNELS_FOLDER
+from stages.live_store import STREAM_DIGESTS
+from stages.rank_reports import AttemptRanks, reduce_metrics
+from stages.resource_usage import USAGE_METER
+from stages.timeout_retries import PROGRESS_FOLDER, TIMEOUTS_FILE
+from stages.worker_state import WorkerState
 
-FELL = "read_from_disk"
+DISK_FALLBACKS = "read_from_disk"
 """In a manifest: inputs that were to come by memory and did not, to one rank at least."""
-MEND = "start the run with its first command and --keep, which writes the file anew"
+REPAIR_HINT = "start the run with its first command and --keep, which writes the file anew"
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,14 @@ class StageCall:
     """Which stage to run on what; the content of its command line."""
 
     stage: str
-    config: Path
-    out: Path
+    config_path: Path
+    output_folder: Path
     iteration: int = 0
     inputs: Mapping[str, Path] = field(default_factory=dict)
 
     def argv(self) -> tuple[str, ...]:
         """Arguments after ``python -m stages``."""
-        words = [self.stage, "--config", str(self.config), "--out", str(self.out)]
+        words = [self.stage, "--config", str(self.config_path), "--out", str(self.output_folder)]
         words += ["--iteration", str(self.iteration)]
         for name, folder in self.inputs.items():
             words += ["--input", f"{name}={folder}"]
@@ -87,13 +86,13 @@ def load_config(path: Path) -> RunConfig:
         ConfigError: missing, not YAML, or invalid.
     """
     try:
-        return validate(RunConfig, read_config(path))
+        return validate(RunConfig, read_config_values(path))
     except ConfigError as error:
         known = str(error).startswith(str(path))
         raise error if known else ConfigError(f"{path}: {error}") from None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config_values(path: Path) -> dict[str, Any]:
     """The values of a frozen configuration as they stand there.
 
     Raises:
@@ -105,16 +104,16 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; is this a run directory?") from None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path}: damaged ({reason}); {MEND}") from None
+        raise ConfigError(f"{path}: damaged ({reason}); {REPAIR_HINT}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{path}: damaged (no mapping of sections); {MEND}")
+        raise ConfigError(f"{path}: damaged (no mapping of sections); {REPAIR_HINT}")
     return values
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def open_inputs(call: StageCall) -> dict[str, Input]:
+def open_inputs(call: StageCall) -> dict[str, StageInput]:
     """The committed inputs of a call.
 
     Raises:
@@ -129,7 +128,7 @@ def open_inputs(call: StageCall) -> dict[str, Input]:
                 f"{call.stage}: input {name!r} is not there: {folder} has no manifest; "
                 "run the stage that makes it first"
             )
-        inputs[name] = Input(folder, manifest)
+        inputs[name] = StageInput(folder, manifest)
     return inputs
 
 
@@ -137,9 +136,9 @@ def run_stage(
     call: StageCall,
     *,
     config: RunConfig | None = None,
-    resident: Resident | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-    began: float | None = None,
+    worker_state: WorkerState | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    process_start: float | None = None,
 ) -> Manifest:
     """Run a stage instance unless its output is already there; returns its manifest.
 
@@ -153,108 +152,115 @@ def run_stage(
         StageError: the stage failed.
     """
     start = time.time()
-    config = config or load_config(call.config)
-    known = flow_of(config).table
+    config = config or load_config(call.config_path)
+    known = flow_of(config).all_stages
     if call.stage not in known:
-        raise ConfigError(f"unknown stage {call.stage!r}{nearest(call.stage, known)}")
-    world = World.from_environment(call.config.parent / CHANNELS)
+        raise ConfigError(f"unknown stage {call.stage!r}{did_you_mean(call.stage, known)}")
+    world = ProcessGroupInfo.from_environment(call.config_path.parent / CHANNELS_FOLDER)
     with contextlib.ExitStack() as ending:
-        if resident is None:
-            resident = Resident()
-            ending.callback(resident.close)
-        ending.enter_context(withdrawing())
-        attempt = Attempt(
+        if worker_state is None:
+            worker_state = WorkerState()
+            ending.callback(worker_state.close)
+        ending.enter_context(withdraw_on_damage())
+        attempt = StageAttempt(
             call,
             config,
             world,
             open_inputs(call),
-            resident,
-            stopping,
-            began=start if began is None else began,
+            worker_state,
+            should_stop,
+            process_start=start if process_start is None else process_start,
             start=start,
         )
-        done = read_manifest(call.out)
+        done = read_manifest(call.output_folder)
         if done is not None:
-            if done.key != attempt.ctx.key and not read_ledger(attempt.ctx.run).keeps(done):
-                raise OtherWorkError(
-                    f"{call.out}: holds a result of another configuration, of other inputs or of "
+            if done.key != attempt.ctx.key and not read_ledger(attempt.ctx.run_folder).accepts(
+                done
+            ):
+                raise ConflictingOutputError(
+                    f"{call.output_folder}: holds a result of another configuration, of other inputs or of "
                     "other code, which stays; start the run again to be told what differs"
                 )
-            verify(call.out, done, checksums=False)
+            verify_output(call.output_folder, done, checksums=False)
             return done
-        with attempt.ranks.attempting():
+        with attempt.ranks.attempt_scope():
             attempt.compute()
             return attempt.commit()
 
 
-def import_program(config: RunConfig, stage: str) -> ModuleType:
+def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
     """The module of a stage; errors that a module of the user's raises count as the user's."""
-    name = flow_of(config).program(stage)
+    name = flow_of(config).module_of(stage)
     module = importlib.import_module(name)
-    remember_part(f"flow: stage {stage}: {name}", module, None)
+    register_user_component(f"flow: stage {stage}: {name}", module, None)
     return module
 
 
-class Attempt:
+class StageAttempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
     A stage in a job of its own does one after the other; a pool computes the next stage while it
-    commits the one before. Both within :meth:`stages.ranks.Ranks.attempting`.
+    commits the one before. Both within :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
     """
 
     def __init__(
         self,
         call: StageCall,
         config: RunConfig,
-        world: World,
-        inputs: Mapping[str, Input],
-        resident: Resident,
-        stopping: Callable[[], bool],
+        world: ProcessGroupInfo,
+        inputs: Mapping[str, StageInput],
+        worker_state: WorkerState,
+        should_stop: Callable[[], bool],
         *,
-        began: float,
+        process_start: float,
         start: float,
         name: str | None = None,
-        live: Live | None = None,
+        live: LiveContext | None = None,
         worker: str = "",
-        gathers: bool = False,
-        asks: Asks | None = None,
+        receives_trajectories: bool = False,
+        remote_policy: RemotePolicy | None = None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-        self._call, self._began, self._start, self._gathers = call, began, start, gathers
-        self.ranks = Ranks(call.out / f"{DATA}{name}", world)
+        self._call, self._began, self._start, self._gathers = (
+            call,
+            process_start,
+            start,
+            receives_trajectories,
+        )
+        self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
         self._fell: set[str] = set()
         """What other ranks said of their files, and of their inputs."""
-        self.ctx = Context(
+        self.ctx = StageContext(
             config=config,
             stage=call.stage,
             iteration=call.iteration,
-            run=call.config.parent,
-            out=call.out,
-            data=self.ranks.data,
+            run_folder=call.config_path.parent,
+            output_folder=call.output_folder,
+            data_folder=self.ranks.data,
             world=world,
             inputs=inputs,
-            resident=resident,
-            stopping=stopping,
+            worker_state=worker_state,
+            should_stop=should_stop,
             live=live,
-            asks=asks,
+            remote_policy=remote_policy,
             worker=worker,
         )
 
     def compute(self) -> None:
         """Run the stage."""
         ctx = self.ctx
-        stage_code(ctx.run, ctx.config, ctx.stage)  # before any of it runs
-        if ctx.world.rank == 0 and ctx.out.is_dir():
-            known = read_manifest(ctx.out)
-            ours = {ctx.data.name, self.ranks.folder.name}
-            sweep(ctx.out, ours | ({known.data} if known else set()))
-        ctx.data.mkdir(parents=True, exist_ok=True)
+        stage_code_digest(ctx.run_folder, ctx.config, ctx.stage)  # before any of it runs
+        if ctx.world.rank == 0 and ctx.output_folder.is_dir():
+            known = read_manifest(ctx.output_folder)
+            ours = {ctx.data_folder.name, self.ranks.folder.name}
+            remove_uncommitted(ctx.output_folder, ours | ({known.data} if known else set()))
+        ctx.data_folder.mkdir(parents=True, exist_ok=True)
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
-        with self._failing(), METER.measuring(ctx.usage, **who):
-            module = import_program(ctx.config, ctx.stage)
+        with self._failing(), USAGE_METER.measure(ctx.usage, **who):
+            module = import_stage_module(ctx.config, ctx.stage)
             (module.gather if self._gathers else module.run)(ctx)
-            ctx.took(ctx.stage, self._start)
+            ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:
         """Write what was put off and publish the manifest; all ranks take part.
@@ -264,44 +270,46 @@ class Attempt:
         ctx = self.ctx
         # Waiting for their commits is no part of the stage's time.
         for entry in ctx.inputs.values():
-            entry.waiting = contextlib.nullcontext
+            entry.wait_scope = contextlib.nullcontext
         with self._failing():
             _ = ctx.key  # what follows removes old outputs: in the order of the iterations
-            while ctx.live and ctx.live.later:
+            while ctx.live and ctx.live.deferred_writes:
                 # What it writes is freed once it is written.
-                ctx.live.later.pop(0)()
+                ctx.live.deferred_writes.pop(0)()
             self._check_inputs()
             if ctx.world.size > 1:
-                self.ranks.report(
+                self.ranks.write_report(
                     metrics=ctx.metrics,
                     spans=ctx.spans,
                     usage=ctx.usage,
-                    digests=ctx.live.digests if ctx.live else {},
-                    faults=ctx.faults,
+                    digests=ctx.live.stream_digests if ctx.live else {},
+                    faults=ctx.dialogue_failures,
                     fell=self._fallen(),
                 )
                 if ctx.world.rank:
-                    return self.ranks.committed(ctx.out, ctx.key)
+                    return self.ranks.wait_for_commit(ctx.output_folder, ctx.key)
                 self._merge_reports()
             return self._publish()
 
     def _fallen(self) -> list[str]:
         """Inputs that were to come to this process by memory, and were read from disk."""
-        return [name for name, entry in self.ctx.inputs.items() if entry.fell]
+        return [name for name, entry in self.ctx.inputs.items() if entry.used_disk_fallback]
 
     def _merge_reports(self) -> None:
         """Wait for what all ranks tell, and put it together in their order."""
-        ctx, told = self.ctx, self.ranks.reports()
+        ctx, told = self.ctx, self.ranks.wait_for_reports()
         if ctx.live is not None:
             digests = [report["digests"] for report in told]
             for channel in {name for found in digests for name in found}:
-                ctx.live.digests[channel] = joined_digest(
+                ctx.live.stream_digests[channel] = combine_digests(
                     found[channel] for found in digests if channel in found
                 )
         ctx.spans = [span for report in told for span in report["spans"]]
         ctx.usage = [entry for report in told for entry in report["usage"]]
-        ctx.metrics = merged_metrics([report["metrics"] for report in told])
-        ctx.faults = [Fault(*fault) for report in told for fault in report["faults"]]
+        ctx.metrics = reduce_metrics([report["metrics"] for report in told])
+        ctx.dialogue_failures = [
+            DialogueFailure(*fault) for report in told for fault in report["faults"]
+        ]
         for report in told:
             self._files |= report["files"]
             self._fell.update(report["fell"])
@@ -312,11 +320,11 @@ class Attempt:
         Each rank has got weights on its own; records are the same for all, and rank 0 looks.
         """
         for name, entry in self.ctx.inputs.items():
-            output = entry.output if entry.taken else None
-            if output is None or (self.ctx.world.rank and output.streams(name)):
+            output = entry.live_output if entry.used_live else None
+            if output is None or (self.ctx.world.rank and output.has_stream(name)):
                 continue
-            if not output.matches(name, entry.manifest):
-                raise InputFailed(
+            if not output.matches_commit(name, entry.manifest):
+                raise UpstreamFailed(
                     f"{self.ctx.stage}: {name} of {entry.folder} was committed by another attempt, "
                     "with other content"
                 )
@@ -329,24 +337,26 @@ class Attempt:
             # Asked here, before the attempt's files are removed and there is room again.
             full = None
             if isinstance(error, Exception) and not isinstance(error, RlinfError):
-                full = storage_error(error, self.ctx.data)
-            self.ctx.let_go()
+                full = to_resource_error(error, self.ctx.data_folder)
+            self.ctx.release()
             if full is not None:
                 raise full from error
-            if (users := user_error(error)) is not None:
+            if (users := to_user_code_error(error)) is not None:
                 raise users from None
             raise
 
     def _publish(self) -> Manifest:
         ctx, call = self.ctx, self._call
-        if ctx.live is not None and ctx.live.digests:
-            ctx.extra[STREAMS] = ctx.live.digests
+        if ctx.live is not None and ctx.live.stream_digests:
+            ctx.manifest_extra[STREAM_DIGESTS] = ctx.live.stream_digests
         if fell := self._fell.union(self._fallen()):
-            ctx.extra[FELL] = sorted(fell)
-        from stages.outages import refuse_losses  # it loads torch, which the driver does without
+            ctx.manifest_extra[DISK_FALLBACKS] = sorted(fell)
+        from stages.dialogue_failures import (
+            check_failure_limits,  # it loads torch, which the driver does without
+        )
 
-        refuse_losses(ctx.config, ctx.metrics, ctx.faults)
-        files = describe_files(ctx.data, self._files)
+        check_failure_limits(ctx.config, ctx.metrics, ctx.dialogue_failures)
+        files = describe_files(ctx.data_folder, self._files)
         metrics = {name: value for name, (value, *_) in sorted(ctx.metrics.items())}
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
@@ -356,7 +366,7 @@ class Attempt:
             iteration=call.iteration,
             key=ctx.key,
             content=content_digest(files, metrics),
-            data=ctx.data.name,
+            data=ctx.data_folder.name,
             files=files,
             inputs={name: entry.manifest.content for name, entry in ctx.inputs.items()},
             metrics=metrics,
@@ -370,16 +380,16 @@ class Attempt:
             host=socket.gethostname(),
             job=os.environ.get("SLURM_JOB_ID", ""),
             world=ctx.world.size,
-            extra=ctx.extra,
+            extra=ctx.manifest_extra,
         )
-        winner = commit(call.out, manifest)
-        shutil.rmtree(call.out / PROGRESS, ignore_errors=True)
-        (call.out / STOPPED).unlink(missing_ok=True)
+        winner = commit_output(call.output_folder, manifest)
+        shutil.rmtree(call.output_folder / PROGRESS_FOLDER, ignore_errors=True)
+        (call.output_folder / TIMEOUTS_FILE).unlink(missing_ok=True)
         return winner
 
 
 @contextlib.contextmanager
-def withdrawing() -> Iterator[None]:
+def withdraw_on_damage() -> Iterator[None]:
     """A damaged input loses its commit, so that the stage that made it runs again.
 
     Any rank may be the only one that read the damaged file.
@@ -387,5 +397,5 @@ def withdrawing() -> Iterator[None]:
     try:
         yield
     except ArtifactError as error:
-        quarantine(error.manifest, error.data)
+        withdraw_manifest(error.manifest, error.data)
         raise

@@ -6,37 +6,39 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlinf.artifacts import prune
+from rlinf.artifacts import prune_output
 from rlinf.models.base import Policy
-from stages.context import Context
-from stages.parts import WEIGHTS, held_trainer, save_weights, trainer_published
-from stages.retention import Retention
+from stages.context import StageContext
+from stages.factory import WEIGHTS, get_trainer, mark_published, save_weights
+from stages.retention import RetentionPolicy
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs ``initial`` and ``checkpoint``; output: policy folder ``weights``."""
-    trainer = held_trainer(ctx)
+    trainer = get_trainer(ctx)
     policy = trainer.policy
-    folder = ctx.data / WEIGHTS
+    folder = ctx.data_folder / WEIGHTS
     with ctx.span("publish"):
         if ctx.live is None:
             save_weights(ctx, trainer, folder)
-        elif ctx.world.rank == 0 or ctx.resident.engine is not None:
+        elif ctx.world.rank == 0 or ctx.worker_state.engine is not None:
             # In a pool they are written while the next iteration's update changes the trainer's.
-            tensors = trainer.full_state(copy=True)
-            ctx.hand_on(WEIGHTS, tensors)
+            tensors = trainer.full_state_dict(copy=True)
+            ctx.publish_live(WEIGHTS, tensors)
             if ctx.world.rank == 0:
-                ctx.later(lambda: _write(policy, tensors, folder))
-                if (deltas := ctx.resident.deltas) is not None:
-                    ctx.later(lambda: deltas.write(ctx, tensors))
+                ctx.defer(lambda: _write(policy, tensors, folder))
+                if (deltas := ctx.worker_state.weight_deltas) is not None:
+                    ctx.defer(lambda: deltas.write(ctx, tensors))
         else:
             # It sends them to nobody, and generates nothing.
-            trainer.stream().drain()
-    trainer_published(ctx)
+            trainer.stream_weights().drain()
+    mark_published(ctx)
     if ctx.world.rank == 0:
-        ctx.later(lambda: _prune(ctx))
-        ctx.metric("version", ctx.iteration + 1)
-        ctx.metric("bytes", sum(like.nbytes for like in trainer.stream().like.values()))
+        ctx.defer(lambda: _prune(ctx))
+        ctx.log_metric("version", ctx.iteration + 1)
+        ctx.log_metric(
+            "bytes", sum(like.nbytes for like in trainer.stream_weights().templates.values())
+        )
 
 
 def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -44,6 +46,6 @@ def _write(policy: Policy, tensors: dict[str, Tensor], folder: Path) -> None:
     policy.save(folder, tensors)
 
 
-def _prune(ctx: Context) -> None:
-    for old in Retention(ctx.config, ctx.run, ctx.iteration).expired():
-        prune(old)
+def _prune(ctx: StageContext) -> None:
+    for old in RetentionPolicy(ctx.config, ctx.run_folder, ctx.iteration).expired_outputs():
+        prune_output(old)

@@ -12,136 +12,152 @@ import numpy as np
 
 from rlinf.algorithms.learner import Learner
 from rlinf.config import RunConfig
-from rlinf.data.batch import Sample, join
-from rlinf.data.transitions import Held, Transitions
-from rlinf.replay import prior
+from rlinf.data.batch import TrainingSample, join_by_identity
+from rlinf.data.transitions import InMemoryTransitions, Transitions
+from rlinf.replay import offline_data
 from rlinf.trainers.base import Trainer
-from stages.context import Context
-from stages.parts import (
-    changing_trainer,
-    held_reward,
-    held_trainer,
-    make_algorithm,
-    on_device,
-    trainer_moved,
+from stages.context import StageContext
+from stages.factory import (
+    commit_trainer_state,
+    create_algorithm,
+    ensure_on_device,
+    get_reward,
+    get_trainer,
+    mark_trainer_dirty,
 )
-from stages.replay import FOLDER, HELPED, replay_buffer
+from stages.replay import INTERVENTIONS_FOLDER, REPLAY_FOLDER, open_replay_buffer
 
-CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
+SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """Inputs that a sample is made of; a flow may have the first alone."""
 
 
-def run(ctx: Context) -> None:
+def run(ctx: StageContext) -> None:
     """Inputs of :data:`CHANNELS`, ``initial``, ``checkpoint``.
 
     Output: folder ``checkpoint`` (weights and optimizer), for any number of processes.
     """
-    algorithm = make_algorithm(ctx.config)
-    trainer = held_trainer(ctx)
-    trainer.discard()
+    algorithm = create_algorithm(ctx.config)
+    trainer = get_trainer(ctx)
+    trainer.discard_gradients()
     learner = StageLearner(ctx, trainer)
     try:
-        algorithm.update(learner, learner.parts())
+        algorithm.update(learner, learner.sample_chunks())
     except Exception:
         # What shares weights out may keep gradients of its own, which the next attempt would add.
-        ctx.resident.drop_trainer()
+        ctx.worker_state.drop_trainer()
         raise
-    on_device(ctx, trainer)
+    ensure_on_device(ctx, trainer)
     with ctx.span("save"):
         state = trainer.snapshot() if ctx.live else None
-        ctx.later(lambda: trainer.save(ctx.data / "checkpoint", state))
+        ctx.defer(lambda: trainer.save(ctx.data_folder / "checkpoint", state))
     if ctx.world.rank == 0:
         for name, value in learner.metrics.items():
-            ctx.metric(name, value)
-    trainer_moved(ctx)
+            ctx.log_metric(name, value)
+    commit_trainer_state(ctx)
 
 
 class StageLearner(Learner):
     """The trainer of a stage, which shares device and process with other parts."""
 
-    def __init__(self, ctx: Context, trainer: Trainer) -> None:
+    def __init__(self, ctx: StageContext, trainer: Trainer) -> None:
         config, settings = ctx.config, ctx.config.optimizer
-        span = settings.schedule_iterations or config.iterations
+        span = settings.lr_decay_iterations or config.iterations
         super().__init__(
             trainer,
-            {group: settings.rate(ctx.iteration, span, group) for group in trainer.policy.groups},
+            {
+                group: settings.learning_rate(ctx.iteration, span, group)
+                for group in trainer.policy.parameter_groups
+            },
             iteration=ctx.iteration,
             seed=config.seed,
             temperature=config.rollout.temperature,
-            gap_limit=gap_limit(config),
-            staleness=config.rollout.staleness,
+            max_logprob_diff=logprob_gap_limit(config),
+            max_staleness=config.rollout.staleness,
         )
         self._ctx = ctx
-        self.metric("lr", settings.rate(ctx.iteration, span))
+        self.log_metric("lr", settings.learning_rate(ctx.iteration, span))
 
-    def parts(self) -> Iterator[list[Sample]]:
+    def sample_chunks(self) -> Iterator[list[TrainingSample]]:
         """The samples of the iteration, as they arrive; says how many are kept."""
         kept = 0
-        for samples in self._ctx.parts():
+        for samples in self._ctx.chunks():
             part = self._joined(samples)
-            kept += sum(sample.kept for sample in part)
+            kept += sum(sample.is_included for sample in part)
             yield part
-        self.metric("samples", kept)
+        self.log_metric("samples", kept)
 
-    def earlier(self) -> Iterator[list[Sample]]:
+    def previous_batches(self) -> Iterator[list[TrainingSample]]:
         rollout, place = self._ctx.config.rollout, 1
-        while f"{CHANNELS['trajectory']}.{place}" in self._ctx.inputs:
-            yield self._joined(range(rollout.batch * rollout.group_size), f".{place}")
+        while f"{SAMPLE_CHANNELS['trajectory']}.{place}" in self._ctx.inputs:
+            yield self._joined(range(rollout.batch_size * rollout.group_size), f".{place}")
             place += 1
 
-    def transitions(self, parts: Iterable[list[Sample]]) -> Transitions:
+    def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
         if "replay" in self._ctx.inputs:
             # Waits for the commit, with which what it added is on disk.
             _ = self._ctx.inputs["replay"].manifest
-            buffer = replay_buffer(self._ctx, self.policy.rows)
+            buffer = open_replay_buffer(self._ctx, self.policy.transition_dtype)
             with self._ctx.span("verify"):
                 return buffer.view(self.iteration)
-        if not set(CHANNELS.values()) & set(self._ctx.inputs):
-            return Held(np.zeros(0, self.policy.rows))
-        return super().transitions(parts)
+        if not set(SAMPLE_CHANNELS.values()) & set(self._ctx.inputs):
+            return InMemoryTransitions(np.zeros(0, self.policy.transition_dtype))
+        return super().replay_transitions(parts)
 
-    def prior(self, path: Path) -> Held:
-        reward = held_reward(self._ctx)
+    def load_offline_data(self, path: Path) -> InMemoryTransitions:
+        reward = get_reward(self._ctx)
         # There are no scores: a reward that looks at them is refused, for it is not finite.
-        return prior.load(path, lambda record: reward.rewards([record], [math.nan])[0])
+        return offline_data.load_offline_data(
+            path, lambda record: reward.compute_step_rewards([record], [math.nan])[0]
+        )
 
-    def helped(self) -> Transitions:
-        there = "replay" in self._ctx.inputs and (self._ctx.run / FOLDER / HELPED).exists()
+    def intervention_transitions(self) -> Transitions:
+        there = (
+            "replay" in self._ctx.inputs
+            and (self._ctx.run_folder / REPLAY_FOLDER / INTERVENTIONS_FOLDER).exists()
+        )
         if not there:
-            return super().helped()
+            return super().intervention_transitions()
         with self._ctx.span("verify"):
-            return replay_buffer(self._ctx, self.policy.rows, HELPED).view(self.iteration)
+            return open_replay_buffer(
+                self._ctx, self.policy.transition_dtype, INTERVENTIONS_FOLDER
+            ).view(self.iteration)
 
-    def changing(self) -> None:
-        super().changing()
-        changing_trainer(self._ctx)
+    def mark_dirty(self) -> None:
+        super().mark_dirty()
+        mark_trainer_dirty(self._ctx)
 
-    def progress(self, done: int, total: int) -> None:
-        self._ctx.progress(done, total, "updates")
+    def report_progress(self, done: int, total: int) -> None:
+        self._ctx.report_progress(done, total, "updates")
 
-    def _joined(self, samples: range, place: str = "") -> list[Sample]:
+    def _joined(self, samples: range, place: str = "") -> list[TrainingSample]:
         ctx = self._ctx
         own = {
-            field: name + place for field, name in CHANNELS.items() if name + place in ctx.inputs
+            field: name + place
+            for field, name in SAMPLE_CHANNELS.items()
+            if name + place in ctx.inputs
         }
-        rows = join(*(ctx.records(name, samples) for name in own.values()))
-        return [Sample(**dict(zip(own, row, strict=True))) for row in rows]
+        rows = join_by_identity(*(ctx.read_records(name, samples) for name in own.values()))
+        return [TrainingSample(**dict(zip(own, row, strict=True))) for row in rows]
 
     def _ready(self, *groups: str) -> None:
-        on_device(self._ctx, self._trainer, *groups)
+        ensure_on_device(self._ctx, self._trainer, *groups)
 
     def _span(self) -> AbstractContextManager[Any]:
         return self._ctx.span("update")
 
 
-GAP_LIMIT, HALF_PRECISION_GAP_LIMIT = 0.02, 0.2
+LOGPROB_GAP_LIMIT, HALF_PRECISION_LOGPROB_GAP_LIMIT = 0.02, 0.2
 
 
-def gap_limit(config: RunConfig) -> float:
+def logprob_gap_limit(config: RunConfig) -> float:
     """Largest mean difference of log-probabilities between engine and trainer, nats; where the
-    algorithm's ``logprob_gap_limit`` does not say it."""
+    algorithm's ``max_logprob_diff`` does not say it."""
     parts = (config.model, config.engine, config.trainer)
     names = [
         (part.model_extra or {}).get(key) for part in parts for key in ("dtype", "param_dtype")
     ]
-    return GAP_LIMIT if {"bfloat16", "float16"}.isdisjoint(names) else HALF_PRECISION_GAP_LIMIT
+    return (
+        LOGPROB_GAP_LIMIT
+        if {"bfloat16", "float16"}.isdisjoint(names)
+        else HALF_PRECISION_LOGPROB_GAP_LIMIT
+    )

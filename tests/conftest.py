@@ -14,9 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rlinf import tree, user_code
+from rlinf import package_paths, user_code
 
-tree.activate()
+package_paths.add_to_sys_path()
 # How long an example takes depends on what else the machine does.
 settings.register_profile("rlinf", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlinf")
@@ -48,10 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny run, undisturbed, in one process. Tests copy what they change."""
     from pipeline.commands.experiment import compose as hydra_compose
-    from pipeline.commands.experiment import execute
+    from pipeline.commands.experiment import run_experiment
 
     root = tmp_path_factory.mktemp("reference")
-    execute(hydra_compose(["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]))
+    run_experiment(
+        hydra_compose(["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY])
+    )
     return root / "tiny"
 
 
@@ -109,16 +111,16 @@ TINY = [
     "++model.kv_heads=1",
     "++model.intermediate=64",
     "++warm_start.max_steps=3",
-    "++warm_start.batch=16",
-    "++warm_start.evaluate_every=2",
-    "++rollout.batch=4",
+    "++warm_start.batch_size=16",
+    "++warm_start.eval_every=2",
+    "++rollout.batch_size=4",
     "++rollout.group_size=4",
     "++rollout.horizon=6",
     "++evaluate.samples=8",
     "++evaluate.every=1",
-    "++algorithm.drop_equal_groups=false",
+    "++algorithm.filter_zero_variance_groups=false",
     # A model that has learnt nothing earns no reward: without these its gradient would be zero.
-    "++algorithm.entropy_bonus=0.1",
+    "++algorithm.entropy_coeff=0.1",
     "++optimizer.lr=1e-2",
 ]
 """A run of a few seconds that goes through every stage."""

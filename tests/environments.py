@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import ConfigError
-from rlinf.interpreters import FOLDER, interpreter
+from rlinf.interpreters import ENVIRONMENTS_VARIABLE, resolve_interpreter
 
 
 def need_environment(name: str) -> str:
@@ -18,7 +18,7 @@ def need_environment(name: str) -> str:
     ``make test`` makes them all, and none may lack there (``RLINF_REQUIRE_ENVS``).
     """
     try:
-        return interpreter(name, "this test")
+        return resolve_interpreter(name, "this test")
     except ConfigError as error:
         if os.environ.get("RLINF_REQUIRE_ENVS"):
             raise
@@ -28,7 +28,9 @@ def need_environment(name: str) -> str:
 def need_vulkan(patch: pytest.MonkeyPatch) -> None:
     """Have simulators find Mesa's Vulkan in software, where ``make vulkan`` has unpacked it; skips
     the test otherwise."""
-    folder = Path(os.environ.get(FOLDER, "~/.cache/rlinf/envs")).expanduser() / "vulkan"
+    folder = (
+        Path(os.environ.get(ENVIRONMENTS_VARIABLE, "~/.cache/rlinf/envs")).expanduser() / "vulkan"
+    )
     if not (folder / "lvp.json").is_file():
         if os.environ.get("RLINF_REQUIRE_ENVS"):
             raise FileNotFoundError(f"{folder}/lvp.json; make vulkan unpacks it")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.errors import EXIT_BAD_INPUT
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents
 from tests.wheel import Installed, call
 
-EXAMPLES = tree.ROOT / "docs" / "examples"
-PAGES = [tree.ROOT / "docs" / name for name in ("extending.md", "extending-models.md")]
+EXAMPLES = package_paths.ROOT / "docs" / "examples"
+PAGES = [package_paths.ROOT / "docs" / name for name in ("extending.md", "extending-models.md")]
 PAGE = "".join(page.read_text() for page in PAGES)
 FILES = sorted(
     path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()
@@ -32,7 +32,7 @@ COMMANDS = [
 HERE = [words for words in COMMANDS if "cluster=slurm" not in words]
 JOBS = [words for words in COMMANDS if "cluster=slurm" in words]
 BRIEF = next(words for words in HERE if "reward.name=mylab.reward:Brief" in words)
-ACTING = ["rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
+ACTING = ["rollout.batch_size=4", "rollout.horizon=16", "evaluate.samples=2"]
 WRITING = [
     word.removeprefix("++")
     for word in TINY

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf import tree
+from rlinf import package_paths
 
 PACKAGES = ("rlinf", "stages", "launchers", "slurm", "pipeline")
 ALLOWED = {
@@ -59,7 +59,7 @@ def violations(root: Path) -> list[str]:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            if name in ENTRY_POINTS or {"plugins", "inside"} & set(path.parts):
+            if name in ENTRY_POINTS or {"plugins", "engine_plugins"} & set(path.parts):
                 continue
             wrong = imported(path, top_level=False) & set(PACKAGES) - ALLOWED[package] - {package}
             found += [f"{name} imports {other}" for other in sorted(wrong)]
@@ -69,7 +69,7 @@ def violations(root: Path) -> list[str]:
 
 
 def test_imports_point_one_way() -> None:
-    assert violations(tree.ROOT) == []
+    assert violations(package_paths.ROOT) == []
 
 
 def test_the_check_would_notice(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def _targets(module: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            folder = (tree.ROOT / Path(*node.module.split("."))).is_dir()
+            folder = (package_paths.ROOT / Path(*node.module.split("."))).is_dir()
             names = {f"{node.module}.{alias.name}" for alias in node.names} if folder else set()
             modules = {name for name in names if _file(name).exists()}
             found |= modules or {node.module}
@@ -112,12 +112,12 @@ def _targets(module: ast.Module) -> set[str]:
 
 
 def _file(module: str) -> Path:
-    return tree.ROOT / Path(*module.split(".")).with_suffix(".py")
+    return package_paths.ROOT / Path(*module.split(".")).with_suffix(".py")
 
 
 def test_no_two_folders_import_each_other() -> None:
     graph: dict[str, set[str]] = {}
-    edges = rooms(tree.ROOT)
+    edges = rooms(package_paths.ROOT)
     for source, target in edges:
         graph.setdefault(source, set()).add(target)
     try:
@@ -134,9 +134,13 @@ def test_no_two_folders_import_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("module", "unwanted"),
-    [("stages.__main__", "torch"), ("pipeline.commands.cli", "torch"), ("launchers.job", "torch")],
+    [
+        ("stages.__main__", "torch"),
+        ("pipeline.commands.cli", "torch"),
+        ("launchers.job_entrypoint", "torch"),
+    ],
 )
 def test_light_modules_stay_light(module: str, unwanted: str) -> None:
     code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree.ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=package_paths.ROOT, check=False)
     assert done.returncode == 0, f"{module} imports {unwanted}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.experiment import compose, execute
-from rlinf import tree
+from pipeline.commands.experiment import compose, run_experiment
+from rlinf import package_paths
 from tests.pipeline.helpers import contents
 
 pytest.importorskip("snakemake", reason="the extra 'slurm' is not installed")
@@ -20,7 +20,7 @@ pytest.importorskip("snakemake", reason="the extra 'slurm' is not installed")
 def snakemake(*words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "snakemake", *words],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -66,7 +66,7 @@ def test_one_job_can_be_a_whole_iteration(tmp_path: Path) -> None:
     done = snakemake("-c2", "--config", *words, "run__name=whole", "jobs=iteration")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rule rollout" not in done.stdout + done.stderr
-    execute(compose(["experiment=cartpole_ppo", *overrides(tmp_path)]))
+    run_experiment(compose(["experiment=cartpole_ppo", *overrides(tmp_path)]))
     assert contents(tmp_path / "whole") == contents(tmp_path / "stages")
     (tmp_path / "whole" / "report" / "report.html").unlink()
     again = snakemake("-c2", "--config", f"run={tmp_path / 'whole'}")
@@ -96,7 +96,7 @@ def overrides(root: Path) -> list[str]:
         "iterations=2",
         f"++run.root={root}",
         "++run.name=stages",
-        "++rollout.batch=2",
+        "++rollout.batch_size=2",
         "++rollout.horizon=16",
         "++evaluate.samples=2",
         "++algorithm.minibatches=1",

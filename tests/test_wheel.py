@@ -26,7 +26,7 @@ def test_the_wheel_works_from_anywhere(installed: Installed, tmp_path: Path) -> 
     words = [
         "experiment=cartpole_ppo",
         "iterations=1",
-        "rollout.batch=2",
+        "rollout.batch_size=2",
         "algorithm.minibatches=1",
         "rollout.horizon=8",
         "evaluate.samples=2",

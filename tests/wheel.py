@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlinf import tree
+from rlinf import package_paths
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def call(*words: str | Path, cwd: Path, env: Mapping[str, str] | None = None) ->
 def install(folder: Path) -> Installed:
     """Build the wheel and install it, and nothing else of the project, below a folder."""
     build = [sys.executable, "-m", "build", "-q", "--wheel", "--no-isolation", "-o", folder]
-    call(*build, cwd=tree.ROOT)
+    call(*build, cwd=package_paths.ROOT)
     (wheel,) = folder.glob("rlinf_slurm-*.whl")
     environment = folder / "venv"
     call(sys.executable, "-m", "venv", environment, cwd=folder)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rlinf import __version__, machine, tree
-from rlinf.errors import ConfigError, RlinfError, told_of_exhaustion
-from rlinf.user_code import reporting_user_errors
+from rlinf import __version__, package_paths, process_tuning
+from rlinf.errors import ConfigError, RlinfError, translate_resource_errors
+from rlinf.user_code import translate_user_errors
 
 app = typer.Typer(
     help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
@@ -22,7 +22,7 @@ app = typer.Typer(
 RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/arithmetic_grpo")]
 
 
-What = Annotated[
+RunOrOverrides = Annotated[
     list[str],
     typer.Argument(help="A run directory and key=value, or experiment=NAME and key=value"),
 ]
@@ -46,11 +46,11 @@ Keep = Annotated[
 ]
 
 
-class Grain(StrEnum):
+class ExecutionMode(StrEnum):
     """How long a job lasts."""
 
-    stage = "stage"
-    segment = "segment"
+    jobs = "stage"
+    pools = "segment"
 
 
 @app.callback(invoke_without_command=True)
@@ -75,7 +75,7 @@ def run(
     Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
     """
     if dry_run:
-        from pipeline.commands.submit import dry_run as write
+        from pipeline.commands.submit import write_dry_run as write
 
         typer.echo("\n".join(write(overrides, None)))
         return
@@ -98,14 +98,16 @@ def resume(
     keep: Keep = False,
 ) -> None:
     """Go on with a run from what is on disk, with other settings if overrides are given."""
-    from pipeline.commands.experiment import drive
-    from pipeline.commands.overrides import reopen
+    from pipeline.commands.experiment import drive, reopen_run
+    from pipeline.resume import OnMismatch
     from pipeline.run import Run
-    from pipeline.settle import Choice
 
-    choice, launcher = Choice.of(redo=redo, keep=keep), {"launcher": cluster} if cluster else None
+    choice, launcher = (
+        OnMismatch.from_flags(redo=redo, keep=keep),
+        {"launcher": cluster} if cluster else None,
+    )
     if overrides:
-        report = drive(reopen(folder, overrides, choice), launcher)
+        report = drive(reopen_run(folder, overrides, choice), launcher)
     else:
         report = drive(Run.open(folder), launcher, choice)
     typer.echo(f"report: {report}")
@@ -113,11 +115,11 @@ def resume(
 
 @app.command()
 def submit(
-    what: What,
+    what: RunOrOverrides,
     partition: Annotated[
         str | None, typer.Option(help="Of the driver's job; the cluster's default one by default")
     ] = None,
-    time_min: Annotated[
+    time_limit_min: Annotated[
         int | None, typer.Option(help="Its wall-time limit, minutes; a day by default", min=1)
     ] = None,
     mem_mb: Annotated[int | None, typer.Option(help="Its memory, MiB", min=1)] = None,
@@ -130,19 +132,28 @@ def submit(
 ) -> None:
     """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
     from pipeline.commands import submit as submission
-    from pipeline.settle import Choice
+    from pipeline.resume import OnMismatch
 
-    asked = {"partition": partition, "time_min": time_min, "mem_mb": mem_mb, "mail": mail}
+    asked = {
+        "partition": partition,
+        "time_limit_min": time_limit_min,
+        "mem_mb": mem_mb,
+        "mail": mail,
+    }
     driver = {key: value for key, value in asked.items() if value is not None}
-    choice = Choice.of(redo=redo, keep=keep)
-    lines = submission.dry_run(what, driver) if dry_run else submission.submit(what, driver, choice)
+    choice = OnMismatch.from_flags(redo=redo, keep=keep)
+    lines = (
+        submission.write_dry_run(what, driver)
+        if dry_run
+        else submission.submit_run(what, driver, choice)
+    )
     typer.echo("\n".join(lines))
 
 
 @app.command()
 def stop(folder: RunFolder) -> None:
     """End the driver, pools and jobs of a run, wherever they are; it can be resumed."""
-    from pipeline.commands.stop import stop as end
+    from pipeline.commands.stop import stop_run as end
 
     for line in end(folder) or ["nothing of this run was there"]:
         typer.echo(line)
@@ -155,9 +166,9 @@ def status(
     watch: Annotated[bool, typer.Option(help="Refresh until the run is finished")] = False,
 ) -> None:
     """Where a run is: iteration, stage, jobs, rates, time left."""
-    from pipeline.commands.status import show
+    from pipeline.commands.status import show_status
 
-    show(folder, watch=watch)
+    show_status(folder, watch=watch)
 
 
 @app.command()
@@ -166,7 +177,7 @@ def scale(
     wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
 ) -> None:
     """Ask for more or fewer workers of an elastic pool, while the run goes on or before it does."""
-    from pipeline.pools.scaling import scale as ask
+    from pipeline.pools.autoscaler import request_scale as ask
     from pipeline.run import Run
 
     typer.echo(f"{ask(Run.open(folder), wish)} workers asked for")
@@ -180,12 +191,12 @@ def report(
     ] = False,
 ) -> None:
     """Write report.html anew."""
-    from pipeline.metrics import write
+    from pipeline.metrics import rewrite_metrics
     from pipeline.report import write_report
     from pipeline.run import Run
 
     opened = Run.open(folder)
-    write(opened.folder)
+    rewrite_metrics(opened.folder)
     typer.echo(f"report: {write_report(opened.folder, pictures=png)}")
 
 
@@ -232,13 +243,13 @@ def demonstrations(
     ] = False,
 ) -> None:
     """Write demonstrations of LeRobot's format as trajectories, or trajectories in that format; or,
-    with --intervened, of trajectories the episodes that a person acted in, for algorithm.prior."""
-    from pipeline.commands.demonstrations import take_helped, transfer
+    with --intervened, of trajectories the episodes that a person acted in, for algorithm.offline_data."""
+    from pipeline.commands.demonstrations import convert_demonstrations, extract_interventions
 
     if intervened:
-        typer.echo(take_helped(source, to))
+        typer.echo(extract_interventions(source, to))
     else:
-        typer.echo(transfer(source, to, fps=fps, task=task, png=png, solved=solved))
+        typer.echo(convert_demonstrations(source, to, fps=fps, task=task, png=png, solved=solved))
 
 
 @app.command()
@@ -267,12 +278,16 @@ def doctor(
     ] = None,
 ) -> None:
     """Check Slurm, the run directory's filesystem, Python on the nodes, and packages."""
-    from pipeline.commands import doctor, findings, simulators
+    from pipeline.commands import doctor
 
     if overrides and env is None:
         raise ConfigError(f"{overrides[0]}: keys are for the simulator of --env NAME; add that")
-    found = doctor.findings(folder) if env is None else simulators.findings(env, overrides or ())
-    raise typer.Exit(findings.show(found))
+    found = (
+        doctor.check_machine(folder)
+        if env is None
+        else doctor.check_simulator(env, overrides or ())
+    )
+    raise typer.Exit(doctor.show_findings(found))
 
 
 @app.command()
@@ -287,14 +302,14 @@ def inventory(
     ] = None,
 ) -> None:
     """Show what the cluster has: partitions, GPUs, free nodes, limits, load."""
-    from pipeline.inventory import show
+    from pipeline.inventory import show_inventory
 
-    show(source, save, site, as_json=as_json)
+    show_inventory(source, save, site, as_json=as_json)
 
 
 @app.command()
 def plan(
-    what: What,
+    what: RunOrOverrides,
     profile: Annotated[
         Path | None,
         typer.Option(help="What rlinf profile measured; profile.json, or else data sheets"),
@@ -317,9 +332,10 @@ def plan(
     what_if: Annotated[
         list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
     ] = None,
-    grain: Annotated[
-        Grain, typer.Option(help="A job for each stage, or pools over a segment of many iterations")
-    ] = Grain.stage,
+    execution: Annotated[
+        ExecutionMode,
+        typer.Option(help="A job for each stage, or pools over a segment of many iterations"),
+    ] = ExecutionMode.jobs,
     check: Annotated[
         Path | None, typer.Option(help="Assess this plan instead of making one")
     ] = None,
@@ -328,13 +344,13 @@ def plan(
     ),
 ) -> None:
     """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
-    from pipeline.commands.experiment import configuration
-    from pipeline.planning.planner.show import make
+    from pipeline.commands.experiment import load_configuration
+    from pipeline.planning.planner.plan_command import run_plan
 
     usual = Path("profile.json")
     found = profile or (usual if usual.exists() else None)
     sources = planning_sources(found, source, site, partition, pin)
-    make(configuration(what), sources, out, objective, what_if or (), check, grain.value)
+    run_plan(load_configuration(what), sources, out, objective, what_if or (), check, execution.value)
 
 
 @app.command()
@@ -347,7 +363,7 @@ def clean(
     ] = False,
 ) -> None:
     """Remove what killed processes left: shared memory of this node, temporary files of runs."""
-    from pipeline.clean import clean as remove
+    from pipeline.cleanup import clean_up as remove
 
     for line in remove(folders or [], dry_run=dry_run):
         typer.echo(line)
@@ -367,11 +383,11 @@ def replan(
     apply: Annotated[bool, typer.Option(help="Replace the run's plan")] = False,
 ) -> None:
     """Compare predicted with actual times of a run, and plan again with what it has taught."""
-    from pipeline.planning.planner.show import remake
+    from pipeline.planning.planner.plan_command import run_replan
     from pipeline.run import Run
 
     sources = planning_sources(profile, source, site, None, None) if profile else None
-    remake(Run.open(folder), sources, objective, apply=apply)
+    run_replan(Run.open(folder), sources, objective, apply=apply)
 
 
 def planning_sources(
@@ -382,12 +398,12 @@ def planning_sources(
     pins: list[str] | None,
 ) -> Any:
     """Where the planner's facts come from, by paths that hold from anywhere."""
-    from pipeline.plan import Sources
+    from pipeline.plan import PlanningSources
 
     def whole(path: Path | None) -> str | None:
         return None if path is None else str(path.expanduser().absolute())
 
-    return Sources(
+    return PlanningSources(
         profile=whole(profile) or "",
         inventory=whole(inventory),
         site=whole(site),
@@ -398,7 +414,7 @@ def planning_sources(
 
 @app.command()
 def profile(
-    what: What,
+    what: RunOrOverrides,
     partition: Annotated[
         list[str] | None,
         typer.Option(help="Measure on this partition; may be repeated. The plan's by default"),
@@ -415,14 +431,14 @@ def profile(
     """Measure what the stages of an experiment cost on each kind of device."""
     import logging
 
-    from pipeline.commands.experiment import named, warm_start
-    from pipeline.planning.profile.measure import Options
-    from pipeline.planning.profile.measure import profile as measure
+    from pipeline.commands.experiment import open_run, run_warm_start
+    from pipeline.planning.profile.profile_pass import ProfileOptions
+    from pipeline.planning.profile.profile_pass import profile_run as measure
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
-    options = Options(tuple(partition or ()), minutes, processes, fresh)
-    made = measure(named(what), options, warm_start)
+    options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
+    made = measure(open_run(what), options, run_warm_start)
     made.save(out)
     typer.echo(f"profile: {out}")
 
@@ -447,17 +463,17 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate iterations of a placement, with stragglers, preemption, queues and long tails."""
-    from pipeline.planning.simulator.show import show
+    from pipeline.planning.simulator.simulate_command import run_simulate
 
-    show(problem, plan, scenario, iterations, seed, png, page)
+    run_simulate(problem, plan, scenario, iterations, seed, png, page)
 
 
 def main(argv: list[str] | None = None) -> Any:
     """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
-    tree.activate()
-    machine.apply()
+    package_paths.add_to_sys_path()
+    process_tuning.tune_process()
     try:
-        with told_of_exhaustion(), reporting_user_errors():
+        with translate_resource_errors(), translate_user_errors():
             return app(args=argv, prog_name="rlinf")
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)

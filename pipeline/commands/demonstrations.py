@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlinf.channels.file import FileReader, FileWriter
-from rlinf.data import lerobot, lerobot_writer
-from rlinf.data.interventions import helped
+from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
+from rlinf.data import lerobot
+from rlinf.data.episodes import intervened_episodes
 from rlinf.data.record import Record
 from rlinf.errors import DataError, InputError
 
-OURS = "trajectories-*.h5"
+TRAJECTORY_FILES = "trajectories-*.h5"
 
 
-def take_helped(source: Path, to: Path) -> str:
+def extract_interventions(source: Path, to: Path) -> str:
     """Write the episodes of trajectories in which a person acted as trajectories, in which actions
-    are those that were carried out (:mod:`rlinf.data.interventions`).
+    are those that were carried out (:mod:`rlinf.data.episodes`).
 
     Args:
         source: a folder with ``trajectories-*.h5`` as rollouts write them.
@@ -30,24 +30,26 @@ def take_helped(source: Path, to: Path) -> str:
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: exists and is not empty")
-    files = sorted(source.glob(OURS))
+    files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
-        raise DataError(f"{source}: has no file {OURS}")
+        raise DataError(f"{source}: has no file {TRAJECTORY_FILES}")
     found: list[Record] = []
-    for trajectory in FileReader(files):
-        found += helped(trajectory, first=len(found))
+    for trajectory in RecordFileReader(files):
+        found += intervened_episodes(trajectory, first=len(found))
     if not found:
         raise DataError(f"{source}: a person acted in none of its episodes")
     to.mkdir(parents=True, exist_ok=True)
-    writer = FileWriter(to, "trajectories")
+    writer = RecordFileWriter(to, "trajectories")
     for record in found:
         writer.put(record)
     writer.close()
     steps = sum(map(len, found))
-    return f"{len(found)} episodes, {steps} steps, in {to}, for algorithm.prior={to}"
+    return f"{len(found)} episodes, {steps} steps, in {to}, for algorithm.offline_data={to}"
 
 
-def transfer(source: Path, to: Path, *, fps: int, task: str, png: bool, solved: bool) -> str:
+def convert_demonstrations(
+    source: Path, to: Path, *, fps: int, task: str, png: bool, solved: bool
+) -> str:
     """Write a data set of LeRobot as trajectories, or trajectories as such a data set.
 
     Args:
@@ -65,21 +67,23 @@ def transfer(source: Path, to: Path, *, fps: int, task: str, png: bool, solved: 
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: exists and is not empty")
-    if lerobot.is_dataset(source):
-        found = lerobot.Dataset(source, solved=solved)
+    if lerobot.is_lerobot_dataset(source):
+        found = lerobot.LeRobotDataset(source, all_successful=solved)
         to.mkdir(parents=True, exist_ok=True)
-        writer = FileWriter(to, "trajectories")
-        for record in found.records():
+        writer = RecordFileWriter(to, "trajectories")
+        for record in found.trajectories():
             writer.put(record)
         writer.close()
-        return f"{writer.count} episodes in {to}, for algorithm.prior={to}"
-    files = sorted(source.glob(OURS))
+        return f"{writer.count} episodes in {to}, for algorithm.offline_data={to}"
+    files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(
-            f"{source}: neither a data set of LeRobot ({lerobot.INFO}) nor a folder with {OURS}"
+            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with {TRAJECTORY_FILES}"
         )
     try:
-        count = lerobot_writer.write(to, FileReader(files), fps=fps, task=task, png=png)
+        count = lerobot.write_lerobot_dataset(
+            to, RecordFileReader(files), fps=fps, task=task, png=png
+        )
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
     return f"{count} episodes in {to}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,13 +10,47 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.commands.findings import Finding
-from rlinf.errors import RlinfError
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.commands.experiment import compose_words
+from pipeline.console import create_console
+from rlinf import package_paths
+from rlinf.config import RunConfig, validate
+from rlinf.envs.gym import GymEnvironment, create_simulator_process
+from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
+from rlinf.errors import ConfigError, RlinfError
+from rlinf.interpreters import missing_modules, resolve_interpreter
 from slurm.client import Partition, SlurmClient, command_environment
+from stages.factory import environment_class
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    level: Literal["ok", "warn", "fail"]
+    check: str
+    detail: str
+
+
+def show_findings(found: Iterable[Finding]) -> int:
+    """Print findings; 0 when none is a failure."""
+    table = Table(title="rlinf doctor", title_justify="left", show_header=False)
+    failed = False
+    for finding in found:
+        colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
+        table.add_row(Text(finding.level, style=colour), finding.check, Text(finding.detail))
+        failed |= finding.level == "fail"
+    create_console().print(table)
+    return int(failed)
+
 
 PACKAGES = {
     "submitit": "slurm",
@@ -31,15 +66,15 @@ PACKAGES = {
     "megatron": "megatron",
 }
 SLOW_FSYNC_S = 0.2
-LATE_S = 5.0
-PROBE_S = 60.0
+RENAME_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 60.0
 
 
-def findings(folder: Path) -> Iterator[Finding]:
+def check_machine(folder: Path) -> Iterator[Finding]:
     """All checks, in order; those on compute nodes only where Slurm answers."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
-    yield from packages()
-    usable = yield from storage(folder)
+    yield from check_packages()
+    usable = yield from check_storage(folder)
     client = SlurmClient()
     try:
         version, partitions = client.version(), client.partitions()
@@ -48,12 +83,12 @@ def findings(folder: Path) -> Iterator[Finding]:
         return
     yield Finding("ok", "slurm", version)
     for partition in partitions.values():
-        yield describe(partition)
+        yield describe_partition(partition)
     if usable:
-        yield from nodes(folder, partitions)
+        yield from check_nodes(folder, partitions)
 
 
-def packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Optional packages that are missing, with the extra that brings them."""
     missing: dict[str, list[str]] = {}
     for package, extra in PACKAGES.items():
@@ -66,7 +101,7 @@ def packages() -> Iterator[Finding]:
         yield Finding("warn", "not installed", f"{', '.join(names)}: rlinf-slurm[{extra}]")
 
 
-def storage(folder: Path) -> Generator[Finding, None, bool]:
+def check_storage(folder: Path) -> Generator[Finding, None, bool]:
     """Whether the run folder can be written, and how fast a synced write and a rename are."""
     folder = folder.expanduser().absolute()
     try:
@@ -91,18 +126,18 @@ def storage(folder: Path) -> Generator[Finding, None, bool]:
     return True
 
 
-def describe(partition: Partition) -> Finding:
+def describe_partition(partition: Partition) -> Finding:
     """A partition in one line."""
     gpus = ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in partition.gpus.items())
     limit = "unlimited" if partition.time_limit_min is None else f"{partition.time_limit_min} min"
     text = f"{partition.nodes} nodes, {gpus or 'no GPUs'} a node, {limit}"
-    return Finding("ok" if partition.available else "warn", f"partition {partition.name}", text)
+    return Finding("ok" if partition.is_available else "warn", f"partition {partition.name}", text)
 
 
-def nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Finding]:
+def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Finding]:
     """One short job per partition: is the folder shared, how late do renames show, same Python?"""
     for name, partition in partitions.items():
-        if not partition.available:
+        if not partition.is_available:
             continue
         probe = folder.expanduser().absolute() / f".doctor-{secrets.token_hex(4)}"
         yield probe_partition(name, probe)
@@ -122,19 +157,19 @@ def probe_partition(name: str, probe: Path) -> Finding:
             [*command, sys.executable, "-c", code, str(probe)],
             capture_output=True,
             text=True,
-            timeout=PROBE_S,
+            timeout=PROBE_TIMEOUT_S,
             check=False,
             env=command_environment(),
         )
     except subprocess.TimeoutExpired:
-        return Finding("warn", what, f"no free node within {PROBE_S:.0f} s; not checked")
+        return Finding("warn", what, f"no free node within {PROBE_TIMEOUT_S:.0f} s; not checked")
     if done.returncode:
         first = (done.stderr.strip().splitlines() or ["unknown error"])[-1]
         busy = "Unable to allocate" in done.stderr or "immediate" in done.stderr.lower()
         return Finding("warn" if busy else "fail", what, first)
     seen = time.time()
     while not probe.exists():
-        if time.time() - seen > LATE_S:
+        if time.time() - seen > RENAME_TIMEOUT_S:
             return Finding("fail", what, "its files do not show here: run.root is not shared")
         time.sleep(0.02)
     late = time.time() - seen
@@ -143,3 +178,100 @@ def probe_partition(name: str, probe: Path) -> Finding:
     if answer["python"] != sys.version.split()[0]:
         return Finding("fail", what, f"{answer['host']} runs Python {answer['python']}")
     return Finding("ok", what, f"{answer['host']}: same Python, a rename shows after {late:.2f} s")
+
+
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+NVIDIA_SMI_TIMEOUT_S = 30.0
+WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B200", "GB200")
+"""Data-centre GPUs that have no cores for ray tracing, which NVIDIA's renderer needs."""
+
+
+def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
+    """Checks of the simulator of ``task=NAME``: interpreter, packages, GPU, files; and where none
+    of these is missing, an episode that begins, with its pictures.
+
+    Args:
+        overrides: further keys, such as ``task.kwargs.folder=...``.
+
+    Raises:
+        ConfigError: there is no such task, or it steps no simulator.
+    """
+    config = validate(RunConfig, compose_words([f"task={task}", *overrides]))
+    cls, options = environment_class(config)
+    if not issubclass(cls, GymEnvironment):
+        raise ConfigError(f"--env {task}: task {config.task.name!r} steps no simulator")
+    assert isinstance(options, GymConfig)
+    yield Finding("ok", "world", f"{options.simulator}, {options.id}")
+    needs = get_requirements(options.simulator)
+    found = [*_packages(options, needs), *_gpu(needs)]
+    found += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
+    yield from found
+    if any(finding.level == "fail" for finding in found):
+        yield Finding("warn", "episode", "not tried")
+        return
+    yield _episode(options)
+
+
+def _packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
+    """Whether the interpreter is there and finds what the simulator consists of."""
+    name = options.python or sys.executable
+    try:
+        path = resolve_interpreter(name, "task.python")
+        missing = missing_modules(name, "task.python", ("numpy", *needs.packages))
+    except ConfigError as error:
+        further = f"; it is to have: {needs.install}" if needs.install else ""
+        yield Finding("fail", "interpreter", f"{error}{further}")
+        return
+    yield Finding("ok", "interpreter", path)
+    if missing:
+        text = f"{', '.join(missing)} not found{_install(name, needs)}"
+        yield Finding("fail", "packages", text)
+    else:
+        yield Finding("ok", "packages", ", ".join(needs.packages))
+
+
+def _install(name: str, needs: SimulatorRequirements) -> str:
+    """How packages are had that are not there."""
+    if needs.install:
+        return f"; install them there: {needs.install}"
+    made = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()
+    return f"; make env NAME={name} installs them" if made else "; install them there"
+
+
+def _gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
+    if not needs.gpu:
+        return
+    try:
+        said = subprocess.run(
+            NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+        here = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError):
+        here = []
+    if not here:
+        text = f"none here (nvidia-smi names none); it needs {needs.gpu}"
+        yield Finding("fail", "GPU", f"{text}. Ask on a node that has one: srun --gpus=1 ...")
+    elif "RTX" in needs.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in here):
+        yield Finding("fail", "GPU", f"{here[0]} has no RT cores; it needs {needs.gpu}")
+    else:
+        yield Finding("ok", "GPU", "; ".join(here))
+
+
+def _episode(options: GymConfig) -> Finding:
+    """Whether an episode begins as the configuration says."""
+    begun = time.perf_counter()
+    try:
+        differing = GymEnvironment.spec_mismatches(options, GymEnvironment.read_spec(options))
+        if differing:
+            return Finding("fail", "episode", "; ".join(differing))
+        with contextlib.closing(create_simulator_process(options)) as process:
+            seen = process.reset([0], [0])
+    except RlinfError as error:
+        lines = str(error).strip().splitlines()
+        return Finding(
+            "fail", "episode", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+        )
+    shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in seen.items())
+    pictures = "" if options.images else "; no pictures asked (task.images), no renderer tried"
+    took = time.perf_counter() - begun
+    return Finding("ok", "episode", f"begins after {took:.1f} s: {shapes}{pictures}")

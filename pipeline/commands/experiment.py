@@ -3,44 +3,150 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.driver_job import refuse_beside_job, starting
-from pipeline.commands.stop import Stopping, cancel_jobs
-from pipeline.driver import Driver, Executor, InProcess, Listener
-from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, LauncherExecutor, make_launcher, settled
-from pipeline.needs import pool_needs
-from pipeline.notices import Notices
-from pipeline.notify import announced, check_command
+import yaml
+
+from pipeline.callbacks import (
+    ProgressCallback,
+    TrackerCallback,
+    check_notify_command,
+    notify_at_end,
+)
+from pipeline.commands.driver_job import check_no_driver_job, start_lock
+from pipeline.commands.stop import StopRequest, cancel_run_jobs
+from pipeline.driver import Driver, InProcessExecutor, RunCallback, StageExecutor
+from pipeline.graph import Graph
+from pipeline.health_checks import HealthCheckCallback
+from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher, resolve_plan
 from pipeline.plan import Plan, load_plan
 from pipeline.pools.executor import PoolExecutor
 from pipeline.report import write_report
+from pipeline.resources import pool_resources
+from pipeline.resume import OnMismatch
 from pipeline.run import Run
-from pipeline.settle import Choice
-from pipeline.show import Console, Trackers
-from rlinf import tree
-from rlinf.channels.curve import address_on
-from rlinf.composing import explained, forced
+from pipeline.run_record import read_run_record
+from rlinf import package_paths
+from rlinf.channels.curve_sockets import interface_address
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (
-    Interrupted,
+    ConfigError,
+    InterruptedByUser,
     PlanError,
     RequeueRequested,
     RunStopped,
-    told_of_exhaustion,
+    translate_resource_errors,
 )
-from rlinf.user_code import reporting_user_errors
-from slurm.jobs import Resources, own_job
-from slurm.signals import StopFlag
-from stages.resident import Resident
+from rlinf.hydra_config import force_add, to_config_error
+from rlinf.user_code import translate_user_errors
+from slurm.jobs import JobResources, current_job_resources
+from slurm.stop_signals import StopFlag
+from stages.layout import CONFIG_FILE, PLAN_FILE
+from stages.runner import read_config_values
+from stages.worker_state import WorkerState
+
+
+def reopen_run(
+    folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
+) -> Run:
+    """Open a run with another configuration, as ``rlinf run`` would with the run's first command.
+
+    Args:
+        words: overrides of what is frozen.
+
+    Raises:
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
+        RunLockedError: a driver is at work there, or another process starts the run.
+    """
+    from pipeline.resume import create_run  # it loads algorithms, as the checks do
+
+    config, plan, chosen = validate_overrides(folder, words, current_job_resources())
+    with start_lock(Run(config.run.folder, config)):
+        return create_run(config, plan.to_dict() if chosen else None, on_mismatch)
+
+
+def validate_overrides(
+    folder: Path, words: Sequence[str], driver: JobResources | None = None
+) -> tuple[RunConfig, Plan, bool]:
+    """Return the checked configuration and plan of a run with overrides; nothing is written.
+
+    The plan is that of the run, unless an override names another one; the last value says so.
+
+    Args:
+        driver: see :func:`pipeline.commands.experiment.validate_experiment`.
+
+    Raises:
+        ConfigError, DataError, PlanError: they cannot be used.
+    """
+    values = apply_overrides(folder, words)
+    chosen = any(_key(word) == "plan" for word in words)
+    file = Run.open(folder).folder / PLAN_FILE
+    if chosen or not file.exists():
+        return *validate_experiment(values, driver), True
+    own = values.get("plan")
+    config, plan = validate_experiment(
+        {**values, "plan": yaml.safe_load(file.read_text("utf-8"))}, driver
+    )
+    return config.model_copy(update={"plan": own}), plan, False
+
+
+def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the frozen values of a run with overrides.
+
+    ``SECTION=NAME`` puts the file of that name in the place of the whole section.
+
+    Raises:
+        ConfigError: an override cannot be composed, or is about which run this is.
+    """
+    folder = Run.open(folder).folder
+    for word in words:
+        if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
+            raise ConfigError(
+                f"{word}: this goes on with the run in {folder}; leave it out, or start another "
+                "run with rlinf run"
+            )
+    values = read_config_values(folder / CONFIG_FILE)
+    record = read_run_record(folder)
+    for key in (record.derived if record is not None else None) or ():
+        section, _, name = key.partition(".")
+        # What was read from the task's environment stays while the task does: it may not be here.
+        if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
+            values[section][name] = None
+    values["run"] = {"name": folder.name, "root": str(folder.parent)}
+    groups = [word for word in words if _is_group(word)]
+    base = {key: value for key, value in values.items() if key not in map(_key, groups)}
+    rest = [force_add(word) for word in words if word not in groups]
+    with tempfile.TemporaryDirectory() as place:
+        text = yaml.safe_dump({"defaults": ["_self_"], **_literal(base)}, sort_keys=False)
+        Path(place, "frozen.yaml").write_text(text, encoding="utf-8")
+        further = [*(f"+{word}" for word in groups), *rest]
+        return compose_from(Path(place), "frozen", further, [str(package_paths.ROOT / "configs")])
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _is_group(word: str) -> bool:
+    return force_add(word) == word and (package_paths.ROOT / "configs" / _key(word)).is_dir()
+
+
+def _literal(value: Any) -> Any:
+    """Values in which nothing is an interpolation: they were resolved when they were frozen."""
+    if isinstance(value, Mapping):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
 
 log = logging.getLogger("rlinf")
 
 
-def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
+def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
     """Validate a composed configuration and make (or reopen) its run directory.
 
     Args:
@@ -50,14 +156,16 @@ def prepare(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Run:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
         RunLockedError: a driver is at work there, or another process starts the run.
     """
-    from pipeline.freeze import create_run  # it loads algorithms, as the checks do
+    from pipeline.resume import create_run  # it loads algorithms, as the checks do
 
-    config, plan = checked(values, own_job())
-    with starting(Run(config.run.folder, config)):
-        return create_run(config, plan.dump(), choice)
+    config, plan = validate_experiment(values, current_job_resources())
+    with start_lock(Run(config.run.folder, config)):
+        return create_run(config, plan.to_dict(), on_mismatch)
 
 
-def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple[RunConfig, Plan]:
+def validate_experiment(
+    values: Mapping[str, Any], driver: JobResources | None = None
+) -> tuple[RunConfig, Plan]:
     """A composed configuration and its plan, after all checks; nothing is written.
 
     Args:
@@ -68,83 +176,90 @@ def checked(values: Mapping[str, Any], driver: Resources | None = None) -> tuple
         ConfigError, DataError, PlanError: they cannot be used.
     """
     # They load engines and trainers, which a driver has no use for.
-    from pipeline.check import check, check_layouts, completed
-    from pipeline.fitting import check_apart
+    from pipeline.validate_config import (
+        check_layouts,
+        check_separate_policy,
+        complete_config,
+        validate_config,
+    )
 
-    config = completed(validate(RunConfig, values))
-    check(config)
+    config = complete_config(validate(RunConfig, values))
+    validate_config(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.interface is not None:
-        address_on(cluster.interface)
-    plan = settled(plan, cluster)
-    check_command(cluster.notify)
-    if plan.grain == "segment" and cluster.launcher == "inprocess":
+        interface_address(cluster.interface)
+    plan = resolve_plan(plan, cluster)
+    check_notify_command(cluster.notify)
+    if plan.execution == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
-            "plan: grain: segment: pools are processes of their own; add cluster=local (this "
+            "plan: execution: segment: pools are processes of their own; add cluster=local (this "
             "machine) or cluster=slurm"
         )
-    plan.check_edges(Graph(config).edges())
-    check_apart(config, plan)
+    plan.check_transports(Graph(config).edges())
+    check_separate_policy(config, plan)
     for number in range(len(plan.pools)):
-        pool_needs(plan, number)
+        pool_resources(plan, number)
     check_layouts(config, plan)
     if cluster.launcher != "inprocess":
-        make_launcher(cluster, plan, driver).close()
+        create_launcher(cluster, plan, driver).close()
     return config, plan
 
 
-def execute(values: Mapping[str, Any], choice: Choice = Choice.ASK) -> Path:
+def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Path:
     """Run a composed configuration to its end; returns the path of the report."""
-    with told_of_exhaustion(), reporting_user_errors():
-        return drive(prepare(values, choice))
+    with translate_resource_errors(), translate_user_errors():
+        return drive(prepare_run(values, on_mismatch))
 
 
-def named(words: Sequence[str]) -> Run:
+def open_run(words: Sequence[str]) -> Run:
     """The run of a directory, with overrides if any follow, or of the experiment that they compose.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
     """
-    if not is_folder(words):
-        return prepare(composed(words))
+    if not is_run_folder(words):
+        return prepare_run(compose_words(words))
     folder, further = Path(words[0]), words[1:]
     if not further:
         return Run.open(folder)
-    from pipeline.commands.overrides import reopen
+    pass
 
-    return reopen(folder, further)
+    return reopen_run(folder, further)
 
 
-def configuration(words: Sequence[str]) -> RunConfig:
+def load_configuration(words: Sequence[str]) -> RunConfig:
     """The checked configuration of the same; no run directory is made.
 
     Raises:
         ConfigError, DataError: it cannot be used.
     """
-    if is_folder(words) and not words[1:]:
+    if is_run_folder(words) and not words[1:]:
         return Run.open(Path(words[0])).config
-    from pipeline.check import check, completed
-    from pipeline.commands.overrides import changed
+    from pipeline.validate_config import complete_config, validate_config
 
-    values = changed(Path(words[0]), words[1:]) if is_folder(words) else composed(words)
-    config = completed(validate(RunConfig, values))
-    check(config)
+    pass
+
+    values = (
+        apply_overrides(Path(words[0]), words[1:]) if is_run_folder(words) else compose_words(words)
+    )
+    config = complete_config(validate(RunConfig, values))
+    validate_config(config)
     return config
 
 
-def is_folder(words: Sequence[str]) -> bool:
+def is_run_folder(words: Sequence[str]) -> bool:
     """Whether words begin with a run directory, which overrides may follow."""
     return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
 
 
-def composed(words: Sequence[str]) -> dict[str, Any]:
+def compose_words(words: Sequence[str]) -> dict[str, Any]:
     """The configuration of a command's overrides, as plain values.
 
     Raises:
         ConfigError: Hydra cannot compose it.
     """
-    return compose([forced(word) for word in words])
+    return compose([force_add(word) for word in words])
 
 
 def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
@@ -156,10 +271,10 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
     Raises:
         ConfigError: Hydra cannot compose it.
     """
-    return compose_in(tree.ROOT / "configs", "config", overrides, searchpath)
+    return compose_from(package_paths.ROOT / "configs", "config", overrides, searchpath)
 
 
-def compose_in(
+def compose_from(
     folder: Path, name: str, overrides: Sequence[str], searchpath: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The same, beginning with the file ``name`` of a folder.
@@ -184,13 +299,13 @@ def compose_in(
         values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise explained(error) from None
+        raise to_config_error(error) from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
 
 def drive(
-    run: Run, overrides: Mapping[str, Any] | None = None, choice: Choice = Choice.ASK
+    run: Run, overrides: Mapping[str, Any] | None = None, on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Path:
     """Take a run from where it is to its end and write the report.
 
@@ -201,23 +316,23 @@ def drive(
     Raises:
         MismatchError: there are some, and nobody chose.
     """
-    cluster = cluster_of(run, overrides)
+    cluster = cluster_config(run, overrides)
     with (
-        told_of_exhaustion(),
-        reporting_user_errors(),
-        announced(run.folder.name, cluster.notify),
+        translate_resource_errors(),
+        translate_user_errors(),
+        notify_at_end(run.folder.name, cluster.notify),
     ):
-        _drive(run, cluster, choice, offline=False)
+        _drive(run, cluster, on_mismatch, offline=False)
         return write_report(run.folder)
 
 
-def warm_start(run: Run) -> None:
+def run_warm_start(run: Run) -> None:
     """Run the stages before the first iteration, unless that is done."""
-    with told_of_exhaustion(), reporting_user_errors():
-        _drive(run, cluster_of(run), Choice.ASK, offline=True)
+    with translate_resource_errors(), translate_user_errors():
+        _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
 
 
-def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
     """The cluster section of a run, with keys that differ this time.
 
     Raises:
@@ -226,36 +341,40 @@ def cluster_of(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterC
     return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
 
 
-def _drive(run: Run, cluster: ClusterConfig, choice: Choice, *, offline: bool) -> None:
-    refuse_beside_job(run)
-    with StopFlag() as flag, Console(run, cluster.launcher) as console:
-        stop = Stopping(run.folder, flag.is_set)
-        executor: Executor
+def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: bool) -> None:
+    check_no_driver_job(run)
+    with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
+        stop = StopRequest(run.folder, flag.is_set)
+        executor: StageExecutor
         if cluster.launcher == "inprocess":
-            executor = InProcess(run, Resident(progress=console.progress), stop)
+            executor = InProcessExecutor(
+                run, WorkerState(on_progress=console.on_stage_progress), stop
+            )
         else:
-            plan = settled(Plan.read(run.folder), cluster)
-            launcher = make_launcher(cluster, plan, own_job())
-            if plan.grain == "segment":
-                executor = PoolExecutor(run, launcher, plan, cluster, stop, console.progress)
+            plan = resolve_plan(Plan.from_run(run.folder), cluster)
+            launcher = create_launcher(cluster, plan, current_job_resources())
+            if plan.execution == "segment":
+                executor = PoolExecutor(
+                    run, launcher, plan, cluster, stop, console.on_stage_progress
+                )
             else:
-                executor = LauncherExecutor(run, launcher, plan, cluster, stop)
-        trackers = Trackers(run)
-        listeners: list[Listener] = [console, Notices(run), trackers]
+                executor = JobExecutor(run, launcher, plan, cluster, stop)
+        trackers = TrackerCallback(run)
+        listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
         try:
             Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
-            idle = isinstance(executor, PoolExecutor) and not executor.begun
+            idle = isinstance(executor, PoolExecutor) and not executor.has_started
             if idle and cluster.launcher == "slurm" and not offline:
                 # All was done before: pools of a driver that died at the end still wait for one.
-                for line in cancel_jobs(run.folder):
+                for line in cancel_run_jobs(run.folder):
                     log.info("left by another driver: %s", line)
         except KeyboardInterrupt:
-            raise Interrupted(
-                f"interrupted; {executor.remains}, and all that was committed stays. "
+            raise InterruptedByUser(
+                f"interrupted; {executor.interrupt_note}, and all that was committed stays. "
                 f"Go on with: rlinf resume {run.folder}"
             ) from None
         except RequeueRequested:
-            if stop.named:
+            if stop.is_requested:
                 raise RunStopped(
                     f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
                 ) from None

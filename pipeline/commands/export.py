@@ -5,21 +5,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipeline.metrics import flow_at
+from pipeline.metrics import run_flow
 from pipeline.run import Run
-from rlinf.artifacts import is_pruned, read_manifest, verify
-from rlinf.checked import copy_file
+from rlinf.artifacts import is_pruned, read_manifest, verify_output
 from rlinf.errors import InputError
+from rlinf.verified_io import copy_file
 from stages.layout import offline_folder
 from stages.retention import best_weights
 
 
-def versions(run: Path) -> dict[int, Path]:
+def weight_versions(run: Path) -> dict[int, Path]:
     """Versions of the weights still on disk: 0 before the first iteration, n after n iterations."""
-    found, flow = {}, flow_at(run)
-    if read_manifest(initial := offline_folder(run, flow.initial)) is not None:
+    found, flow = {}, run_flow(run)
+    if read_manifest(initial := offline_folder(run, flow.initial_stage)) is not None:
         found[0] = initial
-    for folder in sorted((run / "it").glob(f"*/{flow.publishes}")):
+    for folder in sorted((run / "it").glob(f"*/{flow.publish_stage}")):
         if read_manifest(folder) is not None and not is_pruned(folder):
             found[int(folder.parent.name) + 1] = folder
     return found
@@ -36,10 +36,10 @@ def best_version(folder: Path) -> tuple[int, float]:
     if best is None:
         raise InputError(f"--best: {folder} has no held-out evaluation yet; leave --best out")
     if best.folder is None:
-        kept = ", ".join(str(number) for number in sorted(versions(run.folder)))
+        kept = ", ".join(str(number) for number in sorted(weight_versions(run.folder)))
         raise InputError(
             f"--best: version {best.version} has the best held-out score, {best.score:.3g}, but "
-            "the retention policy removed it (retention.best keeps such weights); "
+            "the retention policy removed it (retention.keep_best keeps such weights); "
             f"give --version, one of {kept}"
         )
     return best.version, best.score
@@ -53,7 +53,7 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
         ArtifactError: the weights on disk are damaged.
     """
     run = Run.open(folder)
-    found = versions(run.folder)
+    found = weight_versions(run.folder)
     if not found:
         raise InputError(f"{folder}: no weights yet")
     chosen = max(found) if version is None else version
@@ -66,7 +66,7 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
         raise InputError(f"{to}: exists and is not empty")
     manifest = read_manifest(found[chosen])
     assert manifest is not None
-    verify(found[chosen], manifest, checksums=False)
+    verify_output(found[chosen], manifest, checksums=False)
     folder = found[chosen] / manifest.data / "weights"
     shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copied)
     return chosen

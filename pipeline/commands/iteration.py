@@ -12,24 +12,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.driver import InProcess, call_of
-from pipeline.flow import Graph, Node
+from pipeline.driver import InProcessExecutor, stage_call
+from pipeline.graph import Graph, StageNode
 from pipeline.run import Run
-from rlinf import machine
+from rlinf import process_tuning
 from rlinf.errors import RlinfError
-from slurm.signals import StopFlag
+from slurm.stop_signals import StopFlag
 
 
 def run_iteration(run: Run, iteration: int) -> int:
     """Run the stages of an iteration in their order; returns the exit code of the first to fail."""
     graph = Graph(run.config)
     with StopFlag() as stop:
-        executor = InProcess(run, stopping=stop.is_set)
+        executor = InProcessExecutor(run, should_stop=stop.is_set)
         try:
             for stage in graph.flow.stages:
-                node = Node(stage, iteration)
-                executor.start(node, call_of(run, graph, node))
-                outcome = executor.ended()[node]
+                node = StageNode(stage, iteration)
+                executor.start(node, stage_call(run, graph, node))
+                outcome = executor.poll()[node]
                 if outcome.exit_code:
                     print(f"error: {node.name}: {outcome.reason}", file=sys.stderr)
                     return outcome.exit_code
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--iteration", type=int, required=True)
     arguments = parser.parse_args(argv)
-    machine.apply()
+    process_tuning.tune_process()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         return run_iteration(Run.open(arguments.run), arguments.iteration)

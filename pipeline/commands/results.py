@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import metrics
-from pipeline.commands.export import versions
-from pipeline.metrics import flow_at, iterations, manifest_of
+from pipeline.commands.export import weight_versions
+from pipeline.metrics import iterations, run_flow, stage_manifest
 from pipeline.run import Run
-from rlinf.artifacts import is_pruned, read_manifest, verify
-from rlinf.channels.file import FileReader
+from rlinf.artifacts import is_pruned, read_manifest, verify_output
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
-from rlinf.data.lazy import whole
+from rlinf.data.lazy_array import to_array
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 from stages.flow import EVALUATE
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Results:
+class RunResults:
     """A run directory, read. Nothing is kept in memory: a run that goes on shows what it has now.
 
     Iterations count from 0. Version 0 of the weights is that before the first iteration, version
@@ -38,7 +38,7 @@ class Results:
     """As it was frozen."""
 
     @classmethod
-    def of(cls, folder: str | Path) -> Results:
+    def open(cls, folder: str | Path) -> RunResults:
         """Those of a run directory.
 
         Raises:
@@ -52,7 +52,7 @@ class Results:
 
         ``pandas.DataFrame(run.metrics())`` is a table of them.
         """
-        return metrics.collect(self.folder)
+        return metrics.read_metrics(self.folder)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """A row for each version that was evaluated: ``version``, ``score`` and what else there is.
@@ -60,7 +60,7 @@ class Results:
         ``score`` is the mean of the task's own measure over held-out samples.
         """
         found = sorted(int(path.name) for path in (self.folder / EVALUATE).glob("[0-9]*"))
-        read = ((version, manifest_of(self.folder, EVALUATE, version)) for version in found)
+        read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in found)
         return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
 
     def trajectories(self, iteration: int | None = None) -> Iterator[Record]:
@@ -83,9 +83,9 @@ class Results:
             InputError: no stage of the run's flow makes such records; else as for trajectories.
             ArtifactError: they are damaged on disk.
         """
-        flow = flow_at(self.folder)
-        if (maker := flow.maker(channel)) is None:
-            known = sorted(flow.streams)
+        flow = run_flow(self.folder)
+        if (maker := flow.producer_of(channel)) is None:
+            known = sorted(flow.stream_channels)
             raise InputError(f"{channel}: no stage makes such records; there are {known}")
         outputs = {i: stage_folder(self.folder, maker, i) for i in iterations(self.folder)}
         there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
@@ -98,7 +98,7 @@ class Results:
 
     def versions(self) -> list[int]:
         """Versions of the weights on disk, ascending; ``retention`` says which are kept."""
-        return sorted(versions(self.folder))
+        return sorted(weight_versions(self.folder))
 
     def weights(self, version: int | None = None) -> dict[str, Tensor]:
         """All tensors of a version by the policy's names, on the CPU; by default of the newest.
@@ -107,9 +107,9 @@ class Results:
             InputError: it is not on disk; says which are.
             ArtifactError: it is damaged on disk.
         """
-        from stages.parts import WEIGHTS, policy_class  # it loads torch
+        from stages.factory import WEIGHTS, policy_class  # it loads torch
 
-        found = versions(self.folder)
+        found = weight_versions(self.folder)
         chosen = max(found, default=0) if version is None else version
         if chosen not in found:
             raise InputError(
@@ -123,8 +123,8 @@ class Results:
 
     def _records(self, channel: str, outputs: list[Path]) -> Iterator[Record]:
         for out in outputs:
-            for record in FileReader(_verified(out).glob(f"{channel}-r*.h5")):
-                steps = {name: whole(column) for name, column in record.steps.items()}
+            for record in RecordFileReader(_verified(out).glob(f"{channel}-r*.h5")):
+                steps = {name: to_array(column) for name, column in record.steps.items()}
                 yield replace(record, steps=steps)
 
 
@@ -132,5 +132,5 @@ def _verified(out: Path) -> Path:
     """The data folder of an output whose files are all there; their readers check the bytes."""
     manifest = read_manifest(out)
     assert manifest is not None, "listed as committed"
-    verify(out, manifest, checksums=False)
+    verify_output(out, manifest, checksums=False)
     return out / manifest.data

@@ -13,29 +13,29 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from launchers.backlog import noted
-from pipeline.commands.driver_job import noted_job, submitted
-from pipeline.commands.export import versions
-from pipeline.flow import Graph, Node
-from pipeline.lock import LOCK, is_driven
-from pipeline.metrics import iterations, manifest_in, manifest_of
-from pipeline.notices import notices
-from pipeline.pools.generators import fallen
-from pipeline.pools.status import PoolsStatus, pool_table, read_pools
+from launchers.submission_queue import read_job_note
+from pipeline.commands.driver_job import find_driver_job, last_driver_job_id
+from pipeline.commands.export import weight_versions
+from pipeline.console import create_console
+from pipeline.graph import Graph, StageNode
+from pipeline.health_checks import run_warnings
+from pipeline.lock import LOCK_FILE, living_owner
+from pipeline.metrics import folder_manifest, iterations, stage_manifest
+from pipeline.pools.pool_status import PoolsStatus, pool_table, read_pools_status
+from pipeline.pools.rollout_scheduler import count_disk_fallbacks
 from pipeline.run import Run
-from pipeline.terminal import terminal
 from rlinf.errors import RlinfError
-from slurm.client import Queued, SlurmClient
+from slurm.client import QueuedJob, SlurmClient
 from stages.flow import EVALUATE, flow_of
-from stages.identity import Kept, read_ledger
+from stages.identity import LedgerEntry, read_ledger
 from stages.layout import offline_folder, stage_folder
 from stages.retention import BestWeights, best_weights
-from stages.runner import FELL
+from stages.runner import DISK_FALLBACKS
 
-REFRESH_S = 2.0
+REFRESH_INTERVAL_S = 2.0
 """Between two looks at the files of a run."""
-QUEUE_S = 30.0
-NEWEST = 10
+QUEUE_INTERVAL_S = 30.0
+RECENT_ITERATIONS = 10
 """Iterations that are looked at for how things go."""
 
 
@@ -54,13 +54,13 @@ class RunStatus:
     reward: float | None
     versions: list[int]
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
     """Of a run of grain ``segment`` that goes on."""
-    fell: dict[str, int] = field(default_factory=dict)
+    disk_fallbacks: dict[str, int] = field(default_factory=dict)
     """Of the newest iterations: how many inputs were to come by memory and were read from disk, by
     edge; of elastic generators by claim."""
-    kept: tuple[Kept, ...] = ()
+    accepted_mismatches: tuple[LedgerEntry, ...] = ()
     """Results that count though configuration or code is another now."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
@@ -73,14 +73,14 @@ class RunStatus:
         return self.iteration_s * (self.total - self.finished)
 
 
-class Rarely(SlurmClient):
-    """Asks for the queue every :data:`QUEUE_S` at most; others wait for the controller too."""
+class CachedQueueClient(SlurmClient):
+    """Asks for the queue every :data:`QUEUE_INTERVAL_S` at most; others wait for the controller too."""
 
-    _known: dict[str, Queued] | None = None
+    _known: dict[str, QueuedJob] | None = None
     _asked = 0.0
 
-    def queue(self) -> dict[str, Queued]:
-        if self._known is None or time.monotonic() - self._asked > QUEUE_S:
+    def queue(self) -> dict[str, QueuedJob]:
+        if self._known is None or time.monotonic() - self._asked > QUEUE_INTERVAL_S:
             self._known, self._asked = super().queue(), time.monotonic()
         return self._known
 
@@ -96,27 +96,27 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     """
     run, client = Run.open(folder), client or SlurmClient()
     known, graph = iterations(run.folder), Graph(run.config)
-    begins, ends = next(iter(graph.flow.stages)), graph.flow.publishes
-    synced = [i for i in known[-50:] if manifest_of(run.folder, ends, i) is not None]
+    begins, ends = next(iter(graph.flow.stages)), graph.flow.publish_stage
+    synced = [i for i in known[-50:] if stage_manifest(run.folder, ends, i) is not None]
     finished = (max(synced) + 1) if synced else 0
     current = min(finished, run.config.iterations - 1)
     stage = "finished" if finished >= run.config.iterations else _current_stage(run, current)
     spans, rates = [], []
-    for i in synced[-NEWEST:]:
-        first, last = manifest_of(run.folder, begins, i), manifest_of(run.folder, ends, i)
+    for i in synced[-RECENT_ITERATIONS:]:
+        first, last = stage_manifest(run.folder, begins, i), stage_manifest(run.folder, ends, i)
         if first and last:
             # In pools a rollout may begin long before the weights that it waits for.
-            before = manifest_of(run.folder, ends, i - 1) if i else None
+            before = stage_manifest(run.folder, ends, i - 1) if i else None
             start = max(first.timing["start"], before.timing["end"] if before else 0.0)
             spans.append(last.timing["end"] - start)
             rates.append(first.metrics.get("steps", 0.0) / max(1e-9, spans[-1]))
     scores = [
         m.metrics["score"]
         for v in range(finished + 1)
-        if graph.evaluated(v) and (m := manifest_of(run.folder, EVALUATE, v)) is not None
+        if graph.is_evaluated(v) and (m := stage_manifest(run.folder, EVALUATE, v)) is not None
     ]
-    judges = graph.flow.maker("rewards")
-    reward = manifest_of(run.folder, judges, finished - 1) if judges and finished else None
+    judges = graph.flow.producer_of("rewards")
+    reward = stage_manifest(run.folder, judges, finished - 1) if judges and finished else None
     return RunStatus(
         name=run.folder.name,
         finished=finished,
@@ -127,39 +127,39 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         steps_per_s=statistics.median(rates) if rates else None,
         score=scores[-1] if scores else None,
         reward=reward.metrics.get("mean") if reward else None,
-        versions=sorted(versions(run.folder)),
+        versions=sorted(weight_versions(run.folder)),
         jobs=_jobs(run, client, finished),
-        notices=notices(run),
-        fell=_fell(run, graph, synced[-NEWEST:]),
-        pools=read_pools(run.folder),
-        kept=read_ledger(run.folder).kept,
+        warnings=run_warnings(run),
+        disk_fallbacks=_fell(run, graph, synced[-RECENT_ITERATIONS:]),
+        pools=read_pools_status(run.folder),
+        accepted_mismatches=read_ledger(run.folder).entries,
         best=best_weights(run.config, run.folder),
     )
 
 
-def show(folder: Path, *, watch: bool) -> None:
+def show_status(folder: Path, *, watch: bool) -> None:
     """Print the status, or keep it on the screen until the run is finished."""
-    console = terminal()
+    console = create_console()
     if not watch:
-        console.print(page(read_status(folder)))
+        console.print(status_view(read_status(folder)))
         return
-    client = Rarely()
+    client = CachedQueueClient()
     with Live(console=console, refresh_per_second=2) as live:
         while True:
             status = read_status(folder, client)
-            live.update(page(status))
+            live.update(status_view(status))
             if status.stage == "finished":
                 return
-            time.sleep(REFRESH_S)
+            time.sleep(REFRESH_INTERVAL_S)
 
 
-def page(status: RunStatus) -> Group:
+def status_view(status: RunStatus) -> Group:
     """All there is to show."""
     pools = [] if status.pools is None else [pool_table(status.pools)]
-    return Group(table(status), *pools)
+    return Group(status_table(status), *pools)
 
 
-def table(status: RunStatus) -> Table:
+def status_table(status: RunStatus) -> Table:
     """The status as a table."""
     out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
     out.add_row("iteration", f"{status.finished} of {status.total}")
@@ -176,22 +176,22 @@ def table(status: RunStatus) -> Table:
     if status.score is not None:
         out.add_row("held-out score", f"{status.score:.3f}")
     if status.best is not None:
-        out.add_row("best held-out score", shown_best(status.best))
+        out.add_row("best held-out score", format_best(status.best))
     out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
-    for notice in status.notices:
+    for notice in status.warnings:
         out.add_row("notice", notice)
-    if status.fell:
-        edges = ", ".join(f"{edge} {count}" for edge, count in status.fell.items())
+    if status.disk_fallbacks:
+        edges = ", ".join(f"{edge} {count}" for edge, count in status.disk_fallbacks.items())
         out.add_row("read from disk", f"{edges} inputs lately; the pools' logs say why")
-    for entry in status.kept:
-        results = f"{len(entry.outputs)} results, on {entry.when}, though these differ: "
-        out.add_row("kept", results + "; ".join(entry.why))
+    for entry in status.accepted_mismatches:
+        results = f"{len(entry.outputs)} results, on {entry.recorded_at}, though these differ: "
+        out.add_row("kept", results + "; ".join(entry.differences))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
 
 
-def shown_best(best: BestWeights) -> str:
+def format_best(best: BestWeights) -> str:
     """The best weights for a person: score, version, and where they are."""
     where = "removed by the retention policy" if best.folder is None else str(best.folder)
     return f"{best.score:.3f} of version {best.version}: {where}"
@@ -199,38 +199,38 @@ def shown_best(best: BestWeights) -> str:
 
 def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
     found: Counter[str] = Counter()
-    nodes = [Node(stage, i) for i in iterations for stage in graph.flow.stages]
-    for node in nodes + [Node(EVALUATE, i + 1) for i in iterations]:
-        manifest = manifest_of(run.folder, *node)
-        for name in manifest.extra.get(FELL, ()) if manifest is not None else ():
+    nodes = [StageNode(stage, i) for i in iterations for stage in graph.flow.stages]
+    for node in nodes + [StageNode(EVALUATE, i + 1) for i in iterations]:
+        manifest = stage_manifest(run.folder, *node)
+        for name in manifest.extra.get(DISK_FALLBACKS, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
             found[f"{source.stage if source else name} -> {node.stage}"] += 1
-    claims = fallen(run.folder)
+    claims = count_disk_fallbacks(run.folder)
     if count := sum(claims[i] for i in iterations):
-        found[f"{graph.flow.publishes} -> {graph.flow.elastic}"] += count
+        found[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
     return dict(found)
 
 
 def _current_stage(run: Run, iteration: int) -> str:
     flow = flow_of(run.config)
     for stage in flow.offline:
-        if manifest_in(offline_folder(run.folder, stage)) is None:
+        if folder_manifest(offline_folder(run.folder, stage)) is None:
             return stage
     for stage in flow.stages:
-        if manifest_of(run.folder, stage, iteration) is None:
+        if stage_manifest(run.folder, stage, iteration) is None:
             return f"{stage} of iteration {iteration}"
     return EVALUATE
 
 
 def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
-    owner = is_driven(run.folder / LOCK)
+    owner = living_owner(run.folder / LOCK_FILE)
     if owner is not None:
         job = f", job {owner.job}" if owner.job else ""
         return f"process {owner.pid} on {owner.host}{job}"
     try:
-        found = submitted(run, client)
+        found = find_driver_job(run, client)
     except RlinfError as error:
-        return f"job {noted_job(run) or 'without an id'}, of which Slurm says nothing now ({error})"
+        return f"job {last_driver_job_id(run) or 'without an id'}, of which Slurm says nothing now ({error})"
     if found is None:
         return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
@@ -246,7 +246,7 @@ def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, 
     for folder in folders:
         if (folder / "manifest.json").exists():
             continue
-        if (job := noted(folder)) is not None and job.id:
+        if (job := read_job_note(folder)) is not None and job.id:
             notes[job.id] = job.name
     if not notes:
         return []

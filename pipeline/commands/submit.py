@@ -9,32 +9,41 @@ from typing import Any
 
 import yaml
 
-from launchers.base import Job
-from launchers.sbatch import lasting_script, script
-from pipeline.commands.driver_job import driver_job, driver_needs, starting
-from pipeline.commands.driver_job import submit as submit_job
-from pipeline.commands.experiment import checked, cluster_of, composed, is_folder
-from pipeline.commands.overrides import checked_with
-from pipeline.committed import Committed
-from pipeline.flow import Graph
-from pipeline.freeze import create_run
-from pipeline.launch import ClusterConfig, interpreter_of, resources, settled, stage_job
-from pipeline.needs import pool_needs
+from launchers.launcher import JobSpec
+from launchers.sbatch import batch_script, restarting_script
+from pipeline.commands.driver_job import driver_job, driver_resources, start_lock
+from pipeline.commands.driver_job import submit_driver_job as submit_job
+from pipeline.commands.experiment import (
+    cluster_config,
+    compose_words,
+    is_run_folder,
+    validate_experiment,
+    validate_overrides,
+)
+from pipeline.graph import Graph
+from pipeline.job_executor import (
+    ClusterConfig,
+    job_resources,
+    resolve_plan,
+    stage_interpreter,
+    stage_job,
+)
 from pipeline.plan import Plan
-from pipeline.pools.jobs import pool_job, pool_states
-from pipeline.pools.leases import PoolState
+from pipeline.pools.leases import PoolState, pool_job, pool_states
+from pipeline.resources import pool_resources
+from pipeline.resume import OnMismatch, check_resumable, create_run
 from pipeline.run import Run
-from pipeline.settle import Choice, settle_frozen
-from rlinf.artifacts import save_text
+from pipeline.run_state import RunState
+from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError
 from slurm.client import SlurmClient
-from slurm.words import check_folder
-from stages.layout import CONFIG, PLAN
+from slurm.sbatch_options import check_log_folder
+from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.runner import StageCall
 
 
-def submit(
-    words: Sequence[str], driver: Mapping[str, Any], choice: Choice = Choice.ASK
+def submit_run(
+    words: Sequence[str], driver: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> list[str]:
     """Put the driver of a run into a job; says what was done, a line each.
 
@@ -50,13 +59,13 @@ def submit(
     """
     run, plan, chosen = _found(words)
     cluster = _cluster(run, driver)
-    needs = driver_needs(cluster, plan, SlurmClient())
-    with starting(run):
-        if is_folder(words) and not words[1:]:
-            with run.driven():
-                settle_frozen(Committed(run, Graph(run.config)), choice)
+    needs = driver_resources(cluster, plan, SlurmClient())
+    with start_lock(run):
+        if is_run_folder(words) and not words[1:]:
+            with run.lock():
+                check_resumable(RunState(run, Graph(run.config)), on_mismatch)
         else:
-            run = create_run(run.config, plan.dump() if chosen else None, choice)
+            run = create_run(run.config, plan.to_dict() if chosen else None, on_mismatch)
         identity = submit_job(driver_job(run, needs))
     said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":
@@ -64,7 +73,7 @@ def submit(
     return [*said, f"rlinf status {run.folder}, rlinf stop {run.folder}"]
 
 
-def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
+def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
     """Write what would be submitted, beside where the run would be; says what, a line each.
 
     Args:
@@ -81,44 +90,44 @@ def dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]
         )
     scripts = {}
     if driver is not None:
-        needs = driver_needs(cluster, plan, SlurmClient())
-        scripts["driver"] = lasting_script(driver_job(run, needs))
+        needs = driver_resources(cluster, plan, SlurmClient())
+        scripts["driver"] = restarting_script(driver_job(run, needs))
     if cluster.launcher == "slurm":
         jobs = _pools(run, plan, cluster) if plan.pools else _stages(run, plan, cluster)
-        scripts |= {name: script(parts) for name, parts in jobs}
+        scripts |= {name: batch_script(parts) for name, parts in jobs}
     to = run.folder.with_name(f"{run.folder.name}.dry-run")
     to.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in to.glob("*.sh"):
         old.unlink()
     config = run.config.model_dump(mode="json")
-    save_text(to / CONFIG, yaml.safe_dump(config, sort_keys=False))
-    save_text(to / PLAN, yaml.safe_dump(plan.dump(), sort_keys=False))
+    write_user_file(to / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False))
+    write_user_file(to / PLAN_FILE, yaml.safe_dump(plan.to_dict(), sort_keys=False))
     for name, text in scripts.items():
-        save_text(to / f"{name}.sh", text)
+        write_user_file(to / f"{name}.sh", text)
     names = ", ".join(f"{name}.sh" for name in scripts)
-    return [f"{to}: {CONFIG}, {PLAN}, {names}", "nothing was submitted"]
+    return [f"{to}: {CONFIG_FILE}, {PLAN_FILE}, {names}", "nothing was submitted"]
 
 
 def _found(words: Sequence[str]) -> tuple[Run, Plan, bool]:
     """The run, whose directory may not be there yet, its plan, and whether that is a new one."""
-    if not is_folder(words):
-        config, plan = checked(composed(words))
+    if not is_run_folder(words):
+        config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
     folder = Path(words[0])
     if words[1:]:
-        config, plan, chosen = checked_with(folder, words[1:])
+        config, plan, chosen = validate_overrides(folder, words[1:])
         return Run(config.run.folder, config), plan, chosen
     run = Run.open(folder)
-    return run, settled(Plan.read(run.folder), cluster_of(run)), False
+    return run, resolve_plan(Plan.from_run(run.folder), cluster_config(run)), False
 
 
 def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
-    check_folder(run.folder)
+    check_log_folder(run.folder)
     own = run.config.cluster.get("driver") or {}
-    return cluster_of(run, {"driver": {**own, **driver}})
+    return cluster_config(run, {"driver": {**own, **driver}})
 
 
-def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[Job]]]:
+def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
     """The first job of every stage."""
     graph = Graph(run.config)
     seen: set[str] = set()
@@ -127,23 +136,24 @@ def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str,
             continue
         seen.add(node.stage)
         inputs = {
-            name: graph.folder(run.folder, source) for name, source in graph.inputs(node).items()
+            name: graph.output_folder(run.folder, source)
+            for name, source in graph.inputs(node).items()
         }
-        out = graph.folder(run.folder, node)
-        call = StageCall(node.stage, run.folder / CONFIG, out, node.iteration, inputs)
-        python = interpreter_of(run.config, plan.flow, node.stage)
-        needs = resources(plan.of(node.stage), cluster, python)
+        out = graph.output_folder(run.folder, node)
+        call = StageCall(node.stage, run.folder / CONFIG_FILE, out, node.iteration, inputs)
+        python = stage_interpreter(run.config, plan.flow, node.stage)
+        needs = job_resources(plan.stage_plan(node.stage), cluster, python)
         yield node.stage, [stage_job(node, call, run.folder, needs)]
 
 
-def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[Job]]]:
+def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
     """The jobs of all pools: those that start together in one script."""
     states = pool_states(plan)
     for state in [state for state in states if state.slot is not None]:
         number = state.number
         for slot in range(1, plan.pools[number].workers or 1):
-            states.append(PoolState(number, (), pool_needs(plan, number, slot), slot))
-    bundle = [state for state in states if plan.together and state.slot is None]
+            states.append(PoolState(number, (), pool_resources(plan, number, slot), slot))
+    bundle = [state for state in states if plan.hetjob and state.slot is None]
     if bundle:
         yield "pools", [pool_job(run, plan, cluster, state) for state in bundle]
     for state in states:

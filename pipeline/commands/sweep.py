@@ -10,18 +10,18 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipeline.commands.experiment import checked, compose
+from pipeline.commands.experiment import compose, validate_experiment
 from pipeline.commands.status import RunStatus, read_status
-from pipeline.report.comparison import Compared, write_comparison
-from pipeline.terminal import terminal
+from pipeline.console import create_console
+from pipeline.report.comparison import ComparedRun, write_comparison
 from rlinf.errors import ConfigError, InputError, RlinfError
 
-OWN = ("run.name", "run.suffix", "run.root", "hydra")
+NAMING_KEYS = ("run.name", "run.suffix", "run.root", "hydra")
 """Keys that say where a point goes and how it is started, not what it is."""
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One run of a sweep."""
 
     folder: Path
@@ -36,7 +36,7 @@ class Point:
         return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 
-def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
+def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[SweepPoint]:
     """The points of a sweep over the values on the command line, in Hydra's order.
 
     Args:
@@ -57,13 +57,13 @@ def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
     except HydraException as error:
         raise ConfigError(str(error)) from None
     keys = _varied(batch)
-    found: list[Point] = []
+    found: list[SweepPoint] = []
     taken: dict[Path, int] = {}
     for number, overrides in enumerate(batch):
         values = _split(overrides)
         shown = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
-            config, _ = checked(compose(overrides, searchpath))
+            config, _ = validate_experiment(compose(overrides, searchpath))
         except InputError as error:
             raise ConfigError(f"point {number} of the sweep ({shown}): {error}") from None
         folder = config.run.folder
@@ -74,17 +74,17 @@ def points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[Point]:
                 "run.suffix='-${seed}'"
             )
         taken[folder] = number
-        found.append(Point(folder, shown, config.run.name))
+        found.append(SweepPoint(folder, shown, config.run.name))
     return found
 
 
-def compared(swept: Sequence[Point]) -> list[Compared]:
+def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
     """What is to be said of each point: what was varied, how far it came, its scores."""
     found = []
     for point in swept:
         status = _status(point.folder)
         found.append(
-            Compared(
+            ComparedRun(
                 point.folder,
                 point.varied,
                 "not started" if status is None else f"{status.finished} of {status.total}",
@@ -95,9 +95,9 @@ def compared(swept: Sequence[Point]) -> list[Compared]:
     return found
 
 
-def show(swept: Sequence[Point]) -> None:
+def show_sweep(swept: Sequence[SweepPoint]) -> None:
     """Print a table of the runs, where each one's report is, and write the page of all."""
-    console, runs = terminal(), compared(swept)
+    console, runs = create_console(), compare_points(swept)
     out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
     out.add_column("run", justify="right")
     out.add_column("varied", overflow="fold")
@@ -127,7 +127,9 @@ def _varied(batch: Sequence[Sequence[str]]) -> list[str]:
     for overrides in batch:
         for key, value in _split(overrides).items():
             values.setdefault(key, set()).add(value)
-    return [key for key, seen in values.items() if len(seen) > 1 and not key.startswith(OWN)]
+    return [
+        key for key, seen in values.items() if len(seen) > 1 and not key.startswith(NAMING_KEYS)
+    ]
 
 
 def _status(folder: Path) -> RunStatus | None:

@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.driver_job import refuse_beside_job
-from pipeline.commands.experiment import compose
-from pipeline.commands.experiment import prepare as prepare_run
-from pipeline.committed import Committed, left_out
-from pipeline.driver import call_of
-from pipeline.flow import Graph, Node
-from pipeline.launch import interpreter_of
-from pipeline.lock import LOCK, Lock
+from pipeline.commands.driver_job import check_no_driver_job
+from pipeline.commands.experiment import compose, prepare_run
+from pipeline.driver import stage_call
+from pipeline.graph import Graph, StageNode
+from pipeline.job_executor import stage_interpreter
+from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.plan import Plan, StagePlan
+from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run
-from pipeline.settle import Choice, settle_frozen
+from pipeline.run_state import RunState, is_skipped
 from rlinf.artifacts import MANIFEST
-from rlinf.channels.world import LAYOUT, SHARES
+from rlinf.channels.process_group import LAYOUT_VARIABLE, SPEED_WEIGHTS_VARIABLE
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages.flow import EVALUATE
-from stages.layout import CONFIG, PLAN
+from stages.layout import CONFIG_FILE, PLAN_FILE
 
 DEFAULT_EXPERIMENT = "arithmetic_short"
 """What a bare ``snakemake`` runs: every stage of a few iterations, each a process of its own."""
@@ -38,7 +37,9 @@ ITERATION = "iteration"
 log = logging.getLogger("rlinf")
 
 
-def prepare(settings: Mapping[str, Any], *, begins: bool = True, dry: bool = False) -> Workflow:
+def prepare_workflow(
+    settings: Mapping[str, Any], *, is_driver: bool = True, dry_run: bool = False
+) -> Workflow:
     """The workflow of ``--config experiment=... key=value``, or of an existing run: ``run=NAME``.
 
     Keys are those of the configuration with ``__`` for a dot, which Snakemake allows in no key, or
@@ -54,7 +55,9 @@ def prepare(settings: Mapping[str, Any], *, begins: bool = True, dry: bool = Fal
         RunLockedError: a driver is at work there.
     """
     chosen = dict(settings)
-    choice = Choice.of(redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0)))
+    choice = OnMismatch.from_flags(
+        redo=bool(chosen.pop("redo", 0)), keep=bool(chosen.pop("keep", 0))
+    )
     jobs = chosen.pop("jobs", "stage")
     if jobs not in ("stage", ITERATION):
         raise ConfigError(f"jobs: stage or {ITERATION} (got {jobs!r})")
@@ -67,16 +70,16 @@ def prepare(settings: Mapping[str, Any], *, begins: bool = True, dry: bool = Fal
                 "or start another run with experiment=... run__name=..."
             )
         run = Run.open(_folder(named))
-        if begins and not dry:
-            refuse_beside_job(run)
+        if is_driver and not dry_run:
+            check_no_driver_job(run)
         return Workflow(run, choice, by_iteration=jobs == ITERATION)
     experiment = chosen.pop("experiment", DEFAULT_EXPERIMENT)
     overrides = [f"experiment={experiment}", *(f"++{word}" for word in _flat(chosen))]
     values = compose(overrides)
     config = validate(RunConfig, values)
-    if dry and (config.run.folder / CONFIG).exists():
+    if dry_run and (config.run.folder / CONFIG_FILE).exists():
         run = Run(config.run.folder, config)
-    elif begins:
+    elif is_driver:
         run = prepare_run(values, choice)
     else:
         run = Run.open(config.run.folder)
@@ -102,7 +105,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 class Workflow:
     """One run, seen as rules."""
 
-    def __init__(self, run: Run, choice: Choice, *, by_iteration: bool = False) -> None:
+    def __init__(self, run: Run, on_mismatch: OnMismatch, *, by_iteration: bool = False) -> None:
         """
         Args:
             by_iteration: one job for all stages of an iteration.
@@ -111,26 +114,26 @@ class Workflow:
             PlanError: a stage has several processes, which one job of one process cannot be; or the
                 plan places the policy of rollouts apart.
         """
-        self._run, self._choice = run, choice
-        self._lock: Lock | None = None
+        self._run, self._choice = run, on_mismatch
+        self._lock: RunLock | None = None
         self.folder = run.folder
         self._graph = Graph(run.config)
-        self._plan = Plan.read(run.folder)
-        for part in self._plan.flow.apart:
+        self._plan = Plan.from_run(run.folder)
+        for part in self._plan.flow.separate_policy:
             raise PlanError(
                 f"plan.pools: {part}: Snakemake makes a job of every stage, with simulators and "
                 f"policy; use rlinf run, or leave {part} out"
             )
         self.report = str(run.folder / "report" / "report.html")
         self.profile = str(run.folder / "profile.json")
-        self.plan_file = str(run.folder / PLAN)
-        self.plan_page = str((run.folder / PLAN).with_suffix(".html"))
+        self.plan_file = str(run.folder / PLAN_FILE)
+        self.plan_page = str((run.folder / PLAN_FILE).with_suffix(".html"))
         self.offline = list(self._graph.flow.offline)
         self._last = list(self._graph.flow.stages)[-1]
-        self.iterated = [*self._graph.flow.stages, EVALUATE]
+        self.iteration_rules = [*self._graph.flow.stages, EVALUATE]
         if by_iteration:
-            self.iterated = [ITERATION, EVALUATE]
-            parts = {s: self._plan.of(s) for s in self._graph.flow.stages}
+            self.iteration_rules = [ITERATION, EVALUATE]
+            parts = {s: self._plan.stage_plan(s) for s in self._graph.flow.stages}
             several = [s for s, part in parts.items() if part.nodes * part.processes > 1]
             if several:
                 raise PlanError(
@@ -139,43 +142,43 @@ class Workflow:
                 )
         self.python = shlex.quote(sys.executable)
 
-    def settle(self) -> None:
+    def check_resumable(self) -> None:
         """See that what is committed is this configuration's, as Snakemake takes it to be.
 
         Raises:
             MismatchError: it is not, and nobody chose what to do.
             RunLockedError: results are to be set aside or kept, and a driver is at work there.
         """
-        if self._choice is not Choice.ASK:
-            self.own()
-        if self._plan.grain == "segment":
+        if self._choice is not OnMismatch.ERROR:
+            self.acquire_lock()
+        if self._plan.execution == "segment":
             log.warning(
-                "the plan has pools (grain: segment), which Snakemake does not use: every stage "
+                "the plan has pools (execution: segment), which Snakemake does not use: every stage "
                 "becomes a job; rlinf run gives them to the pools"
             )
-        committed = Committed(self._run, self._graph)
-        settle_frozen(committed, self._choice)
-        if self._choice is Choice.REDO:
+        committed = RunState(self._run, self._graph)
+        check_resumable(committed, self._choice)
+        if self._choice is OnMismatch.RECOMPUTE:
             # Snakemake looks at files alone, and would take these for finished.
-            for node in list(committed.waiting):
-                committed.set_aside(node)
+            for node in list(committed.unverified):
+                committed.archive(node)
         if not all(Path(target).exists() for target in self.targets()):
             # Nor does it make what a file that is there was made of.
             Path(self.report).unlink(missing_ok=True)
 
-    def own(self) -> None:
+    def acquire_lock(self) -> None:
         """Be the run's driver until this process ends.
 
         Raises:
             RunLockedError: it has another.
         """
         if self._lock is None:
-            self._lock = Lock(self.folder / LOCK)
+            self._lock = RunLock(self.folder / LOCK_FILE)
             atexit.register(self._lock.release)
 
     def output(self, stage: str) -> str:
         """The manifest of a stage; with ``{i}`` where there is one per iteration."""
-        node = Node(self._last if stage == ITERATION else stage, 0)
+        node = StageNode(self._last if stage == ITERATION else stage, 0)
         if stage in self.offline:
             return str(self._manifest(node))
         return str(self._manifest(node)).replace("/0000/", "/{i}/")
@@ -186,14 +189,14 @@ class Workflow:
         def function(wildcards: Any) -> dict[str, str]:
             number = int(getattr(wildcards, "i", 0))
             if stage != ITERATION:
-                sources = self._graph.inputs(Node(stage, number))
+                sources = self._graph.inputs(StageNode(stage, number))
                 return {name: str(self._manifest(source)) for name, source in sources.items()}
             found = {}
             for part in self._graph.flow.stages:
-                for source in self._graph.inputs(Node(part, number)).values():
+                for source in self._graph.inputs(StageNode(part, number)).values():
                     offline = source.stage in self.offline
                     if offline or source.iteration != number:
-                        whole = source if offline else Node(self._last, source.iteration)
+                        whole = source if offline else StageNode(self._last, source.iteration)
                         found[f"{whole.stage}_{whole.iteration}"] = str(self._manifest(whole))
             return found
 
@@ -203,10 +206,10 @@ class Workflow:
         """A params function: the arguments after ``python -m`` and :meth:`module`."""
 
         def function(wildcards: Any) -> list[str]:
-            node = Node(stage, int(getattr(wildcards, "i", 0)))
+            node = StageNode(stage, int(getattr(wildcards, "i", 0)))
             if stage == ITERATION:
                 return ["--run", str(self.folder), "--iteration", str(node.iteration)]
-            return list(call_of(self._run, self._graph, node).argv())
+            return list(stage_call(self._run, self._graph, node).argv())
 
         return function
 
@@ -222,23 +225,27 @@ class Workflow:
         """
         plan = self._needs(stage)
         module = self.module(stage)
-        ranks = f"-m launchers.ranks {plan.processes}" if plan.processes > 1 else "-m"
-        ranks, shares = f"{ranks} {module}", plan.shares
-        speeds = f"{SHARES}={','.join(map(str, shares))} " if isinstance(shares, tuple) else ""
-        layout = f"{LAYOUT}={plan.layout} " if plan.layout.split() else ""
+        ranks = f"-m launchers.local {plan.processes}" if plan.processes > 1 else "-m"
+        ranks, shares = f"{ranks} {module}", plan.speed_weights
+        speeds = (
+            f"{SPEED_WEIGHTS_VARIABLE}={','.join(map(str, shares))} "
+            if isinstance(shares, tuple)
+            else ""
+        )
+        layout = f"{LAYOUT_VARIABLE}={plan.layout} " if plan.layout.parallel_dims() else ""
         python = shlex.quote(self._interpreter(stage) or sys.executable)
         return f"{speeds}{layout}{python} {ranks}"
 
     def _interpreter(self, stage: str) -> str | None:
         """The Python that a rule's stages need; None: this one."""
         flow = self._graph.flow
-        return interpreter_of(
+        return stage_interpreter(
             self._run.config, flow, *(flow.stages if stage == ITERATION else [stage])
         )
 
     def log(self, stage: str) -> str:
         """Log file of a stage's rule."""
-        name = f"{stage}-{{i}}" if stage in self.iterated else stage
+        name = f"{stage}-{{i}}" if stage in self.iteration_rules else stage
         return str(self.folder / "logs" / "snakemake" / f"{name}.log")
 
     def resources(self, stage: str) -> dict[str, Any]:
@@ -251,10 +258,10 @@ class Workflow:
             "tasks": plan.nodes * plan.processes,
             "cpus_per_task": plan.cpus,
             "mem_mb": plan.mem_mb,
-            "runtime": plan.time_min,
+            "runtime": plan.time_limit_min,
             "gres": f"gpu:{kind}{plan.gpus}" if plan.gpus else None,
             "constraint": plan.constraint,
-            "shares": None if plan.shares is None else json.dumps(plan.shares),
+            "shares": None if plan.speed_weights is None else json.dumps(plan.speed_weights),
             "interpreter": self._interpreter(stage),
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -262,25 +269,25 @@ class Workflow:
     def _needs(self, stage: str) -> StagePlan:
         """What a rule's job needs; that of an iteration what its stages need one after another."""
         if stage != ITERATION:
-            return self._plan.of(stage)
-        parts = [self._plan.of(part) for part in self._graph.flow.stages]
+            return self._plan.stage_plan(stage)
+        parts = [self._plan.stage_plan(part) for part in self._graph.flow.stages]
         memory = [part.mem_mb for part in parts if part.mem_mb is not None]
-        times = [part.time_min for part in parts]
+        times = [part.time_limit_min for part in parts]
         largest = max(parts, key=lambda part: part.gpus)
         update = {
             "cpus": max(part.cpus for part in parts),
             "mem_mb": max(memory) if memory else None,
-            "time_min": None if None in times else sum(time or 0 for time in times),
+            "time_limit_min": None if None in times else sum(time or 0 for time in times),
         }
         return largest.model_copy(update=update)
 
     def targets(self) -> list[str]:
         """The manifests a finished run has and nothing else depends on."""
         last = self._graph.iterations
-        newest = Node(self._graph.flow.publishes, last - 1)
-        nodes = [Node(EVALUATE, v) for v in range(last + 1) if self._graph.evaluated(v)]
-        nodes = [node for node in nodes if not left_out(self._graph, self.folder, node)]
+        newest = StageNode(self._graph.flow.publish_stage, last - 1)
+        nodes = [StageNode(EVALUATE, v) for v in range(last + 1) if self._graph.is_evaluated(v)]
+        nodes = [node for node in nodes if not is_skipped(self._graph, self.folder, node)]
         return [str(self._manifest(node)) for node in [newest, *nodes]]
 
-    def _manifest(self, node: Node) -> Path:
-        return self._graph.folder(self.folder, node) / MANIFEST
+    def _manifest(self, node: StageNode) -> Path:
+        return self._graph.output_folder(self.folder, node) / MANIFEST

@@ -15,21 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launchers.base import Launcher
-from pipeline.flow import Graph, Node
-from pipeline.launch import ClusterConfig
-from pipeline.outcome import Outcome
+from launchers.launcher import Launcher
+from pipeline.executors import Outcome
+from pipeline.graph import Graph, StageNode
+from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Plan
-from pipeline.pools.generators import Generators
-from pipeline.pools.jobs import pool_states
-from pipeline.pools.leases import Member, PoolState, rank_of
-from pipeline.pools.orders import Orders
-from pipeline.pools.renewal import Renewal
-from pipeline.pools.scaling import follow
-from pipeline.pools.status import write_pools
+from pipeline.pools.autoscaler import autoscale
+from pipeline.pools.dispatcher import StageDispatcher
+from pipeline.pools.lease_manager import LeaseManager
+from pipeline.pools.leases import Lease, PoolState, pool_states, rank_of
+from pipeline.pools.pool_status import write_pools_status
+from pipeline.pools.rollout_scheduler import RolloutScheduler
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST
-from rlinf.channels.control import Controller, Joined, Lost, Report
+from rlinf.channels.control_link import Controller, PeerJoined, PeerLost, PeerReport
 from rlinf.errors import (
     EXIT_BAD_INPUT,
     EXIT_REQUEUE,
@@ -38,27 +37,26 @@ from rlinf.errors import (
     RequeueRequested,
     StageError,
 )
-from slurm.jobs import State, Status
-from stages.layout import CHANNELS, POOLS, STATUS
-from stages.names import CLAIM
+from slurm.jobs import JobState, JobStatus
+from stages.layout import CHANNELS_FOLDER, POOLS_FOLDER, STATUS_FILE, WORK_ITEM
 from stages.runner import StageCall
 from stages.worker.messages import (
-    ClaimEnded,
-    Cut,
-    Drop,
-    Gathered,
-    HasWeights,
-    Leave,
-    Order,
-    Said,
+    CancelWork,
+    CollectedPrompts,
+    ConnectionLost,
+    ShutDown,
     StageEnded,
+    WeightsAvailable,
+    WorkerOrder,
+    WorkerReport,
+    WorkItemEnded,
     read_report,
 )
 
 PROGRESS = ("stage", "done", "total", "what")
-EVENTS_S = 0.25
-STATUS_S = 1.0
-LEAVE_S = 10.0
+EVENT_WAIT_S = 0.25
+STATUS_INTERVAL_S = 1.0
+LEAVE_TIMEOUT_S = 10.0
 """How long workers have to leave before their jobs are cancelled."""
 _NO_FAILURE = (None, 0, EXIT_REQUEUE)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
@@ -73,61 +71,67 @@ class PoolExecutor:
     launcher: Launcher
     plan: Plan
     cluster: ClusterConfig
-    stopping: Callable[[], bool] = lambda: False
+    should_stop: Callable[[], bool] = lambda: False
     progress: Callable[[str, int, int, str], None] = lambda *_: None
-    live: bool = True
+    supports_streaming: bool = True
     """Stages may start before their inputs are committed."""
-    remains: str = "its pools were stopped"
-    begun: bool = False  # there was work for the pools
+    interrupt_note: str = "its pools were stopped"
+    has_started: bool = False  # there was work for the pools
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
         self._flow = self._graph.flow
         self._pools = pool_states(self.plan)
         settings = self.run.config.rollout
-        self._generators = Generators(self.run.folder, settings.batch, self.cluster.retries)
-        self._held: dict[Node, Outcome] = {}
+        self._generators = RolloutScheduler(
+            self.run.folder, settings.batch_size, self.cluster.retries
+        )
+        self._held: dict[StageNode, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
         self._looked = self._told = 0.0
         self._controller: Controller | None = None
-        self._orders = Orders(self.run, self.plan, self._pools, self._generators, self._send)
-        self._renewal = Renewal(
+        self._orders = StageDispatcher(
+            self.run, self.plan, self._pools, self._generators, self._send
+        )
+        self._renewal = LeaseManager(
             self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
         )
 
     def _begin(self) -> None:
         """Call the pools in: not before there is work, nor while another driver has the run."""
-        self.begun = True
-        (self.run.folder / POOLS).mkdir(exist_ok=True)
-        self._controller = Controller(self.run.folder / CHANNELS, interface=self.cluster.listens_on)
-        self._renewal.open()
+        self.has_started = True
+        (self.run.folder / POOLS_FOLDER).mkdir(exist_ok=True)
+        self._controller = Controller(
+            self.run.folder / CHANNELS_FOLDER, interface=self.cluster.bind_interface
+        )
+        self._renewal.start()
 
     @property
     def _control(self) -> Controller:
         assert self._controller is not None
         return self._controller
 
-    def _send(self, worker: str, order: Order) -> None:
-        self._control.send(worker, order.packed())
+    def _send(self, worker: str, order: WorkerOrder) -> None:
+        self._control.send_order(worker, order.to_dict())
 
-    def start(self, node: Node, call: StageCall) -> None:
+    def start(self, node: StageNode, call: StageCall) -> None:
         if self._controller is None:
             self._begin()
-        pool = self._orders.home(node)
+        pool = self._orders.pool_of(node)
         pool.waiting[node] = call
-        pool.since = time.monotonic()
+        pool.last_queued_at = time.monotonic()
 
-    def ended(self) -> dict[Node, Outcome]:
+    def poll(self) -> dict[StageNode, Outcome]:
         """Outcomes that have come in; waits a little for one."""
-        if self.stopping():
+        if self.should_stop():
             raise RequeueRequested("the driver was asked to stop; resume the run to go on")
         if self._controller is None:
             return {}
-        self._orders.give()
+        self._orders.dispatch()
         self._claim()
-        ended: dict[Node, Outcome] = {}
-        for event in self._control.events(EVENTS_S):
-            if isinstance(event, Report):
+        ended: dict[StageNode, Outcome] = {}
+        for event in self._control.poll_events(EVENT_WAIT_S):
+            if isinstance(event, PeerReport):
                 try:
                     said = read_report(event.content)
                 except DataError as error:
@@ -136,25 +140,25 @@ class PoolExecutor:
                         f"program is broken or of another version; its log says more"
                     ) from None
                 self._reported(event.worker, said, ended)
-            elif isinstance(event, Joined):
+            elif isinstance(event, PeerJoined):
                 self._joined(event)
-            elif isinstance(event, Lost):
+            elif isinstance(event, PeerLost):
                 self._lost(event, ended)
-        if time.monotonic() - self._looked > self.launcher.poll_s:
+        if time.monotonic() - self._looked > self.launcher.poll_interval_s:
             self._looked = time.monotonic()
             self._look(ended)
             self._committed_meanwhile(self._pools, ended)
         # Before the last of them is known to have left, and what it committed is ordered again.
-        self._committed_meanwhile([pool for pool in self._pools if pool.writing], ended)
+        self._committed_meanwhile([pool for pool in self._pools if pool.finishing], ended)
         self._renewal.cancel_ended(self._control)
-        self._renewal.keep_up()
-        if time.monotonic() - self._told > STATUS_S:
+        self._renewal.renew_leases()
+        if time.monotonic() - self._told > STATUS_INTERVAL_S:
             self._renewal.scale()
         self._tell()
-        busy = {node for member in self._members() for node in member.given}
+        busy = {node for member in self._members() for node in member.assigned}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._held.update(ended)
-        free: dict[Node, Outcome] = {}
+        free: dict[StageNode, Outcome] = {}
         for node in sorted(self._held, key=self._orders.position):
             # A success waits for those it was made from, which may be reported after it.
             if self._held[node].exit_code or not busy & set(self._graph.inputs(node).values()):
@@ -163,10 +167,10 @@ class PoolExecutor:
                 busy.add(node)
         return free
 
-    def stop(self, *, leave: bool = False) -> None:
+    def stop(self, *, keep_jobs: bool = False) -> None:
         """Let the pools go, or leave them to the next driver, for which they wait a while."""
         try:
-            if not leave and self._controller is not None:
+            if not keep_jobs and self._controller is not None:
                 self._dismiss()
         finally:
             if self._controller is not None:
@@ -178,210 +182,216 @@ class PoolExecutor:
         try:
             for member in members:
                 for worker in member.workers():
-                    self._send(worker, Leave())
-            deadline = time.monotonic() + LEAVE_S
-            while any(m.joined for m in members) and time.monotonic() < deadline:
-                for event in self._control.events(EVENTS_S):
+                    self._send(worker, ShutDown())
+            deadline = time.monotonic() + LEAVE_TIMEOUT_S
+            while any(m.worker_info for m in members) and time.monotonic() < deadline:
+                for event in self._control.poll_events(EVENT_WAIT_S):
                     found = self._member(event.worker)
-                    if isinstance(event, Report):
+                    if isinstance(event, PeerReport):
                         with contextlib.suppress(DataError):
-                            if isinstance(said := read_report(event.content), ClaimEnded):
-                                self._generators.reported(event.worker, said)
-                    elif isinstance(event, Lost) and found is not None:
-                        found[1].joined.pop(rank_of(event.worker), None)
+                            if isinstance(said := read_report(event.content), WorkItemEnded):
+                                self._generators.on_report(event.worker, said)
+                    elif isinstance(event, PeerLost) and found is not None:
+                        found[1].worker_info.pop(rank_of(event.worker), None)
         finally:
-            over = [*members, *self._renewal.ending]
+            over = [*members, *self._renewal.ending_leases]
             self.launcher.cancel([member.job for member in over])
-            (self.run.folder / POOLS / STATUS).unlink(missing_ok=True)
+            (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
-    def _members(self) -> list[Member]:
-        return [member for pool in self._pools for member in pool.members]
+    def _members(self) -> list[Lease]:
+        return [member for pool in self._pools for member in pool.leases]
 
     # Generators
 
     def _claim(self) -> None:
         """Keep all generators busy."""
-        members = [m for pool in self._slots() if (m := pool.active) is not None]
-        workers = [m.first for m in members if not m.given]
-        for worker, order in self._generators.orders(workers, self._helpers()):
+        members = [m for pool in self._slots() if (m := pool.active_lease) is not None]
+        workers = [m.primary_worker for m in members if not m.assigned]
+        for worker, order in self._generators.next_orders(workers, self._helpers()):
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
         """Workers that generate beside their stages, and the earliest iteration these are of."""
         helpers = {}
         for pool in self._pools:
-            member = pool.active
-            if pool.helps and member is not None:
-                nodes = member.given | pool.waiting.keys()
+            member = pool.active_lease
+            if pool.also_generates and member is not None:
+                nodes = member.assigned | pool.waiting.keys()
                 iterations = {self._orders.position(node)[0] for node in nodes}
                 for worker in member.workers():
                     # What its newest weights come of is computed, and only to be committed.
-                    done = self._generators.version(worker)
+                    done = self._generators.weights_iteration(worker)
                     left = (iteration for iteration in iterations if iteration > done)
                     helpers[worker] = min(left, default=sys.maxsize)
         return helpers
 
-    def _over(self, node: Node) -> None:
+    def _over(self, node: StageNode) -> None:
         """An attempt has ended: whatever generators still do for it is in vain."""
-        self._orders.over(node)
-        for worker in self._generators.end(node):
+        self._orders.end_attempt(node)
+        for worker in self._generators.end_rollout(node):
             self._drop(worker)
 
     def _drop(self, worker: str) -> None:
         """Have a generator forget its claims; others get them, and it gets new ones."""
-        self._generators.lost(worker)
-        self._send(worker, Drop())
+        self._generators.on_worker_lost(worker)
+        self._send(worker, CancelWork())
 
     def _slots(self) -> list[PoolState]:
         return [pool for pool in self._pools if pool.slot is not None]
 
     # Workers and their jobs
 
-    def _member(self, worker: str) -> tuple[PoolState, Member] | None:
+    def _member(self, worker: str) -> tuple[PoolState, Lease] | None:
         for pool in self._pools:
-            for member in pool.members:
+            for member in pool.leases:
                 if worker in member.workers():
                     return pool, member
         return None
 
-    def _joined(self, event: Joined) -> None:
+    def _joined(self, event: PeerJoined) -> None:
         found = self._member(event.worker)
         if found is not None:
-            found[1].join(event.about)
-            if found[0].slot is not None or found[0].helps:
+            found[1].add_worker(event.about)
+            if found[0].slot is not None or found[0].also_generates:
                 # It may still do what an earlier driver asked for.
                 self._drop(event.worker)
         else:
             # A lease that an earlier driver had already renewed.
-            self._send(event.worker, Leave())
+            self._send(event.worker, ShutDown())
 
-    def _reported(self, worker: str, said: Said, ended: dict[Node, Outcome]) -> None:
+    def _reported(self, worker: str, said: WorkerReport, ended: dict[StageNode, Outcome]) -> None:
         found = self._member(worker)
         match said:
-            case ClaimEnded():
-                done = self._generators.reported(worker, said)
+            case WorkItemEnded():
+                done = self._generators.on_report(worker, said)
                 if found is not None and done:
-                    found[0].failures, found[1].finished = 0, found[1].finished + 1
-            case HasWeights():
-                self._generators.has(worker, said.out, said.attempt, said.iteration)
-            case Cut():
+                    found[0].failures, found[1].num_finished = 0, found[1].num_finished + 1
+            case WeightsAvailable():
+                self._generators.on_weights(worker, said.output, said.attempt, said.iteration)
+            case ConnectionLost():
                 taker = self._member(said.worker)
                 if found is not None and taker is not None:
-                    self._orders.renew(found[1], taker[1])
-            case Gathered() | StageEnded():
+                    self._orders.resend(found[1], taker[1])
+            case CollectedPrompts() | StageEnded():
                 stage, _, iteration = said.node.partition("/")
-                node = Node(stage, int(iteration))
-                if found is None or node not in found[1].given:
+                node = StageNode(stage, int(iteration))
+                if found is None or node not in found[1].assigned:
                     return
-                if isinstance(said, Gathered):
-                    self._generators.arrived(node, said.starts)
-                elif said.code or worker == self._orders.speaker(node, found[1]):
+                if isinstance(said, CollectedPrompts):
+                    self._generators.on_collected(node, said.starts)
+                elif said.exit_code or worker == self._orders.primary_worker(node, found[1]):
                     # One speaks for all when a stage went well.
                     self._stage_ended(*found, node, said, ended)
 
     def _stage_ended(
         self,
         pool: PoolState,
-        member: Member,
-        node: Node,
+        member: Lease,
+        node: StageNode,
         said: StageEnded,
-        ended: dict[Node, Outcome],
+        ended: dict[StageNode, Outcome],
     ) -> None:
-        member.given.discard(node)
-        if said.code == 0:
-            self._orders.answering.credit(node)
+        member.assigned.discard(node)
+        if said.exit_code == 0:
+            self._orders.policy_pools.credit(node)
         self._over(node)
-        if said.code == 0:
-            member.finished += 1
+        if said.exit_code == 0:
+            member.num_finished += 1
             pool.failures = 0
-            if node.stage == self._flow.stages[self._flow.publishes].like:
-                follow(
+            if node.stage == self._flow.stages[self._flow.publish_stage].colocate_with:
+                autoscale(
                     self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
                 )
         elif member.size > 1:
             # The other ranks may wait for this one in the middle of a collective, or for its next
             # attempt with the files of this one. The driver counts it, as the stage's failure.
             self._give_up(pool, member, f"{node.name} failed on one rank", ended, counts=False)
-        ended[node] = Outcome(said.code, said.reason)
+        ended[node] = Outcome(said.exit_code, said.reason)
 
-    def _lost(self, event: Lost, ended: dict[Node, Outcome]) -> None:
+    def _lost(self, event: PeerLost, ended: dict[StageNode, Outcome]) -> None:
         found = self._member(event.worker)
         if found is None:
             return
         pool, member = found
-        member.joined.pop(rank_of(event.worker), None)
+        member.worker_info.pop(rank_of(event.worker), None)
         if event.reason == "left":
-            pool.see_use(member)
+            pool.check_progress(member)
             self._hand_back(member, f"pool {pool.name} stopped", ended)
             return
         # Why it died Slurm may know by now, and nobody asks it once the job is given up.
         status = self.launcher.poll([member.job])[member.job]
-        if status.state.active:
+        if status.state.is_active:
             self._give_up(pool, member, f"{event.worker}: {event.reason}", ended)
         else:
             self._over_with(pool, member, status, ended)
 
-    def _hand_back(self, member: Member, reason: str, ended: dict[Node, Outcome]) -> None:
+    def _hand_back(self, member: Lease, reason: str, ended: dict[StageNode, Outcome]) -> None:
         """What a member had to do must be started again; that counts as no failure."""
-        for node in member.given:
+        for node in member.assigned:
             self._over(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
-        member.given.clear()
-        self._orders.answering.lost(member)
+        member.assigned.clear()
+        self._orders.policy_pools.on_lease_lost(member)
         for worker in member.workers():
-            self._generators.lost(worker)
+            self._generators.on_worker_lost(worker)
 
     def _give_up(
         self,
         pool: PoolState,
-        member: Member,
+        member: Lease,
         reason: str,
-        ended: dict[Node, Outcome],
+        ended: dict[StageNode, Outcome],
         *,
         counts: bool = True,
     ) -> None:
         """A member that cannot go on is cancelled and replaced."""
         self._hand_back(member, reason, ended)
-        leaving = member.leaving
-        self._renewal.end(pool, member)
-        if member in pool.members:
-            pool.members.remove(member)
+        leaving = member.is_leaving
+        self._renewal.end_lease(pool, member)
+        if member in pool.leases:
+            pool.leases.remove(member)
         if leaving:
             return
         log.warning("pool %s: %s", pool.name, reason)
         for other in self._pools:
-            for fellow in [m for m in other.members if m in member.fellows and not m.leaving]:
+            for fellow in [
+                m for m in other.leases if m in member.hetjob_leases and not m.is_leaving
+            ]:
                 what = f"started together with pool {pool.name}"
                 self._give_up(other, fellow, what, ended, counts=False)
         if not counts:
             return
-        pool.failures = 0 if member.finished else pool.failures + 1
+        pool.failures = 0 if member.num_finished else pool.failures + 1
         pool.reason = reason
         # Of an elastic pool one worker that works is enough.
-        fellows = [p for p in self._slots() if not p.retired] if pool.slot is not None else [pool]
+        fellows = (
+            [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
+        )
         if all(fellow.failures > self.cluster.retries for fellow in fellows):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
-        pool.resume = time.monotonic() + (pause if pool.failures else 0)
+        pool.retry_at = time.monotonic() + (pause if pool.failures else 0)
 
-    def _committed_meanwhile(self, pools: Sequence[PoolState], ended: dict[Node, Outcome]) -> None:
+    def _committed_meanwhile(
+        self, pools: Sequence[PoolState], ended: dict[StageNode, Outcome]
+    ) -> None:
         """What waits for a pool that is not there, and was committed by a lease that ended."""
-        for pool in [pool for pool in pools if pool.active is None]:
+        for pool in [pool for pool in pools if pool.active_lease is None]:
             for node, call in list(pool.waiting.items()):
-                if (call.out / MANIFEST).exists():
+                if (call.output_folder / MANIFEST).exists():
                     del pool.waiting[node]
                     ended[node] = Outcome(0)
 
-    def _look(self, ended: dict[Node, Outcome]) -> None:
+    def _look(self, ended: dict[StageNode, Outcome]) -> None:
         """See which jobs have ended."""
-        over = self._renewal.over()
+        over = self._renewal.ended_leases()
         # Of those that end together the one that failed comes first: it is to blame.
         for pool, member, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
-            if member in pool.members:
+            if member in pool.leases:
                 self._over_with(pool, member, status, ended)
 
     def _over_with(
-        self, pool: PoolState, member: Member, status: Status, ended: dict[Node, Outcome]
+        self, pool: PoolState, member: Lease, status: JobStatus, ended: dict[StageNode, Outcome]
     ) -> None:
         """A member's job has ended, or was given up by its submitter.
 
@@ -391,37 +401,37 @@ class PoolExecutor:
         what = f"job {member.job} {status.state.value}: {status.reason}".strip()
         if status.exit_code == EXIT_BAD_INPUT:
             self._hand_back(member, what, ended)
-            pool.members.remove(member)  # and not cancelled: one that is held stays in the queue
-            if not any(other.active for other in self._slots() if pool.slot is not None):
+            pool.leases.remove(member)  # and not cancelled: one that is held stays in the queue
+            if not any(other.active_lease for other in self._slots() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
             log.warning("pool %s does without this worker: %s", pool.name, status.reason)
-            pool.resume = math.inf
+            pool.retry_at = math.inf
             return
-        if status.exit_code == EXIT_REQUEUE or status.state is State.PREEMPTED:
-            pool.see_use(member)
-            member.finished = max(1, member.finished)
+        if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
+            pool.check_progress(member)
+            member.num_finished = max(1, member.num_finished)
             what = f"job {member.job} stopped for Slurm, at the end of its time say"
         self._give_up(pool, member, what, ended)
 
-    def _busy(self, member: Member) -> bool:
-        answers = self._orders.answering.busy(member)
+    def _busy(self, member: Lease) -> bool:
+        answers = self._orders.policy_pools.is_busy(member)
         return (
-            bool(member.given)
+            bool(member.assigned)
             or answers
-            or any(self._generators.busy(worker) for worker in member.workers())
+            or any(self._generators.is_busy(worker) for worker in member.workers())
         )
 
     def _tell(self) -> None:
         """Progress for the console, and a file for ``rlinf status``."""
-        if time.monotonic() - self._told < STATUS_S:
+        if time.monotonic() - self._told < STATUS_INTERVAL_S:
             return
         self._told = time.monotonic()
-        workers = self._control.workers()
+        workers = self._control.known_peers()
         for pool in self._pools:
-            for member in pool.members:
-                seen = workers.get(member.first)
+            for member in pool.leases:
+                seen = workers.get(member.primary_worker)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
                     # Of a claim on a part of the batch the whole tells: the worker that gathers it.
-                    if row["total"] and row["took_s"] is None and row["stage"] != CLAIM:
+                    if row["total"] and row["took_s"] is None and row["stage"] != WORK_ITEM:
                         self.progress(*(row[key] for key in PROGRESS))
-        write_pools(self.run.folder, self._pools, workers)
+        write_pools_status(self.run.folder, self._pools, workers)

@@ -4,60 +4,66 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from pipeline.flow import Node
-from pipeline.plan import StagePlan
+from launchers.launcher import JobSpec
+from pipeline.graph import StageNode
+from pipeline.job_executor import ClusterConfig, job_resources, stage_interpreter
+from pipeline.plan import Plan, StagePlan
+from pipeline.resources import pool_resources
+from pipeline.run import Run
+from rlinf.config import json_digest
 from rlinf.errors import PlanError
-from stages.flow import GENERATE
-from stages.lives import MOST
-from stages.names import worker_name
+from stages.flow import POLICY_SUFFIX
+from stages.layout import CODE_FILE, POOLS_FOLDER, worker_name
 from stages.runner import StageCall
+from stages.timeout_retries import MAX_TIMEOUTS
 
-RENEW_S, RENEW_SHARE = 300.0, 0.25
+MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE = 300.0, 0.25
 """How long before the end of its lease a pool's successor is submitted: at most, and which share of
 a short one."""
 
 
 @dataclass(eq=False)
-class Member:
+class Lease:
     """One lease of a pool: a job and its workers."""
 
     name: str
     job: str
     size: int
-    joined: dict[int, dict[str, Any]] = field(default_factory=dict)
+    worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What the workers that are there said of themselves, by rank."""
-    began: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=time.time)
     """When it was submitted, or found by this driver."""
-    ends: float | None = None
+    ends_at: float | None = None
     """When its time is up, if that is known."""
-    given: set[Node] = field(default_factory=set)
-    answers: set[Node] = field(default_factory=set)
+    assigned: set[StageNode] = field(default_factory=set)
+    served: set[StageNode] = field(default_factory=set)
     """Stages of other leases that it was to answer, be they over or not."""
-    finished: int = 0
-    leaving: bool = False
-    fellows: tuple[Member, ...] = ()
+    num_finished: int = 0
+    is_leaving: bool = False
+    hetjob_leases: tuple[Lease, ...] = ()
     """Those that started with it and end with it."""
 
     @property
-    def ready(self) -> bool:
-        return len(self.joined) == self.size
+    def is_ready(self) -> bool:
+        return len(self.worker_info) == self.size
 
-    def join(self, about: dict[str, Any]) -> None:
+    def add_worker(self, about: dict[str, Any]) -> None:
         """A worker is there, and said this of itself."""
-        self.joined[int(about["rank"])] = about
+        self.worker_info[int(about["rank"])] = about
         if (ends := about.get("ends")) is not None:
-            self.ends = ends if self.ends is None else min(ends, self.ends)
+            self.ends_at = ends if self.ends_at is None else min(ends, self.ends_at)
 
     @property
-    def due(self) -> bool:
+    def needs_renewal(self) -> bool:
         """Whether to submit a successor: the lease is nearly over, however long it was."""
-        if self.ends is None:
+        if self.ends_at is None:
             return False
-        length = self.ends - self.began
-        return self.ends - time.time() < min(RENEW_S, RENEW_SHARE * length)
+        length = self.ends_at - self.started_at
+        return self.ends_at - time.time() < min(MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE * length)
 
     def workers(self, ranks: Iterable[int] | None = None) -> list[str]:
         """Their names; of all ranks by default."""
@@ -66,14 +72,15 @@ class Member:
         ]
 
     @property
-    def first(self) -> str:
+    def primary_worker(self) -> str:
         """The worker of rank 0."""
         return worker_name(self.name, 0)
 
     def hosts(self, ranks: Iterable[int]) -> dict[str, str | None]:
         """Where workers are, as far as that is known."""
         return {
-            worker_name(self.name, rank): self.joined.get(rank, {}).get("host") for rank in ranks
+            worker_name(self.name, rank): self.worker_info.get(rank, {}).get("host")
+            for rank in ranks
         }
 
 
@@ -83,24 +90,24 @@ class PoolState:
 
     number: int
     stages: tuple[str, ...]
-    needs: tuple[StagePlan, ...]
+    resources: tuple[StagePlan, ...]
     slot: int | None = None
     """Of one generator of an elastic pool: which."""
-    members: list[Member] = field(default_factory=list)
-    writing: list[Member] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    finishing: list[Lease] = field(default_factory=list)
     """Leases that were given up, and have time to end what they write."""
-    waiting: dict[Node, StageCall] = field(default_factory=dict)
+    waiting: dict[StageNode, StageCall] = field(default_factory=dict)
     """Started by the driver, not yet ordered."""
-    since: float = 0.0
-    lease: int = 0
+    last_queued_at: float = 0.0
+    lease_number: int = 0
     failures: int = 0
     reason: str = ""
-    resume: float = 0.0
-    in_vain: int = 0
+    retry_at: float = 0.0
+    unproductive_leases: int = 0
     """Leases in a row that came to their end with work, of which nothing was finished."""
-    retired: bool = False
+    is_retired: bool = False
     """Not wanted any more: it leaves once it has nothing to do."""
-    helps: bool = False
+    also_generates: bool = False
     """It generates in claims beside its stages."""
 
     @property
@@ -109,39 +116,99 @@ class PoolState:
 
     @property
     def size(self) -> int:
-        return sum(part.nodes * part.processes for part in self.needs)
+        return sum(part.nodes * part.processes for part in self.resources)
 
-    def see_use(self, member: Member) -> None:
+    def check_progress(self, member: Lease) -> None:
         """A lease ended by itself: had it work that is longer than a lease?
 
         Raises:
             PlanError: so had as many before it that there is no use in another.
         """
-        if member.finished:
-            self.in_vain = 0
-        elif (member.given or member.answers) and member.due:
-            self.in_vain += 1
-            if self.in_vain == MOST:
-                answered = {node.stage + GENERATE for node in member.answers}
-                stages = ", ".join(sorted({node.stage for node in member.given} | answered))
+        if member.num_finished:
+            self.unproductive_leases = 0
+        elif (member.assigned or member.served) and member.needs_renewal:
+            self.unproductive_leases += 1
+            if self.unproductive_leases == MAX_TIMEOUTS:
+                answered = {node.stage + POLICY_SUFFIX for node in member.served}
+                stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
                 raise PlanError(
-                    f"plan: pools[{self.number}]: {MOST} of its jobs came to the end of their time "
+                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of their time "
                     f"and had not finished {stages}, which begins anew each time: give it more "
-                    "(time_min of its stages), a partition with a longer limit, or less work"
+                    "(time_limit_min of its stages), a partition with a longer limit, or less work"
                 )
 
     @property
-    def active(self) -> Member | None:
+    def active_lease(self) -> Lease | None:
         """The newest lease whose workers are all there.
 
         None while one that was given up may still commit what it computed: the next attempt would
         do it twice, and removes the files of those before.
         """
-        if self.retired or self.writing:
+        if self.is_retired or self.finishing:
             return None
-        return next((m for m in reversed(self.members) if m.ready and not m.leaving), None)
+        return next((m for m in reversed(self.leases) if m.is_ready and not m.is_leaving), None)
 
 
 def rank_of(worker: str) -> int:
     """The rank in a worker's name."""
     return int(worker.rpartition("-r")[2])
+
+
+def pool_states(plan: Plan) -> list[PoolState]:
+    """The pools; of an elastic one the first worker."""
+    return [
+        PoolState(
+            i,
+            pool.stages,
+            pool_resources(plan, i),
+            None if pool.workers is None else 0,
+            also_generates=pool.also_generates,
+        )
+        for i, pool in enumerate(plan.pools)
+    ]
+
+
+def pool_folder(run: Run, pool: PoolState) -> Path:
+    """Where the leases of a pool are noted, each in a folder with its number."""
+    return run.folder / POOLS_FOLDER / pool.name
+
+
+def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
+    """The job of a pool's present lease."""
+    name = f"pool-{pool.name}-{pool.lease_number}"
+    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", str(cluster.pool_grace_s)]
+    of, flow = plan.stage_pools(), plan.flow
+    if "delta" in plan.transports.values():
+        argv.append("--deltas")
+    readers = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
+    if any(of[stage] != of[flow.publish_stage] for stage in readers):
+        # A reference elsewhere takes what engines take, and evaluates what is trained:
+        # engines then cast.
+        argv.append("--uncast")
+    here = [
+        stage for stage, number in of.items() if number == pool.number and stage in flow.all_stages
+    ]
+    python = stage_interpreter(run.config, flow, *here)
+    needs, *further = (job_resources(part, cluster, python) for part in pool.resources)
+    job = JobSpec(
+        f"pool/{name}",
+        tuple(argv),
+        pool_folder(run, pool) / str(pool.lease_number),
+        run.folder / "logs" / POOLS_FOLDER,
+        needs,
+        "stages.worker.main",
+        tuple(further),
+        allow_requeue=False,
+    )
+    return replace(job, content_key=_key(run, job))
+
+
+def _key(run: Run, job: JobSpec) -> str:
+    """A digest of all that the workers of a pool go by: what they are started with, on what, the
+    configuration that they read and the code that they have in memory."""
+    # How far a run goes is the driver's matter: a schedule's length is frozen apart from it.
+    config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
+    path = run.folder / CODE_FILE
+    code = path.read_text() if path.exists() else ""  # a dry run has no folder
+    parts = [asdict(part) for part in job.components]
+    return json_digest([job.module, [*job.argv], parts, config, code])

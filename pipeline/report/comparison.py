@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.metrics import collect, manifest_of
-from pipeline.report.page import interactive
-from pipeline.report.plots import HEADLINES, TITLES, numbers
+from pipeline.metrics import read_metrics, stage_manifest
+from pipeline.report.interactive_charts import HEADLINES, TITLES, json_numbers
+from pipeline.report.page import render_interactive
 from rlinf.artifacts import write_atomic
 
 SCRIPTS = ("page.js", "scales.js", "plots.js", "compare.js")
-GOLDEN = 0.381966
+GOLDEN_RATIO_STEP = 0.381966
 """Hues so far apart, as shares of the circle, stay distinct however many there are."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """A run and what a table says of it."""
 
     folder: Path
@@ -30,16 +30,16 @@ class Compared:
     score: str
 
 
-def write_comparison(page: Path, name: str, runs: Sequence[Compared]) -> Path:
+def write_comparison(page: Path, name: str, runs: Sequence[ComparedRun]) -> Path:
     """Write the page; its folder is made. Returns its path."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, html(page.parent, name, runs))
+    write_atomic(page, comparison_html(page.parent, name, runs))
     return page
 
 
-def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
+def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str:
     """The page as text; it refers to reports from ``folder``."""
-    rows = [{row["iteration"] + 1: row for row in collect(run.folder)} for run in runs]
+    rows = [{row["iteration"] + 1: row for row in read_metrics(run.folder)} for run in runs]
     scores = [_held_out(run.folder) for run in runs]
     xs = {
         "rows": sorted({i for table in rows for i in table}),
@@ -53,7 +53,7 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
             {
                 "label": label,
                 "colour": f"run-{number}",
-                "y": numbers(values(number, at) for at in xs[x]),
+                "y": json_numbers(values(number, at) for at in xs[x]),
                 "kind": kind,
             }
             for number, label in enumerate(labels)
@@ -99,12 +99,14 @@ def html(folder: Path, name: str, runs: Sequence[Compared]) -> str:
         for number, run in enumerate(runs)
     ]
     content = {"name": name, "xs": xs, "groups": groups}
-    return interactive("comparison.html.jinja", content, SCRIPTS, colours=colours, runs=table)
+    return render_interactive(
+        "comparison.html.jinja", content, SCRIPTS, colours=colours, runs=table
+    )
 
 
 def hue(number: int, light: float) -> str:
     """The colour of a run, ``#rrggbb``."""
-    parts = colorsys.hls_to_rgb(number * GOLDEN % 1, light, 0.62)
+    parts = colorsys.hls_to_rgb(number * GOLDEN_RATIO_STEP % 1, light, 0.62)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
@@ -112,7 +114,7 @@ def _held_out(run: Path) -> dict[int, float]:
     """Score by version of the weights."""
     found = {}
     for folder in sorted((run / "evaluate").glob("[0-9]*")):
-        manifest = manifest_of(run, "evaluate", int(folder.name))
+        manifest = stage_manifest(run, "evaluate", int(folder.name))
         if manifest is not None and "score" in manifest.metrics:
             found[int(folder.name)] = manifest.metrics["score"]
     return found

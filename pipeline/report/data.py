@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.metrics import iterations, manifest_in, manifest_of, named
-from pipeline.pools.generators import claimed
-from pipeline.report.colours import colours
-from pipeline.report.idle import Piece, Span, pieces
-from pipeline.report.transcripts import Sample, kept, samples_of
+from pipeline.metrics import folder_manifest, iterations, metrics_row, stage_manifest
+from pipeline.pools.rollout_scheduler import read_work_spans
+from pipeline.report.theme import stage_colours
+from pipeline.report.transcripts import TranscriptSample, iterations_on_disk, read_samples
+from pipeline.report.worker_timeline import StageSpan, TimelineSegment, timeline_segments
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from stages.flow import EVALUATE, flow_of
-from stages.layout import VIDEOS, offline_folder, stage_folder
+from stages.layout import VIDEOS_FOLDER, offline_folder, stage_folder
 
-FOLDER = "report"
+REPORT_FOLDER = "report"
 """Where the page of a run is, within it; links start there."""
 
 
@@ -35,9 +35,9 @@ class ReportData:
     warm_start: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[StageSpan] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
-    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    samples: dict[int, list[TranscriptSample]] = field(default_factory=dict)
     """Of the iterations whose trajectories are on disk."""
     videos: dict[int, list[Path]] = field(default_factory=dict)
     """Of held-out episodes by version of the weights, as paths in the run directory."""
@@ -57,17 +57,17 @@ class ReportData:
     @property
     def busy_s(self) -> float:
         """Sum of the stages' own times, less their pauses."""
-        return sum(piece.seconds for piece in self.pieces if piece.computes)
+        return sum(piece.seconds for piece in self.segments if piece.is_computing)
 
     @cached_property
-    def pooled(self) -> bool:
+    def uses_pools(self) -> bool:
         """Whether stages ran in resident pools."""
         return any(span.lane.startswith("pool ") for span in self.spans)
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def segments(self) -> list[TimelineSegment]:
         """The stages of every worker, cut where they paused."""
-        return pieces(self.spans)
+        return timeline_segments(self.spans)
 
     @cached_property
     def stage_names(self) -> tuple[str, ...]:
@@ -77,10 +77,10 @@ class ReportData:
     @cached_property
     def colours(self) -> dict[str, str]:
         """Of every stage of the run."""
-        return colours(flow_of(self.run.config).table)
+        return stage_colours(flow_of(self.run.config).all_stages)
 
     @property
-    def ends(self) -> dict[str, list[Sample]]:
+    def first_and_last_samples(self) -> dict[str, list[TranscriptSample]]:
         """Samples of the first and the last iteration that are there."""
         chosen = dict.fromkeys([*list(self.samples)[:1], *list(self.samples)[-1:]])
         return {f"iteration {i + 1}": self.samples[i] for i in chosen}
@@ -92,35 +92,35 @@ class ReportData:
         return np.array(x, dtype=float), np.array(y, dtype=float)
 
 
-def read(folder: Path) -> ReportData:
+def read_report_data(folder: Path) -> ReportData:
     """Collect what is there; missing, unfinished and pruned parts are left out."""
     run = Run.open(folder)
     data = ReportData(run)
     flow = flow_of(run.config)
     for stage in flow.offline:
-        if (before := manifest_in(offline_folder(run.folder, stage))) is not None:
+        if (before := folder_manifest(offline_folder(run.folder, stage))) is not None:
             data.warm_start += before.extra.get("curve", [])
             data.manifests.append(before)
     known = iterations(run.folder)
     for iteration in known:
-        row = [manifest_of(run.folder, stage, iteration) for stage in data.stage_names]
+        row = [stage_manifest(run.folder, stage, iteration) for stage in data.stage_names]
         data.manifests += [manifest for manifest in row if manifest is not None]
-        values = named(iteration, row)
+        values = metrics_row(iteration, row)
         if values is not None:
             data.rows.append(values)
     for version in sorted(int(p.name) for p in (run.folder / EVALUATE).glob("[0-9]*")):
-        manifest = manifest_of(run.folder, EVALUATE, version)
+        manifest = stage_manifest(run.folder, EVALUATE, version)
         if manifest is not None:
             data.manifests.append(manifest)
             scores = {f"evaluate/{name}": value for name, value in manifest.metrics.items()}
             data.evaluated.append({"version": version, **scores})
-            folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS
+            folder = stage_folder(run.folder, EVALUATE, version) / manifest.data / VIDEOS_FOLDER
             if films := sorted(folder.glob("*.mp4")):
-                page = run.folder / FOLDER
+                page = run.folder / REPORT_FOLDER
                 data.videos[version] = [Path(os.path.relpath(film, page)) for film in films]
-    generated = claimed(run.folder)
+    generated = read_work_spans(run.folder)
     for manifest in data.manifests:
-        more = generated[manifest.iteration] if manifest.stage == flow.elastic else []
+        more = generated[manifest.iteration] if manifest.stage == flow.elastic_stage else []
         spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *more]]
         data.spans += spans
         data.stages.append(
@@ -134,18 +134,18 @@ def read(folder: Path) -> ReportData:
                 "usage": manifest.timing.get("usage", []),
             }
         )
-    data.samples = {i: samples_of(run.folder, i) for i in kept(run.folder, known)}
+    data.samples = {i: read_samples(run.folder, i) for i in iterations_on_disk(run.folder, known)}
     return data
 
 
-def _span(manifest: Manifest, span: dict[str, Any]) -> Span:
+def _span(manifest: Manifest, span: dict[str, Any]) -> StageSpan:
     times = span["start"], span["end"]
-    return Span(
-        manifest.stage, span["name"], manifest.iteration, lane(span), *times, span.get("claim")
+    return StageSpan(
+        manifest.stage, span["name"], manifest.iteration, lane_name(span), *times, span.get("claim")
     )
 
 
-def lane(span: dict[str, Any]) -> str:
+def lane_name(span: dict[str, Any]) -> str:
     """Of a span: workers of a pool keep theirs from one lease to the next."""
     pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r(\d+)", span.get("worker", ""))
     if pool is None:
@@ -154,12 +154,12 @@ def lane(span: dict[str, Any]) -> str:
     return f"pool {pool[1]} · {worker} · {span['host']}"
 
 
-def _seconds(manifest: Manifest, spans: Iterable[Span]) -> float:
+def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
     """What a stage took; in a pool, where others have turns meanwhile, what it computed."""
     if not any(span.get("worker") for span in manifest.timing["spans"]):
         return float(manifest.timing["end"] - manifest.timing["start"])
     computed: dict[str, float] = {}
-    for piece in pieces(spans):
-        if piece.computes:
+    for piece in timeline_segments(spans):
+        if piece.is_computing:
             computed[piece.lane] = computed.get(piece.lane, 0.0) + piece.seconds
     return max(computed.values(), default=0.0)

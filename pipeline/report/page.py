@@ -11,24 +11,20 @@ from typing import Any
 
 import yaml
 
-from pipeline.durations import duration
-from pipeline.facts import facts
-from pipeline.notices import notices
-from pipeline.pools.actuals import compare
-from pipeline.record import Record, read_record
-from pipeline.report.colours import colours
-from pipeline.report.data import FOLDER, ReportData, read
-from pipeline.report.gantt import bars
-from pipeline.report.idle import idle
-from pipeline.report.plots import GIB, plots
-from pipeline.report.template import FOLDER as TEMPLATES
-from pipeline.report.template import render
-from pipeline.report.transcripts import pack
-from pipeline.settings import flat
+from pipeline.console import format_duration
+from pipeline.health_checks import run_warnings
+from pipeline.pools.measured_times import compare_with_forecast
+from pipeline.report.data import REPORT_FOLDER, ReportData, read_report_data
+from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
+from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
+from pipeline.report.theme import render_template, stage_colours
+from pipeline.report.transcripts import transcript_columns
+from pipeline.report.worker_timeline import worker_idle_times
+from pipeline.run_record import RunRecord, flatten, provenance_rows, read_run_record
 from rlinf.artifacts import write_atomic
+from rlinf.config import redact
 from rlinf.errors import ConfigError
-from rlinf.redaction import redacted
-from stages.layout import CONFIG, PLAN
+from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.retention import best_weights
 
 ASSETS = TEMPLATES / "assets"
@@ -46,72 +42,74 @@ SCRIPTS = (
 
 def write_report(run: Path, *, pictures: bool = False) -> Path:
     """Write ``report/report.html``, and if asked a PNG of each chart; returns the page's path."""
-    folder = run / FOLDER
+    folder = run / REPORT_FOLDER
     folder.mkdir(exist_ok=True)
-    data = read(run)
+    data = read_report_data(run)
     page = folder / "report.html"
-    write_atomic(page, html(data))
+    write_atomic(page, report_html(data))
     if pictures:
-        from pipeline.report.charts import write_pictures
+        from pipeline.report.static_charts import write_pictures
 
         write_pictures(data, folder)
     return page
 
 
-def html(data: ReportData) -> str:
+def report_html(data: ReportData) -> str:
     """The page as text."""
     run = data.run.folder
-    plan = (run / PLAN).read_text(encoding="utf-8") if (run / PLAN).exists() else ""
+    plan = (run / PLAN_FILE).read_text(encoding="utf-8") if (run / PLAN_FILE).exists() else ""
     content = {
         "name": run.name,
-        **plots(data),
-        "gantt": bars(data),
-        "transcripts": pack(data.samples),
+        **build_plots(data),
+        "gantt": gantt_columns(data),
+        "transcripts": transcript_columns(data.samples),
     }
-    idle_rows = idle(data.spans)
+    idle_rows = worker_idle_times(data.spans)
     try:
-        record = read_record(run)
+        record = read_run_record(run)
     except ConfigError:
         record = None
-    return interactive(
+    return render_interactive(
         "report.html.jinja",
         content,
         SCRIPTS,
-        colours={"light": data.colours, "dark": colours(data.colours, dark=True)},
-        notices=notices(data.run),
-        tiles=tiles(data),
+        colours={"light": data.colours, "dark": stage_colours(data.colours, dark=True)},
+        notices=run_warnings(data.run),
+        tiles=summary_tiles(data),
         stages=stage_table(data),
         idle=idle_rows,
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
         videos=data.videos,
-        predicted=compare(data.run) if plan else [],
+        predicted=compare_with_forecast(data.run) if plan else [],
         facts=[
-            *facts(
-                {} if record is None else redacted(record.model_dump()),
+            *provenance_rows(
+                {} if record is None else redact(record.model_dump()),
                 data.run.config.seed,
                 data.manifests,
             ),
             *_best(data),
         ],
         settings=[] if record is None else settings_rows(record),
-        config=shown((run / CONFIG).read_text(encoding="utf-8")),
-        plan=shown(plan),
+        config=redact_yaml((run / CONFIG_FILE).read_text(encoding="utf-8")),
+        plan=redact_yaml(plan),
     )
 
 
-def shown(config: str) -> str:
+def redact_yaml(config: str) -> str:
     """A configuration or plan (YAML) without what may be secret; as it is where nothing may be."""
     values = yaml.safe_load(config)
-    safe = redacted(values)
+    safe = redact(values)
     return config if safe == values else yaml.safe_dump(safe, sort_keys=False, allow_unicode=True)
 
 
-def interactive(template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any) -> str:
+def render_interactive(
+    template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any
+) -> str:
     """A page that draws the plots of its content.
 
     Args:
-        content: ``name``, ``xs`` and ``groups`` as of :func:`pipeline.report.plots.plots`, and what
+        content: ``name``, ``xs`` and ``groups`` as of :func:`pipeline.report.interactive_charts.build_plots`, and what
             its scripts read besides.
         ours: the scripts, in the order in which they run.
         more: values of the template.
@@ -119,20 +117,20 @@ def interactive(template: str, content: Mapping[str, Any], ours: Sequence[str], 
     library, style, licence = ((ASSETS / name).read_text(encoding="utf-8") for name in LIBRARY)
     own = "".join((ASSETS / name).read_text(encoding="utf-8") for name in ours)
     scripts = [library, f'"use strict";\n(() => {{\n{own}}})();\n']
-    return render(
+    return render_template(
         template,
         name=content["name"],
         scripts=scripts,
         policy=" ".join(f"'{_hash(script)}'" for script in scripts),
         styles=[style, (ASSETS / "page.css").read_text(encoding="utf-8")],
         licence=licence,
-        data=embedded(content),
+        data=script_json(content),
         groups=content["groups"],
         **more,
     )
 
 
-def embedded(content: Any) -> str:
+def script_json(content: Any) -> str:
     """JSON to stand in a ``script`` element: nothing in it can end that, or begin a comment."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -143,7 +141,7 @@ def _hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def tiles(data: ReportData) -> list[tuple[str, str]]:
+def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     """The numbers at the top of the page."""
     config = data.run.config
     found = [
@@ -159,20 +157,20 @@ def tiles(data: ReportData) -> list[tuple[str, str]]:
     if (best := best_weights(config, data.run.folder)) is not None:
         found.append(("best held-out score", f"{best.score:.3g} (version {best.version})"))
     if data.wall_s:
-        found.append(("wall time", duration(data.wall_s)))
-        found.append(("time in stages", duration(data.busy_s)))
+        found.append(("wall time", format_duration(data.wall_s)))
+        found.append(("time in stages", format_duration(data.busy_s)))
     steps = sum(row.get("rollout/steps", 0.0) for row in data.rows)
     if steps:
         found.append(("steps collected", f"{steps:,.0f}"))
     return found
 
 
-def settings_rows(record: Record) -> list[tuple[str, str, bool]]:
+def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
     """Key, value and whether it is not the default, of all settings in effect; those first."""
-    changed = set(record.changed or ())
+    changed = set(record.non_default or ())
     rows = [
         (key, json.dumps(value), key in changed)
-        for key, value in flat(redacted(record.settings or {}))
+        for key, value in flatten(redact(record.settings or {}))
     ]
     return sorted(rows, key=lambda row: not row[2])
 

@@ -8,22 +8,22 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.metrics import flow_at, manifest_in
+from pipeline.metrics import folder_manifest, run_flow
 from rlinf.artifacts import is_pruned
-from rlinf.channels.file import read_infos
+from rlinf.channels.record_files import read_record_info
 from rlinf.data.record import Scalar
 from stages.layout import stage_folder
 
-MOST_ITERATIONS = 40
+MAX_ITERATIONS = 40
 """Whose trajectories are read, if retention has kept more: the first, the last, and between."""
-MOST_SAMPLES, MOST_CHARACTERS = 3000, 4_000_000
+MAX_SAMPLES, MAX_CHARACTERS = 3000, 4_000_000
 """That one page carries."""
 CHANNELS = ("trajectories", "rewards")
 HEAD, TAIL = 6000, 3000
 """Of a longer text the page has so many characters from its beginning and its end."""
 
 
-class Sample(NamedTuple):
+class TranscriptSample(NamedTuple):
     """One trajectory. Without ``text``: it is of a task without language."""
 
     number: int
@@ -35,25 +35,25 @@ class Sample(NamedTuple):
     answer: str
 
 
-def kept(run: Path, known: Sequence[int]) -> list[int]:
+def iterations_on_disk(run: Path, known: Sequence[int]) -> list[int]:
     """Iterations with trajectories and rewards on disk; a spread of them where there are many."""
-    found, makers = [], [flow_at(run).maker(channel) for channel in CHANNELS]
+    found, makers = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
     for iteration in known if all(makers) else ():
         folders = [stage_folder(run, str(maker), iteration) for maker in makers]
         if all((out / "manifest.json").exists() and not is_pruned(out) for out in folders):
             found.append(iteration)
-    if len(found) <= MOST_ITERATIONS:
+    if len(found) <= MAX_ITERATIONS:
         return found
-    step = (len(found) - 1) / (MOST_ITERATIONS - 1)
-    return [found[round(i * step)] for i in range(MOST_ITERATIONS)]
+    step = (len(found) - 1) / (MAX_ITERATIONS - 1)
+    return [found[round(i * step)] for i in range(MAX_ITERATIONS)]
 
 
-def samples_of(run: Path, iteration: int) -> list[Sample]:
+def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
     """The scored samples of an iteration, by number; empty if a file is gone or cannot be read."""
     try:
         made, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
         return [
-            Sample(
+            TranscriptSample(
                 number=number,
                 length=length,
                 score=float(scores[number][1]["score"]),
@@ -72,16 +72,16 @@ def samples_of(run: Path, iteration: int) -> list[Sample]:
 def _infos(
     run: Path, iteration: int, channel: str
 ) -> Mapping[int, tuple[int, Mapping[str, Scalar]]]:
-    folder = stage_folder(run, flow_at(run).maker(channel) or "", iteration)
-    if (manifest := manifest_in(folder)) is None:
+    folder = stage_folder(run, run_flow(run).producer_of(channel) or "", iteration)
+    if (manifest := folder_manifest(folder)) is None:
         return {}
     paths = sorted((folder / manifest.data).glob(f"{channel}-r*.h5"))
-    rows = [row for path in paths for row in read_infos(path)]
+    rows = [row for path in paths for row in read_record_info(path)]
     rows.sort(key=lambda row: row[0])  # of one sample the latest attempt is the last
     return {identity.sample: (length, info) for identity, length, info in rows}
 
 
-def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
+def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dict[str, Any]:
     """Transcripts as columns for the page, prompts once each; with what was left out.
 
     ``unreadable`` are the iterations whose files are there and damaged.
@@ -89,25 +89,25 @@ def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
     rows = {i: [s for s in found if s.text is not None] for i, found in samples.items()}
     rows = {i: found for i, found in rows.items() if found}
     total = sum(len(found) for found in rows.values())
-    each = max(4, MOST_SAMPLES // max(1, len(rows)))
-    room = MOST_CHARACTERS / max(1, len(rows))
+    each = max(4, MAX_SAMPLES // max(1, len(rows)))
+    room = MAX_CHARACTERS / max(1, len(rows))
     prompts: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("iteration", "sample", "prompt", "text", "answer", "stop", "score", "length")
     }
     for iteration, found in rows.items():
-        picked, used = list[Sample](), 0
-        for sample in chosen(found, each):
+        picked, used = list[TranscriptSample](), 0
+        for sample in select_samples(found, each):
             used += min(len(sample.text or ""), HEAD + TAIL) + min(len(sample.prompt), HEAD + TAIL)
             if used > room and picked:
                 break
             picked.append(sample)
         for sample in sorted(picked):
-            prompt, text = shortened(sample.prompt), shortened(sample.text or "")
+            prompt, text = shorten(sample.prompt), shorten(sample.text or "")
             score = sample.score if math.isfinite(sample.score) else None
             at = prompts.setdefault(prompt, len(prompts))
-            values = (iteration + 1, sample.number, at, text, shortened(sample.answer))
+            values = (iteration + 1, sample.number, at, text, shorten(sample.answer))
             for name, value in zip(
                 columns, (*values, sample.stop, score, sample.length), strict=True
             ):
@@ -121,22 +121,22 @@ def pack(samples: Mapping[int, Sequence[Sample]]) -> dict[str, Any]:
     }
 
 
-def chosen(samples: Sequence[Sample], most: int) -> list[Sample]:
+def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[TranscriptSample]:
     """At most so many, the most telling first: worst, best and cut off in turns, then the rest
     evenly."""
     by_score = sorted(samples, key=lambda sample: sample.score)
     cut = [sample for sample in samples if sample.stop == "length"]
-    quarter = -(-min(most, len(samples)) // 4)
-    step = max(1.0, len(samples) / most)
+    quarter = -(-min(limit, len(samples)) // 4)
+    step = max(1.0, len(samples) / limit)
     ends = zip_longest(
         by_score[:quarter], by_score[::-1][:quarter], cut[:: max(1, len(cut) // quarter or 1)]
     )
     telling = [sample for row in ends for sample in row if sample is not None]
-    even = [samples[int(i * step)] for i in range(min(most, len(samples)))]
-    return list(dict.fromkeys([*telling, *even]))[:most]
+    even = [samples[int(i * step)] for i in range(min(limit, len(samples)))]
+    return list(dict.fromkeys([*telling, *even]))[:limit]
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Beginning and end of a long text."""
     left_out = len(text) - HEAD - TAIL
     if left_out <= 0:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def group_relative(
-    scores: Tensor, groups: Tensor, *, normalise: bool = True, eps: float = 1e-6
+def group_relative_advantages(
+    scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """Score relative to the samples of the same group (GRPO, arXiv 2402.03300, section 4.1).
 
@@ -23,14 +23,14 @@ def group_relative(
     """
     means, index, count = _means(scores, groups)
     centred = scores.double() - means[index]
-    if normalise:
+    if norm_by_std:
         square = torch.zeros_like(count).index_add(0, index, centred**2)
         deviation = (square / (count - 1).clamp(min=1)).sqrt()
         centred = centred / (deviation[index] + eps)
     return centred.to(scores.dtype)
 
 
-def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
+def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
     """Score relative to the mean of the others of its group (RLOO, arXiv 2402.14740, section 3).
 
     Args:
@@ -43,15 +43,19 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     _, index = torch.unique(groups, return_inverse=True)
     count = torch.bincount(index)[index].to(scores.dtype)
     # r - (sum - r) / (n - 1) is n / (n - 1) times what it is relative to the mean of all.
-    return group_relative(scores, groups, normalise=False) * count / (count - 1).clamp(min=1)
+    return (
+        group_relative_advantages(scores, groups, norm_by_std=False)
+        * count
+        / (count - 1).clamp(min=1)
+    )
 
 
-def by_turn(
+def turn_level_advantages(
     rewards: Tensor,
     mask: Tensor,
     turns: Tensor,
     groups: Tensor,
-    relative: Callable[[Tensor, Tensor], Tensor],
+    group_advantage: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """What came from a turn on, relative to the same turn of the other samples of the group.
 
@@ -80,7 +84,7 @@ def by_turn(
     _, index = torch.unique(groups, return_inverse=True)
     number = index[:, None] * count + torch.arange(count)
     found = torch.zeros_like(returns)
-    found[there] = relative(returns[there], number[there])
+    found[there] = group_advantage(returns[there], number[there])
     return found.gather(1, place) * mask
 
 
@@ -106,7 +110,7 @@ def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(lowest == highest, lowest, means), index, count
 
 
-def generalised(
+def compute_gae(
     rewards: Tensor,
     values: Tensor,
     terminated: Tensor,
@@ -138,7 +142,7 @@ def generalised(
             (column[..., None] * last).flatten(1) for column in (terminated, truncated, bootstrap)
         )
         gained, valued, counted = (column.flatten(1) for column in (rewards, values, mask))
-        found, returns = generalised(gained, valued, ended, cut, after, counted, gamma, lam)
+        found, returns = compute_gae(gained, valued, ended, cut, after, counted, gamma, lam)
         return found.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
@@ -158,7 +162,7 @@ def generalised(
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1; zero where it is
     0, and everywhere if all that count are equal or none does."""
     counted = values[mask > 0]

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlinf.algorithms.learner import Learner
+from rlinf.capabilities import SAMPLE_GROUPS, VALUE_ESTIMATES, Component
 from rlinf.config import Section
-from rlinf.data.batch import Sample
-from rlinf.fit import GROUPS, VALUES, Part
+from rlinf.data.batch import TrainingSample
 
 
-class Algorithm(Part, ABC):
+class Algorithm(Component, ABC):
     """Holds nothing but its configuration; all that a run learns is in the trainer's state."""
 
     Config: ClassVar[type[Section]] = Section
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the configuration that the class reads where :mod:`rlinf.algorithms.unread_keys`
+    config_keys_read: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the configuration that the class reads where :mod:`rlinf.algorithms.unused_keys`
     cannot see it. Any other key that is set and has no reader is refused."""
 
     def __init__(self, config: Any) -> None:
@@ -28,12 +28,12 @@ class Algorithm(Part, ABC):
     @property
     def needs_values(self) -> bool:
         """Whether the inference stage must give value estimates."""
-        return VALUES in self.needs
+        return VALUE_ESTIMATES in self.requires
 
     @property
     def needs_groups(self) -> bool:
         """Whether a sample is judged by the others of its group, so that one teaches nothing."""
-        return GROUPS in self.needs
+        return SAMPLE_GROUPS in self.requires
 
     @property
     def needs_reference(self) -> bool:
@@ -57,7 +57,7 @@ class Algorithm(Part, ABC):
         return 1
 
     @property
-    def streams(self) -> bool:
+    def supports_streaming(self) -> bool:
         """Whether its update is one sum over the batch, which begins before all of it is there."""
         return False
 
@@ -74,26 +74,26 @@ class Algorithm(Part, ABC):
         return None
 
     @property
-    def capacity(self) -> int:
+    def replay_capacity(self) -> int:
         """Most transitions, the newest, that a buffer keeps for it."""
         return 0
 
     @property
-    def draws_prior(self) -> bool:
+    def uses_offline_data(self) -> bool:
         """Whether a share of its batches is of transitions that were there before; those in which
         a person acted are then kept apart too."""
         return False
 
-    def keep(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Which samples take part in the update: bool ``[N]`` from scores and group numbers."""
         return np.ones(len(scores), dtype=bool)
 
     @abstractmethod
-    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
+    def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
         """Learn from one iteration's batch: any number of optimizer steps on it, or on more.
 
         Args:
             parts: the batch, in parts as they arrive: to take the next one may wait for it.
 
-        Equal batches and weights must give equal weights: randomness is :meth:`Learner.random`.
+        Equal batches and weights must give equal weights: randomness is :meth:`Learner.rng`.
         """

@@ -15,23 +15,23 @@ from pydantic import Field
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.off_policy import fitting, required, tensors_of
+from rlinf.algorithms.off_policy import check_transitions, require_model_option, to_tensors
+from rlinf.capabilities import IMITATION_LOSS, NO_ROLLOUTS, REPLAY_ALGORITHM, TRANSITION_REPLAY
 from rlinf.config import Section
-from rlinf.data.batch import Sample
-from rlinf.fit import IMITATION, REPLAY, REPLAYS, WITHOUT_ROLLOUTS
+from rlinf.data.batch import TrainingSample
 from rlinf.models.base import Batch
-from rlinf.replay import prior
+from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 
 
 class BCConfig(Section):
     """Settings of behavior cloning."""
 
-    prior: Path
+    offline_data: Path
     """What was done: an HDF5 file of columns, or a folder of trajectories (docs/off-policy.md)."""
     batch_size: int = Field(default=256, gt=0)
     """Transitions of one optimizer step, drawn with replacement."""
-    updates: int = Field(default=500, gt=0)
+    gradient_steps: int = Field(default=500, gt=0)
     """Optimizer steps of an iteration."""
 
 
@@ -40,35 +40,35 @@ class BC(Algorithm):
 
     Config = BCConfig
     config: BCConfig
-    needs = frozenset({IMITATION, REPLAY, WITHOUT_ROLLOUTS})
-    offers = frozenset({REPLAYS})
+    requires = frozenset({IMITATION_LOSS, TRANSITION_REPLAY, NO_ROLLOUTS})
+    provides = frozenset({REPLAY_ALGORITHM})
 
     def check(self, model: Any) -> None:
-        required(model, "normalise_observations", False, "bc follows no statistics")
-        prior.check(self.config.prior)
+        require_model_option(model, "normalize_observations", False, "bc follows no statistics")
+        offline_data.check_offline_data(self.config.offline_data)
 
-    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
-        learner.steps(self._batches(learner), self.loss)
+    def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
+        learner.run_steps(self._batches(learner), self.loss)
 
     def loss(self, policy: Any, batch: Batch) -> Loss:
         """The mean of the policy's loss of imitation over a batch."""
-        loss = policy.imitation(batch).mean()
-        return loss, {"imitation_loss": loss.detach()}
+        loss = policy.imitation_loss(batch).mean()
+        return loss, {"bc_loss": loss.detach()}
 
     def _batches(self, learner: Learner) -> Iterator[Batch]:
         policy: Any = learner.policy
-        source = prior.load(self.config.prior)
-        fitting(policy, source, f"algorithm.prior: {self.config.prior}")
-        learner.metric("transitions", len(source))
-        learner.metric("steps", self.config.updates)
+        source = offline_data.load_offline_data(self.config.offline_data)
+        check_transitions(policy, source, f"algorithm.offline_data: {self.config.offline_data}")
+        learner.log_metric("transitions", len(source))
+        learner.log_metric("steps", self.config.gradient_steps)
         size = self.config.batch_size
-        for step in range(self.config.updates):
-            random = learner.random("imitation", step)
-            rows = tensors_of(policy, source.take(random.integers(len(source), size=size)))
+        for step in range(self.config.gradient_steps):
+            random = learner.rng("imitation", step)
+            rows = to_tensors(policy, source.take(random.integers(len(source), size=size)))
             batch = {name: rows[name] for name in ("observations", "actions")}
             noise = random.standard_normal((size, policy.size), dtype="float32")
             batch["noise"] = torch.from_numpy(noise)
             batch["uniform"] = torch.from_numpy(random.random(size, dtype="float32"))
             yield batch
             if step % 100 == 99:
-                learner.progress(step + 1, self.config.updates)
+                learner.report_progress(step + 1, self.config.gradient_steps)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from rlinf.algorithms.action_values import (
+from rlinf.algorithms.losses import (
     advantage_weights,
-    aggregated,
-    bootstrapped,
+    aggregate_q_values,
     critic_loss,
     expectile_loss,
+    td_target,
 )
-from rlinf.algorithms.off_policy import OffPolicy, OffPolicyConfig, required
+from rlinf.algorithms.off_policy import OffPolicyAlgorithm, OffPolicyConfig, require_model_option
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch
 from rlinf.trainers.base import Loss
@@ -23,38 +23,40 @@ from rlinf.trainers.base import Loss
 class IQLConfig(OffPolicyConfig):
     """Settings of IQL."""
 
-    prior_share: float = Field(default=1.0, ge=0, le=1)
+    offline_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of each batch that is of the prior transitions, where others are collected too."""
     expectile: float = Field(default=0.7, gt=0, lt=1)
     """0.5 is the mean of the actions' values, near 1 the best one's."""
     beta: float = Field(default=3.0, ge=0)
     """How much better actions are preferred; 0 imitates all alike."""
-    weight_limit: float = Field(default=100.0, gt=0)
+    max_advantage_weight: float = Field(default=100.0, gt=0)
     """Largest weight of an action."""
-    action_edge: float = Field(default=1e-3, gt=0, lt=1)
+    action_bound_eps: float = Field(default=1e-3, gt=0, lt=1)
     """Actions count as at least so far from the edge of the interval, in units of its half: on it
     a squashed density grows without bound."""
 
 
-class IQL(OffPolicy):
+class IQL(OffPolicyAlgorithm):
     """See the module."""
 
     Config = IQLConfig
     config: IQLConfig
 
     @property
-    def learning(self) -> tuple[str, ...]:
+    def critic_groups(self) -> tuple[str, ...]:
         return ("critic", "value")
 
     def check(self, model: Any) -> None:
         super().check(model)
-        required(model, "targets", True, "IQL needs target networks")
-        required(model, "state_value", True, "IQL learns the value of states")
+        require_model_option(model, "use_target_critics", True, "IQL needs target networks")
+        require_model_option(model, "use_state_value", True, "IQL learns the value of states")
         if getattr(model, "critic_norm", "none") == "batch_renorm":
-            required(model, "critic_norm", "none", "target networks have no batch statistics")
-        if self.config.prior is None:
+            require_model_option(
+                model, "critic_norm", "none", "target networks have no batch statistics"
+            )
+        if self.config.offline_data is None:
             raise ConfigError(
-                "algorithm.prior: IQL learns from transitions that are there; name a file of them"
+                "algorithm.offline_data: IQL learns from transitions that are there; name a file of them"
             )
 
     def loss(self, policy: Any, batch: Batch) -> Loss:
@@ -62,9 +64,9 @@ class IQL(OffPolicy):
         seen, actions = batch["observations"], batch["actions"]
         done = torch.cat([seen, actions], -1)
         with torch.no_grad():
-            known = aggregated(module.targets(done), config.target_aggregate)
+            known = aggregate_q_values(module.targets(done), config.target_q_agg)
             after = module.value(batch["next_observations"])[..., 0]
-            target = bootstrapped(batch["rewards"], batch["terminated"], after, config.gamma)
+            target = td_target(batch["rewards"], batch["terminated"], after, config.gamma)
         value = module.value(seen)[..., 0]
         value_loss = expectile_loss(known - value, config.expectile)
         values = module.critics(done)
@@ -73,11 +75,11 @@ class IQL(OffPolicy):
         metrics = {
             "critic_loss": fit.detach(),
             "value_loss": value_loss.detach(),
-            "action_value": values.detach().mean(),
+            "q_value_mean": values.detach().mean(),
         }
         if "noise" in batch:
-            weights = advantage_weights(known - value, config.beta, config.weight_limit)
-            logprobs = policy.judge(seen, actions, edge=config.action_edge)
+            weights = advantage_weights(known - value, config.beta, config.max_advantage_weight)
+            logprobs = policy.action_logprob(seen, actions, eps=config.action_bound_eps)
             imitation = -(weights * logprobs).mean()
             loss = loss + imitation
             metrics |= {"policy_loss": imitation.detach(), "weight": weights.mean()}

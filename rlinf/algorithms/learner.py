@@ -10,11 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.data.batch import Sample
+from rlinf.data.batch import TrainingSample
 from rlinf.data.record import Record
-from rlinf.data.transitions import ENDS, Held, Transitions, concatenated, row_type, transitions_of
+from rlinf.data.transitions import (
+    EPISODE_ENDS,
+    InMemoryTransitions,
+    Transitions,
+    concatenate_transitions,
+    to_transitions,
+    transition_dtype,
+)
 from rlinf.models.base import Batch, Policy, StepOutputs
-from rlinf.replay import prior
+from rlinf.replay import offline_data
 from rlinf.seeding import generator
 from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
@@ -29,13 +36,13 @@ class Learner:
     def __init__(
         self,
         trainer: Trainer,
-        rates: Mapping[str, float],
+        learning_rates: Mapping[str, float],
         *,
         iteration: int = 0,
         seed: int = 0,
         temperature: float = 1.0,
-        gap_limit: float = float("inf"),
-        staleness: int | None = None,
+        max_logprob_diff: float = float("inf"),
+        max_staleness: int | None = None,
     ) -> None:
         """
         Args:
@@ -47,11 +54,11 @@ class Learner:
                 trainer under equal weights.
             staleness: most updates that the weights which chose a step may be behind; None: any.
         """
-        self._trainer, self.rates = trainer, dict(rates)
+        self._trainer, self.learning_rates = trainer, dict(learning_rates)
         self.iteration, self.seed = iteration, seed
-        self.temperature, self.gap_limit = temperature, gap_limit
-        self.staleness = staleness
-        self.updates = 0
+        self.temperature, self.max_logprob_diff = temperature, max_logprob_diff
+        self.max_staleness = max_staleness
+        self.num_updates = 0
         """Optimizer steps so far."""
         self._said: dict[str, list[float]] = defaultdict(list)
 
@@ -61,11 +68,11 @@ class Learner:
         return self._trainer.policy
 
     @property
-    def accumulates(self) -> bool:
+    def supports_accumulation(self) -> bool:
         """Whether parts of a batch can be given one by one."""
-        return self._trainer.accumulates
+        return self._trainer.supports_accumulation
 
-    def random(self, *address: int | str) -> np.random.Generator:
+    def rng(self, *address: int | str) -> np.random.Generator:
         """Randomness that depends on seed, iteration and address alone."""
         return generator(self.seed, self.iteration, "train", *address)
 
@@ -80,17 +87,17 @@ class Learner:
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        together: Sequence[Sequence[int]] | None = None,
+        row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """See :meth:`Trainer.accumulate`."""
         self._ready("weights", "gradients")
         with self._span():
-            self._trainer.accumulate(records, loss, together=together)
+            self._trainer.accumulate(records, loss, row_groups=row_groups)
 
     def update(
         self,
         *,
-        only: Collection[str] | None = None,
+        groups: Collection[str] | None = None,
         scale: float = 1.0,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
@@ -98,13 +105,15 @@ class Learner:
 
         The metrics of an iteration are means over its updates that have them.
         """
-        self.changing()
+        self.mark_dirty()
         with self._span():
-            metrics = self._trainer.update(lr=self.rates, scale=scale, only=only, check=check)
-        self.updates += 1
+            metrics = self._trainer.update(
+                lr=self.learning_rates, scale=scale, groups=groups, check=check
+            )
+        self.num_updates += 1
         for name, value in metrics.items():
             if not name.startswith("_"):
-                self.metric(name, value)
+                self.log_metric(name, value)
         return metrics
 
     def step(
@@ -112,20 +121,20 @@ class Learner:
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        together: Sequence[Sequence[int]] | None = None,
-        only: Collection[str] | None = None,
+        row_groups: Sequence[Sequence[int]] | None = None,
+        groups: Collection[str] | None = None,
     ) -> dict[str, float]:
         """One optimizer step: :meth:`accumulate`, then :meth:`update`."""
-        self.accumulate(records, loss, together=together)
-        return self.update(only=only)
+        self.accumulate(records, loss, row_groups=row_groups)
+        return self.update(groups=groups)
 
-    def steps(
+    def run_steps(
         self,
         batches: Iterable[Batch],
         loss: BatchLoss,
         *,
-        only: Callable[[int], Collection[str] | None] = lambda number: None,
-        after: Callable[[], None] = lambda: None,
+        groups: Callable[[int], Collection[str] | None] = lambda number: None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         """An optimizer step on each of many batches; see :meth:`Trainer.accumulate_batch`.
 
@@ -133,46 +142,50 @@ class Learner:
             only: which groups of parameters step ``number`` of these is to change; None: all.
             after: called after each step, to follow the weights (target networks).
         """
-        self.changing()
+        self.mark_dirty()
         with self._span():
             for number, batch in enumerate(batches):
                 self._trainer.accumulate_batch(batch, loss)
-                said = self._trainer.update(lr=self.rates, only=only(number))
-                self.updates += 1
+                said = self._trainer.update(lr=self.learning_rates, groups=groups(number))
+                self.num_updates += 1
                 for name, value in said.items():
-                    self.metric(name, value)
-                after()
+                    self.log_metric(name, value)
+                on_step()
 
-    def transitions(self, parts: Iterable[list[Sample]]) -> Transitions:
+    def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
         """What the flow has to replay; without a buffer the steps of the batch."""
         rows = [
-            transitions_of(
-                sample.trajectory, sample.reward.steps["rewards"], sample.reward.steps.get(ENDS)
+            to_transitions(
+                sample.trajectory,
+                sample.reward.steps["rewards"],
+                sample.reward.steps.get(EPISODE_ENDS),
             )
             for part in parts
             for sample in part
-            if sample.kept and sample.reward is not None
+            if sample.is_included and sample.reward is not None
         ]
-        return Held(concatenated(rows) if rows else np.zeros(0, row_type(0, 0)))
+        return InMemoryTransitions(
+            concatenate_transitions(rows) if rows else np.zeros(0, transition_dtype(0, 0))
+        )
 
-    def prior(self, path: Path) -> Held:
-        """Transitions that were there before (:mod:`rlinf.replay.prior`); those of a stage have the
+    def load_offline_data(self, path: Path) -> InMemoryTransitions:
+        """Transitions that were there before (:mod:`rlinf.replay.offline_data`); those of a stage have the
         rewards that the run makes of the simulator's.
 
         Raises:
             DataError: there are none.
         """
-        return prior.load(path)
+        return offline_data.load_offline_data(path)
 
-    def helped(self) -> Transitions:
+    def intervention_transitions(self) -> Transitions:
         """Those of the run in which a person acted, where the flow keeps them; else none."""
-        return Held(np.zeros(0, row_type(0, 0)))
+        return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
-    def changing(self) -> None:
+    def mark_dirty(self) -> None:
         """To be called before weights or buffers change in another way than by :meth:`update`."""
         self._ready()
 
-    def metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         """Report a number; its mean, if there are several."""
         self._said[name].append(float(value))
 
@@ -181,10 +194,10 @@ class Learner:
         """What was reported, by name."""
         return {name: float(np.mean(self._said[name])) for name in sorted(self._said)}
 
-    def progress(self, done: int, total: int) -> None:
+    def report_progress(self, done: int, total: int) -> None:
         """Tell how many updates are done."""
 
-    def earlier(self) -> Iterator[list[Sample]]:
+    def previous_batches(self) -> Iterator[list[TrainingSample]]:
         """The batches of the iterations before, newest first, as many as the flow's sources of
         this stage have in their ``window`` and are there."""
         yield from ()

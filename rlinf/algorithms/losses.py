@@ -17,7 +17,7 @@ infinite ratio times an advantage of zero is not a number."""
 KL_BOUND = 10.0
 """Largest value of the divergence of one step; its estimate grows exponentially with the log-ratio.
 The gradient of an estimate has no such bound."""
-PULL_BOUND = math.exp(LOG_RATIO_BOUND)
+KL_GRADIENT_BOUND = math.exp(LOG_RATIO_BOUND)
 """Largest magnitude of the gradient of one step's divergence: it is finite at any log-ratio."""
 
 
@@ -33,7 +33,7 @@ class _Clamp(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def clamp_value(values: Tensor, low: float, high: float) -> Tensor:
+def straight_through_clamp(values: Tensor, low: float, high: float) -> Tensor:
     """Return ``values`` within ``[low, high]``. The gradient passes as if there were no bound, so
     that what is beyond it is still pulled back."""
     clamped: Tensor = _Clamp.apply(values, low, high)  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ def clamp_value(values: Tensor, low: float, high: float) -> Tensor:
 def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     """Return ``exp(logprobs - others)`` within ``exp(±LOG_RATIO_BOUND)``; beyond, its gradient is
     the bound's."""
-    return torch.exp(clamp_value(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return torch.exp(straight_through_clamp(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -62,15 +62,15 @@ def clipped_surrogate(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float | None = None,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic surrogate, negated (arXiv 1707.06347, eq. 7; asymmetric as in DAPO).
 
     Args:
         logprobs, old_logprobs, advantages: ``[..., T]``.
-        clip_dual: where the advantage is negative, the loss is at most so many times its magnitude,
+        clip_ratio_c: where the advantage is negative, the loss is at most so many times its magnitude,
             however large the ratio (arXiv 1912.09729, eq. 5); None: unlimited.
 
     Returns:
@@ -78,11 +78,11 @@ def clipped_surrogate(
     """
     ratio = bounded_ratio(logprobs, old_logprobs)
     plain = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
     loss, took = -torch.minimum(plain, clipped), clipped < plain
-    if clip_dual is not None:
-        above = (advantages < 0) & (loss > -clip_dual * advantages)
-        loss, took = torch.where(above, -clip_dual * advantages, loss), took | above
+    if clip_ratio_c is not None:
+        above = (advantages < 0) & (loss > -clip_ratio_c * advantages)
+        loss, took = torch.where(above, -clip_ratio_c * advantages, loss), took | above
     return loss, took.float()
 
 
@@ -119,16 +119,20 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
     arXiv 2402.03300, eq. 4). Values are of magnitude :data:`KL_BOUND` at most, so that one outlier
     does not rule a sum or a reward. The gradient is that of the unbounded estimate: ``-1``, ``-r``
-    and ``1 - exp(r)`` by ``logprobs``, of magnitude :data:`PULL_BOUND` at most. So the pull grows
+    and ``1 - exp(r)`` by ``logprobs``, of magnitude :data:`KL_GRADIENT_BOUND` at most. So the pull grows
     with the drift and never vanishes; verl's bound of the same value has no gradient beyond it.
     """
     gap = reference_logprobs - logprobs
     if kind == "k1":
-        return clamp_value(-gap, -KL_BOUND, KL_BOUND)
+        return straight_through_clamp(-gap, -KL_BOUND, KL_BOUND)
     if kind == "k2":
-        return clamp_value(0.5 * clamp_value(gap, -PULL_BOUND, PULL_BOUND) ** 2, 0.0, KL_BOUND)
-    gap = clamp_value(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return clamp_value(torch.exp(gap) - 1 - gap, -KL_BOUND, KL_BOUND)
+        return straight_through_clamp(
+            0.5 * straight_through_clamp(gap, -KL_GRADIENT_BOUND, KL_GRADIENT_BOUND) ** 2,
+            0.0,
+            KL_BOUND,
+        )
+    gap = straight_through_clamp(gap, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return straight_through_clamp(torch.exp(gap) - 1 - gap, -KL_BOUND, KL_BOUND)
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
@@ -145,3 +149,73 @@ def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> 
         return value
     pull = kl_estimate(logprobs, reference_logprobs, "k2")
     return value.detach() + pull - pull.detach()
+
+
+LossAggMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+
+
+def loss_agg_weights(
+    mask: Tensor, mode: LossAggMode, divisor: int | None = None
+) -> tuple[Tensor, float]:
+    """Weight ``[N, T]`` of each step and the divisor of the whole, which add up over parts.
+
+    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part, and with the
+    sums of both that of several; a part without any step that counts adds nothing to either.
+
+    Args:
+        mask: ``[N, T]`` 1 where a step counts.
+        aggregation: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
+            ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
+            ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
+        length: that sum is divided by this constant; None: by nothing.
+    """
+    lengths = mask.sum(-1, keepdim=True)
+    if mode == "token_mean":
+        return mask, float(mask.sum())
+    sequences = float((lengths > 0).sum())
+    if mode == "seq_mean_token_mean":
+        return mask / lengths.clamp(min=1), sequences
+    return mask if divisor is None else mask / divisor, sequences
+
+
+QAggregation = Literal["min", "mean"]
+
+
+def aggregate_q_values(values: Tensor, how: QAggregation) -> Tensor:
+    """One estimate ``[B]`` of several critics' ``[E, B]``: the least (Fujimoto et al., 2018,
+    arXiv 1802.09477) or the mean."""
+    return values.amin(0) if how == "min" else values.mean(0)
+
+
+def td_target(rewards: Tensor, terminated: Tensor, following: Tensor, gamma: float) -> Tensor:
+    """Target ``[B]``: ``r + gamma (1 - terminated) V(s')``.
+
+    A step after which the episode was cut off has a value after it as any other.
+    """
+    return rewards + gamma * (1 - terminated) * following
+
+
+def critic_loss(values: Tensor, target: Tensor) -> Tensor:
+    """``1/2 sum_e mean_b (Q_e - y)^2`` of ``[E, B]`` and ``[B]`` (SAC, arXiv 1812.05905, eq. 5)."""
+    return 0.5 * (values - target).square().mean(-1).sum()
+
+
+def sac_policy_loss(logprobs: Tensor, values: Tensor, temperature: Tensor) -> Tensor:
+    """``mean (alpha log pi(a|s) - Q(s, a))`` (SAC, eq. 7)."""
+    return (temperature.detach() * logprobs - values).mean()
+
+
+def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
+    """``mean -alpha (log pi(a|s) + H)`` for the wanted entropy ``H``, nats (SAC, eq. 18)."""
+    return -(log_temperature.exp() * (logprobs.detach() + target_entropy)).mean()
+
+
+def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
+    """``mean |tau - 1(u < 0)| u^2`` (IQL, arXiv 2110.06169, eq. 5)."""
+    weight = (expectile - (difference < 0).to(difference.dtype)).abs()
+    return (weight * difference.square()).mean()
+
+
+def advantage_weights(advantages: Tensor, beta: float, limit: float) -> Tensor:
+    """``min(exp(beta A), limit)``, constants of the gradient (IQL, eq. 7)."""
+    return (beta * advantages.detach()).exp().clamp(max=limit)

@@ -2,41 +2,295 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rlinf.algorithms.advantages import whiten
+from rlinf.algorithms.advantages import masked_whiten
 from rlinf.algorithms.base import Algorithm
-from rlinf.algorithms.behaviour import (
-    Outside,
-    WeightLevel,
-    behaviour_ratio,
-    behaviour_weights,
-    engine_gap,
-    interpolated,
+from rlinf.algorithms.granularity import LogprobLevel, batch_at_level, flatten_to_level, mask_like
+from rlinf.algorithms.importance_sampling import (
+    RolloutISLevel,
+    RolloutISMode,
+    interpolate_old_logprobs,
+    old_logprob_interp,
+    policy_lags,
+    rollout_is_weights,
+    rollout_mismatch_metrics,
+    rollout_mismatch_sums,
+    rollout_ratio,
 )
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.levels import Level, by_unit, mask_of
 from rlinf.algorithms.losses import (
     KLEstimator,
+    LossAggMode,
     clipped_surrogate,
     kl_estimate,
     kl_loss,
+    loss_agg_weights,
     sequence_log_ratio,
 )
-from rlinf.algorithms.shares import Aggregation
-from rlinf.algorithms.update import by_minibatches
 from rlinf.config import Section
-from rlinf.data.batch import Sample, StepBatch
+from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch, gather_steps
+from rlinf.data.load_balancing import StepSpan
 from rlinf.errors import InputError
 from rlinf.models.base import Batch, Policy, StepOutputs
-from rlinf.trainers.base import Loss
+from rlinf.trainers.base import Loss, is_max_metric
+
+
+def run_minibatch_updates(
+    algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[TrainingSample]]
+) -> None:
+    """The whole update."""
+    update = _Update(algorithm, learner)
+    # Whether a part of the batch has a gradient of its own, whatever the others hold.
+    streams = (
+        algorithm.supports_streaming
+        and learner.supports_accumulation
+        and not learner.policy.tracks_observations
+    )
+    every: list[TrainingSample] = []
+    for part in parts:
+        every += part
+        if streams:
+            update.accumulate([sample for sample in part if sample.is_included])
+    if streams:
+        update.step()
+    elif kept := [sample for sample in every if sample.is_included]:
+        update.epochs(kept)
+    # Afterwards: the update compares the policy with the one that the old log-probs are of,
+    # which saw observations by the old statistics.
+    if learner.policy.tracks_observations:
+        learner.mark_dirty()
+        learner.policy.update_observation_stats([sample.trajectory for sample in every])
+
+
+class _Update:
+    """The optimizer steps of one iteration."""
+
+    def __init__(self, algorithm: PolicyGradient, learner: Learner) -> None:
+        self._algorithm, self._learner = algorithm, learner
+        self._mass: float | None = None
+        self._unit = 1.0
+        """What losses are divided by before their gradient is computed: a power of two, which
+        changes no digit, near the weight of the steps, so that float16 has that of a mean."""
+
+    def accumulate(self, samples: list[TrainingSample]) -> None:
+        """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
+        if samples:
+            batch = self._with_advantages(samples)
+            weights, mass = self._shares(batch.require("loss_mask"))
+            if self._mass is None:
+                self._unit = nearest_power_of_two(weights)
+            self._mass = (self._mass or 0.0) + mass
+            self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
+
+    def step(self) -> None:
+        """Change the weights by what was accumulated."""
+        if self._mass is not None:
+            self._finish(self._mass)
+
+    def epochs(self, samples: list[TrainingSample]) -> None:
+        """All steps on the whole batch."""
+        learner, settings = self._learner, self._algorithm.config
+        batch = self._with_advantages(samples)
+        cuts = minibatch_indices(learner, len(samples), settings.epochs, settings.minibatches)
+        for done, chosen in enumerate(cuts):
+            weights, mass = self._shares(batch.require("loss_mask")[chosen])
+            entropy = self._algorithm.needs_entropy or done == 0
+            self._unit = nearest_power_of_two(weights)
+            self._add(batch, samples, chosen, weights, entropy=entropy)
+            self._finish(mass)
+            learner.report_progress(done + 1, len(cuts))
+        if batch.values is not None and batch.returns is not None:
+            counts = mask_like(batch, batch.values)
+            value = explained_variance(batch.values, batch.returns, counts)
+            learner.log_metric("explained_variance", value)
+
+    def _shares(self, units: Tensor) -> tuple[Tensor, float]:
+        config = self._algorithm.config
+        weights, mass = loss_agg_weights(
+            units.flatten(1), config.loss_agg_mode, config.loss_agg_divisor
+        )
+        return weights.view(units.shape), mass
+
+    def _with_advantages(self, samples: list[TrainingSample]) -> StepBatch:
+        config = self._algorithm.config
+        batch = batch_at_level(build_step_batch(samples), config.logprob_level)
+        if config.kl_reward_coef:
+            divergence = reference_kl(batch, config.kl_reward_type)
+            mean = divergence.sum() / batch.mask.sum().clamp(min=1)
+            batch = subtract_penalty(batch, config.kl_reward_coef * divergence)
+            self._learner.log_metric("reward_kl_penalty", float(mean))
+        return self._algorithm.with_advantages(batch)
+
+    def _add(
+        self,
+        batch: StepBatch,
+        samples: list[TrainingSample],
+        chosen: list[int],
+        weights: Tensor,
+        *,
+        entropy: bool,
+    ) -> None:
+        learner, config = self._learner, self._algorithm.config
+        unit = self._unit
+        places, share = self._trained(batch, chosen, weights)
+        chosen, weights = [chosen[place] for place in places], weights[places]
+        first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
+        if (first or interpolate) and batch.rollout_logprobs is not None:
+            lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
+            if first:
+                self._bound(lag, batch.mask)
+                batch = replace(batch, on_policy_mask=batch.mask * (lag == 0))
+            if interpolate:
+                done = learner.num_updates / (config.epochs * config.minibatches)
+                batch = replace(batch, old_logprob_interpolation=old_logprob_interp(lag, done))
+
+        def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:
+            length, device = inputs["mask"].shape[1], inputs["mask"].device
+            rows = batch.select_spans(
+                [s._replace(row=chosen[s.row]) for s in spans], length, device
+            )
+            value, metrics = self._algorithm.micro_batch_loss(
+                policy,
+                inputs,
+                rows,
+                gather_steps(weights, spans, length).to(device),
+                temperature=learner.temperature,
+                entropy=entropy,
+            )
+            return value / unit, {
+                name: metric if is_max_metric(name) else metric / share / unit
+                for name, metric in metrics.items()
+            }
+
+        # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
+        whole = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
+        learner.accumulate(
+            [samples[i].trajectory for i in chosen],
+            loss,
+            row_groups=[[row] for row in range(len(chosen))] if whole else None,
+        )
+
+    def _bound(self, lag: Tensor, mask: Tensor) -> None:
+        """Say how far behind the steps are that count, ``[N, T]``.
+
+        Raises:
+            InputError: some are further than ``rollout.staleness`` allows, or of weights to come.
+        """
+        learner, counts = self._learner, mask > 0
+        limit = learner.max_staleness
+        if limit is None or not counts.any():
+            return
+        found = lag[counts]
+        if not 0 <= float(found.min()) <= float(found.max()) <= limit:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise InputError(
+                f"iteration {learner.iteration + 1}: steps were chosen by version "
+                f"{learner.iteration - int(wrong)} of the weights, and version {learner.iteration} "
+                f"is to be updated; rollout.staleness allows {limit} updates between them. Look at "
+                "the flow's inputs and the engine's version, or raise rollout.staleness"
+            )
+        if limit:
+            learner.log_metric("staleness", float(found.mean()))
+
+    def _trained(
+        self, batch: StepBatch, chosen: list[int], weights: Tensor
+    ) -> tuple[list[int], float]:
+        """Which of the chosen rows are computed, at least one, and their share of the weight.
+
+        The others would add nothing to the gradient. Metrics are means over those that are.
+        """
+        learns = ~self._algorithm.zero_gradient_rows(batch)[chosen]
+        if bool(learns.all()):
+            return list(range(len(chosen))), 1.0
+        places = learns.nonzero()[:, 0].tolist() or [0]
+        share = float(weights[places].sum() / weights.sum().clamp(min=1e-30))
+        return places, share if len(places) < len(chosen) and share > 0 else 1.0
+
+    def _finish(self, mass: float) -> None:
+        only = self._algorithm.trainable_groups(self._learner.iteration)
+        scale = self._unit / max(1.0, mass)
+        self._learner.update(scale=scale, check=self._compare, groups=only)
+
+    def _compare(self, totals: dict[str, float]) -> None:
+        """Stop where engine and trainer, of equal weights, disagree on what was done.
+
+        Raises:
+            InputError: by more than the limit, in the mean over the steps that count.
+        """
+        found = rollout_mismatch_metrics(totals)
+        for name, value in found.items():
+            self._learner.log_metric(name, value)
+        limit = self._algorithm.config.max_logprob_diff
+        limit = self._learner.max_logprob_diff if limit is None else limit
+        gap = found.get("rollout_logprob_diff", 0.0)
+        if not gap <= limit:
+            raise InputError(
+                f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
+                f"trainer differ by {gap:.3g} nats in the mean, the limit is {limit:.3g}; no "
+                "weight was changed. Both have the same weights: look at engine.*, trainer.* and "
+                "the model's files, or raise algorithm.max_logprob_diff"
+            )
+
+
+def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
+    """How far the policy before the update went from the reference, ``[N, T]`` or ``[N, T, K]`` of
+    each unit, 0 where that does not count.
+
+    Args:
+        batch: of :func:`rlinf.algorithms.granularity.batch_at_level`.
+    """
+    reference = batch.require("reference_logprobs")
+    return kl_estimate(batch.old_logprobs, reference, kind) * batch.require("loss_mask")
+
+
+def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
+    """A batch with what remains of its rewards: a step, or an action of a chunk, pays the penalties
+    of all of its units, ``[N, T]`` or ``[N, T, K]``."""
+
+    def remains(rewards: Tensor) -> Tensor:
+        return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
+
+    of_actions = batch.action_rewards
+    return replace(
+        batch,
+        rewards=remains(batch.rewards),
+        action_rewards=None if of_actions is None else remains(of_actions),
+    )
+
+
+def nearest_power_of_two(weights: Tensor) -> float:
+    """The nearest to the sum of some weights, at least 1."""
+    # In float64 the order of the sum, another on each kind of machine, does not show.
+    total = float(weights.sum(dtype=torch.float64))
+    return 2.0 ** round(math.log2(max(1.0, total)))
+
+
+def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
+    """Sample numbers of each optimizer step: every sample once per epoch, in seeded order."""
+    steps = []
+    for epoch in range(epochs):
+        order = np.arange(count)
+        if parts > 1:
+            order = learner.rng(epoch).permutation(count)
+        steps += [sorted(int(i) for i in part) for part in np.array_split(order, min(parts, count))]
+    return steps
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` over the steps that count."""
+    counted = mask.bool()
+    spread = returns[counted].var()
+    return float(1 - (returns[counted] - values[counted]).var() / spread) if spread > 0 else 0.0
 
 
 class PolicyGradientConfig(Section):
@@ -51,174 +305,178 @@ class PolicyGradientConfig(Section):
     from the engine. The inference stage computes it where the update has several steps; before the
     first one the update's own forward pass gives the same. ``interpolate`` spares that stage: what
     the policy before the update says is estimated from what the engine's and the one in training
-    say (:func:`rlinf.algorithms.behaviour.anchors`)."""
-    behaviour_weight_cap: float | None = Field(default=None, gt=0)
+    say (:func:`rlinf.algorithms.importance_sampling.old_logprob_interp`)."""
+    rollout_is_threshold: float | None = Field(default=None, gt=0)
     """Weight each step by how likely the policy before the update is to do what the policy that
     collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
-    truncated importance sampling (:mod:`rlinf.algorithms.behaviour`). The policy before the update
+    truncated importance sampling (:mod:`rlinf.algorithms.importance_sampling`). The policy before the update
     is as the training stack computes it, whether the inference stage does or, where the update has
     a single step, its own forward pass."""
-    behaviour_weight_level: WeightLevel = "token"
+    rollout_is_level: RolloutISLevel = "token"
     """What has one such weight: each token, the whole response by the product of its ratios
     (``sequence``), or by their geometric mean (``geometric``)."""
-    behaviour_weight_outside: Outside = "truncate"
+    rollout_is_mode: RolloutISMode = "truncate"
     """What of a ratio above the cap ``C``: it weighs ``C`` (``truncate``), or nothing, as below
     ``1 / C`` (``mask``). What is left out keeps its place in the mean of ``aggregation``."""
-    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    max_logprob_diff: float | None = Field(default=None, gt=0)
     """Largest mean difference, nats, between the log-probabilities that the engine gave to the
     steps of an iteration and those of the trainer before its first step, where both have the same
     weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
-    logprob_level: Level = "chunk"
+    logprob_level: LogprobLevel = "chunk"
     """What has one ratio where a step is several choices, and is one of what ``aggregation`` calls
     tokens: each choice (``token``), each action of a chunk (``action``), or the whole step."""
-    aggregation: Aggregation = "token_mean"
-    aggregation_length: int | None = Field(default=None, gt=0)
+    loss_agg_mode: LossAggMode = "token_mean"
+    loss_agg_divisor: int | None = Field(default=None, gt=0)
     """A fixed length that ``seq_mean_token_sum`` divides the sum of each sequence by, the horizon
     say; null: none."""
     whiten_advantages: bool = False
     """Give the advantages of all steps of an iteration that count a mean of 0 and a deviation of 1,
     in whatever way they were made."""
-    ratio_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     """What has one clipped ratio: each token, or the whole response, by the geometric mean of its
     tokens' (GSPO, arXiv 2507.18071)."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``."""
-    clip_dual: float | None = Field(default=None, gt=1)
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
+    clip_ratio_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped to ``[1 - clip_ratio_low, 1 + clip_ratio_high]``."""
+    clip_ratio_c: float | None = Field(default=None, gt=1)
     """Most that the loss of a negative advantage is, in its magnitude, however large the ratio
     (dual-clip PPO, arXiv 1912.09729); null: unlimited."""
-    entropy_bonus: float = Field(default=0.0, ge=0)
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coeff: float = Field(default=0.0, ge=0)
+    kl_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference policy (the weights after warm start) in the
     loss."""
-    kl_estimator: KLEstimator = "k3"
+    kl_loss_type: KLEstimator = "k3"
     """How that is estimated (:func:`rlinf.algorithms.losses.kl_loss`)."""
-    kl_reward: float = Field(default=0.0, ge=0)
+    kl_reward_coef: float = Field(default=0.0, ge=0)
     """The same, taken from the reward of each step instead: of the policy before the update, and
     without a gradient."""
-    kl_reward_estimator: KLEstimator = "k1"
+    kl_reward_type: KLEstimator = "k1"
     """How that is estimated (:func:`rlinf.algorithms.losses.kl_estimate`)."""
 
     @model_validator(mode="after")
     def _length_is_of_sums(self) -> PolicyGradientConfig:
-        if self.aggregation_length is not None and self.aggregation != "seq_mean_token_sum":
+        if self.loss_agg_divisor is not None and self.loss_agg_mode != "seq_mean_token_sum":
             raise ValueError(
-                "aggregation_length divides sums of sequences; it needs aggregation: "
+                "loss_agg_divisor divides sums of sequences; it needs aggregation: "
                 "seq_mean_token_sum"
             )
         return self
 
     @model_validator(mode="after")
     def _reward_is_of_the_policy(self) -> PolicyGradientConfig:
-        if self.kl_reward and self.old_logprobs != "recompute":
+        if self.kl_reward_coef and self.old_logprobs != "recompute":
             raise ValueError(
-                "kl_reward is of the policy before the update, whose log-probabilities the "
+                "kl_reward_coef is of the policy before the update, whose log-probabilities the "
                 "inference stage computes; it needs old_logprobs: recompute"
             )
         return self
 
     @model_validator(mode="after")
     def _behaviour_is_known(self) -> PolicyGradientConfig:
-        if self.behaviour_weight_cap is None:
-            for key in ("behaviour_weight_level", "behaviour_weight_outside"):
+        if self.rollout_is_threshold is None:
+            for key in ("rollout_is_level", "rollout_is_mode"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is of weights; set behaviour_weight_cap as well")
+                    raise ValueError(f"{key} is of weights; set rollout_is_threshold as well")
             return self
-        if self.behaviour_weight_outside == "mask" and self.behaviour_weight_cap <= 1:
+        if self.rollout_is_mode == "mask" and self.rollout_is_threshold <= 1:
             raise ValueError(
-                "behaviour_weight_cap must be above 1 to leave out what is not within [1 / cap, "
+                "rollout_is_threshold must be above 1 to leave out what is not within [1 / cap, "
                 "cap]"
             )
         if self.old_logprobs == "rollout":
             raise ValueError(
-                "behaviour_weight_cap compares recomputed log-probabilities with those of the "
+                "rollout_is_threshold compares recomputed log-probabilities with those of the "
                 "rollout; it needs old_logprobs: recompute, or interpolate"
             )
         return self
 
 
 class PolicyGradient(Algorithm):
-    """Pure functions of step batches, for the loop of :mod:`rlinf.algorithms.update`."""
+    """Pure functions of step batches, for the loop of :mod:`rlinf.algorithms.policy_gradient`."""
 
     Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
     config: Any
-    by_group: ClassVar[bool] = False
+    has_group_local_advantages: ClassVar[bool] = False
     """Whether advantages of a group do not depend on the rest of the batch."""
 
     @property
     def needs_reference(self) -> bool:
-        return bool(self.config.kl_coefficient > 0 or self.config.kl_reward > 0)
+        return bool(self.config.kl_loss_coef > 0 or self.config.kl_reward_coef > 0)
 
     @property
     def needs_old_logprobs(self) -> bool:
         # What is taken from the reward is of them, before there is a forward pass of the update.
-        needed = not self.one_step or self.config.kl_reward > 0
+        needed = not self.has_single_step or self.config.kl_reward_coef > 0
         return bool(self.config.old_logprobs == "recompute" and needed)
 
     @property
-    def one_step(self) -> bool:
+    def has_single_step(self) -> bool:
         """Whether an iteration has a single optimizer step."""
         return bool(self.config.epochs == self.config.minibatches == 1)
 
     @property
-    def whole_rows(self) -> bool:
+    def needs_full_sequences(self) -> bool:
         """Whether the loss of a step depends on the others of its sample."""
         config = self.config
-        weighed = config.behaviour_weight_cap and config.behaviour_weight_level != "token"
-        return bool(weighed or config.ratio_level == "sequence")
+        weighed = config.rollout_is_threshold and config.rollout_is_level != "token"
+        return bool(weighed or config.importance_sampling_level == "sequence")
 
     @property
     def minibatches(self) -> int:
         return int(self.config.minibatches)
 
     @property
-    def streams(self) -> bool:
-        return self.by_group and self.one_step and not self.config.whiten_advantages
+    def supports_streaming(self) -> bool:
+        return (
+            self.has_group_local_advantages
+            and self.has_single_step
+            and not self.config.whiten_advantages
+        )
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the policy's entropy in every step; else it is a metric only."""
-        return bool(self.config.entropy_bonus > 0)
+        return bool(self.config.entropy_coeff > 0)
 
-    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
-        by_minibatches(self, learner, parts)
+    def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
+        run_minibatch_updates(self, learner, parts)
 
-    def learns(self, iteration: int) -> tuple[str, ...] | None:
+    def trainable_groups(self, iteration: int) -> tuple[str, ...] | None:
         """Groups of the policy's parameters that an iteration (from 0) changes; None: all."""
         return None
 
     @abstractmethod
-    def advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
+    def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
         """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch; or
         both of each action of a chunk, ``[N, T, C]``.
 
         What ``whiten_advantages`` asks for is done with them by :meth:`judged`.
         """
 
-    def judged(self, batch: StepBatch) -> StepBatch:
+    def with_advantages(self, batch: StepBatch) -> StepBatch:
         """A whole batch, with advantages as they stand in the loss."""
-        advantages, returns = self.advantages(batch)
+        advantages, returns = self.compute_advantages(batch)
         if self.config.whiten_advantages:
-            advantages = whiten(advantages, mask_of(batch, advantages))
+            advantages = masked_whiten(advantages, mask_like(batch, advantages))
         return replace(batch, advantages=advantages, returns=returns)
 
-    def idle(self, batch: StepBatch) -> Tensor:
+    def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
         """``[N]`` true for samples whose loss has no gradient, whatever the policy says of them:
         they weigh in the mean and are not computed. By default none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
-    def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+    def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
         """Return the policy's loss: the sum over steps of ``weights`` times the loss of a step, and
         metrics that are summed the same way.
 
         The default is the clipped surrogate. A subclass that overrides this keeps all other terms
         of the configuration, because :meth:`total_loss` adds them around it: the importance weights
-        of ``behaviour_weight_cap`` are part of ``weights``; the entropy bonus, the divergence from
-        the reference and a critic's loss are added to the result (:meth:`add_terms`).
+        of ``rollout_is_threshold`` are part of ``weights``; the entropy bonus, the divergence from
+        the reference and a critic's loss are added to the result (:meth:`add_loss_terms`).
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
         micro-batches (and ranks) are the minibatch's however it was cut. Where a step is several
-        choices, its units stand in place of the step (:mod:`rlinf.algorithms.levels`).
+        choices, its units stand in place of the step (:mod:`rlinf.algorithms.granularity`).
 
         Args:
             outputs: of the policy in training, ``[B, U]`` each.
@@ -227,26 +485,26 @@ class PolicyGradient(Algorithm):
         """
         config = self.config
         ours, old = outputs.logprobs, batch.old_logprobs
-        if config.ratio_level == "sequence":
+        if config.importance_sampling_level == "sequence":
             ours = sequence_log_ratio(ours, old, batch.mask)
             old = torch.zeros_like(ours)
         surrogate, clipped = clipped_surrogate(
             ours,
             old,
             batch.require("advantages"),
-            config.clip_low,
-            config.clip_high,
-            config.clip_dual,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            config.clip_ratio_c,
         )
         return (weights * surrogate).sum(), {
-            "clip_share": (batch.require("shares") * clipped).sum()
+            "clip_ratio": (batch.require("loss_weights") * clipped).sum()
         }
 
-    def add_terms(
+    def add_loss_terms(
         self, loss: Tensor, outputs: StepOutputs, batch: StepBatch, weights: Tensor
     ) -> Loss:
         """Return ``loss`` with what the configuration adds to it, and metrics: minus
-        ``entropy_bonus`` times the entropy, plus ``kl_coefficient`` times the divergence from the
+        ``entropy_coeff`` times the entropy, plus ``kl_loss_coef`` times the divergence from the
         reference.
 
         A subclass adds terms of its own to the result of ``super()``.
@@ -259,21 +517,21 @@ class PolicyGradient(Algorithm):
             InputError: there is an entropy bonus, and the policy gives no entropy.
         """
         config, metrics = self.config, dict[str, Tensor]()
-        if outputs.entropy is None and config.entropy_bonus:
+        if outputs.entropy is None and config.entropy_coeff:
             raise InputError(
-                "algorithm.entropy_bonus: the policy gives no entropy of its steps; give one in "
+                "algorithm.entropy_coeff: the policy gives no entropy of its steps; give one in "
                 "StepOutputs, or set the bonus to 0"
             )
         if outputs.entropy is not None:
             entropy = (weights * outputs.entropy).sum()
             metrics["entropy"] = entropy.detach()
-            loss = loss - config.entropy_bonus * entropy
-        if config.kl_coefficient:
+            loss = loss - config.entropy_coeff * entropy
+        if config.kl_loss_coef:
             reference = batch.require("reference_logprobs")
-            each = kl_loss(outputs.logprobs, reference, config.kl_estimator)
+            each = kl_loss(outputs.logprobs, reference, config.kl_loss_type)
             divergence = (weights * each).sum()
-            metrics["kl_reference"] = divergence.detach()
-            loss = loss + config.kl_coefficient * divergence
+            metrics["kl"] = divergence.detach()
+            loss = loss + config.kl_loss_coef * divergence
         return loss, metrics
 
     def total_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
@@ -283,39 +541,39 @@ class PolicyGradient(Algorithm):
             outputs, batch: as :meth:`loss` takes them.
             weights: ``[B, U]`` of the aggregation.
         """
-        batch = replace(batch, shares=weights)
+        batch = replace(batch, loss_weights=weights)
         importance, metrics = self._importance(batch, weights)
         weighted = weights if importance is None else weights * importance
-        loss, own = self.loss(outputs, batch, weighted)
+        loss, own = self.policy_loss(outputs, batch, weighted)
         with torch.no_grad():
             change = kl_estimate(batch.old_logprobs, outputs.logprobs)
-            metrics |= {"policy_loss": loss.detach(), "kl_old": (weights * change).sum()}
-        loss, added = self.add_terms(loss, outputs, batch, weights)
+            metrics |= {"policy_loss": loss.detach(), "approx_kl": (weights * change).sum()}
+        loss, added = self.add_loss_terms(loss, outputs, batch, weights)
         return loss, {**metrics, **added, **own}
 
     def _importance(
         self, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the importance weights ``[B, U]`` of ``behaviour_weight_cap``, and metrics; None
+        """Return the importance weights ``[B, U]`` of ``rollout_is_threshold``, and metrics; None
         where the configuration asks for none."""
         config = self.config
-        if config.behaviour_weight_cap is None:
+        if config.rollout_is_threshold is None:
             return None, {}
-        ratio = behaviour_ratio(
+        ratio = rollout_ratio(
             batch.old_logprobs,
             batch.require("rollout_logprobs"),
             batch.mask,
-            config.behaviour_weight_level,
+            config.rollout_is_level,
         )
-        importance, capped = behaviour_weights(
-            ratio, config.behaviour_weight_cap, config.behaviour_weight_outside
+        importance, capped = rollout_is_weights(
+            ratio, config.rollout_is_threshold, config.rollout_is_mode
         )
         return importance, {
-            "behaviour_weight": (weights * importance).sum(),
-            "behaviour_capped_share": (weights * capped).sum(),
+            "rollout_is_mean": (weights * importance).sum(),
+            "rollout_is_clip_ratio": (weights * capped).sum(),
         }
 
-    def objective(
+    def micro_batch_loss(
         self,
         policy: Policy,
         inputs: Batch,
@@ -330,19 +588,23 @@ class PolicyGradient(Algorithm):
         A subclass overrides this where a loss needs more of the policy than its step outputs. The
         terms of the configuration stand inside: an override that does not call ``super()`` drops
         them, and a run that sets one of their keys is refused
-        (:mod:`rlinf.algorithms.unread_keys`).
+        (:mod:`rlinf.algorithms.unused_keys`).
 
         Args:
             inputs: of :meth:`Policy.collate`, on the policy's device.
             entropy: whether it is wanted.
         """
         outputs = policy.evaluate(inputs, temperature, entropy=entropy)
-        outputs, batch, weights = by_unit(outputs, batch, weights, self.config.logprob_level)
-        if self.config.old_logprobs == "recompute" and self.one_step:
+        outputs, batch, weights = flatten_to_level(
+            outputs, batch, weights, self.config.logprob_level
+        )
+        if self.config.old_logprobs == "recompute" and self.has_single_step:
             batch = replace(batch, old_logprobs=outputs.logprobs.detach())
-        elif batch.anchor is not None:
+        elif batch.old_logprob_interpolation is not None:
             theirs = batch.require("rollout_logprobs")
-            old = interpolated(outputs.logprobs, theirs, batch.anchor)
+            old = interpolate_old_logprobs(
+                outputs.logprobs, theirs, batch.old_logprob_interpolation
+            )
             batch = replace(batch, old_logprobs=old)
         loss, metrics = self.total_loss(outputs, batch, weights)
-        return loss, {**metrics, **engine_gap(outputs.logprobs, batch)}
+        return loss, {**metrics, **rollout_mismatch_sums(outputs.logprobs, batch)}

@@ -1,7 +1,7 @@
 """REINFORCE++ (arXiv 2501.03262): no critic; advantages are normalised over the whole batch.
 
 A token's advantage is the sum of the rewards from it on. The reward of a response lies on its last
-token that counts; ``kl_reward`` takes a divergence from the reference policy from every token's.
+token that counts; ``kl_reward_coef`` takes a divergence from the reference policy from every token's.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised, group_means
-from rlinf.algorithms.groups import GroupConfig, OfGroups
+from rlinf.algorithms.advantages import compute_gae, group_means
+from rlinf.algorithms.group_relative import GroupAlgorithm, GroupFilterConfig
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
 from rlinf.data.batch import StepBatch
 
@@ -33,10 +33,10 @@ class ReinforcePlusPlus(PolicyGradient):
         """What every token's sum of rewards is compared with, ``[N]``."""
         return torch.zeros(len(batch))
 
-    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+    def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         zeros = torch.zeros_like(batch.rewards)
         # Without values, and with lambda 1, it is the discounted sum of what is still to come.
-        to_come, _ = generalised(
+        to_come, _ = compute_gae(
             batch.rewards,
             zeros,
             batch.terminated,
@@ -49,7 +49,7 @@ class ReinforcePlusPlus(PolicyGradient):
         return (to_come - self.baseline(batch)[:, None]) * batch.mask, None
 
 
-class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupConfig):
+class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig):
     """Settings of REINFORCE++-baseline."""
 
     @field_validator("gamma")
@@ -63,10 +63,10 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupConfig):
         return value
 
 
-class ReinforcePlusPlusBaseline(ReinforcePlusPlus, OfGroups):
+class ReinforcePlusPlusBaseline(ReinforcePlusPlus, GroupAlgorithm):
     """REINFORCE++-baseline: relative to the mean reward of the group first.
 
-    The mean is of rewards as they are learned from, with what ``kl_reward`` takes from them.
+    The mean is of rewards as they are learned from, with what ``kl_reward_coef`` takes from them.
     """
 
     Config = ReinforcePlusPlusBaselineConfig

@@ -1,6 +1,6 @@
 """A mailbox: one host and many peers, anywhere in a run, that send each other items.
 
-Items arrive once and in order in both directions (:mod:`rlinf.channels.numbered`), over
+Items arrive once and in order in both directions (:mod:`rlinf.channels.mailbox_protocol`), over
 connections that break. Peers find the host by a pointer file; both ends only answer what they
 heard, so nobody is flooded while it is stopped. Hosts and peers may die and be replaced at any
 time: the pointer names the present host by a *token*, and an *incarnation* is one life of a peer.
@@ -35,60 +35,66 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgpack
 import zmq
 
-from rlinf.channels.base import ChannelClosed
-from rlinf.channels.curve import (
+from rlinf.channels.channel import ChannelClosed, ChannelFailed
+from rlinf.channels.curve_sockets import (
     HEARTBEAT_S,
     Authenticator,
+    client_socket,
+    first_reachable,
     host_socket,
     listen,
-    stopped_s,
+    paused_s,
+    routing_id,
+    run_keys,
 )
-from rlinf.channels.keys import run_keys
-from rlinf.channels.messages import (
+from rlinf.channels.mailbox_protocol import (
     MAX_NAME,
-    Pointer,
+    REASON_DEPARTED,
+    REASON_REPLACED,
+    Block,
+    HostPointer,
+    ItemPiece,
+    PeerEvent,
+    PeerJoined,
+    PeerLost,
+    PeerReport,
+    PeerSession,
+    PeerStatus,
+    PieceBatch,
+    ReliableReceiver,
+    ReliableSender,
     check_numbers,
-    opened,
-    pieces_of,
     read_pointer,
-    send,
-    unpacked,
+    send_message,
+    split_pieces,
+    unpack_list,
+    unpack_map,
     write_pointer,
 )
-from rlinf.channels.numbered import Block, Inbox, Part, Piece
-from rlinf.channels.session import (
-    LEFT,
-    REPLACED,
-    Event,
-    Joined,
-    Lost,
-    Report,
-    Seen,
-    Session,
-)
 from rlinf.errors import DataError
-from rlinf.segments import this_memory
-from rlinf.threads import Malformed, serve
+from rlinf.shared_memory import shared_memory_id
+from rlinf.threads import MalformedCounter, start_service_thread
 
-BATCH = 256
-LEAVE_S = 1.0
+MAX_MESSAGES_PER_POLL = 256
+LEAVE_TIMEOUT_S = 1.0
 """How long a host that leaves waits for its peers to have heard it."""
-UNFINISHED_S = 60.0
+PARTIAL_ITEM_TIMEOUT_S = 60.0
 """How long the beginning of an item is kept for a peer that is silent."""
 Decode = Callable[[Block], Any]
 
 
-class Queued(NamedTuple):
+class QueuedEvent(NamedTuple):
     """An event, and for an item the number after its own."""
 
-    session: Session
-    event: Event
+    session: PeerSession
+    event: PeerEvent
     number: int = 0
 
 
-class Mailbox:
+class MailboxHost:
     """The host's end. Its thread hears the peers; all methods return at once but ``events``.
 
     ``refused`` counts connections without the run's key, ``malformed`` messages and items that
@@ -98,7 +104,7 @@ class Mailbox:
         pointer: the file by which peers find the host; its folder is made with mode 0700 and holds
             the keys of the run.
         decode: reads an item; one it raises for is dropped and counted.
-        interface: where to listen, as for :func:`rlinf.channels.curve.listen`. The kernel chooses
+        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel chooses
             the port.
         timeout_s: how long a peer may be silent before it counts as lost.
         max_bytes: the largest item.
@@ -114,21 +120,21 @@ class Mailbox:
         interface: str | None,
         timeout_s: float,
         max_bytes: int,
-        keeps: bool,
+        ack_on_poll: bool,
     ) -> None:
         keys = run_keys(pointer.parent)
-        self._pointer, self._decode, self._keeps = pointer, decode, keeps
-        self._malformed = Malformed(f"host of {pointer.name}")
+        self._pointer, self._decode, self._keeps = pointer, decode, ack_on_poll
+        self._malformed = MalformedCounter(f"host of {pointer.name}")
         self._timeout_s, self._max_bytes = timeout_s, max_bytes
         self._token = secrets.token_hex(8)
         self._changed = threading.Condition()
-        self._sessions: dict[bytes, Session] = {}
-        self._workers: dict[str, Session] = {}
-        self._known: dict[str, Session] = {}
+        self._sessions: dict[bytes, PeerSession] = {}
+        self._workers: dict[str, PeerSession] = {}
+        self._known: dict[str, PeerSession] = {}
         self._waiting: dict[str, list[Block]] = {}
-        self._events: deque[Queued] = deque()
-        self._handed: list[Queued] = []
-        self._dirty: set[Session] = set()
+        self._events: deque[QueuedEvent] = deque()
+        self._handed: list[QueuedEvent] = []
+        self._dirty: set[PeerSession] = set()
         self._closed = False
         self._handlers: dict[str, Callable[..., None]] = {
             "hello": self._hello,
@@ -140,14 +146,16 @@ class Mailbox:
         self._authenticator = Authenticator(self._context, keys, self._socket)
         try:
             self.addresses = listen(self._socket, interface)
-            where = Pointer(self.addresses, self._token, timeout_s, max_bytes, this_memory())
+            where = HostPointer(
+                self.addresses, self._token, timeout_s, max_bytes, shared_memory_id()
+            )
             write_pointer(pointer, where)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._authenticator.open(self.addresses)
-        self._thread = serve("mailbox", self._run)
+        self._thread = start_service_thread("mailbox", self._run)
         atexit.register(self.close)
 
     @property
@@ -155,10 +163,10 @@ class Mailbox:
         return self._malformed.count
 
     @property
-    def refused(self) -> int:
-        return self._authenticator.refused
+    def rejected(self) -> int:
+        return self._authenticator.rejected
 
-    def deliver(self, worker: str, item: Block) -> None:
+    def send_item(self, peer: str, item: Block) -> None:
         """Send an item; those of one peer arrive once and in order.
 
         It is for the incarnation that is known here, by the events that were taken: what that one
@@ -167,18 +175,18 @@ class Mailbox:
         """
         with self._changed:
             self._check()
-            session = self._known.get(worker)
+            session = self._known.get(peer)
             if session is None:
-                session = self._workers.get(worker)
+                session = self._workers.get(peer)
                 if session is None or not session.alive:
-                    self._waiting.setdefault(worker, []).append(item)
+                    self._waiting.setdefault(peer, []).append(item)
                     return
             if not session.retired:
-                session.outbox.add(item)
+                session.sender.add(item)
                 self._dirty.add(session)
                 os.eventfd_write(self._wakeup, 1)
 
-    def events(self, timeout_s: float) -> list[Event]:
+    def poll_events(self, timeout_s: float) -> list[PeerEvent]:
         """What happened since the last call, all of which is acknowledged now; waits for it."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -192,29 +200,31 @@ class Mailbox:
             self._handed = list(self._events)
             self._events.clear()
             for session, event, _ in self._handed:
-                if isinstance(event, Joined):
+                if isinstance(event, PeerJoined):
                     self._known[event.worker] = session
-                elif isinstance(event, Lost):
+                elif isinstance(event, PeerLost):
                     self._known.pop(event.worker, None)
             return [queued.event for queued in self._handed]
 
-    def workers(self) -> dict[str, Seen]:
+    def known_peers(self) -> dict[str, PeerStatus]:
         """All peers that ever joined and were not forgotten."""
         with self._changed:
             now = time.monotonic()
             return {
-                name: Seen(dict(s.status), now - s.seen_at, dict(s.about), s.alive, s.id.hex())
+                name: PeerStatus(
+                    dict(s.status), now - s.last_heard, dict(s.about), s.alive, s.id.hex()
+                )
                 for name, s in self._workers.items()
             }
 
-    def forget(self, worker: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Drop the items that a peer has not received; one that is not there is not listed."""
         with self._changed:
-            self._waiting.pop(worker, None)
-            if session := self._workers.get(worker):
-                session.outbox.clear()
+            self._waiting.pop(peer, None)
+            if session := self._workers.get(peer):
+                session.sender.clear()
                 if not session.alive:
-                    del self._workers[worker]
+                    del self._workers[peer]
 
     def close(self) -> None:
         """Leave; peers wait for the next host where one may come."""
@@ -236,8 +246,8 @@ class Mailbox:
         """The events handed out before are done with."""
         if self._keeps and self._handed:
             for session, event, number in self._handed:
-                if isinstance(event, Report):
-                    session.done = number
+                if isinstance(event, PeerReport):
+                    session.acknowledged = number
                     self._dirty.add(session)
             os.eventfd_write(self._wakeup, 1)
         self._handed = []
@@ -269,7 +279,7 @@ class Mailbox:
                     self._receive()
                 now = time.monotonic()
                 if now - checked > HEARTBEAT_S:
-                    self._look_for_the_silent(now, stopped_s(checked, now))
+                    self._look_for_the_silent(now, paused_s(checked, now))
                     checked = now
                 self._speak()
                 if len(self._events) > before:
@@ -285,7 +295,7 @@ class Mailbox:
         A socket that closes with unread messages resets its connections, and what a peer had not
         read by then is lost to it.
         """
-        deadline = time.monotonic() + LEAVE_S
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
         with self._changed:
             for session in self._sessions.values():
                 self._send(session, "over", "its host has left it")
@@ -298,31 +308,31 @@ class Mailbox:
                 self._receive()
 
     def _receive(self) -> None:
-        for _ in range(BATCH):
+        for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
                 id_, control, *data = (frame.buffer for frame in frames)
-                kind, token, *values = opened(control)
+                kind, token, *values = unpack_list(control)
                 if token == self._token:
                     self._handlers[kind](data, bytes(id_), *values)
             except Exception as error:  # whatever foreign bytes bring about
-                self._malformed.drop(error)
+                self._malformed.count_dropped(error)
 
     def _hello(
         self, frames: list[memoryview], id_: bytes, name: str, about: bytes, status: bytes
     ) -> None:
         if frames or type(name) is not str or not 0 < len(name) <= MAX_NAME:
             raise DataError("bad name")
-        described, said = unpacked(about), unpacked(status)
+        described, said = unpack_map(about), unpack_map(status)
         session = self._sessions.get(id_)
         if session is None:
-            inbox = Inbox(self._max_bytes)
-            session = self._sessions[id_] = Session(id_, name, time.monotonic(), inbox)
+            inbox = ReliableReceiver(self._max_bytes)
+            session = self._sessions[id_] = PeerSession(id_, name, time.monotonic(), inbox)
             if old := self._workers.pop(name, None):
-                self._retire(old, REPLACED)
+                self._retire(old, REASON_REPLACED)
             self._workers[name] = session
         if session.name != name:
             raise DataError("another name than before")
@@ -342,32 +352,32 @@ class Mailbox:
         lefts: list[int],
     ) -> None:
         session = self._sessions[id_]
-        part = Part(base, first, turn, pieces_of(lefts, frames))
-        said = session.status if status is None else unpacked(status)
+        part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
+        said = session.status if status is None else unpack_map(status)
         check_numbers(received, base, first, turn)
         if not self._hear(session):
             return
-        session.outbox.hear(received, received, gap)
-        new = session.inbox.accept(part)
+        session.sender.acknowledge(received, received, gap)
+        new = session.receiver.accept(part)
         session.status = said
         for number, item in new:
             try:
                 content = self._decode(item)
             except Exception as error:  # whatever foreign bytes bring about
-                self._malformed.drop(error)
+                self._malformed.count_dropped(error)
             else:
                 self._arrived(session, content, number)
         if not self._keeps:
-            session.done = session.inbox.whole
+            session.acknowledged = session.receiver.complete
 
-    def _arrived(self, session: Session, content: Any, number: int) -> None:
+    def _arrived(self, session: PeerSession, content: Any, number: int) -> None:
         """An item came, once; the next piece of its peer has this number."""
-        self._events.append(Queued(session, Report(session.name, content), number))
+        self._events.append(QueuedEvent(session, PeerReport(session.name, content), number))
 
     def _bye(self, frames: list[memoryview], id_: bytes) -> None:
-        self._retire(self._sessions.pop(id_), LEFT)
+        self._retire(self._sessions.pop(id_), REASON_DEPARTED)
 
-    def _hear(self, session: Session) -> bool:
+    def _hear(self, session: PeerSession) -> bool:
         """Note that a peer spoke; whether it still has its name."""
         if not session.retired:
             # One that was forgotten has its name again, if nobody took it meanwhile.
@@ -376,35 +386,35 @@ class Mailbox:
         if session.retired:
             self._send(session, "retired")
             return False
-        session.seen_at = time.monotonic()
+        session.last_heard = time.monotonic()
         self._dirty.add(session)
         if not session.alive:
             session.alive = True
             for item in self._waiting.pop(session.name, ()):
-                session.outbox.add(item)
-            joined = Joined(session.name, dict(session.about), session.id.hex())
-            self._events.append(Queued(session, joined))
+                session.sender.add(item)
+            joined = PeerJoined(session.name, dict(session.about), session.id.hex())
+            self._events.append(QueuedEvent(session, joined))
         return True
 
-    def _retire(self, session: Session, reason: str) -> None:
+    def _retire(self, session: PeerSession, reason: str) -> None:
         """An incarnation will not come back, or not by its name."""
         session.retired = True
-        session.outbox.clear()
-        session.inbox.drop()
+        session.sender.clear()
+        session.receiver.drop_partial()
         self._lose(session, reason)
 
-    def _lose(self, session: Session, reason: str) -> None:
+    def _lose(self, session: PeerSession, reason: str) -> None:
         if session.alive:
             session.alive = False
-            self._events.append(Queued(session, Lost(session.name, reason)))
+            self._events.append(QueuedEvent(session, PeerLost(session.name, reason)))
 
     def _look_for_the_silent(self, now: float, pause: float) -> None:
         for session in self._sessions.values():
-            session.seen_at = min(now, session.seen_at + pause)
-            if now - session.seen_at > self._timeout_s:
+            session.last_heard = min(now, session.last_heard + pause)
+            if now - session.last_heard > self._timeout_s:
                 self._lose(session, f"silent for {self._timeout_s:g} s")
-            if now - session.seen_at > UNFINISHED_S:
-                session.inbox.drop()
+            if now - session.last_heard > PARTIAL_ITEM_TIMEOUT_S:
+                session.receiver.drop_partial()
 
     def _speak(self) -> None:
         """Answer those that were heard, and send new items."""
@@ -412,16 +422,339 @@ class Mailbox:
         for session in sessions:
             if not session.alive:
                 continue
-            part = session.outbox.take()
+            part = session.sender.next_batch()
             while True:
-                heard = (session.inbox.expected, session.done, session.inbox.gap)
+                heard = (session.receiver.expected, session.acknowledged, session.receiver.gap)
                 self._send(session, "word", *heard, *part[:3], pieces=part.pieces)
-                part = session.outbox.take()
+                part = session.sender.next_batch()
                 if not part.pieces:
                     break
 
     def _send(
-        self, session: Session, kind: str, *values: Any, pieces: Sequence[Piece] | None = None
+        self,
+        session: PeerSession,
+        kind: str,
+        *values: Any,
+        pieces: Sequence[ItemPiece] | None = None,
     ) -> None:
         """What does not fit now is dropped, missed and sent again."""
-        send(self._socket, [session.id], (kind, self._token, *values), pieces)
+        send_message(self._socket, [session.id], (kind, self._token, *values), pieces)
+
+
+WINDOW_BYTES = 64 << 20
+HOST_SILENT_S = 2.5 * HEARTBEAT_S
+STATUS_INTERVAL_S = 0.1
+FLUSH_TIMEOUT_S = 3.0
+EMPTY_MAP = msgpack.packb({})
+LINK_TIMEOUT_S = 5.0
+
+
+class MailboxPeer:
+    """One peer of a mailbox. Its thread finds the host, says that the peer is alive and carries
+    items both ways, while its process computes.
+
+    Items of the host that were not taken when another host appears are dropped: the new one plans
+    anew. Items that no host has handled go to the new one.
+
+    ``malformed`` counts messages that were dropped.
+
+    Args:
+        pointer: the file of the host, which need not be there yet.
+        name: another process that joins by the same name replaces this one.
+        decode: reads an item of the host.
+        about: what the host is to know of the peer, a packed map.
+        status: how it is at first, too.
+        host: the one host there is to be: when it is gone, so is the mailbox. None: whichever the
+            pointer names.
+        address: where that host answered.
+        beat_s: how often to say that the peer is alive, where it has nothing else to say.
+    """
+
+    def __init__(
+        self,
+        pointer: Path,
+        name: str,
+        decode: Decode,
+        *,
+        about: bytes = EMPTY_MAP,
+        status: bytes = EMPTY_MAP,
+        host: HostPointer | None = None,
+        address: str | None = None,
+        beat_s: float = HEARTBEAT_S,
+    ) -> None:
+        if not 0 < len(name) <= MAX_NAME:
+            raise ValueError(f"a name has 1 to {MAX_NAME} characters")
+        self._pointer, self._name, self._decode, self._about = pointer, name, decode, about
+        self._host, self._address, self._beat_s = host, address, beat_s
+        self._malformed = MalformedCounter(f"{name}, {pointer.name}")
+        self._keys = run_keys(pointer.parent)
+        self._id = routing_id()
+        self._changed = threading.Condition()
+        self._items: deque[Any] = deque()
+        self._inbox, self._outbox = ReliableReceiver(0), ReliableSender()
+        self._status, self._fresh = status, False
+        self._status_at = self._looked = self._said = 0.0
+        self._beat = self._heard = time.monotonic()
+        self._token: str | None = None
+        self._greeted = self._welcome = self._owing = False
+        self._failure: str | None = None
+        self._leave_by: float | None = None
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = start_service_thread("mailbox-peer", self._run)
+        atexit.register(self.close)
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed.count
+
+    @property
+    def incarnation(self) -> str:
+        """As in :class:`rlinf.channels.mailbox_protocol.PeerJoined`."""
+        return self._id.hex()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the host was last heard, without the time this process was stopped."""
+        return max(0.0, self._beat - self._heard)
+
+    def receive_items(self, timeout_s: float) -> list[Any]:
+        """The new items of the host, in order; waits for one.
+
+        Raises:
+            ChannelFailed: another process has joined by this name, or there will be no host.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._check()
+                left = deadline - time.monotonic()
+                if self._items or left <= 0:
+                    break
+                self._changed.wait(left)
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+    def send_item(self, item: Block, *, wait: bool = False) -> None:
+        """Send an item; they arrive in order, and are kept until a host has handled them.
+
+        Args:
+            wait: until no more than ``WINDOW`` items and ``WINDOW_BYTES`` are under way, if any.
+
+        Raises:
+            ChannelFailed: as for :meth:`take`.
+        """
+        with self._changed:
+            while wait and self._outbox.is_full(len(item), WINDOW_BYTES):
+                self._check()
+                self._changed.wait(HEARTBEAT_S)
+            self._check()
+            if self._outbox.add(item):
+                os.eventfd_write(self._wakeup, 1)
+
+    def flush(self) -> None:
+        """Wait until the host has handled all items.
+
+        Raises:
+            ChannelFailed: as for :meth:`take`.
+        """
+        with self._changed:
+            while self._outbox:
+                self._check()
+                self._changed.wait(HEARTBEAT_S)
+            self._check()
+
+    def set_status(self, status: bytes) -> None:
+        """Say how the peer is doing; only the last status counts.
+
+        Raises:
+            ChannelFailed: as for :meth:`take`.
+        """
+        with self._changed:
+            self._check()
+            self._status = status
+            if not self._fresh:
+                self._fresh = True
+                os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Leave, when the items were handled or after ``FLUSH_TIMEOUT_S``."""
+        with self._changed:
+            if self._leave_by is not None:
+                return
+            self._leave_by = time.monotonic() + FLUSH_TIMEOUT_S
+            os.eventfd_write(self._wakeup, 1)
+        atexit.unregister(self.close)
+        self._thread.join()
+        self._context.term()
+        os.close(self._wakeup)
+
+    def _check(self) -> None:
+        if self._leave_by is not None:
+            raise ChannelClosed(f"{self._name} has left {self._pointer.name}")
+        if (reason := self._failure or self._host_is_silent()) is not None:
+            raise ChannelFailed(reason)
+
+    def _host_is_silent(self) -> str | None:
+        if self._host is None or self.silent_s <= self._host.timeout_s:
+            return None
+        return (
+            f"{self._pointer.name}: nothing heard from the host at {self._address} for "
+            f"{self.silent_s:.0f} s: it is dead, stopped or cut off"
+        )
+
+    def _run(self) -> None:
+        """The thread that owns the socket."""
+        try:
+            self._work()
+        finally:
+            if self._socket is not None:
+                self._socket.close()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        while self._failure is None:
+            with self._changed:
+                now = time.monotonic()
+                self._heard += paused_s(self._beat, now)
+                self._beat = now
+                if self._leave_by is not None:
+                    late = now > self._leave_by or self._host_is_silent() is not None
+                    if late or not self._outbox:
+                        if self._welcome:
+                            self._send("bye")
+                        return
+            self._look(now)
+            with self._changed:
+                self._speak(now)
+                wait_s = HEARTBEAT_S / 2
+                if self._fresh and self._welcome:
+                    wait_s = min(wait_s, max(0.0, self._status_at + STATUS_INTERVAL_S - now))
+            poller = zmq.Poller()
+            poller.register(self._wakeup, zmq.POLLIN)
+            if self._socket is not None:
+                # It can be written to once it is connected: the time to say hello.
+                poller.register(self._socket, zmq.POLLIN | (0 if self._greeted else zmq.POLLOUT))
+            ready = dict(poller.poll(int(wait_s * 1000) + 1))
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
+            if self._socket is not None and self._socket in ready:
+                with self._changed:
+                    self._receive(self._socket)
+
+    def _look(self, now: float) -> None:
+        """Find the host, and another one when it is silent.
+
+        The lock is not held while the file is read, which may take long.
+        """
+        if self._host is not None and self._address is not None:
+            if self._token is None:
+                self._connect(self._host, self._address)
+            return
+        silent_s = now - self._heard
+        if self._token is not None and silent_s < HOST_SILENT_S:
+            return
+        # The file is on a shared filesystem: the longer nobody is there the rarer.
+        if now - self._looked < min(2.0, max(HEARTBEAT_S, silent_s / 4)):
+            return
+        self._looked = now
+        pointer = read_pointer(self._pointer)
+        if pointer is None or pointer.token == self._token:
+            return
+        try:
+            address = first_reachable(pointer.addresses)
+        except (ValueError, OSError):
+            return
+        if address is not None:
+            self._connect(pointer, address)
+
+    def _connect(self, host: HostPointer, address: str) -> None:
+        fresh = client_socket(self._context, self._keys, self._id, timeout_s=LINK_TIMEOUT_S)
+        fresh.immediate = True  # nothing piles up for a host that is gone
+        try:
+            fresh.connect(address)
+        except zmq.ZMQError:
+            fresh.close(linger=0)
+            return
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        with self._changed:
+            self._socket, self._token = fresh, host.token
+            self._greeted = self._welcome = self._owing = False
+            self._inbox = ReliableReceiver(host.max_bytes)
+            self._items.clear()
+            self._outbox.restart()
+
+    def _speak(self, now: float) -> None:
+        beat = now - self._said >= self._beat_s
+        if not self._welcome:
+            if beat or not self._greeted:
+                sent = self._send("hello", self._name, self._about, self._status)
+                self._greeted = self._greeted or sent
+                self._said = now
+            return
+        with_status = beat or (self._fresh and now - self._status_at >= STATUS_INTERVAL_S)
+        part = self._outbox.next_batch()
+        due = with_status or self._owing
+        while due or part.pieces:
+            heard = (self._inbox.expected, self._inbox.gap)
+            status = self._status if with_status else None
+            if not self._send("word", *heard, *part[:3], status, pieces=part.pieces):
+                # Cut off, or the wire is slow; the next heartbeat carries the status.
+                self._outbox.requeue(part)
+                self._fresh = False
+                break
+            if with_status:
+                self._status_at, self._fresh = now, False
+            if beat:
+                self._said = now
+            self._owing = with_status = beat = due = False
+            part = self._outbox.next_batch()
+
+    def _send(self, kind: str, *values: Any, pieces: Sequence[ItemPiece] | None = None) -> bool:
+        """Whether it is under way."""
+        if self._socket is None:
+            return False
+        return send_message(self._socket, [], (kind, self._token, *values), pieces)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(MAX_MESSAGES_PER_POLL):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                self._hear(*(frame.buffer for frame in frames))
+            except Exception as error:  # whatever foreign bytes bring about
+                self._malformed.count_dropped(error)
+        self._changed.notify_all()
+
+    def _hear(self, control: memoryview, *frames: memoryview) -> None:
+        kind, token, *values = unpack_list(control)
+        if token != self._token:
+            return
+        now = time.monotonic()
+        if kind == "retired":
+            self._failure = f"another process has joined as {self._name}"
+            self._items.clear()
+        elif kind == "over":
+            self._send("bye")
+            if self._host is not None:
+                self._failure = f"{self._pointer.name}: {values[0]}"
+        elif kind == "word":
+            received, done, gap, base, first, turn, lefts = values
+            check_numbers(received, done, base, first, turn)
+            part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
+            self._outbox.acknowledge(received, done, gap)
+            for _, item in self._inbox.accept(part):
+                try:
+                    self._items.append(self._decode(item))
+                except Exception as error:  # as above: what comes after it is taken
+                    self._malformed.count_dropped(error)
+            self._owing = self._owing or bool(lefts)
+        else:
+            raise DataError("unknown kind")
+        self._heard, self._welcome = now, True

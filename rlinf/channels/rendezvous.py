@@ -23,39 +23,35 @@ import msgpack
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from rlinf.channels.base import ChannelClosed, ChannelFailed
-from rlinf.channels.curve import own_addresses, reachable
-from rlinf.channels.keys import run_keys
-from rlinf.channels.mailbox import Mailbox
-from rlinf.channels.messages import Pointer, read_pointer
-from rlinf.channels.numbered import Block
-from rlinf.channels.peer import Peer
-from rlinf.channels.session import Session
+from rlinf.channels.channel import ChannelClosed, ChannelFailed
+from rlinf.channels.curve_sockets import first_reachable, local_addresses, run_keys
+from rlinf.channels.mailbox import MailboxHost, MailboxPeer
+from rlinf.channels.mailbox_protocol import Block, HostPointer, PeerSession, read_pointer
 from rlinf.errors import DataError, StageError
 
-SOONEST_S, LATEST_S = 0.002, 0.25
+MIN_RETRY_S, MAX_RETRY_S = 0.002, 0.25
 """How long to wait before asking again for what is not there."""
-LOOK_S = 0.5
+FILE_POLL_S = 0.5
 """The same for the file, on a shared filesystem."""
-SILENT_S = 30.0
+REQUEST_TIMEOUT_S = 30.0
 """How long rank 0 may leave a request unanswered."""
-BEAT_SHARE = 1 / 15
+HEARTBEAT_FRACTION = 1 / 15
 """Every rank of a large group says so often that it is there, for as long as it lives."""
 MAX_BYTES = 1 << 24
 """Of a request or an answer."""
 MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
 """Of a key and its value, which are in an answer with a little beside them."""
-Do = Callable[..., Any]
+Execute = Callable[..., Any]
 """What carries out a request: verb and arguments."""
 
 
-class Table:
+class KeyValueTable:
     """The keys and their values; any number of threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._verbs: dict[str, Do] = {
+        self._verbs: dict[str, Execute] = {
             "set": self._set,
             "value": self._values.get,
             "missing": lambda keys: [key for key in keys if key not in self._values],
@@ -65,7 +61,7 @@ class Table:
             "count": self._values.__len__,
         }
 
-    def do(self, verb: str, *arguments: Any) -> Any:
+    def execute(self, verb: str, *arguments: Any) -> Any:
         """Carry out a request.
 
         Raises:
@@ -94,42 +90,42 @@ class Table:
         return expected if known is None else known
 
 
-class Host(Mailbox):
+class RendezvousHost(MailboxHost):
     """Rank 0's end: the mailbox's thread answers the others until :meth:`close`.
 
     Requests that cannot be carried out get no answer, and count as ``malformed``.
     """
 
     def __init__(self, pointer: Path) -> None:
-        self.do = Table().do
+        self.execute = KeyValueTable().execute
         super().__init__(
             pointer,
             self._carry_out,
             interface=None,
-            timeout_s=SILENT_S,
+            timeout_s=REQUEST_TIMEOUT_S,
             max_bytes=MAX_BYTES,
-            keeps=False,
+            ack_on_poll=False,
         )
 
     def _carry_out(self, request: Block) -> bytes:
         # As items are read, so that one that cannot be carried out is dropped and counted.
         number, verb, *arguments = _unpacked(request)
-        answer: bytes = msgpack.packb((number, self.do(verb, *arguments)))
+        answer: bytes = msgpack.packb((number, self.execute(verb, *arguments)))
         return answer
 
-    def _arrived(self, session: Session, content: bytes, number: int) -> None:
-        session.outbox.add(content)
+    def _arrived(self, session: PeerSession, content: bytes, number: int) -> None:
+        session.sender.add(content)
 
 
-class Guest(Peer):
+class RendezvousClient(MailboxPeer):
     """The end of another rank; any number of threads, one request after the other."""
 
-    def __init__(self, pointer: Path, name: str, host: Pointer, address: str) -> None:
+    def __init__(self, pointer: Path, name: str, host: HostPointer, address: str) -> None:
         self._number, self._asks = 0, threading.Lock()
-        beat_s = host.timeout_s * BEAT_SHARE
+        beat_s = host.timeout_s * HEARTBEAT_FRACTION
         super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
 
-    def do(self, verb: str, *arguments: Any) -> Any:
+    def execute(self, verb: str, *arguments: Any) -> Any:
         """Have rank 0 carry out a request.
 
         Raises:
@@ -141,16 +137,16 @@ class Guest(Peer):
             _check(*arguments)
         with self._asks:
             self._number += 1
-            deadline = time.monotonic() + SILENT_S
+            deadline = time.monotonic() + REQUEST_TIMEOUT_S
             request = msgpack.packb((self._number, verb, *arguments))
             if len(request) > MAX_BYTES:
                 raise DistStoreError(
                     f"{verb} of {len(request)} bytes: a rendezvous carries at most {MAX_BYTES}"
                 )
             try:
-                self.give(request)
+                self.send_item(request)
                 while (left := deadline - time.monotonic()) > 0:
-                    for number, value in self.take(left):
+                    for number, value in self.receive_items(left):
                         if number == self._number:
                             return value
             except ChannelClosed:
@@ -159,12 +155,12 @@ class Guest(Peer):
             except ChannelFailed as error:
                 raise DistStoreError(f"{error}; the log of rank 0 says more") from None
         raise DistStoreError(
-            f"rank 0 at {self._address} has not answered for {SILENT_S:g} s: it has ended, is "
+            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has ended, is "
             "stopped or cut off; its log says more"
         )
 
 
-class Rendezvous(Store):
+class RendezvousStore(Store):
     """The store as torch wants it.
 
     Torch keeps but its own half of it: the other one must be held as long as torch uses it.
@@ -175,7 +171,9 @@ class Rendezvous(Store):
         leave: closes the end that requests go by.
     """
 
-    def __init__(self, do: Do, timeout_s: float, leave: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, do: Execute, timeout_s: float, leave: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._do, self._timeout_s, self._leave = do, timeout_s, leave
 
@@ -210,28 +208,30 @@ class Rendezvous(Store):
     def check(self, keys: Sequence[str]) -> bool:
         return not self._do("missing", list(keys))
 
-    def clone(self) -> Rendezvous:
+    def clone(self) -> RendezvousStore:
         return self
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        if missing := self.missing(keys, limit):
+        if missing := self.wait_missing(keys, limit):
             raise DistStoreError(f"nobody has set {', '.join(missing)} for {limit:g} s")
 
-    def missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
+    def wait_missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for keys; those that were not set in time."""
-        deadline, pause = time.monotonic() + timeout_s, SOONEST_S
+        deadline, pause = time.monotonic() + timeout_s, MIN_RETRY_S
         wanted = list(keys)
         while wanted := self._do("missing", wanted):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
             time.sleep(min(left, pause))
-            pause = min(2 * pause, LATEST_S)
+            pause = min(2 * pause, MAX_RETRY_S)
         return wanted
 
 
-def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezvous, str]:
+def join_rendezvous(
+    pointer: Path, rank: int, size: int, timeout_s: float
+) -> tuple[RendezvousStore, str]:
     """Wait for all ranks; returns their store, and an address of rank 0 that others reach it by.
 
     The store is held until it is closed or Python ends. No rank forms a group before: a process
@@ -246,19 +246,19 @@ def meet(pointer: Path, rank: int, size: int, timeout_s: float) -> tuple[Rendezv
     """
     deadline = time.monotonic() + timeout_s
     run_keys(pointer.parent)  # of a new run any rank may be the first that makes its folder
-    end: Host | Guest
+    end: RendezvousHost | RendezvousClient
     if rank == 0:
-        end = host = Host(pointer)
+        end = host = RendezvousHost(pointer)
         reached, own = "", _host_of(host.addresses[0])
     else:
         found, address = _find(pointer, rank, timeout_s)
-        end, reached = Guest(pointer, f"rank {rank}", found, address), _host_of(address)
-    store = Rendezvous(end.do, timeout_s, end.close)
+        end, reached = RendezvousClient(pointer, f"rank {rank}", found, address), _host_of(address)
+    store = RendezvousStore(end.execute, timeout_s, end.close)
     atexit.register(store.close)
     try:
         # From its own node any of its addresses will do, of which the others may reach but one.
-        store.set(_here(rank), "" if reached in own_addresses() else reached)
-        late = store.missing([_here(r) for r in range(size)], deadline - time.monotonic())
+        store.set(_here(rank), "" if reached in local_addresses() else reached)
+        late = store.wait_missing([_here(r) for r in range(size)], deadline - time.monotonic())
         if late:
             ranks = ", ".join(key.removeprefix(_here("")) for key in late)
             raise StageError(
@@ -289,19 +289,19 @@ def _here(rank: int | str) -> str:
     return f"here/{rank}"
 
 
-def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[Pointer, str]:
+def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:
     """Where rank 0 is, and the address where it answers."""
-    deadline, pause, known = time.monotonic() + timeout_s, SOONEST_S, None
+    deadline, pause, known = time.monotonic() + timeout_s, MIN_RETRY_S, None
     while True:
         # NFS remembers for a minute that a file is not there, unless its folder is opened.
         os.close(os.open(pointer.parent, os.O_RDONLY | os.O_DIRECTORY))
         known = read_pointer(pointer) or known
-        if known is not None and (address := reachable(known.addresses)) is not None:
+        if known is not None and (address := first_reachable(known.addresses)) is not None:
             return known, address
         if time.monotonic() > deadline:
             break
         time.sleep(pause)
-        pause = min(2 * pause, LOOK_S)
+        pause = min(2 * pause, FILE_POLL_S)
     found = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
     raise StageError(
         f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {found}. Its log, or the "

@@ -10,15 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.counted import counted, counted_actions, on_last_actions
-from rlinf.data.packing import Span
-from rlinf.data.padding import pad
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.loss_mask import action_mask, loss_mask, place_on_last_action
 from rlinf.data.record import Record
-from rlinf.data.transitions import ENDS, INTERVENED
+from rlinf.data.transitions import EPISODE_ENDS, INTERVENED
 from rlinf.errors import InputError
 
 
-class Sample(NamedTuple):
+def pad_right(arrays: Sequence[np.ndarray], length: int, value: float = 0) -> Tensor:
+    """Stack arrays ``[n_i, ...]`` into ``[B, length, ...]``, filled with ``value`` on the right."""
+    first = arrays[0]
+    out = np.full((len(arrays), length, *first.shape[1:]), value, first.dtype)
+    filled = np.arange(length) < np.array([len(array) for array in arrays])[:, None]
+    # All at once: a thousand assignments, one for each array, take longer than some forward passes.
+    out[filled] = np.concatenate(arrays)
+    return torch.from_numpy(out)
+
+
+class TrainingSample(NamedTuple):
     """A trajectory, and what the stages that a flow has said of it."""
 
     trajectory: Record
@@ -26,7 +35,7 @@ class Sample(NamedTuple):
     inference: Record | None = None
 
     @property
-    def kept(self) -> bool:
+    def is_included(self) -> bool:
         """Whether it takes part in the update."""
         return self.reward is None or bool(self.reward.info["keep"])
 
@@ -43,7 +52,7 @@ class StepBatch:
     """``[N]`` int64."""
     old_logprobs: Tensor
     """``[N, T]`` of the policy before the update. Where a step is several choices, this and other
-    log-probabilities have more dimensions; see :mod:`rlinf.algorithms.levels`."""
+    log-probabilities have more dimensions; see :mod:`rlinf.algorithms.granularity`."""
     terminated: Tensor
     """``[N, T]`` 1 where the episode ended by itself, or was judged as a whole."""
     truncated: Tensor
@@ -67,15 +76,15 @@ class StepBatch:
     """``[N, T]`` number of the turn, from 0, that a step of a dialogue is part of."""
     submask: Tensor | None = None
     """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
-    units: Tensor | None = None
+    loss_mask: Tensor | None = None
     """``[N, T]`` or ``[N, T, K]`` 1 where what the loss compares counts."""
-    anchor: Tensor | None = None
+    old_logprob_interpolation: Tensor | None = None
     """``[N, T]`` where ``old_logprobs`` lie between those of the policy that collected a step (0)
     and those of the one in training (1), if they are interpolated."""
-    fresh: Tensor | None = None
+    on_policy_mask: Tensor | None = None
     """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
     the first update of an iteration."""
-    shares: Tensor | None = None
+    loss_weights: Tensor | None = None
     """``[N, T]`` weight of each step in the mean of the loss, without importance weights."""
 
     def __len__(self) -> int:
@@ -92,17 +101,19 @@ class StepBatch:
             raise ValueError(f"the batch has no {column}; did the inference stage provide them?")
         return value
 
-    def spans(self, spans: Sequence[Span], length: int, device: torch.device) -> StepBatch:
+    def select_spans(
+        self, spans: Sequence[StepSpan], length: int, device: torch.device
+    ) -> StepBatch:
         """The given steps, padded on the right to ``length``, on a device."""
         columns = {
-            field.name: taken(value, spans, length).to(device)
+            field.name: gather_steps(value, spans, length).to(device)
             for field in fields(self)
             if (value := getattr(self, field.name)) is not None
         }
         return replace(self, **columns)
 
 
-def taken(column: Tensor, spans: Sequence[Span], length: int) -> Tensor:
+def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tensor:
     """The given steps of ``[N, T, ...]``, padded on the right with 0: ``[B, length, ...]``.
 
     Of ``[N]`` the given samples: ``[B]``.
@@ -117,7 +128,9 @@ def taken(column: Tensor, spans: Sequence[Span], length: int) -> Tensor:
     return torch.where(inside.view(*inside.shape, *[1] * (values.ndim - 2)), values, 0)
 
 
-def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tuple[Record, ...]]:
+def join_by_identity(
+    trajectories: Iterable[Record], *columns: Iterable[Record]
+) -> list[tuple[Record, ...]]:
     """Match the records of several channels by identity, in the order of the first.
 
     Raises:
@@ -141,7 +154,7 @@ def join(trajectories: Iterable[Record], *columns: Iterable[Record]) -> list[tup
     return rows
 
 
-def assemble(rows: Sequence[Sample]) -> StepBatch:
+def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
     """Step columns of samples.
 
     Raises:
@@ -155,7 +168,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         records = [record for sample in rows if (record := sample[source]) is not None]
         if not records or name not in records[0].steps:
             return None
-        return pad([np.asarray(record.steps[name], np.float32) for record in records], length)
+        return pad_right([np.asarray(record.steps[name], np.float32) for record in records], length)
 
     def optional(source: int, name: str) -> Tensor:
         found = column(source, name)
@@ -168,7 +181,9 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
                 "the policy chose itself; choose one that learns from transitions (sac, rlpd, ...)"
             )
     # Row by row: one trajectory may have a mask where another, all of whose steps count, has none.
-    mask = pad([counted(trajectory).astype(np.float32) for trajectory in trajectories], length)
+    mask = pad_right(
+        [loss_mask(trajectory).astype(np.float32) for trajectory in trajectories], length
+    )
     rewards = optional(1, "rewards")
     if bool((lost := (rewards != 0) & (mask == 0)).any()):
         row, step = (int(place) for place in lost.nonzero()[0])
@@ -191,7 +206,7 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
         rollout_logprobs=column(0, "logprobs"),
         turns=column(0, "turns"),
         submask=column(0, "submask"),
-        terminated=torch.maximum(optional(0, "terminated"), optional(1, ENDS)),
+        terminated=torch.maximum(optional(0, "terminated"), optional(1, EPISODE_ENDS)),
         truncated=optional(0, "truncated"),
         bootstrap=optional(0, "bootstrap"),
         values=values,
@@ -200,12 +215,12 @@ def assemble(rows: Sequence[Sample]) -> StepBatch:
     )
 
 
-def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
+def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
     """Rewards of each action of chunks, ``[N, T, C]``; where a stage gave those of chunks alone, on
     the last that was carried out."""
     found = []
     for sample in rows:
-        actions = counted_actions(sample.trajectory)
+        actions = action_mask(sample.trajectory)
         if actions is None:
             raise InputError(
                 f"{sample.trajectory.identity}: the policy gave several values for a step, and its "
@@ -215,7 +230,7 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
         worth = np.asarray(given.get("rewards", np.zeros(len(actions))))
         rewards = given.get("action_rewards")
         if rewards is None:
-            rewards = on_last_actions(worth, actions)
+            rewards = place_on_last_action(worth, actions)
         elif not _add_up(np.asarray(rewards) * actions, worth):
             raise InputError(
                 f"{sample.trajectory.identity}: 'action_rewards' of actions that were carried out "
@@ -223,7 +238,7 @@ def _of_actions(rows: Sequence[Sample], length: int) -> Tensor:
                 "'action_rewards' out"
             )
         found.append(np.asarray(rewards, np.float32))
-    return pad(found, length)
+    return pad_right(found, length)
 
 
 def _add_up(of_actions: np.ndarray, rewards: np.ndarray) -> bool:

@@ -1,6 +1,6 @@
 """Demonstrations in the format of LeRobot, read: versions 2.0 to 3.0 of it.
 
-See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot; :mod:`rlinf.data.lerobot_writer`
+See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot; :mod:`rlinf.data.lerobot`
 writes it. An episode is a trajectory here:
 
 =============================  ===================================================
@@ -24,29 +24,41 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlinf.data.record import Identity, Record, Scalar
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
-from rlinf.data.video import read_video
-from rlinf.errors import DataError, require
-from rlinf.private import places_of
+from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
+from rlinf.data.loss_mask import loss_mask
+from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.data.transitions import (
+    FINAL_OBSERVATIONS,
+    TRUNCATION_STEPS,
+    executed_actions,
+    reject_action_chunks,
+)
+from rlinf.data.video import read_video, write_video
+from rlinf.errors import DataError, InputError, require_package
+from rlinf.verified_io import allowed_link_targets
 
-INFO = Path("meta/info.json")
-STATE, ACTION, REWARD, SUCCESS = "observation.state", "action", "next.reward", "next.success"
-CAMERAS = "observation.images."
+INFO_FILE = Path("meta/info.json")
+STATE_FEATURE, ACTION_FEATURE, REWARD_FEATURE, SUCCESS_FEATURE = (
+    "observation.state",
+    "action",
+    "next.reward",
+    "next.success",
+)
+CAMERA_FEATURE_PREFIX = "observation.images."
 PLACEHOLDER = re.compile(r"\{(\w+)(?::(0?\d{1,2}d))?\}")
 """In the paths that ``meta/info.json`` gives; ``{chunk_index:03d}``, for instance."""
-NEEDED = {STATE: "vectors that a policy sees", ACTION: "what was done"}
+REQUIRED_FEATURES = {STATE_FEATURE: "vectors that a policy sees", ACTION_FEATURE: "what was done"}
 
 
 @dataclass(frozen=True)
-class Episode:
+class LeRobotEpisode:
     """Where one is: rows of a file of steps, and of each camera's video its first picture."""
 
     number: int
@@ -57,7 +69,7 @@ class Episode:
     videos: dict[str, tuple[Path, int]]
 
 
-class Dataset:
+class LeRobotDataset:
     """A folder of demonstrations.
 
     Raises:
@@ -65,13 +77,13 @@ class Dataset:
         MissingPackageError: the package that reads it is not installed.
     """
 
-    def __init__(self, folder: Path, *, solved: bool = False) -> None:
+    def __init__(self, folder: Path, *, all_successful: bool = False) -> None:
         """``solved``: all episodes count as solved at their last step, whatever they say."""
-        require("pyarrow", "lerobot", f"{folder}: a data set of LeRobot")
-        self.folder, self._solved = folder, solved
-        path = folder / INFO
+        require_package("pyarrow", "lerobot", f"{folder}: a data set of LeRobot")
+        self.folder, self._solved = folder, all_successful
+        path = folder / INFO_FILE
         try:
-            self.info: dict[str, Any] = json.loads(self._own(INFO).read_text())
+            self.info: dict[str, Any] = json.loads(self._own(INFO_FILE).read_text())
             version = str(self.info["codebase_version"]).lstrip("v")
             self.features: dict[str, dict[str, Any]] = dict(self.info["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -79,17 +91,17 @@ class Dataset:
         self._major = version.partition(".")[0]
         if self._major not in ("2", "3"):
             raise DataError(f"{path}: version {version}; those from 2.0 to 3.0 can be read")
-        for name, meaning in NEEDED.items():
+        for name, meaning in REQUIRED_FEATURES.items():
             if name not in self.features:
                 has = ", ".join(sorted(self.features))
                 raise DataError(f"{path}: there is no feature {name!r} ({meaning}); it has {has}")
-        if SUCCESS not in self.features and not solved:
+        if SUCCESS_FEATURE not in self.features and not all_successful:
             raise DataError(
-                f"{path}: there is no feature {SUCCESS!r}, so nothing says which episodes solved "
+                f"{path}: there is no feature {SUCCESS_FEATURE!r}, so nothing says which episodes solved "
                 "their task; add it, or where all did, say so: rlinf demonstrations --solved"
             )
         self.cameras = {
-            "images." + name.removeprefix(CAMERAS).removeprefix("observation."): name
+            "images." + name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
             for name, feature in self.features.items()
             if feature["dtype"] in ("image", "video")
         }
@@ -98,7 +110,7 @@ class Dataset:
     def fps(self) -> int:
         return int(self.info["fps"])
 
-    def records(self, *, images: bool = True) -> Iterator[Record]:
+    def trajectories(self, *, images: bool = True) -> Iterator[Record]:
         """The episodes as trajectories, one after the other.
 
         Args:
@@ -117,21 +129,23 @@ class Dataset:
                 raise DataError(f"{episode.data}: episode {episode.number} is not all there")
             yield self._record(episode, rows, self._pictures(episode, rows, videos, images))
 
-    def _record(self, episode: Episode, rows: Any, pictures: dict[str, np.ndarray]) -> Record:
+    def _record(
+        self, episode: LeRobotEpisode, rows: Any, pictures: dict[str, np.ndarray]
+    ) -> Record:
         length = episode.length
         success = np.zeros(length, np.uint8)
         if self._solved:
             success[-1] = 1
         else:
-            success[:] = _column(rows, SUCCESS).reshape(length)
+            success[:] = _column(rows, SUCCESS_FEATURE).reshape(length)
         rewards = success.astype(np.float32)
-        if REWARD in self.features:
-            rewards = _column(rows, REWARD).reshape(length).astype(np.float32)
+        if REWARD_FEATURE in self.features:
+            rewards = _column(rows, REWARD_FEATURE).reshape(length).astype(np.float32)
         terminated = np.zeros(length, np.uint8)
         terminated[-1] = success[-1]
         steps: dict[str, np.ndarray] = {
-            "observations": _column(rows, STATE).reshape(length, -1).astype(np.float32),
-            "actions": _column(rows, ACTION).reshape(length, -1).astype(np.float32),
+            "observations": _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32),
+            "actions": _column(rows, ACTION_FEATURE).reshape(length, -1).astype(np.float32),
             "rewards": rewards,
             "terminated": terminated,
             "truncated": np.zeros(length, np.uint8),
@@ -152,11 +166,11 @@ class Dataset:
             "success_at_end": float(success[-1]),
             "instruction": episode.task,
         }
-        context = {CUT_STEPS: at, CUT_OBSERVATIONS: after[: len(at)]}
-        return Record(Identity(0, episode.number), steps, context, info)
+        context = {TRUNCATION_STEPS: at, FINAL_OBSERVATIONS: after[: len(at)]}
+        return Record(RecordId(0, episode.number), steps, context, info)
 
     def _pictures(
-        self, episode: Episode, rows: Any, videos: dict[str, _Video], images: bool
+        self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _Video], images: bool
     ) -> dict[str, np.ndarray]:
         found = {}
         for own, name in self.cameras.items() if images else ():
@@ -188,7 +202,7 @@ class Dataset:
             DataError: it leads elsewhere, or is no file that can be read to its end.
         """
         found = (self.folder / path).resolve()
-        if not any(found.is_relative_to(place) for place in places_of(self.folder)):
+        if not any(found.is_relative_to(place) for place in allowed_link_targets(self.folder)):
             raise DataError(
                 f"{self.folder}: {path} leads out of the folder, to {found}; a data set has its "
                 "files in it, so copy this one there (cp -L)"
@@ -208,13 +222,13 @@ class Dataset:
         names = {match[1] for match in PLACEHOLDER.finditer(template)}
         if "{" in text or "}" in text or not names <= values.keys():
             raise DataError(
-                f"{self.folder / INFO}: {option} is {template[:200]!r}; its placeholders may be "
+                f"{self.folder / INFO_FILE}: {option} is {template[:200]!r}; its placeholders may be "
                 f"{', '.join(f'{{{name}}}' for name in values)}"
             )
         put = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
         return self._own(put)
 
-    def _episodes(self) -> Iterator[Episode]:
+    def _episodes(self) -> Iterator[LeRobotEpisode]:
         videos = [name for name in self.cameras.values() if self.features[name]["dtype"] == "video"]
         count = 0
         try:
@@ -230,7 +244,7 @@ class Dataset:
         except (KeyError, OSError, ValueError, TypeError) as error:
             raise DataError(f"{self.folder / 'meta'}: damaged ({error!r})") from None
 
-    def _of_three(self, videos: list[str]) -> Iterator[Episode]:
+    def _of_three(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """Many episodes to a file; where each is stands in the tables of ``meta/episodes``."""
         starts: dict[Path, int] = {}
         for table in sorted((self.folder / "meta/episodes").glob("*/*.parquet")):
@@ -247,9 +261,9 @@ class Dataset:
                     places[name] = (path, round(seconds * self.fps))
                 task = " ".join(row["tasks"])
                 number = int(row["episode_index"])
-                yield Episode(number, task, data, start, int(row["length"]), places)
+                yield LeRobotEpisode(number, task, data, start, int(row["length"]), places)
 
-    def _of_two(self, videos: list[str]) -> Iterator[Episode]:
+    def _of_two(self, videos: list[str]) -> Iterator[LeRobotEpisode]:
         """A file for each episode, and one for each of its cameras."""
         for line in self._own("meta/episodes.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -261,7 +275,7 @@ class Dataset:
             places = {name: (self._named("video_path", video_key=name, **at), 0) for name in videos}
             data = self._named("data_path", **at)
             task = " ".join(row["tasks"])
-            yield Episode(number, task, data, 0, int(row["length"]), places)
+            yield LeRobotEpisode(number, task, data, 0, int(row["length"]), places)
 
 
 class _Video:
@@ -286,9 +300,9 @@ class _Video:
         return np.stack(found)
 
 
-def is_dataset(folder: Path) -> bool:
+def is_lerobot_dataset(folder: Path) -> bool:
     """Whether a folder looks like one."""
-    return (folder / INFO).is_file()
+    return (folder / INFO_FILE).is_file()
 
 
 def _table(path: Path) -> Any:
@@ -319,3 +333,321 @@ def _column(rows: Any, name: str) -> np.ndarray:
     if found.null_count:
         raise DataError(f"{name!r}: {found.null_count} values are missing")
     return np.asarray(found.to_numpy(zero_copy_only=False))
+
+
+LEROBOT_VERSION = "v3.0"
+FRAMES_PER_FILE = 20_000
+CHUNK_FILES = 1000
+IMAGE_COLUMN_PREFIX = "images."
+FEATURE_COLUMNS = {
+    STATE_FEATURE: "observations",
+    ACTION_FEATURE: "actions",
+    REWARD_FEATURE: "rewards",
+    SUCCESS_FEATURE: "success",
+}
+DONE_FEATURE = "next.done"
+STATISTICS_STRIDE = 10
+"""Of so many pictures one counts in their statistics."""
+SCALAR_FEATURES = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+
+
+def split_episodes(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
+    """The columns of each whole episode of a trajectory, without those that do not count; ``done``
+    is 1 at the last step of one that ended or was cut off.
+
+    Raises:
+        InputError: it has not the columns of a simulator's trajectories.
+    """
+    steps = trajectory.steps
+    lacking = [
+        name for name in (*FEATURE_COLUMNS.values(), "terminated", "truncated") if name not in steps
+    ]
+    if lacking:
+        raise InputError(
+            f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; demonstrations are made "
+            "of trajectories that a simulator gave (task.name=gym)"
+        )
+    reject_action_chunks(trajectory)
+    done = (np.asarray(steps["terminated"]) | np.asarray(steps["truncated"])).astype(np.uint8)
+    ends = [*(np.flatnonzero(done) + 1).tolist()]
+    if not ends or ends[-1] < len(trajectory):
+        ends.append(len(trajectory))
+    counts, start = loss_mask(trajectory), 0
+    steps = {**steps, "actions": executed_actions(trajectory)}
+    for end in ends:
+        if counts[start:end].all():
+            part = {name: np.asarray(column[start:end]) for name, column in steps.items()}
+            yield {**part, "done": done[start:end]}
+        start = end
+
+
+class LeRobotWriter:
+    """Writes a folder, an episode at a time."""
+
+    def __init__(self, folder: Path, *, fps: int, task: str, robot: str = "", png: bool = False):
+        """
+        Args:
+            folder: a new one.
+            fps: pictures of a second.
+            task: what episodes that do not say it are to do.
+            robot: its type.
+            png: whether pictures are to be kept without a loss, in Parquet files.
+
+        Raises:
+            InputError: the folder holds something.
+            MissingPackageError: a package that writes it is not installed.
+        """
+        require_package("pyarrow", "lerobot", "writing a data set of LeRobot")
+        if folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder}: exists and is not empty")
+        self._folder, self._fps, self._task, self._png = folder, fps, task, png
+        self._robot = robot
+        self._tasks: dict[str, int] = {}
+        self._cameras: dict[str, tuple[int, ...]] = {}
+        self._sizes: dict[str, int] = {}
+        self._episodes: list[dict[str, Any]] = []
+        self._stats: dict[str, _Stats] = {}
+        self._waiting: list[dict[str, np.ndarray]] = []
+        self._frames, self._written, self._files = 0, 0, 0
+
+    def add_trajectory(self, trajectory: Record) -> None:
+        """Add the episodes of a trajectory.
+
+        Raises:
+            InputError: they have other columns than those before.
+        """
+        said = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
+        for episode in split_episodes(trajectory):
+            self._alike(trajectory, episode)
+            # What a policy saw in words is a column; its first row is what the episode began with.
+            task = (
+                decode_instruction(episode[INSTRUCTION_COLUMN][0])
+                if INSTRUCTION_COLUMN in episode
+                else said
+            )
+            number = self._tasks.setdefault(task, len(self._tasks))
+            length = len(episode["done"])
+            self._episodes.append(
+                {
+                    "episode_index": len(self._episodes),
+                    "tasks": [task],
+                    "length": length,
+                    "data/chunk_index": self._files // CHUNK_FILES,
+                    "data/file_index": self._files % CHUNK_FILES,
+                    "dataset_from_index": self._frames,
+                    "dataset_to_index": self._frames + length,
+                    **self._places(length),
+                    "meta/episodes/chunk_index": 0,
+                    "meta/episodes/file_index": 0,
+                }
+            )
+            frame = np.arange(length)
+            self._waiting.append(
+                {
+                    **episode,
+                    "timestamp": frame / self._fps,
+                    "frame_index": frame,
+                    "episode_index": np.full(length, len(self._episodes) - 1),
+                    "index": self._frames + frame,
+                    "task_index": np.full(length, number),
+                }
+            )
+            self._frames += length
+            if self._frames - self._written >= FRAMES_PER_FILE:
+                self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and what says what there is.
+
+        Raises:
+            InputError: there is no episode.
+        """
+        if not self._episodes:
+            raise InputError(f"{self._folder}: no whole episode to write")
+        self._flush()
+        import pyarrow
+        from pyarrow import parquet
+
+        meta = self._folder / "meta"
+        (meta / "episodes/chunk-000").mkdir(parents=True)
+        table = pyarrow.Table.from_pylist(self._episodes)
+        parquet.write_table(table, meta / "episodes/chunk-000/file-000.parquet")
+        # As pandas writes a table whose index is the task.
+        tasks = {"task_index": [*self._tasks.values()], "task": [*self._tasks]}
+        columns = [
+            {"name": n, "field_name": n, "pandas_type": of, "numpy_type": kind, "metadata": None}
+            for n, of, kind in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+        ]
+        index = {"index_columns": ["task"], "columns": columns, "column_indexes": []}
+        table = pyarrow.table(tasks).replace_schema_metadata({"pandas": json.dumps(index)})
+        parquet.write_table(table, meta / "tasks.parquet")
+        stats = {name: each.values() for name, each in self._stats.items()}
+        (meta / "stats.json").write_text(json.dumps(stats, indent=4))
+        (self._folder / INFO_FILE).write_text(json.dumps(self._info(), indent=4))
+
+    def _alike(self, trajectory: Record, episode: dict[str, np.ndarray]) -> None:
+        cameras = {n: a.shape[1:] for n, a in episode.items() if n.startswith(IMAGE_COLUMN_PREFIX)}
+        sizes = {
+            name: int(np.prod(episode[FEATURE_COLUMNS[name]].shape[1:]))
+            for name in (STATE_FEATURE, ACTION_FEATURE)
+        }
+        if not self._sizes:
+            self._cameras, self._sizes = cameras, sizes
+        if (cameras, sizes) != (self._cameras, self._sizes):
+            raise InputError(
+                f"{trajectory.identity}: {sizes} and pictures {cameras} are not those of the "
+                f"episodes before, {self._sizes} and {self._cameras}"
+            )
+
+    def _places(self, length: int) -> dict[str, Any]:
+        """Where the pictures of the next episode are."""
+        found: dict[str, Any] = {}
+        begin = self._frames - self._written
+        for name in () if self._png else self._cameras:
+            key = f"videos/{_feature(name)}"
+            found[f"{key}/chunk_index"] = self._files // CHUNK_FILES
+            found[f"{key}/file_index"] = self._files % CHUNK_FILES
+            found[f"{key}/from_timestamp"] = begin / self._fps
+            found[f"{key}/to_timestamp"] = (begin + length) / self._fps
+        return found
+
+    def _flush(self) -> None:
+        """Write a file of steps, and one of each camera."""
+        if not self._waiting:
+            return
+        import pyarrow
+        from pyarrow import parquet
+
+        chunk, file = divmod(self._files, CHUNK_FILES)
+        place = f"chunk-{chunk:03d}/file-{file:03d}"
+        columns = {}
+        for name, own in FEATURE_COLUMNS.items():
+            values = np.concatenate([episode[own] for episode in self._waiting])
+            self._count(name, values)
+            if name in self._sizes:
+                flat = pyarrow.array(values.astype(np.float32).ravel())
+                columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, self._sizes[name])
+            else:
+                columns[name] = pyarrow.array(
+                    values.astype("float32" if name == REWARD_FEATURE else "?")
+                )
+        done = np.concatenate([episode["done"] for episode in self._waiting])
+        columns[DONE_FEATURE] = pyarrow.array(done.astype(np.bool_))
+        for name, kind in SCALAR_FEATURES.items():
+            values = np.concatenate([episode[name] for episode in self._waiting])
+            columns[name] = pyarrow.array(values.astype(kind))
+        for name in self._cameras:
+            pictures = [picture for episode in self._waiting for picture in episode[name]]
+            # Channels have statistics, between 0 and 1.
+            for picture in pictures[::STATISTICS_STRIDE]:
+                self._count(_feature(name), picture.reshape(-1, 3) / 255, channels=True)
+            if self._png:
+                cells = [{"bytes": _png(picture), "path": None} for picture in pictures]
+                kinds = {"bytes": pyarrow.binary(), "path": pyarrow.string()}
+                columns[_feature(name)] = pyarrow.array(cells, pyarrow.struct(kinds))
+            else:
+                video = self._folder / "videos" / _feature(name) / f"{place}.mp4"
+                video.parent.mkdir(parents=True, exist_ok=True)
+                write_video(video, pictures, self._fps)
+        path = self._folder / "data" / f"{place}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.table(columns), path)
+        self._waiting, self._written, self._files = [], self._frames, self._files + 1
+
+    def _count(self, name: str, values: np.ndarray, *, channels: bool = False) -> None:
+        rows = values.reshape(len(values), -1).astype(np.float64)
+        self._stats.setdefault(name, _Stats(channels)).add(rows)
+
+    def _info(self) -> dict[str, Any]:
+        def numbers(name: str, kind: str) -> dict[str, Any]:
+            return {"dtype": kind, "shape": [self._sizes.get(name, 1)], "names": None}
+
+        kinds = {
+            STATE_FEATURE: "float32",
+            ACTION_FEATURE: "float32",
+            REWARD_FEATURE: "float32",
+            SUCCESS_FEATURE: "bool",
+        }
+        features = {
+            name: numbers(name, kind) for name, kind in {**kinds, DONE_FEATURE: "bool"}.items()
+        }
+        for name, shape in self._cameras.items():
+            features[_feature(name)] = {
+                "dtype": "image" if self._png else "video",
+                "shape": [*(size + size % 2 for size in shape[:2]), 3] if not self._png else shape,
+                "names": ["height", "width", "channels"],
+            }
+        features |= {name: numbers(name, kind) for name, kind in SCALAR_FEATURES.items()}
+        videos = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+        return {
+            "codebase_version": LEROBOT_VERSION,
+            "robot_type": self._robot or None,
+            "total_episodes": len(self._episodes),
+            "total_frames": self._frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": CHUNK_FILES,
+            "fps": self._fps,
+            "splits": {"train": f"0:{len(self._episodes)}"},
+            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+            "video_path": videos if self._cameras and not self._png else None,
+            "features": features,
+        }
+
+
+class _Stats:
+    """Of a feature's numbers: least, largest, mean and deviation of each."""
+
+    def __init__(self, channels: bool) -> None:
+        self._channels, self._rows, self._items = channels, 0, 0
+        self._least = self._most = self._sum = self._square = np.zeros(0)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Numbers ``[n, D]``; of a picture a row for each of its points."""
+        least, most = rows.min(0), rows.max(0)
+        if not self._rows:
+            self._least, self._most = least, most
+            self._sum = self._square = np.zeros_like(least)
+        self._least, self._most = np.minimum(self._least, least), np.maximum(self._most, most)
+        self._sum, self._square = self._sum + rows.sum(0), self._square + np.square(rows).sum(0)
+        self._rows += len(rows)
+        self._items += 1 if self._channels else len(rows)
+
+    def values(self) -> dict[str, Any]:
+        mean = self._sum / self._rows
+        deviation = np.sqrt(np.maximum(self._square / self._rows - np.square(mean), 0))
+        named = {"min": self._least, "max": self._most, "mean": mean, "std": deviation}
+        shape = (-1, 1, 1) if self._channels else (-1,)
+        found = {name: value.reshape(shape).tolist() for name, value in named.items()}
+        return {**found, "count": [self._items]}
+
+
+def write_lerobot_dataset(folder: Path, trajectories: Iterable[Record], **options: Any) -> int:
+    """Write trajectories as a data set; returns how many episodes there are.
+
+    Args:
+        options: of :class:`Writer`.
+    """
+    writer = LeRobotWriter(folder, **options)
+    for trajectory in trajectories:
+        writer.add_trajectory(trajectory)
+    writer.close()
+    return len(writer._episodes)
+
+
+def _feature(camera: str) -> str:
+    """What a column of pictures is called there."""
+    return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_COLUMN_PREFIX)
+
+
+def _png(picture: np.ndarray) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return file.getvalue()

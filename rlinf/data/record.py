@@ -10,12 +10,12 @@ import numpy as np
 import xxhash
 
 Scalar = float | int | str
-LARGE_BYTES = 1 << 10
+LARGE_ROW_BYTES = 1 << 10
 """Columns of steps whose rows have at least as much (images and the like) are read as they are
 used."""
 
 
-class Identity(NamedTuple):
+class RecordId(NamedTuple):
     """Who a record is. A retry produces the same iteration and sample with another attempt."""
 
     iteration: int
@@ -38,7 +38,7 @@ class Record:
     given as, so that a record in memory and the same one read from a file have one digest.
     """
 
-    identity: Identity
+    identity: RecordId
     steps: dict[str, np.ndarray] = field(default_factory=dict)
     context: dict[str, np.ndarray] = field(default_factory=dict)
     info: dict[str, Scalar] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Record:
         if not all(type(value) in (int, float, str) for value in self.info.values()):
             self.info = {name: _plain(value) for name, value in self.info.items()}
 
-    def part(self, start: int, stop: int) -> Record:
+    def slice_steps(self, start: int, stop: int) -> Record:
         """Its steps from ``start`` up to ``stop``, as views, with all else."""
         if (start, stop) == (0, len(self)):
             return self
@@ -86,11 +86,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, np.str_) else value
 
 
-def digest_of(records: Iterable[Record]) -> int:
-    """64 bits of some records, in any order; see :func:`joined_digest`."""
-    return joined_digest(record.digest() for record in records)
+def digest_records(records: Iterable[Record]) -> int:
+    """64 bits of some records, in any order; see :func:`combine_digests`."""
+    return combine_digests(record.digest() for record in records)
 
 
-def joined_digest(digests: Iterable[int]) -> int:
+def combine_digests(digests: Iterable[int]) -> int:
     """Of parts the digest of the whole: a sum, in which equal parts do not cancel."""
     return sum(digests) % (1 << 64)

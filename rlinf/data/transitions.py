@@ -12,14 +12,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rlinf.data.counted import counted, counted_actions
+from rlinf.data.loss_mask import action_mask, loss_mask
 from rlinf.data.record import Record
 from rlinf.errors import InputError
 
-CUT_STEPS, CUT_OBSERVATIONS = "cut_steps", "cut_observations"
+TRUNCATION_STEPS, FINAL_OBSERVATIONS = "cut_steps", "cut_observations"
 """Context of a trajectory: the steps ``[K]`` after which it was cut off, in order, and what was
 seen then ``[K, D]``."""
-INTERVENED, PERFORMED = "intervened", "performed"
+INTERVENED, EXECUTED_ACTIONS = "intervened", "performed"
 """Step columns of a trajectory in which a person may have acted in the place of the policy: where
 that was so, uint8 ``[T]`` (of chunks ``[T, H]``), and the actions that were carried out.
 ``actions`` are always the policy's, to which its log-probabilities belong."""
@@ -27,18 +27,25 @@ ACTION_LOW, ACTION_HIGH = "action_low", "action_high"
 """Context of a trajectory of vectors: the bounds ``[A]`` of its actions, infinite where there are
 none, of an integer type where actions are rounded. ``actions`` may lie beyond them; the simulator
 carries them out within."""
-ENDS = "ends"
+EPISODE_ENDS = "ends"
 """Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that was judged as a whole,
 also where it was cut off: nothing follows."""
-FIELDS = ("observations", "actions", "rewards", "next_observations", "terminated", "truncated")
+TRANSITION_FIELDS = (
+    "observations",
+    "actions",
+    "rewards",
+    "next_observations",
+    "terminated",
+    "truncated",
+)
 
 
 class Transitions(ABC):
     """Some transitions, by number from 0, oldest first."""
 
     dtype: np.dtype
-    """Of a row: a structure with :data:`FIELDS`."""
-    new: int
+    """Of a row: a structure with :data:`TRANSITION_FIELDS`."""
+    num_new: int
     """How many of them, the last ones, came since the last update."""
 
     @abstractmethod
@@ -50,11 +57,11 @@ class Transitions(ABC):
         """Rows ``[n]`` of these numbers ``[n]``, copied."""
 
 
-class Held(Transitions):
+class InMemoryTransitions(Transitions):
     """Transitions in memory."""
 
     def __init__(self, rows: np.ndarray) -> None:
-        self._rows, self.dtype, self.new = rows, rows.dtype, len(rows)
+        self._rows, self.dtype, self.num_new = rows, rows.dtype, len(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -63,12 +70,12 @@ class Held(Transitions):
         return self._rows[numbers]
 
 
-class Joined(Transitions):
+class ConcatenatedTransitions(Transitions):
     """Some transitions, and then others of the same type."""
 
     def __init__(self, first: Transitions, second: Transitions) -> None:
         self._first, self._second = first, second
-        self.dtype, self.new = first.dtype, first.new + second.new
+        self.dtype, self.num_new = first.dtype, first.num_new + second.num_new
 
     def __len__(self) -> int:
         return len(self._first) + len(self._second)
@@ -80,7 +87,7 @@ class Joined(Transitions):
         return rows
 
 
-def row_type(observation: int, action: int) -> np.dtype:
+def transition_dtype(observation: int, action: int) -> np.dtype:
     """The type of a row for observations ``[observation]`` and actions ``[action]``."""
     return np.dtype(
         [
@@ -94,7 +101,7 @@ def row_type(observation: int, action: int) -> np.dtype:
     )
 
 
-def fields_of(dtype: np.dtype) -> list[list[object]]:
+def dtype_fields(dtype: np.dtype) -> list[list[object]]:
     """Name, type and shape of each field, as plain values."""
     found: list[list[object]] = []
     for name in dtype.names or ():
@@ -103,9 +110,9 @@ def fields_of(dtype: np.dtype) -> list[list[object]]:
     return found
 
 
-def misfit(own: np.dtype, other: np.dtype) -> str | None:
+def dtype_mismatch(own: np.dtype, other: np.dtype) -> str | None:
     """What the first field is that two types of rows do not have alike; None: all are."""
-    mine, theirs = ({str(f[0]): f[1:] for f in fields_of(t)} for t in (own, other))
+    mine, theirs = ({str(f[0]): f[1:] for f in dtype_fields(t)} for t in (own, other))
     for name in [*mine, *theirs]:
         if mine.get(name) != theirs.get(name):
             shown = [" ".join(map(str, f[name])) if name in f else "none" for f in (mine, theirs)]
@@ -113,7 +120,7 @@ def misfit(own: np.dtype, other: np.dtype) -> str | None:
     return None
 
 
-def within(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Actions ``[..., A]`` as they are carried out: clipped to the bounds, and rounded to the
     nearest integers (halves to the even one) where the bounds are integers."""
     clipped = np.minimum(np.maximum(actions, low), high)
@@ -122,21 +129,21 @@ def within(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray
     return clipped
 
 
-def carried_out(trajectory: Record) -> np.ndarray:
+def executed_actions(trajectory: Record) -> np.ndarray:
     """The actions of a trajectory as they were carried out, ``[T, ...]``: within the bounds, and a
     person's where a person acted."""
     actions = np.asarray(trajectory.steps["actions"])
     if ACTION_LOW in trajectory.context:
         low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
-        actions = within(actions, low, high).astype(actions.dtype)
+        actions = clip_actions(actions, low, high).astype(actions.dtype)
     if INTERVENED not in trajectory.steps:
         return actions
     acted = np.asarray(trajectory.steps[INTERVENED]) != 0
     acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
-    return np.where(acted, trajectory.steps[PERFORMED], actions).astype(actions.dtype)
+    return np.where(acted, trajectory.steps[EXECUTED_ACTIONS], actions).astype(actions.dtype)
 
 
-def clip_share(trajectory: Record) -> float | None:
+def action_clip_ratio(trajectory: Record) -> float | None:
     """The share of the components of a trajectory's actions, of the steps that count, that lay
     beyond their bounds; None: they have no bounds."""
     if ACTION_LOW not in trajectory.context:
@@ -147,34 +154,34 @@ def clip_share(trajectory: Record) -> float | None:
     low, high = (bound.astype(np.float64) for bound in (low, high))
     slack = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
     beyond = (actions < low - slack) | (actions > high + slack)
-    counts, of_chunks = counted(trajectory), counted_actions(trajectory)
+    counts, of_chunks = loss_mask(trajectory), action_mask(trajectory)
     if of_chunks is not None:
         counts = counts[:, None] & of_chunks
     found = beyond[counts]
     return float(found.mean()) if found.size else 0.0
 
 
-def acted_in(trajectory: Record) -> np.ndarray:
-    """In which of the rows of :func:`transitions_of` a person acted, bool ``[n]``."""
-    counts = counted(trajectory)
+def intervention_mask(trajectory: Record) -> np.ndarray:
+    """In which of the rows of :func:`to_transitions` a person acted, bool ``[n]``."""
+    counts = loss_mask(trajectory)
     acted = np.asarray(trajectory.steps.get(INTERVENED, np.zeros(len(trajectory)))) != 0
     return acted[counts]
 
 
-def transitions_of(
+def to_transitions(
     trajectory: Record, rewards: np.ndarray, ends: np.ndarray | None = None
 ) -> np.ndarray:
     """The steps of a trajectory that count, with what was done and what was seen after each.
 
     Args:
         trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
-            ``terminated``; context :data:`CUT_STEPS` and :data:`CUT_OBSERVATIONS`. After any other
+            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. After any other
             step that did not end its episode comes the next one's observation.
         rewards: ``[T]``.
         ends: ``[T]`` 1 where nothing follows though the episode was cut off; None: nowhere.
 
     Returns:
-        Rows of :func:`row_type`; ``truncated`` is 1 wherever the trajectory was cut off, by the
+        Rows of :func:`transition_dtype`; ``truncated`` is 1 wherever the trajectory was cut off, by the
         environment or by the end of what was collected.
 
     Raises:
@@ -182,27 +189,27 @@ def transitions_of(
     """
     steps, context = trajectory.steps, trajectory.context
     lacking = [name for name in ("observations", "actions", "terminated") if name not in steps]
-    lacking += [name for name in (CUT_STEPS, CUT_OBSERVATIONS) if name not in context]
+    lacking += [name for name in (TRUNCATION_STEPS, FINAL_OBSERVATIONS) if name not in context]
     if lacking:
         raise InputError(
             f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; transitions are made of "
             "trajectories that a simulator gave (task.name=gym)"
         )
-    refuse_chunks(trajectory)
+    reject_action_chunks(trajectory)
     seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
-    actions = carried_out(trajectory).astype(np.float32).reshape(length, -1)
+    actions = executed_actions(trajectory).astype(np.float32).reshape(length, -1)
     if seen.ndim != 2:
         raise InputError(
             f"{trajectory.identity}: observations {seen.shape} of a trajectory; expected vectors"
         )
-    rows = np.zeros(length, row_type(seen.shape[1], actions.shape[1]))
+    rows = np.zeros(length, transition_dtype(seen.shape[1], actions.shape[1]))
     rows["observations"], rows["actions"], rows["rewards"] = seen, actions, rewards
     rows["terminated"] = steps["terminated"]
     if ends is not None:
         rows["terminated"] |= np.asarray(ends, np.uint8)
     rows["next_observations"][:-1] = seen[1:]
-    cut = context[CUT_STEPS]
-    rows["next_observations"][cut] = context[CUT_OBSERVATIONS]
+    cut = context[TRUNCATION_STEPS]
+    rows["next_observations"][cut] = context[FINAL_OBSERVATIONS]
     rows["truncated"][cut] = 1
     ended = rows["terminated"] == 1
     rows["truncated"][ended] = 0
@@ -212,10 +219,10 @@ def transitions_of(
         )
     # Nothing follows: what stands there must not depend on which episode came next.
     rows["next_observations"][ended] = seen[ended]
-    return rows[counted(trajectory)]
+    return rows[loss_mask(trajectory)]
 
 
-def refuse_chunks(trajectory: Record) -> None:
+def reject_action_chunks(trajectory: Record) -> None:
     """
     Raises:
         InputError: its steps are chunks of actions, of which nothing says what was seen between
@@ -224,11 +231,11 @@ def refuse_chunks(trajectory: Record) -> None:
     if "executed" in trajectory.steps:
         raise InputError(
             f"{trajectory.identity}: its policy acts by chunks, and what was seen between their "
-            "actions was not kept; collect with model.chunk=1"
+            "actions was not kept; collect with model.chunk_size=1"
         )
 
 
-def concatenated(parts: Iterable[np.ndarray]) -> np.ndarray:
+def concatenate_transitions(parts: Iterable[np.ndarray]) -> np.ndarray:
     """Rows of several trajectories.
 
     Raises:
@@ -239,6 +246,6 @@ def concatenated(parts: Iterable[np.ndarray]) -> np.ndarray:
     if not every:
         raise ValueError("no trajectories to make transitions of")
     for part in every[1:]:
-        if (wrong := misfit(every[0].dtype, part.dtype)) is not None:
+        if (wrong := dtype_mismatch(every[0].dtype, part.dtype)) is not None:
             raise InputError(f"trajectories of one batch differ in {wrong}")
     return np.concatenate(every)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf.errors import DataError, require
+from rlinf.errors import DataError, require_package
 
 QUALITY = "18"
 """Constant rate factor of x264: what is lost is hardly seen."""
@@ -23,7 +23,7 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
         MissingPackageError: PyAV is not installed.
         ValueError: there are none, or one has another size.
     """
-    require("av", "video", "writing videos")
+    require_package("av", "video", "writing videos")
     import av
 
     stream, count = None, 0
@@ -51,7 +51,7 @@ def read_video(path: Path) -> Iterator[np.ndarray]:
         MissingPackageError: PyAV is not installed.
         DataError: no readable video.
     """
-    require("av", "video", "reading videos")
+    require_package("av", "video", "reading videos")
     import av
 
     try:

@@ -8,9 +8,9 @@ engines = Registry(
         "transformers": "rlinf.engines.transformers:TransformersEngine",
         "direct": "rlinf.engines.direct:DirectEngine",
         "sglang": "rlinf.engines.sglang:SGLangEngine",
-        "sglang_in_process": "rlinf.engines.sglang_in_process:SGLangInProcess",
+        "sglang_in_process": "rlinf.engines.sglang_in_process:SGLangInProcessEngine",
         "vllm": "rlinf.engines.vllm:VLLMEngine",
-        "vllm_in_process": "rlinf.engines.vllm_in_process:VLLMInProcess",
+        "vllm_in_process": "rlinf.engines.vllm_in_process:VLLMInProcessEngine",
     },
     base="rlinf.engines.base:Engine",
 )

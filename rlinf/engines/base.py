@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.capabilities import Component
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import Section
 from rlinf.data.record import Record
+from rlinf.device_memory import MemorySize
 from rlinf.errors import DataError
-from rlinf.fit import Part
-from rlinf.residency import Size
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnSpec:
     """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack.
 
     ``...`` is any shape.
@@ -37,44 +37,50 @@ class Column:
     optional: bool = False
 
 
-TOKEN_REQUEST = {
-    "sample": Column("int64"),  # number of the sample: with the seed it fixes its randomness
-    "prompt": Column("int64", "P"),  # token ids, from the left; what follows prompt_length is void
-    "prompt_length": Column("int64"),
-    # Images of the prompts, of engines that offer rlinf.fit.IMAGE_REQUESTS; rlinf.models.images.
-    "pixels": Column("uint8", "I", optional=True),  # filled up with anything
-    "image_sizes": Column("int64", "KD", optional=True),  # height and width; 0 0 is no image
-    "turn": Column("int64", optional=True),  # 0 by default: the how manieth request of the sample
+TOKEN_REQUEST_COLUMNS = {
+    "sample": ColumnSpec("int64"),  # number of the sample: with the seed it fixes its randomness
+    "prompt": ColumnSpec(
+        "int64", "P"
+    ),  # token ids, from the left; what follows prompt_length is void
+    "prompt_length": ColumnSpec("int64"),
+    # Images of the prompts, of engines that offer rlinf.capabilities.IMAGE_INPUTS; rlinf.models.images.
+    "pixels": ColumnSpec("uint8", "I", optional=True),  # filled up with anything
+    "image_sizes": ColumnSpec("int64", "KD", optional=True),  # height and width; 0 0 is no image
+    "turn": ColumnSpec(
+        "int64", optional=True
+    ),  # 0 by default: the how manieth request of the sample
     # What there is of samples that another engine gave up; begun_length is below the horizon.
-    "begun_length": Column("int64", optional=True),
-    "begun_tokens": Column("int64", "N", optional=True),
-    "begun_logprobs": Column("float32", "N", optional=True),
-    "begun_version": Column("int64", "N", optional=True),
+    "begun_length": ColumnSpec("int64", optional=True),
+    "begun_tokens": ColumnSpec("int64", "N", optional=True),
+    "begun_logprobs": ColumnSpec("float32", "N", optional=True),
+    "begun_version": ColumnSpec("int64", "N", optional=True),
 }
-"""``info`` has the fields of :class:`rlinf.data.sampling.Sampling`."""
-TOKEN_REPLY = {
-    "sample": Column("int64"),  # in any order, in one reply or several
-    "tokens": Column("int64", "T"),
-    "logprobs": Column("float32", "T"),  # of each token when it was chosen; see Sampling
-    "length": Column("int64"),  # tokens of the sample, the one that ended it included
-    "stopped": Column("bool"),  # by a stop token or stop string, not by the horizon
-    "unfinished": Column("bool", optional=True),  # given up; false by default
-    "version": Column("int64", "T", optional=True),  # of the weights that chose each token
+"""``info`` has the fields of :class:`rlinf.data.sampling_params.SamplingParams`."""
+TOKEN_REPLY_COLUMNS = {
+    "sample": ColumnSpec("int64"),  # in any order, in one reply or several
+    "tokens": ColumnSpec("int64", "T"),
+    "logprobs": ColumnSpec("float32", "T"),  # of each token when it was chosen; see Sampling
+    "length": ColumnSpec("int64"),  # tokens of the sample, the one that ended it included
+    "stopped": ColumnSpec("bool"),  # by a stop token or stop string, not by the horizon
+    "unfinished": ColumnSpec("bool", optional=True),  # given up; false by default
+    "version": ColumnSpec("int64", "T", optional=True),  # of the weights that chose each token
 }
 """``info["version"]`` is that of the weights that chose the first token of these samples."""
-ACTION_REQUEST = {"sample": Column("int64")}
+ACTION_REQUEST_COLUMNS = {"sample": ColumnSpec("int64")}
 """The other columns, ``[B, ...]``, are the observation. ``info``: ``time``, the step, below
 ``horizon``, and ``temperature``."""
-ACTION_REPLY = {
-    "sample": Column("int64"),  # as asked, in one reply
-    "logprob": Column("float32", "..."),  # [B], or of each choice of the action: [B, K], [B, C, D]
-    "version": Column("int64", optional=True),
+ACTION_REPLY_COLUMNS = {
+    "sample": ColumnSpec("int64"),  # as asked, in one reply
+    "logprob": ColumnSpec(
+        "float32", "..."
+    ),  # [B], or of each choice of the action: [B, K], [B, C, D]
+    "version": ColumnSpec("int64", optional=True),
 }
 """And ``action`` ``[B]`` or ``[B, ...]``, with whatever else the policy says, such as ``value``.
 ``info["version"]`` as above."""
 
 
-def check_columns(record: Record, columns: Mapping[str, Column]) -> None:
+def check_columns(record: Record, columns: Mapping[str, ColumnSpec]) -> None:
     """See that a record has these columns.
 
     Raises:
@@ -106,12 +112,12 @@ def check_token_request(record: Record) -> None:
     Raises:
         DataError: a column is missing or malformed, or a prompt is empty.
     """
-    check_columns(record, TOKEN_REQUEST)
+    check_columns(record, TOKEN_REQUEST_COLUMNS)
     if (record.steps["prompt_length"] < 1).any():
         raise DataError("a prompt has no token: nothing stands before the first of its sample")
 
 
-class Requests(Protocol):
+class RequestReceiver(Protocol):
     """The end of a channel that an engine reads, in one thread."""
 
     def get(self) -> Record:
@@ -124,22 +130,22 @@ class Requests(Protocol):
 
 
 @dataclass(frozen=True)
-class Hooks:
+class RolloutHooks:
     """What a stage lets an engine ask while samples are under way."""
 
-    newer: Callable[[], tuple[Path, int] | None] | None = None
+    newer_weights: Callable[[], tuple[Path, int] | None] | None = None
     """The folder and version of weights to go on with, if there are any. Where this is set, replies
     have ``version``."""
-    gives_up: Callable[[int, int], bool] | None = None
+    should_abort: Callable[[int, int], bool] | None = None
     """Given how many samples are unfinished and how many have been asked: whether to reply those
     under way as they are, as ``unfinished``. Engines whose requests are short need not ask. What it
     raises ends :meth:`Engine.generate`."""
 
 
-NO_HOOKS = Hooks()
+NO_HOOKS = RolloutHooks()
 
 
-class Engine(Part, ABC):
+class Engine(Component, ABC):
     """Answers requests under one version of the weights, or the newest that hooks tell of.
 
     A sample's randomness is (seed, iteration, stage, sample, turn); what is drawn depends neither
@@ -149,13 +155,13 @@ class Engine(Part, ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
-    layouts: ClassVar[frozenset[str]] = frozenset()
+    supported_layouts: ClassVar[frozenset[str]] = frozenset()
     """Ways in which processes can share a copy of the model: fields of
-    :class:`rlinf.channels.world.ParallelLayout`."""
-    world: World = World()
+    :class:`rlinf.channels.process_group.ParallelLayout`."""
+    world: ProcessGroupInfo = ProcessGroupInfo()
     """The processes of the stage; told before weights come. Those of one copy of the model load the
     same weights; the one that speaks has the requests, the others :meth:`assist`."""
-    logs: Path | None = None
+    log_folder: Path | None = None
     """Folder for what its processes print; told before weights come. None: it is not kept."""
     version: int = -1
     """Of the weights it serves; -1: it has none."""
@@ -166,12 +172,12 @@ class Engine(Part, ABC):
         """Start nothing yet: weights come by :meth:`load`."""
 
     @classmethod
-    def takes_dtype(cls, config: Any) -> torch.dtype | None:
+    def weight_dtype(cls, config: Any) -> torch.dtype | None:
         """The type in which it takes float32 weights; None: as they are."""
         return None
 
     @classmethod
-    def rows(cls, config: Any) -> int | None:
+    def max_batch(cls, config: Any) -> int | None:
         """Most samples that a process decodes at once, for predictions; None: all it is asked."""
         return None
 
@@ -208,7 +214,7 @@ class Engine(Part, ABC):
         """
 
     @classmethod
-    def packages(cls, config: Any) -> tuple[str, ...]:
+    def required_packages(cls, config: Any) -> tuple[str, ...]:
         """Optional packages that the process of the stage imports for it; extras of their names
         install them."""
         return ()
@@ -231,7 +237,7 @@ class Engine(Part, ABC):
 
     @abstractmethod
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         """Replies to requests until their channel closes.
 
@@ -242,33 +248,33 @@ class Engine(Part, ABC):
             DataError: a request is malformed.
         """
 
-    def assist(self, *, seed: int, stage: str) -> None:
+    def run_follower(self, *, seed: int, stage: str) -> None:
         """Take part in one :meth:`generate` of the process that speaks, until that is through.
 
         Of engines with :attr:`layouts`.
         """
         raise NotImplementedError
 
-    def size(self) -> Mapping[str, Size]:
-        """What it keeps on the device between requests; see :class:`rlinf.residency.Holder`.
+    def group_sizes(self) -> Mapping[str, MemorySize]:
+        """What it keeps on the device between requests; see :class:`rlinf.device_memory.Offloadable`.
 
         :meth:`load` and :meth:`load_state` overwrite all of it. By default nothing that can move.
         """
         return {}
 
-    def offload(self, group: str, least: int) -> int:
+    def offload(self, group: str, min_bytes: int) -> int:
         raise NotImplementedError
 
-    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+    def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         """Nothing ever left."""
 
     @abstractmethod
     def close(self) -> None:
         """Free its memory, on the device too, and end its processes; again does no harm."""
 
-    def refreshed(self, hooks: Hooks) -> bool:
+    def load_newer_weights(self, hooks: RolloutHooks) -> bool:
         """Serve newer weights, if there are any."""
-        found = hooks.newer() if hooks.newer is not None else None
+        found = hooks.newer_weights() if hooks.newer_weights is not None else None
         if found is None:
             return False
         self.load(*found)

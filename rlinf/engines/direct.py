@@ -11,16 +11,23 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.engines.base import ACTION_REQUEST, NO_HOOKS, Engine, Hooks, Requests, check_columns
-from rlinf.fit import ACTS
+from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.engines.base import (
+    ACTION_REQUEST_COLUMNS,
+    NO_HOOKS,
+    Engine,
+    RequestReceiver,
+    RolloutHooks,
+    check_columns,
+)
 from rlinf.models.base import Policy, copy_weights
 from rlinf.models.device import DeviceName, local_device
-from rlinf.residency import Storages, placed
 from rlinf.seeding import generator
 
-ROWS = 8
+BATCH_MULTIPLE = 8
 """Batches are filled up to a multiple. Matrix products treat rows that fill no whole tile apart,
 and round them otherwise: an answer would depend on who else is in the batch."""
 
@@ -36,7 +43,7 @@ class DirectConfig(Section):
     """Small networks answer sooner on the CPU."""
 
 
-class DirectEngine(Storages, Engine):
+class DirectEngine(OffloadableTensors, Engine):
     """Answers each request at once by :meth:`rlinf.models.base.Policy.act`.
 
     All columns of a request but ``sample`` are the observation, all that the policy gives are the
@@ -44,7 +51,7 @@ class DirectEngine(Storages, Engine):
     """
 
     Config = DirectConfig
-    needs = frozenset({ACTS})
+    requires = frozenset({SINGLE_PASS_ACTIONS})
 
     def __init__(self, config: DirectConfig, policy: type[Policy], policy_config: Any) -> None:
         self._config, self._class, self._policy_config = config, policy, policy_config
@@ -59,7 +66,7 @@ class DirectEngine(Storages, Engine):
         # mode no later state can take the place.
         with torch.inference_mode(False):
             self._policy = self._class.load(folder, self._policy_config)
-            placed(self._policy.module.eval(), self.device)
+            move_to_device(self._policy.module.eval(), self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -67,27 +74,27 @@ class DirectEngine(Storages, Engine):
         copy_weights(self._policy.module, tensors)
         self.version = version
 
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._policy is None:
             return {}
         return {"weights": [*self._policy.module.state_dict().values()]}
 
     def close(self) -> None:
-        self.forget()
+        self.drop_host_copies()
         self._policy, self._noise, self.version = None, {}, -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
         for request in requests:
-            check_columns(request, ACTION_REQUEST)
-            self.refreshed(hooks)
+            check_columns(request, ACTION_REQUEST_COLUMNS)
+            self.load_newer_weights(hooks)
             steps = self._act(request, seed, stage)
-            if hooks.newer is not None:
+            if hooks.newer_weights is not None:
                 steps["version"] = np.full(len(request), self.version)
             yield Record(request.identity, steps, info={"version": self.version})
 
@@ -115,13 +122,13 @@ class DirectEngine(Storages, Engine):
             table = self._noise.get(sample)
             if table is None:
                 random = generator(seed, request.identity.iteration, stage, sample)
-                table = self._noise[sample] = self._policy.noise(random, horizon)
+                table = self._noise[sample] = self._policy.draw_noise(random, horizon)
             rows.append(table[time])
         return np.stack(rows)
 
     def _rows(self, column: np.ndarray) -> Tensor:
         """On the device, with zero rows to the next multiple of :data:`ROWS`."""
         count = len(column)
-        filled = np.zeros((count + -count % ROWS, *column.shape[1:]), column.dtype)
+        filled = np.zeros((count + -count % BATCH_MULTIPLE, *column.shape[1:]), column.dtype)
         filled[:count] = column
         return torch.from_numpy(filled).to(self.device)

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlinf.channels.world import World
-from rlinf.checked import private_copy, read_bytes
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Hooks, Requests
+from rlinf.device_memory import MemorySize
+from rlinf.engines.base import NO_HOOKS, RequestReceiver, RolloutHooks
 from rlinf.engines.external import ExternalConfig, ExternalEngine
-from rlinf.engines.legs import Decoder, Legs
+from rlinf.engines.resumable import ResumableGeneration, SegmentDecoder
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.loading import outline_module, stored
-from rlinf.models.published_folder import companions
-from rlinf.residency import Size
+from rlinf.models.hf_folder import non_weight_files
+from rlinf.models.loading import iter_weights, load_meta_module
+from rlinf.verified_io import read_bytes, verified_temporary_copy
 
 
 class InProcessEngine(ExternalEngine):
@@ -40,7 +40,7 @@ class InProcessEngine(ExternalEngine):
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
-        self.inner: Any = None
+        self.backend: Any = None
         """The other project's; None where no network is loaded."""
         self._network: dict[str, bytes] = {}
         """What stands beside the weights of the network that is loaded."""
@@ -49,17 +49,17 @@ class InProcessEngine(ExternalEngine):
     # What a subclass says.
 
     @abstractmethod
-    def make(self, model: Path) -> None:
+    def create_backend(self, model: Path) -> None:
         """Make ``inner`` for the network of a folder without weights, which is gone afterwards;
         any weights."""
 
     @abstractmethod
-    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Have weights, by their published names, in the memory that it computes with, and forget
         what was cached under others. What fails leaves anything there."""
 
     @abstractmethod
-    def end(self, inner: Any) -> None:
+    def shut_down(self, inner: Any) -> None:
         """Take down what :meth:`make` made."""
 
     @abstractmethod
@@ -71,14 +71,14 @@ class InProcessEngine(ExternalEngine):
         """Undo :meth:`sleep`."""
 
     @abstractmethod
-    def decoder(self) -> Decoder:
+    def create_decoder(self) -> SegmentDecoder:
         """Of the legs of one call of generate."""
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def close_on_error(self) -> Iterator[None]:
         """What fails within leaves the engine closed: requests would be half done in it."""
         try:
-            with eager(self.device):
+            with force_eager_on_cpu(self.device):
                 yield
         except BaseException:
             self.close()
@@ -88,12 +88,12 @@ class InProcessEngine(ExternalEngine):
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
-        network = {name: bytes(read_bytes(folder / name)) for name in companions(folder)}
-        if self.inner is None or network != self._network:
+        network = {name: bytes(read_bytes(folder / name)) for name in non_weight_files(folder)}
+        if self.backend is None or network != self._network:
             self.close()  # the old ones leave the memory first
             self._known(folder)
             try:
-                with private_copy(folder, companions(folder)) as small:
+                with verified_temporary_copy(folder, non_weight_files(folder)) as small:
                     self._start(small)
             except BaseException:
                 self.close()  # it may be half made
@@ -102,49 +102,51 @@ class InProcessEngine(ExternalEngine):
             finally:
                 gc.unfreeze()  # some freeze all that there is, of whichever part of the process
             self._network = network
-        module, where = outline_module(folder, self._policy_config), f"model.path: {folder}"
-        tensors = stored(module, folder, where)
+        module, where = load_meta_module(folder, self._policy_config), f"model.path: {folder}"
+        tensors = iter_weights(module, folder, where)
         # Else they have their published names there.
         self._take(tensors if module is None else self._own(tensors))
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self.inner is None:
+        if self.backend is None:
             raise DataError("no network is loaded that weights could be of; load a folder first")
         self.version = -1
         self._take(self._own(tensors))
         self.version = version
 
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        most = self._config.max_rows
-        return Legs(self, self.decoder(), requests, seed, stage, hooks, most).replies()
+        most = self._config.max_num_seqs
+        return ResumableGeneration(
+            self, self.create_decoder(), requests, seed, stage, hooks, most
+        ).iter_replies()
 
-    def size(self) -> dict[str, Size]:
-        if not self.sleeps or self.inner is None:
+    def group_sizes(self) -> dict[str, MemorySize]:
+        if not self.can_sleep or self.backend is None:
             return {}
         whole = self._device_bytes()
-        return {"engine": Size(0, whole, 0) if self._asleep else Size(whole, 0, 0)}
+        return {"engine": MemorySize(0, whole, 0) if self._asleep else MemorySize(whole, 0, 0)}
 
-    def offload(self, group: str, least: int) -> int:
-        freed = self.size()[group].here
+    def offload(self, group: str, min_bytes: int) -> int:
+        freed = self.group_sizes()[group].on_device
         if freed:
             self.sleep()
             self._asleep = True
         return freed
 
-    def onload(self, groups: Collection[str], *, filled: bool) -> None:
-        if groups and filled:
+    def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
+        if groups and copy_data:
             self._awake()
         # Else weights come next: it wakes for these.
 
     def close(self) -> None:
-        inner, self.inner, self._asleep, self.version = self.inner, None, False, -1
+        inner, self.backend, self._asleep, self.version = self.backend, None, False, -1
         if inner is not None:
-            with group_kept():
-                self.end(inner)
+            with preserve_process_group():
+                self.shut_down(inner)
             del inner
             gc.collect()
             if self.device.type == "cuda":
@@ -163,22 +165,22 @@ class InProcessEngine(ExternalEngine):
                 f"or set engine={name.removesuffix('_in_process')}"
             )
         # The other project takes the group that is there, and a trainer in this process finds it.
-        World().connect(self.device.type)
+        ProcessGroupInfo().init_process_group(self.device.type)
         self._owns_group = several
         torch.set_num_threads(self._config.threads)
         try:
-            with group_kept():
-                self.make(model)
+            with preserve_process_group():
+                self.create_backend(model)
         except SystemExit:  # of a parser, which has said why
             raise ConfigError(
-                f"engine.arguments: {self._name()} does not take all of "
-                f"{list(self._config.arguments)}; what it takes is printed above"
+                f"engine.extra_args: {self._name()} does not take all of "
+                f"{list(self._config.extra_args)}; what it takes is printed above"
             ) from None
 
     def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What is published of the network's own tensors."""
         # Some are kept until others have come that they are joined with.
-        return self._published.of(tensors, self.device, copy=True)
+        return self._published.export(tensors, self.device, copy=True)
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Have other weights of the network served, and forget what was cached under the old ones.
@@ -190,8 +192,8 @@ class InProcessEngine(ExternalEngine):
             DataError: they do not fit; it is closed then.
         """
         self._awake()
-        with self.computing():
-            self.put(tensors)
+        with self.close_on_error():
+            self.update_weights(tensors)
 
     def _awake(self) -> None:
         if self._asleep:
@@ -205,7 +207,9 @@ class InProcessEngine(ExternalEngine):
 
 
 @contextlib.contextmanager
-def apart(device: torch.device, variables: Mapping[str, str], kept: str) -> Iterator[None]:
+def restore_process_state(
+    device: torch.device, variables: Mapping[str, str], persistent_prefix: str
+) -> Iterator[None]:
     """What an engine sets for the whole process as it starts is as before in the end.
 
     On CPUs those are variables of the environment, which other processes would inherit, and
@@ -221,21 +225,21 @@ def apart(device: torch.device, variables: Mapping[str, str], kept: str) -> Iter
     root.handlers[:] = []  # closed they would be of no use
     os.environ.update(variables)
     try:
-        with eager(device):
+        with force_eager_on_cpu(device):
             yield
     finally:
         torch.set_num_threads = set_threads
         root.handlers[:] = handlers
         root.setLevel(level)
         changed = [name for name, value in os.environ.items() if before.get(name) != value]
-        for name in {*changed, *before} - {n for n in changed if n.startswith(kept)}:
+        for name in {*changed, *before} - {n for n in changed if n.startswith(persistent_prefix)}:
             if name in before:
                 os.environ[name] = before[name]
             else:
                 del os.environ[name]
 
 
-def eager(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def force_eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """On CPUs nothing is compiled: it takes minutes, and the functions are small."""
     if device.type != "cpu":
         return contextlib.nullcontext()
@@ -243,7 +247,7 @@ def eager(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def group_kept() -> Iterator[None]:
+def preserve_process_group() -> Iterator[None]:
     """The default process group outlives what would destroy it: it is not the engine's."""
     destroy = dist.destroy_process_group
 

@@ -5,12 +5,93 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlinf.engines.process import Gone, ServerError, ServerProcess
-from rlinf.engines.routing import Router
+from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
+
+PREFIX_BLOCK = 16
+"""Tokens: prefixes are known at multiples of it, and whole."""
+MIN_PREFIX_SHARE = 0.5
+"""A prefix that is known counts where it is so much of a request: a system message that all have in
+common would else draw everything to one server."""
+MAX_PREFIXES = 1 << 18
+"""Prefixes that are remembered; those that were used longest ago are forgotten."""
+
+
+class PrefixRouter:
+    """Loads of servers and the prefixes they hold; may be used by several threads."""
+
+    def __init__(self, count: int, max_load_imbalance: int) -> None:
+        """
+        Args:
+            count: of servers.
+            imbalance: by how many requests the one that holds a prefix may be above the least
+                loaded one.
+        """
+        self._lock, self._imbalance = threading.Lock(), max_load_imbalance
+        self.loads = [0] * count
+        """Requests under way at each."""
+        self._holders: OrderedDict[int, int] = OrderedDict()
+
+    def assign(self, tokens: Sequence[int], usable: Collection[int]) -> int:
+        """The number of the server for a request, which counts as under way there.
+
+        Args:
+            tokens: what it asks to be read.
+            usable: numbers of the servers that are up; at least one.
+        """
+        with self._lock:
+            marks = list(_marks(tokens))
+            least = min(usable, key=lambda number: (self.loads[number], number))
+            chosen = self._holder(marks, len(tokens), usable)
+            if chosen is None or self.loads[chosen] - self.loads[least] > self._imbalance:
+                chosen = least
+            self._remember(marks, chosen)
+            self.loads[chosen] += 1
+            return chosen
+
+    def release(self, number: int, tokens: Sequence[int] = ()) -> None:
+        """A request is no more under way; the server holds these tokens from now on."""
+        with self._lock:
+            self.loads[number] -= 1
+            self._remember(list(_marks(tokens)), number)
+
+    def forget(self, number: int | None = None) -> None:
+        """A server holds nothing any more; None: none does."""
+        with self._lock:
+            for mark in [m for m, at in self._holders.items() if number in (None, at)]:
+                del self._holders[mark]
+
+    def _holder(
+        self, marks: Sequence[tuple[int, int]], length: int, usable: Collection[int]
+    ) -> int | None:
+        for covered, mark in reversed(marks):
+            if covered < MIN_PREFIX_SHARE * length:
+                return None
+            holder = self._holders.get(mark)
+            if holder in usable:
+                return holder
+        return None
+
+    def _remember(self, marks: Sequence[tuple[int, int]], number: int) -> None:
+        for _, mark in marks:
+            self._holders[mark] = number
+            self._holders.move_to_end(mark)
+        while len(self._holders) > MAX_PREFIXES:
+            self._holders.popitem(last=False)
+
+
+def _marks(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Lengths of prefixes and a hash of each, the shortest first; each has the one before in it."""
+    mark = 0
+    for start in range(0, len(tokens), PREFIX_BLOCK):
+        block = tokens[start : start + PREFIX_BLOCK]
+        mark = hash((mark, *block))
+        yield start + len(block), mark
+
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +105,18 @@ class Replicas:
     def __init__(
         self,
         count: int,
-        imbalance: int,
-        begin: Callable[[int], ServerProcess],
-        ready: Callable[[ServerProcess], None],
+        max_load_imbalance: int,
+        start_server: Callable[[int], ServerProcess],
+        wait_server: Callable[[ServerProcess], None],
     ) -> None:
         """
         Args:
-            imbalance: see :class:`rlinf.engines.routing.Router`.
+            imbalance: see :class:`rlinf.engines.replicas.PrefixRouter`.
             begin: starts the server of a number.
             ready: waits until it is up; raises ServerError.
         """
-        self.router = Router(count, imbalance)
-        self._begin, self._ready = begin, ready
+        self.router = PrefixRouter(count, max_load_imbalance)
+        self._begin, self._ready = start_server, wait_server
         self._lock = threading.Lock()
         self._up: dict[int, ServerProcess] = {}
         self._dead: dict[int, ServerProcess] = {}
@@ -51,12 +132,12 @@ class Replicas:
         return self._count
 
     @property
-    def up(self) -> list[ServerProcess]:
+    def running(self) -> list[ServerProcess]:
         """Those that are asked, by number."""
         with self._lock:
             return [self._up[number] for number in sorted(self._up)]
 
-    def ask(
+    def request(
         self, tokens: Sequence[int], route: str, body: Any, read: Callable[[Any], Sequence[int]]
     ) -> Any:
         """What one of them answers to a request that it reads ``tokens`` for.
@@ -70,27 +151,27 @@ class Replicas:
         """
         with self._lock:
             if not self._up:
-                raise Gone("no server is up")
-            number = self.router.take(tokens, self._up.keys())
+                raise ServerUnavailable("no server is up")
+            number = self.router.assign(tokens, self._up.keys())
             process = self._up[number]
         held: Sequence[int] = ()
         try:
-            answer = process.post(route, body, watched=True)
+            answer = process.post(route, body, check_heartbeat=True)
             held = [*tokens, *read(answer)]
             return answer
-        except Gone:
+        except ServerUnavailable:
             with self._lock:
                 # A later one under this number has nothing to do with it.
                 if self._up.get(number) is process:
                     self._dead[number] = self._last = self._up.pop(number)
             raise
         finally:
-            self.router.done(number, held)
+            self.router.release(number, held)
 
-    def each(self, work: Callable[[ServerProcess], None]) -> None:
+    def for_each(self, work: Callable[[ServerProcess], None]) -> None:
         """Do something with those that are up; one that dies of it is left to :meth:`revive`."""
-        for process in self.up:
-            with contextlib.suppress(Gone):
+        for process in self.running:
+            with contextlib.suppress(ServerUnavailable):
                 work(process)
 
     def start(self, update: Callable[[ServerProcess], None] | None = None) -> None:
@@ -103,7 +184,7 @@ class Replicas:
         Raises:
             ServerError: one did not come up; none is then.
         """
-        self.settle()
+        self.wait_ready()
         if update is None:
             self.close()
         self._bury()
@@ -115,7 +196,7 @@ class Replicas:
                 try:
                     update(process)
                     return
-                except Gone:
+                except ServerUnavailable:
                     process.close()
             self._bring_up(number)
 
@@ -126,7 +207,7 @@ class Replicas:
             self.close()
             raise
 
-    def revive(self) -> None:
+    def restart_failed(self) -> None:
         """Replace those that died: while others are up, beside them; what they took with them is to
         be asked of those.
 
@@ -141,14 +222,14 @@ class Replicas:
             with self._lock:
                 self._starting[number] = thread
             thread.start()
-        while not self.up:
+        while not self.running:
             with self._lock:
                 threads = list(self._starting.values())
             if not threads:
                 raise self._failed or ServerError("no server is up")
             threads[0].join()
 
-    def settle(self) -> None:
+    def wait_ready(self) -> None:
         """Wait for those that are being started."""
         while True:
             with self._lock:
@@ -157,11 +238,11 @@ class Replicas:
                 return
             threads[0].join()
 
-    def tail(self) -> str:
+    def log_tail(self) -> str:
         """The end of the log of the one that died last."""
         if self._last is None:
             return ""
-        return self._last.tail()
+        return self._last.log_tail()
 
     def close(self) -> None:
         """End all of them; again does no harm."""
@@ -169,9 +250,9 @@ class Replicas:
             coming = list(self._coming.values())
         for process in coming:
             process.close()  # a thread that waits for it hears that it ended
-        self.settle()
+        self.wait_ready()
         self._bury()
-        for process in self.up:
+        for process in self.running:
             process.close()
         self._up.clear()
         self.router.forget()

@@ -8,37 +8,158 @@ are served, so that a server that dies can be started again. The folder also hol
 from __future__ import annotations
 
 import collections
+import contextlib
 import filecmp
 import os
+import queue
 import shutil
+import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.channels.world import ParallelLayout
-from rlinf.checked import copy_file
+from rlinf.channels.process_group import ParallelLayout
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Hooks, Requests
-from rlinf.engines.concurrent import Concurrent
-from rlinf.engines.divided import GPUS, Copy, check_heads, own_gpus
+from rlinf.device_memory import MemorySize
+from rlinf.engines.base import NO_HOOKS, RequestReceiver, RolloutHooks
+from rlinf.engines.engine_plugins import server_launcher
 from rlinf.engines.external import ExternalConfig, ExternalEngine
-from rlinf.engines.inside import start
-from rlinf.engines.legs import Ask, Leg, Legs
-from rlinf.engines.process import Gone, ServerError, ServerProcess
 from rlinf.engines.replicas import Replicas
-from rlinf.interpreters import interpreter
-from rlinf.models.loading import text_settings
-from rlinf.models.published_folder import WEIGHTS, companions, copy_companions, weight_files
-from rlinf.residency import Size
-from rlinf.segments import SHM, segment_name
-from rlinf.tensors import State, save_tensors
+from rlinf.engines.resumable import (
+    GeneratedSegment,
+    ResumableGeneration,
+    ResumableSample,
+    SegmentRequest,
+)
+from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
+from rlinf.engines.tensor_parallel import (
+    CUDA_VISIBLE_DEVICES,
+    ReplicaGroup,
+    check_attention_heads,
+    server_gpus,
+)
+from rlinf.interpreters import resolve_interpreter
+from rlinf.models.hf_folder import (
+    WEIGHTS_FILE,
+    copy_non_weight_files,
+    non_weight_files,
+    weight_files,
+)
+from rlinf.models.loading import text_config
+from rlinf.safetensors_io import StreamedState, save_tensors
+from rlinf.shared_memory import SHM_FOLDER, new_segment_name
+from rlinf.verified_io import copy_file
 
-INSIDE = Path(start.__file__).parent
+DECODER_POLL_S = 0.005
+"""How often newer requests, and hooks, are looked for while samples are under way."""
+MAX_SERVER_LOSSES = 3
+"""Servers that may die, one after the other, with the same sample under way."""
+ABORT_INTERVAL_S = 0.05
+"""How often what is under way is told to end: a request on its way in hears nothing of it."""
+
+
+class SegmentServers(Protocol):
+    """What is asked of an engine with servers."""
+
+    def generate_segment(self, request: SegmentRequest) -> GeneratedSegment:
+        """Decode; in any thread. Raises Gone where the server died, DataError where it refuses."""
+
+    def abort(self) -> None:
+        """End all legs under way; each is answered with what there is of it."""
+
+    def restart_failed(self) -> None:
+        """Replace what died; raises ServerError where nothing is left and nothing comes up."""
+
+    def log_tail(self) -> str:
+        """The end of a log."""
+
+
+class ConcurrentDecoder:
+    """See :class:`rlinf.engines.resumable.SegmentDecoder`."""
+
+    def __init__(self, servers: SegmentServers) -> None:
+        self._servers = servers
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._back: queue.SimpleQueue[tuple[ResumableSample, GeneratedSegment | Exception]] = (
+            queue.SimpleQueue()
+        )
+        self._threads = self._running = 0
+        self._died = False
+
+    def __len__(self) -> int:
+        return self._running
+
+    def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
+        if self._died:
+            # Others of what died come back by themselves; what is under way elsewhere goes on.
+            self._died = False
+            self._servers.restart_failed()
+        self._running += 1
+        if self._threads < self._running:
+            self._threads += 1
+            name = f"leg-{self._threads}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._orders.put(partial(self._decode, sample, request))
+
+    def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        found, wait_s = list[tuple[ResumableSample, GeneratedSegment | Exception]](), DECODER_POLL_S
+        while self._running:
+            try:
+                sample, leg = self._back.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            wait_s = 0.0
+            found.append(self._came(sample, leg))
+        return found
+
+    def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        while self._running:
+            try:
+                sample, leg = self._back.get(timeout=ABORT_INTERVAL_S)
+            except queue.Empty:
+                with contextlib.suppress(ServerUnavailable):
+                    self._servers.abort()
+                continue
+            yield self._came(sample, leg)
+
+    def close(self) -> None:
+        for _ in range(self._threads):
+            self._orders.put(None)
+
+    def _came(
+        self, sample: ResumableSample, leg: GeneratedSegment | Exception
+    ) -> tuple[ResumableSample, GeneratedSegment | Exception]:
+        """What a thread brought back; of what a dying server took with it there is nothing."""
+        self._running -= 1
+        if not isinstance(leg, ServerUnavailable):
+            return sample, leg
+        self._died = True
+        sample.server_losses += 1
+        if sample.server_losses < MAX_SERVER_LOSSES:
+            return sample, GeneratedSegment([], [], "abort")
+        return sample, ServerError(
+            f"{MAX_SERVER_LOSSES} servers died with the same sample under way ({leg}); the end of the last "
+            f"one's log:\n{self._servers.log_tail()}"
+        )
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            order()
+
+    def _decode(self, sample: ResumableSample, ask: SegmentRequest) -> None:
+        try:
+            self._back.put((sample, self._servers.generate_segment(ask)))
+        except Exception as error:  # raised where replies are asked for
+            self._back.put((sample, error))
+
+
+PLUGIN_FOLDER = Path(server_launcher.__file__).parent
 """What servers import of this package; its folder is on their module search path."""
 
 
@@ -49,14 +170,14 @@ class ServerConfig(ExternalConfig):
     """The interpreter of the server: a path, or an environment of ``make env``."""
     replicas: int = Field(default=1, gt=0)
     """Servers with the same weights, of each copy of the model; on GPUs each has its own."""
-    imbalance: int = Field(default=32, ge=0)
+    max_load_imbalance: int = Field(default=32, ge=0)
     """Requests go to the server that has read their prefix, unless so many more are under way there
     than at the least loaded one."""
-    start_s: float = Field(default=600.0, gt=0)
+    startup_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that a server takes to come up."""
-    answer_s: float = Field(default=3600.0, gt=0)
+    request_timeout_s: float = Field(default=3600.0, gt=0)
     """The longest that it takes to answer; then it counts as dead."""
-    silent_s: float = Field(default=300.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=300.0, gt=0)
     """The longest that it may not even say that it is alive while samples are under way. A step,
     of prompts say, must be through within it."""
 
@@ -65,63 +186,65 @@ class ServerEngine(ExternalEngine):
     """See the module. A subclass says how its server is started and asked."""
 
     Config = ServerConfig
-    layouts = frozenset({"tp"})
-    module: ClassVar[str]
+    supported_layouts = frozenset({"tp"})
+    server_module: ClassVar[str]
     """What its interpreter runs."""
-    health: ClassVar[str] = "/health"
+    health_route: ClassVar[str] = "/health"
     """The route that answers once it is up."""
-    pulse: ClassVar[str] = "/health"
+    heartbeat_route: ClassVar[str] = "/health"
     """The route that answers as long as it decodes, or could."""
-    package: ClassVar[str]
+    server_package: ClassVar[str]
     """What that interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
         self._folder: Path | None = None
         self._asleep = False
-        self._copy: Copy | None = None
-        self._servers = Replicas(config.replicas, config.imbalance, self._begin, self._ready)
+        self._copy: ReplicaGroup | None = None
+        self._servers = Replicas(
+            config.replicas, config.max_load_imbalance, self._begin, self._ready
+        )
 
     @classmethod
-    def rows(cls, config: Any) -> int:
-        return int(config.max_rows * config.replicas)
+    def max_batch(cls, config: Any) -> int:
+        return int(config.max_num_seqs * config.replicas)
 
     @classmethod
     def interpreters(cls, config: Any) -> dict[str, tuple[str, tuple[str, ...]]]:
-        return {"server_python": (config.server_python, (cls.package,))}
+        return {"server_python": (config.server_python, (cls.server_package,))}
 
     @classmethod
     def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
-        check_heads(text_settings(policy), layout.tp, key)
+        check_attention_heads(text_config(policy), layout.tp, key)
 
     # What a subclass says.
 
     @abstractmethod
-    def command(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         """Arguments of a server that listens at a socket."""
 
     @abstractmethod
-    def variables(self, socket: Path) -> Mapping[str, str]:
+    def server_environment(self, socket: Path) -> Mapping[str, str]:
         """Of the environment of the server that listens there."""
 
     @abstractmethod
-    def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
         """Route and body of a request."""
 
     @abstractmethod
-    def answer(self, values: Any) -> Leg:
+    def parse_response(self, values: Any) -> GeneratedSegment:
         """What the server answered to :meth:`body`."""
 
     @abstractmethod
-    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+    def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
         """Have a server read the weights of a folder into the loaded network, nothing under way,
         and forget what it cached under the old ones."""
 
     @abstractmethod
-    def stop(self, process: ServerProcess) -> None:
+    def abort_requests(self, process: ServerProcess) -> None:
         """End what is under way at a server; each request is answered with what there is of it."""
 
-    def started(self, process: ServerProcess) -> None:
+    def on_server_ready(self, process: ServerProcess) -> None:
         """A server is up, and nothing was asked yet."""
 
     @abstractmethod
@@ -137,22 +260,22 @@ class ServerEngine(ExternalEngine):
     @property
     def processes(self) -> list[ServerProcess]:
         """The servers that are up."""
-        return self._servers.up
+        return self._servers.running
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
-        if not self.world.speaks:
+        if not self.world.is_primary:
             self._known(folder)
             self._serve(version, update=False)
             return
         model = self._own_folder() / "model"
-        self._servers.settle()  # one that is being started reads what is there
-        same = bool(self._servers.up) and _same_files(folder, model)
+        self._servers.wait_ready()  # one that is being started reads what is there
+        same = bool(self._servers.running) and _same_files(folder, model)
         if not same:
             self._servers.close()
             shutil.rmtree(model, ignore_errors=True)
             model.mkdir()
-            copy_companions(folder, model)
+            copy_non_weight_files(folder, model)
         for path in model.glob("*.safetensors*"):
             path.unlink()
         # One at a time: the old and the new ones need not be there together.
@@ -164,65 +287,67 @@ class ServerEngine(ExternalEngine):
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
-        if not self.world.speaks:
+        if not self.world.is_primary:
             # The others may need it to take part.
-            collections.deque(self._published.of(tensors), maxlen=0)
+            collections.deque(self._published.export(tensors), maxlen=0)
             self._serve(version, update=False)
             return
         model = self._own_folder() / "model"
-        self._servers.settle()
+        self._servers.wait_ready()
         for path in model.glob("*.safetensors*"):
             path.unlink()
-        state = State(self._published.like, self._published.of(tensors))
-        save_tensors(model / WEIGHTS, state, state.like.keys(), {"format": "pt"})
+        state = StreamedState(self._published.meta_tensors, self._published.export(tensors))
+        save_tensors(model / WEIGHTS_FILE, state, state.templates.keys(), {"format": "pt"})
         self._serve(version, update=True)
 
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         try:
-            most = self.rows(self._config)
-            yield from Legs(self, Concurrent(self), requests, seed, stage, hooks, most).replies()
+            most = self.max_batch(self._config)
+            yield from ResumableGeneration(
+                self, ConcurrentDecoder(self), requests, seed, stage, hooks, most
+            ).iter_replies()
         finally:
             self._through()
 
-    def assist(self, *, seed: int, stage: str) -> None:
+    def run_follower(self, *, seed: int, stage: str) -> None:
         self._through()
 
     def _through(self) -> None:
         """A batch is generated: processes that share the server may have their GPUs back."""
         if self.world.layout.tp == 1:
             return
-        if self.sleeps:
+        if self.can_sleep:
             self.offload("server", 0)
         self._together()
 
     def _together(self) -> None:
         """Wait for the processes that share the server, where there are some."""
         if self.world.layout.tp > 1:
-            self._copy = self._copy or Copy(self.world, self.device.type)
-            self._copy.meet()
+            self._copy = self._copy or ReplicaGroup(self.world, self.device.type)
+            self._copy.barrier()
 
-    def size(self) -> dict[str, Size]:
+    def group_sizes(self) -> dict[str, MemorySize]:
         """Weights and cache of one server, on a GPU of it: others have GPUs of their own."""
-        if not self.sleeps or self.version < 0:
+        if not self.can_sleep or self.version < 0:
             return {}
         whole = self._device_bytes()
-        return {"server": Size(0, whole, 0) if self._asleep else Size(whole, 0, 0)}
+        return {"server": MemorySize(0, whole, 0) if self._asleep else MemorySize(whole, 0, 0)}
 
-    def offload(self, group: str, least: int) -> int:
-        freed = self.size()[group].here
+    def offload(self, group: str, min_bytes: int) -> int:
+        freed = self.group_sizes()[group].on_device
         if freed:
-            self._servers.settle()
-            self._servers.each(self.sleep)
+            self._servers.wait_ready()
+            self._servers.for_each(self.sleep)
             self._asleep = True
         return freed
 
-    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+    def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         """The weights come from the folder, where they are anyway: no server keeps them twice."""
         if not self._asleep or not groups:
             return
-        if filled:
+        if copy_data:
             self._serve(self.version, update=True)
         # Else weights come next: the servers wake for these.
 
@@ -236,24 +361,26 @@ class ServerEngine(ExternalEngine):
 
     # What a call of generate asks for.
 
-    def leg(self, ask: Ask) -> Leg:
-        self.check_room(ask)
-        route, body = self.body(ask)
-        said = self._servers.ask(ask.tokens, route, body, lambda values: self.answer(values).tokens)
-        return self.answer(said)
+    def generate_segment(self, request: SegmentRequest) -> GeneratedSegment:
+        self.check_length(request)
+        route, body = self.build_request(request)
+        said = self._servers.request(
+            request.context_tokens, route, body, lambda values: self.parse_response(values).tokens
+        )
+        return self.parse_response(said)
 
     def abort(self) -> None:
-        self._servers.each(self.stop)
+        self._servers.for_each(self.abort_requests)
 
-    def revive(self) -> None:
-        self._servers.revive()
+    def restart_failed(self) -> None:
+        self._servers.restart_failed()
 
-    def tail(self) -> str:
-        return self._servers.tail()
+    def log_tail(self) -> str:
+        return self._servers.log_tail()
 
     def _known(self, model: Path) -> None:
         super()._known(model)
-        check_heads(self._settings, self.world.layout.tp)
+        check_attention_heads(self._settings, self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
         """Have the weights that are in the folder served.
@@ -264,7 +391,7 @@ class ServerEngine(ExternalEngine):
         asleep, self._asleep = self._asleep, False
         self._together()  # the others have made room on their GPUs
         self.version = version
-        if not self.world.speaks:
+        if not self.world.is_primary:
             return
         self.version = -1
         model = self._own_folder() / "model"
@@ -272,7 +399,7 @@ class ServerEngine(ExternalEngine):
         def read(process: ServerProcess) -> None:
             if asleep:
                 self.wake(process)
-            self.update(process, model, version)
+            self.update_weights(process, model, version)
 
         self._servers.start(read if update else None)
         self.version = version
@@ -282,46 +409,50 @@ class ServerEngine(ExternalEngine):
         folder, config = self._own_folder(), self._config
         model, socket = folder / "model", folder / f"http-{number}"
         socket.unlink(missing_ok=True)
-        logs, several = self.logs or folder, f"-{number}" if config.replicas > 1 else ""
+        logs, several = self.log_folder or folder, f"-{number}" if config.replicas > 1 else ""
         own = {}
         if self.device.type == "cuda":
             world = self.world
-            own = {GPUS: own_gpus(world.local_rank, number, config.replicas, world.layout.tp)}
+            own = {
+                CUDA_VISIBLE_DEVICES: server_gpus(
+                    world.local_rank, number, config.replicas, world.layout.tp
+                )
+            }
         return ServerProcess(
-            interpreter(config.server_python, "engine.server_python"),
-            self.module,
-            [*self.command(model, self._context, socket), *config.arguments],
+            resolve_interpreter(config.server_python, "engine.server_python"),
+            self.server_module,
+            [*self.server_args(model, self._context, socket), *config.extra_args],
             {
                 "TMPDIR": str(folder),
-                "PYTHONPATH": str(INSIDE),
+                "PYTHONPATH": str(PLUGIN_FOLDER),
                 "OMP_NUM_THREADS": str(config.threads),
                 "HF_HUB_OFFLINE": "1",
                 # All of its processes are on this node. Of NCCL "lo" alone is how a name begins.
                 "GLOO_SOCKET_IFNAME": "lo",
                 "NCCL_SOCKET_IFNAME": "=lo",
                 **own,
-                **self.variables(socket),
+                **self.server_environment(socket),
             },
             socket,
             logs / f"{type(self).__name__}-{os.uname().nodename}-{os.getpid()}{several}.log",
-            config.answer_s,
-            self.pulse,
-            config.silent_s,
+            config.request_timeout_s,
+            self.heartbeat_route,
+            config.heartbeat_timeout_s,
         )
 
     def _ready(self, process: ServerProcess) -> None:
         """Wait until a server is up."""
-        process.wait(self.health, self._config.start_s)
+        process.wait_ready(self.health_route, self._config.startup_timeout_s)
         try:
-            self.started(process)
-        except Gone as error:
+            self.on_server_ready(process)
+        except ServerUnavailable as error:
             raise ServerError(
-                f"a server died as it came up ({error}); the end of its log:\n{process.tail()}"
+                f"a server died as it came up ({error}); the end of its log:\n{process.log_tail()}"
             ) from None
 
     def _own_folder(self) -> Path:
         if self._folder is None:
-            self._folder = SHM / segment_name()
+            self._folder = SHM_FOLDER / new_segment_name()
             self._folder.mkdir(mode=0o700)
             self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
@@ -329,7 +460,7 @@ class ServerEngine(ExternalEngine):
 
 def _same_files(folder: Path, other: Path) -> bool:
     """Whether two folders have the same network and tokenizer: the files beside the weights."""
-    names = companions(folder)
-    return names == companions(other) and all(
+    names = non_weight_files(folder)
+    return names == non_weight_files(other) and all(
         filecmp.cmp(folder / name, other / name, shallow=False) for name in names
     )

@@ -1,7 +1,7 @@
 """SGLang as a server; see :mod:`rlinf.engines.server`.
 
-What it takes to keep the contract is changed in its processes (``inside/rlinf_sglang.py``). On a
-CPU two of its packages have stand-ins (``inside/sglang_cpu``): its kernels are published for GPUs
+What it takes to keep the contract is changed in its processes (``engine_plugins/rlinf_sglang.py``). On a
+CPU two of its packages have stand-ins (``engine_plugins/sglang_cpu``): its kernels are published for GPUs
 alone.
 """
 
@@ -18,35 +18,35 @@ from typing import Any
 import torch
 
 from rlinf.engines.external import ExternalConfig, ExternalEngine
-from rlinf.engines.legs import Ask, Leg
-from rlinf.engines.process import ServerProcess
-from rlinf.engines.server import INSIDE, ServerConfig, ServerEngine
+from rlinf.engines.resumable import GeneratedSegment, SegmentRequest
+from rlinf.engines.server import PLUGIN_FOLDER, ServerConfig, ServerEngine
+from rlinf.engines.server_process import ServerProcess
 from rlinf.errors import ConfigError
 
-STARTED = ("rlinf.engines.inside.rlinf_sglang",)
-"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
-PARTS = ["kv_cache", "weights"]
+SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_sglang",)
+"""Is part of the identity of what the engine makes (:mod:`stages.identity`)."""
+MEMORY_TAGS = ["kv_cache", "weights"]
 """Of its memory."""
-STAND_INS = INSIDE / "sglang_cpu"
+CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
 """Of packages, on a CPU."""
-MORE = 8
+CONTEXT_MARGIN = 8
 """Tokens that SGLang keeps free at the end of what it says that it takes: a prompt may come to six
 before it, a response is cut off two before it, and that would look like its end."""
-VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by MORE, which no sample reaches
+ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by MORE, which no sample reaches
 """Of the environment of every process that imports SGLang."""
 
 
-class CacheConfig(ExternalConfig):
+class SGLangCacheConfig(ExternalConfig):
     """What SGLang's server and SGLang in process have in common."""
 
-    cache_tokens: int = 65536
-    """Tokens whose keys and values are cached, in place of ``cache_gib``."""
+    max_total_tokens: int = 65536
+    """Tokens whose keys and values are cached, in place of ``kv_cache_gib``."""
 
 
-class Cached(ExternalEngine):
+class SGLangCacheEngine(ExternalEngine):
     """An engine whose cache is so many tokens."""
 
-    def cache_bytes(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
         head, for each token."""
         settings = self._settings
@@ -55,83 +55,86 @@ class Cached(ExternalEngine):
         shared = getattr(settings, "num_key_value_heads", None) or heads
         values = 2 * settings.num_hidden_layers * max(1, shared // self.world.layout.tp)
         width: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.cache_tokens * values * size * width)
+        return int(self._config.max_total_tokens * values * size * width)
 
     def _known(self, model: Path) -> None:
         super()._known(model)
-        asked, cached = self._config.context, self._config.cache_tokens - MORE
+        asked, cached = self._config.max_model_len, self._config.max_total_tokens - CONTEXT_MARGIN
         if cached < (asked or 1):
             raise ConfigError(
-                f"engine.cache_tokens: {self._config.cache_tokens} hold no sample of "
-                f"{asked or 1} tokens and {MORE} more; raise it, or lower engine.context"
+                f"engine.max_total_tokens: {self._config.max_total_tokens} hold no sample of "
+                f"{asked or 1} tokens and {CONTEXT_MARGIN} more; raise it, or lower engine.max_model_len"
             )
         self._context = min(self._context, cached)
 
 
-class SGLangConfig(CacheConfig, ServerConfig):
+class SGLangConfig(SGLangCacheConfig, ServerConfig):
     """Decoding by an SGLang server."""
 
     server_python: str = "sglang"
 
 
-class SGLangEngine(Cached, ServerEngine):
+class SGLangEngine(SGLangCacheEngine, ServerEngine):
     """See the module."""
 
     Config = SGLangConfig
-    module = "rlinf_sglang"
-    package = "sglang"
+    server_module = "rlinf_sglang"
+    server_package = "sglang"
 
-    def command(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]  # nothing listens there; others are chosen from it
         return [
-            *arguments(self, model, context),
+            *sglang_args(self, model, context),
             *("--port", str(port), "--skip-server-warmup", "--log-level-http", "warning"),
             # Without it a scheduler that waits takes a core from whatever runs meanwhile.
             "--sleep-on-idle",
         ]
 
-    def variables(self, socket: Path) -> Mapping[str, str]:
+    def server_environment(self, socket: Path) -> Mapping[str, str]:
         # One of its own for each start: what a dead server left in it would be taken for answers.
         meeting = socket.with_name(f"meeting-{uuid.uuid4().hex}")
         always = {
-            **VARIABLES,
+            **ENVIRONMENT,
             "RLINF_SOCKET": str(socket),
             # Else a store of torch listens, for anyone, at a port of all networks of the node.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
         }
         if self.device.type != "cpu":
             return always
-        own = cpu_variables(self.world.layout.tp, self._config.threads)
-        return {**always, **own, "PYTHONPATH": f"{INSIDE}:{STAND_INS}"}
+        own = cpu_environment(self.world.layout.tp, self._config.threads)
+        return {**always, **own, "PYTHONPATH": f"{PLUGIN_FOLDER}:{CPU_STUBS}"}
 
-    def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        body = {"input_ids": ask.tokens, "sampling_params": settings(ask, self.stops_of(ask))}
+    def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
+        body = {
+            "input_ids": request.context_tokens,
+            "sampling_params": sglang_sampling_params(request, self.stop_token_ids_for(request)),
+        }
         return "/generate", {**body, "return_logprob": True}
 
-    def answer(self, values: Any) -> Leg:
+    def parse_response(self, values: Any) -> GeneratedSegment:
         about = values["meta_info"]
         logprobs = [entry[0] for entry in about["output_token_logprobs"]]
-        return Leg(values["output_ids"], logprobs, about["finish_reason"]["type"])
+        return GeneratedSegment(values["output_ids"], logprobs, about["finish_reason"]["type"])
 
-    def stop(self, process: ServerProcess) -> None:
-        process.post("/abort_request", {"abort_all": True}, watched=True)
+    def abort_requests(self, process: ServerProcess) -> None:
+        process.post("/abort_request", {"abort_all": True}, check_heartbeat=True)
 
     def sleep(self, process: ServerProcess) -> None:
-        process.post("/release_memory_occupation", {"tags": PARTS})
+        process.post("/release_memory_occupation", {"tags": MEMORY_TAGS})
 
     def wake(self, process: ServerProcess) -> None:
-        process.post("/resume_memory_occupation", {"tags": PARTS})
+        process.post("/resume_memory_occupation", {"tags": MEMORY_TAGS})
 
-    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+    def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post(
             "/update_weights_from_disk",
             {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)},
         )
 
 
-def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+def sglang_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     """Of SGLang's command line: what is decoded, and how.
 
     Args:
@@ -142,50 +145,50 @@ def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
     return [
         *("--model-path", str(model)),
-        *("--dtype", policy.dtype, "--context-length", str(context + MORE)),
+        *("--dtype", policy.dtype, "--context-length", str(context + CONTEXT_MARGIN)),
         *("--tp-size", str(engine.world.layout.tp)),
-        *("--max-running-requests", str(config.max_rows)),
-        *("--max-total-tokens", str(config.cache_tokens)),
+        *("--max-running-requests", str(config.max_num_seqs)),
+        *("--max-total-tokens", str(config.max_total_tokens)),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-        *(["--enable-memory-saver"] if engine.sleeps else []),
+        *(["--enable-memory-saver"] if engine.can_sleep else []),
         *(on_cpu if engine.device.type == "cpu" else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),
     ]
 
 
-def settings(ask: Ask, stops: Collection[int]) -> dict[str, Any]:
+def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
     """How SGLang samples a leg.
 
     Args:
         stops: tokens that end a sample.
     """
-    sampling = ask.sampling
+    sampling = request.sampling
     return {
-        "max_new_tokens": ask.most,
-        "min_new_tokens": ask.least,
+        "max_new_tokens": request.max_tokens,
+        "min_new_tokens": request.min_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k or -1,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "sampling_seed": ask.seed,
+        "sampling_seed": request.seed,
         # It looks for them before min_new_tokens as well: then they are looked for here alone.
-        "stop": [] if ask.least else list(sampling.stop),
+        "stop": [] if request.min_tokens else list(sampling.stop),
         "stop_token_ids": sorted(stops),
         "ignore_eos": not stops,
         "no_stop_trim": True,
     }
 
 
-def cpu_variables(processes: int, threads: int) -> dict[str, str]:
+def cpu_environment(processes: int, threads: int) -> dict[str, str]:
     """Variables of the environment of SGLang's processes on a CPU."""
     return {
-        "SGLANG_CPU_OMP_THREADS_BIND": cores(processes, threads),
+        "SGLANG_CPU_OMP_THREADS_BIND": core_binding(processes, threads),
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
     }
 
 
-def cores(processes: int, threads: int) -> str:
+def core_binding(processes: int, threads: int) -> str:
     """Numbers of the cores that each of some processes computes on, as SGLang has them: without
     it there may be no more processes than nodes of memory."""
     free = itertools.cycle(sorted(os.sched_getaffinity(0)))

@@ -1,6 +1,6 @@
 """SGLang in the process of the stage; see :mod:`rlinf.engines.in_process`.
 
-Its scheduler alone is made (``inside/sglang_scheduler.py``), none of the processes that SGLang has
+Its scheduler alone is made (``engine_plugins/sglang_scheduler.py``), none of the processes that SGLang has
 around it.
 """
 
@@ -16,105 +16,111 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf.engines.in_process import InProcessEngine, apart
-from rlinf.engines.legs import Ask, Leg, Sample
+from rlinf.engines.in_process import InProcessEngine, restore_process_state
+from rlinf.engines.resumable import GeneratedSegment, ResumableSample, SegmentRequest
 from rlinf.engines.sglang import (
-    PARTS,
-    STAND_INS,
-    VARIABLES,
-    CacheConfig,
-    Cached,
-    arguments,
-    cpu_variables,
-    settings,
+    CPU_STUBS,
+    ENVIRONMENT,
+    MEMORY_TAGS,
+    SGLangCacheConfig,
+    SGLangCacheEngine,
+    cpu_environment,
+    sglang_args,
+    sglang_sampling_params,
 )
 from rlinf.errors import DataError
 
 
-class SGLangInProcess(Cached, InProcessEngine):
+class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
     """See the module."""
 
-    Config = CacheConfig
+    Config = SGLangCacheConfig
 
     @classmethod
-    def packages(cls, config: Any) -> tuple[str, ...]:
+    def required_packages(cls, config: Any) -> tuple[str, ...]:
         return ("sglang",)
 
-    def make(self, model: Path) -> None:
-        variables = dict(VARIABLES)
+    def create_backend(self, model: Path) -> None:
+        variables = dict(ENVIRONMENT)
         if self.device.type == "cpu":
-            variables |= cpu_variables(1, self._config.threads)
+            variables |= cpu_environment(1, self._config.threads)
         words = [
-            *arguments(self, model, self._context),
+            *sglang_args(self, model, self._context),
             *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
-            *(["--enable-weights-cpu-backup"] if self.sleeps else []),
-            *self._config.arguments,
+            *(["--enable-weights-cpu-backup"] if self.can_sleep else []),
+            *self._config.extra_args,
         ]
         logging.getLogger("sglang").setLevel(logging.ERROR)
-        with apart(self.device, variables, "SGLANG_"):
-            if self.sleeps:
+        with restore_process_state(self.device, variables, "SGLANG_"):
+            if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
                 # The other way is a library that is loaded before the process starts. It can be
                 # said before the first start alone.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
-            from rlinf.engines.inside.sglang_scheduler import started
+            from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler
 
-            self.inner = started(words, self.device.index or 0)
+            self.backend = create_scheduler(words, self.device.index or 0)
 
-    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.inner.put(tensors)
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.backend.rlinf_load_weights(tensors)
 
-    def end(self, inner: Any) -> None:
-        inner.end()
+    def shut_down(self, inner: Any) -> None:
+        inner.rlinf_shut_down()
 
     def sleep(self) -> None:
-        self.inner.rest(PARTS)
+        self.backend.rlinf_sleep(MEMORY_TAGS)
 
     def wake(self) -> None:
-        self.inner.rise(PARTS)
+        self.backend.rlinf_wake(MEMORY_TAGS)
 
-    def decoder(self) -> Stepped:
-        return Stepped(self)
+    def create_decoder(self) -> SGLangStepDecoder:
+        return SGLangStepDecoder(self)
 
 
-class Stepped:
-    """See :class:`rlinf.engines.legs.Decoder`: one step of all legs at a time."""
+class SGLangStepDecoder:
+    """See :class:`rlinf.engines.resumable.SegmentDecoder`: one step of all legs at a time."""
 
-    def __init__(self, engine: SGLangInProcess) -> None:
+    def __init__(self, engine: SGLangInProcessEngine) -> None:
         self._engine = engine
-        self._begun: dict[str, Sample] = {}
+        self._begun: dict[str, ResumableSample] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._begun)
 
-    def begin(self, sample: Sample, ask: Ask) -> None:
-        self._engine.check_room(ask)
+    def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
+        self._engine.check_length(request)
         self._count += 1
         name = str(self._count)
-        self._engine.inner.add(name, ask.tokens, settings(ask, self._engine.stops_of(ask)))
+        self._engine.backend.rlinf_submit(
+            name,
+            request.context_tokens,
+            sglang_sampling_params(request, self._engine.stop_token_ids_for(request)),
+        )
         self._begun[name] = sample
 
-    def ended(self) -> list[tuple[Sample, Leg | Exception]]:
-        with self._engine.computing():
-            ended = self._engine.inner.step()
-        return [(self._begun.pop(name), leg_of(request)) for name, request in ended.items()]
+    def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        with self._engine.close_on_error():
+            ended = self._engine.backend.step()
+        return [(self._begun.pop(name), segment_of(request)) for name, request in ended.items()]
 
-    def cut_off(self) -> Iterator[tuple[Sample, Leg | Exception]]:
-        inner, begun, self._begun = self._engine.inner, self._begun, {}
+    def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
+        inner, begun, self._begun = self._engine.backend, self._begun, {}
         if begun and inner is not None:
-            legs = [(sample, leg_of(inner.asked[name])) for name, sample in begun.items()]
-            with self._engine.computing():
-                inner.drop()
+            legs = [
+                (sample, segment_of(inner.rlinf_requests[name])) for name, sample in begun.items()
+            ]
+            with self._engine.close_on_error():
+                inner.rlinf_abort_all()
             yield from legs
 
     def close(self) -> None:
         """Nothing is kept."""
 
 
-def leg_of(request: Any) -> Leg | Exception:
+def segment_of(request: Any) -> GeneratedSegment | Exception:
     """What there is of one of SGLang's requests, or why it took none."""
     reason = request.finished_reason
     said = {"type": "abort"} if reason is None else reason.to_json()
@@ -122,9 +128,9 @@ def leg_of(request: Any) -> Leg | Exception:
         return DataError(f"SGLang refuses a request: {said['message']}")
     tokens = [*request.output_ids_through_stop]
     logprobs = (request.logprob.output_token_logprobs_val or [])[: len(tokens)]
-    return Leg(tokens, logprobs, said["type"])
+    return GeneratedSegment(tokens, logprobs, said["type"])
 
 
 if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
     # Before anything imports what they stand in for: transformers does.
-    sys.path.insert(0, str(STAND_INS))
+    sys.path.insert(0, str(CPU_STUBS))

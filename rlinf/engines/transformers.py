@@ -2,7 +2,7 @@
 
 What makes it quick: a prompt is run once and its keys and values are shared by all samples of its
 group; keys and values live in buffers allocated once; a token's log-probability comes from the
-forward pass that sampled it; and what :mod:`rlinf.engines.decoding` does.
+forward pass that sampled it; and what :mod:`rlinf.engines.continuous_batching` does.
 """
 
 from __future__ import annotations
@@ -17,29 +17,38 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from rlinf.capabilities import IMAGE_INPUTS, LANGUAGE_MODEL
 from rlinf.config import Section
 from rlinf.data.record import Record
-from rlinf.engines.attention import use_decode_attention
-from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
-from rlinf.engines.cache import KeyValueCache
-from rlinf.engines.cohorts import CohortNetwork, Cohorts, shares_padding
-from rlinf.engines.decoding import Decoding, Images
-from rlinf.engines.fused import FusedStep
-from rlinf.fit import IMAGE_REQUESTS, LANGUAGE_MODEL
+from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
+from rlinf.engines.continuous_batching import ContinuousBatching, PromptImages
+from rlinf.engines.fused_decoding import FusedDecodeStep, use_decode_attention
+from rlinf.engines.kv_cache import (
+    EqualLengthCache,
+    EqualLengthNetwork,
+    KeyValueCache,
+    supports_padding,
+)
 from rlinf.models.base import Policy, copy_weights
 from rlinf.models.causal_lm import CausalLMConfig, causal_mask
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.images import PIXELS, SIZES, ImageSettings, images_in, sizes_in
+from rlinf.models.hf_folder import HFFolder
+from rlinf.models.images import (
+    PIXELS_COLUMN,
+    SIZES_COLUMN,
+    ImageProcessor,
+    image_sizes,
+    unpack_images,
+)
 from rlinf.models.loading import load_module, reload_weights
-from rlinf.models.logprobs import without
-from rlinf.models.published_folder import PublishedFolder
-from rlinf.residency import Storages, placed
+from rlinf.models.logprobs import mask_tokens
 
 
 class TransformersConfig(Section):
     """Decoding on the model's own ``transformers`` classes."""
 
-    max_rows: int = Field(default=256, gt=0)
+    max_num_seqs: int = Field(default=256, gt=0)
     """Most samples decoded at once."""
     threads: int = Field(default=1, gt=0)
     """Torch threads while generating; more than one slows small models down."""
@@ -53,48 +62,48 @@ class TransformersConfig(Section):
     """Decode to the horizon whatever is sampled (for benchmarks)."""
 
 
-class TransformersEngine(Storages, Engine):
+class TransformersEngine(OffloadableTensors, Engine):
     """See the module."""
 
     Config = TransformersConfig
-    needs = frozenset({LANGUAGE_MODEL})
-    offers = frozenset({IMAGE_REQUESTS})
+    requires = frozenset({LANGUAGE_MODEL})
+    provides = frozenset({IMAGE_INPUTS})
 
     def __init__(self, config: TransformersConfig, policy: type, policy_config: Any) -> None:
         self._config = config
         self._policy: type[Policy] = policy
         self._policy_config: CausalLMConfig = policy_config
-        self._images: ImageSettings | None = None
+        self._images: ImageProcessor | None = None
         if config.dtype is not None:
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
         self._module: Any = None
-        self._step: FusedStep | None = None
-        self._cohorts: CohortNetwork | None = None
+        self._step: FusedDecodeStep | None = None
+        self._cohorts: EqualLengthNetwork | None = None
 
     @classmethod
-    def takes_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
+    def weight_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
         return None if config.dtype is None else getattr(torch, config.dtype)
 
     @classmethod
-    def rows(cls, config: TransformersConfig) -> int:
-        return config.max_rows
+    def max_batch(cls, config: TransformersConfig) -> int:
+        return config.max_num_seqs
 
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
             self._module = self._step = self._cohorts = None  # the old one leaves the memory first
             module = load_module(folder, self._policy_config).eval()
-            self._module = placed(module, self.device)
-            if shares_padding(module.config):
-                self._step = FusedStep.of(self._module)
+            self._module = move_to_device(module, self.device)
+            if supports_padding(module.config):
+                self._step = FusedDecodeStep.from_module(self._module)
                 use_decode_attention(self._module)
             else:
-                self._cohorts = CohortNetwork(self._module)
-        self._images = self._policy.image_settings(folder)
-        published = PublishedFolder.of(self._policy_config, folder)
+                self._cohorts = EqualLengthNetwork(self._module)
+        self._images = self._policy.image_processor(folder)
+        published = HFFolder.from_config(self._policy_config, folder)
         self._chat_format = published.chat_format
         known = () if self._config.ignore_eos else sorted(published.stop_token_ids)
-        self.stops = torch.tensor(known, dtype=torch.int64, device=self.device)
+        self.stop_token_ids = torch.tensor(known, dtype=torch.int64, device=self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -102,24 +111,26 @@ class TransformersEngine(Storages, Engine):
         copy_weights(self._module, tensors)
         self.version = version
 
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._module is None:
             return {}
         # Keys and values are cached only while a request is answered.
         return {"weights": [*self._module.state_dict().values()]}
 
     def close(self) -> None:
-        self.forget()
+        self.drop_host_copies()
         self._module = self._step = self._cohorts = None
         self.version = -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         torch.set_num_threads(self._config.threads)
-        return Decoding(self, requests, seed, stage, hooks, self._config.max_rows).replies()
+        return ContinuousBatching(
+            self, requests, seed, stage, hooks, self._config.max_num_seqs
+        ).iter_replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, in which stop strings are looked for."""
@@ -129,12 +140,15 @@ class TransformersEngine(Storages, Engine):
         """The ids of those stop strings that are special tokens, which no decoded text shows."""
         return self._chat_format.stop_ids(texts)
 
-    def read(
-        self, contexts: Sequence[np.ndarray], room: int, images: Sequence[Images | None] = ()
-    ) -> tuple[Tensor, KeyValueCache | Cohorts, Tensor]:
+    def prefill(
+        self,
+        contexts: Sequence[np.ndarray],
+        free_columns: int,
+        images: Sequence[PromptImages | None] = (),
+    ) -> tuple[Tensor, KeyValueCache | EqualLengthCache, Tensor]:
         """Run each distinct context once, left-padded, then give every row its copy.
 
-        Families that padding would disturb are run in cohorts (:mod:`rlinf.engines.cohorts`).
+        Families that padding would disturb are run in cohorts (:mod:`rlinf.engines.kv_cache`).
 
         Args:
             contexts: token ids of each row.
@@ -145,14 +159,14 @@ class TransformersEngine(Storages, Engine):
             Logits ``[B, V]`` of the next tokens, the cache, and which of its columns each row
             attends to: bool ``[B, length + room]``.
         """
-        if self._step is not None and not self._step.holds:
+        if self._step is not None and not self._step.is_valid:
             self._step = None
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
         if self._cohorts is not None:
-            first, cohorts = self._cohorts.read(contexts, self.device)
+            first, cohorts = self._cohorts.prefill(contexts, self.device)
             begins = torch.from_numpy(width - lengths).to(self.device)[:, None]
-            columns = torch.arange(width + room, device=self.device)
+            columns = torch.arange(width + free_columns, device=self.device)
             return first, cohorts, (columns >= begins) & (columns < width)
         # The length is part of a context: 0, which fills it up, is also an ordinary token.
         # So are its images, told by the first row that has them.
@@ -161,7 +175,9 @@ class TransformersEngine(Storages, Engine):
         for i, (line, context) in enumerate(zip(whole, contexts, strict=True)):
             line[0], line[2 : 2 + len(context)] = len(context), context
             if images and (own := images[i]) is not None:
-                line[1] = known.setdefault(own[SIZES].tobytes() + own[PIXELS].tobytes(), i)
+                line[1] = known.setdefault(
+                    own[SIZES_COLUMN].tobytes() + own[PIXELS_COLUMN].tobytes(), i
+                )
         distinct, inverse = np.unique(whole, axis=0, return_inverse=True)
         sizes = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
@@ -171,7 +187,7 @@ class TransformersEngine(Storages, Engine):
         size = torch.from_numpy(sizes).to(self.device)
         seen = column >= (width - size)[:, None]
         positions = (column - (width - size)[:, None]).clamp(min=0)
-        cache = KeyValueCache(width + room)
+        cache = KeyValueCache(width + free_columns)
         if self._images is not None:
             shown = [images[number] if images else None for number in distinct[:, 1].tolist()]
             positions, further = self._see(distinct[:, 2:], sizes, shown, width)
@@ -182,7 +198,7 @@ class TransformersEngine(Storages, Engine):
         )
         rows = torch.from_numpy(inverse.ravel()).to(self.device)
         cache.select(rows)
-        attend = torch.zeros(len(rows), width + room, dtype=torch.bool, device=self.device)
+        attend = torch.zeros(len(rows), width + free_columns, dtype=torch.bool, device=self.device)
         attend[:, :width] = seen[rows]
         return logits[rows], cache, attend
 
@@ -190,7 +206,7 @@ class TransformersEngine(Storages, Engine):
         self,
         contexts: np.ndarray,
         lengths: np.ndarray,
-        shown: Sequence[Images | None],
+        shown: Sequence[PromptImages | None],
         width: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Positions ``[3, n, width]`` of contexts on the left, and their patches.
@@ -205,21 +221,21 @@ class TransformersEngine(Storages, Engine):
         pictures, sizes = list[np.ndarray](), list[np.ndarray]()
         for i, (context, count) in enumerate(zip(contexts, lengths.tolist(), strict=True)):
             own = shown[i] or {}
-            sizes.append(sizes_in(own))
-            pictures += images_in(own)
-            positions[:, i, width - count :] = settings.positions(context[:count], sizes[-1])
+            sizes.append(image_sizes(own))
+            pictures += unpack_images(own)
+            positions[:, i, width - count :] = settings.rope_positions(context[:count], sizes[-1])
         further: dict[str, Tensor] = {}
         if pictures:
-            patches = np.concatenate([settings.patches(image) for image in pictures])
+            patches = np.concatenate([settings.to_patches(image) for image in pictures])
             further["pixel_values"] = torch.from_numpy(patches).to(self.device)
-            grids = torch.from_numpy(settings.grids(np.concatenate(sizes)))
+            grids = torch.from_numpy(settings.patch_grids(np.concatenate(sizes)))
             further["image_grid_thw"] = grids.to(self.device)
         return torch.from_numpy(positions).to(self.device), further
 
-    def shift(self, images: Sequence[Images | None]) -> Tensor:
+    def rope_shift(self, images: Sequence[PromptImages | None]) -> Tensor:
         """What the images of each row add to the rotary positions behind them, int64 ``[B]``."""
         shifts = [
-            0 if own is None or self._images is None else self._images.shift(sizes_in(own))
+            0 if own is None or self._images is None else self._images.rope_shift(image_sizes(own))
             for own in images
         ]
         return torch.tensor(shifts, dtype=torch.int64, device=self.device)
@@ -229,8 +245,8 @@ class TransformersEngine(Storages, Engine):
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        cache: KeyValueCache | Cohorts,
-        further: Mapping[str, Tensor] = MappingProxyType({}),
+        cache: KeyValueCache | EqualLengthCache,
+        extra_inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Logits ``[B, V]`` float32 after the last of ``tokens`` ``[B, n]``, which join the cache.
 
@@ -240,7 +256,7 @@ class TransformersEngine(Storages, Engine):
             further: what the network takes beside them.
             mask: as the model takes it; None: every row attends to all columns.
         """
-        if isinstance(cache, Cohorts):
+        if isinstance(cache, EqualLengthCache):
             assert self._cohorts is not None
             return self._cohorts.step(tokens, cache)
         if self._step is not None and tokens.shape[1] == 1 and len(cache):
@@ -256,8 +272,12 @@ class TransformersEngine(Storages, Engine):
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **further,
+            **extra_inputs,
         )
         cache.advance(tokens.shape[1])
         logits = output.logits[:, -1].float()
-        return logits if self._images is None else without(logits, self._images.unwritten)
+        return (
+            logits
+            if self._images is None
+            else mask_tokens(logits, self._images.ungenerated_token_ids)
+        )

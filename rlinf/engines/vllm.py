@@ -1,7 +1,7 @@
 """vLLM as a server; see :mod:`rlinf.engines.server`.
 
 Tokens go in and come out as numbers (``/inference/v1/generate``); a worker extension
-(``inside/rlinf_vllm.py``) reads new weights in place and takes log-probabilities as they are
+(``engine_plugins/rlinf_vllm.py``) reads new weights in place and takes log-probabilities as they are
 defined here.
 """
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rlinf.engines.external import ExternalEngine
-from rlinf.engines.legs import Ask, Leg
-from rlinf.engines.process import ServerProcess
+from rlinf.engines.resumable import GeneratedSegment, SegmentRequest
 from rlinf.engines.server import ServerConfig, ServerEngine
+from rlinf.engines.server_process import ServerProcess
 
-STARTED = ("rlinf.engines.inside.rlinf_vllm",)
-"""Is part of the identity of what the engine makes (:mod:`stages.code`)."""
-VARIABLES = {
+SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_vllm",)
+"""Is part of the identity of what the engine makes (:mod:`stages.identity`)."""
+ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -40,23 +40,23 @@ class VLLMConfig(ServerConfig):
 class VLLMEngine(ServerEngine):
     """See the module."""
 
-    length_scalings = LENGTH_SCALINGS
+    supported_length_scalings = LENGTH_SCALINGS
 
     Config = VLLMConfig
-    package = "vllm"
-    module = "vllm.entrypoints.openai.api_server"
-    pulse = "/is_sleeping"  # asks the process that decodes, which /health does not
+    server_package = "vllm"
+    server_module = "vllm.entrypoints.openai.api_server"
+    heartbeat_route = "/is_sleeping"  # asks the process that decodes, which /health does not
 
-    def command(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         return [
-            *arguments(self, model, context),
+            *vllm_args(self, model, context),
             *("--uds", str(socket), "--enable-scale-out", "--disable-uvicorn-access-log"),
-            *("--worker-extension-cls", "rlinf_vllm.Extension"),
+            *("--worker-extension-cls", "rlinf_vllm.WorkerExtension"),
         ]
 
-    def variables(self, socket: Path) -> Mapping[str, str]:
+    def server_environment(self, socket: Path) -> Mapping[str, str]:
         always = {
-            **VARIABLES,
+            **ENVIRONMENT,
             "VLLM_SERVER_DEV_MODE": "1",  # for weights, aborting and caches
             "VLLM_RPC_BASE_PATH": str(socket.parent),
         }
@@ -64,22 +64,25 @@ class VLLMEngine(ServerEngine):
             return always
         return {**always, "TORCH_COMPILE_DISABLE": "1"}
 
-    def started(self, process: ServerProcess) -> None:
-        _call(process, "rlinf_begin", watched=True)
+    def on_server_ready(self, process: ServerProcess) -> None:
+        _call(process, "rlinf_setup", watched=True)
 
-    def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        body = {"token_ids": ask.tokens, "sampling_params": settings(ask, self.stops_of(ask))}
+    def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
+        body = {
+            "token_ids": request.context_tokens,
+            "sampling_params": vllm_sampling_params(request, self.stop_token_ids_for(request)),
+        }
         return "/inference/v1/generate", body
 
-    def answer(self, values: Any) -> Leg:
+    def parse_response(self, values: Any) -> GeneratedSegment:
         (choice,) = values["choices"]
         tokens = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
         end = choice["finish_reason"]
-        return Leg(tokens, [entry["logprob"] for entry in content], end)
+        return GeneratedSegment(tokens, [entry["logprob"] for entry in content], end)
 
-    def stop(self, process: ServerProcess) -> None:
-        process.post("/abort_requests", {"request_ids": []}, watched=True)
+    def abort_requests(self, process: ServerProcess) -> None:
+        process.post("/abort_requests", {"request_ids": []}, check_heartbeat=True)
 
     def sleep(self, process: ServerProcess) -> None:
         # The second level keeps no copy of the weights in the host's memory.
@@ -88,8 +91,8 @@ class VLLMEngine(ServerEngine):
     def wake(self, process: ServerProcess) -> None:
         process.post("/wake_up")
 
-    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
-        _call(process, "rlinf_update", str(folder))
+    def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
+        _call(process, "rlinf_load_folder", str(folder))
         process.post("/reset_prefix_cache")
         process.post("/update_weight_version", {"new_version": str(version)})
 
@@ -97,10 +100,10 @@ class VLLMEngine(ServerEngine):
 def _call(process: ServerProcess, method: str, *arguments: str, watched: bool = False) -> None:
     """Run a method of the worker extension in every worker of a server."""
     body = {"method": method, "args": list(arguments)}
-    process.post("/collective_rpc", body, watched=watched)
+    process.post("/collective_rpc", body, check_heartbeat=watched)
 
 
-def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
+def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     """Of vLLM's command line: what is decoded, and how.
 
     Args:
@@ -111,30 +114,30 @@ def arguments(engine: ExternalEngine, model: Path, context: int) -> list[str]:
     return [
         *("--model", str(model), "--dtype", policy.dtype),
         *("--tensor-parallel-size", str(engine.world.layout.tp)),
-        *("--max-model-len", str(context), "--max-num-seqs", str(config.max_rows)),
-        *("--kv-cache-memory-bytes", str(engine.cache_bytes())),
+        *("--max-model-len", str(context), "--max-num-seqs", str(config.max_num_seqs)),
+        *("--kv-cache-memory-bytes", str(engine.kv_cache_bytes())),
         *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
-        *(["--enable-sleep-mode"] if engine.sleeps else []),
+        *(["--enable-sleep-mode"] if engine.can_sleep else []),
         *(["--enforce-eager"] if engine.device.type == "cpu" else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),
     ]
 
 
-def settings(ask: Ask, stops: Collection[int]) -> dict[str, Any]:
+def vllm_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
     """How vLLM samples a leg.
 
     Args:
         stops: tokens that end a sample.
     """
-    sampling = ask.sampling
+    sampling = request.sampling
     return {
-        "max_tokens": ask.most,
-        "min_tokens": ask.least,
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": ask.seed,
+        "seed": request.seed,
         "stop": list(sampling.stop),
         "stop_token_ids": sorted(stops),
         "ignore_eos": True,  # the stop tokens are all there are

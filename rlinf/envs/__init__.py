@@ -7,10 +7,10 @@ environments = Registry(
     {
         "arithmetic": "rlinf.envs.arithmetic:ArithmeticEnvironment",
         "calculator": "rlinf.envs.calculator:CalculatorEnvironment",
-        "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGym",
+        "reasoning_gym": "rlinf.envs.reasoning_gym:ReasoningGymEnvironment",
         "search": "rlinf.envs.search:SearchEnvironment",
         "jsonl": "rlinf.envs.jsonl:JsonlEnvironment",
-        "visual_questions": "rlinf.envs.visual_questions:VisualQuestions",
+        "visual_questions": "rlinf.envs.visual_questions:VisualQuestionsEnvironment",
         "conversations": "rlinf.envs.conversations:ConversationsEnvironment",
         "gym": "rlinf.envs.gym:GymEnvironment",
     },

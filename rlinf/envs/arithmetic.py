@@ -9,15 +9,15 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.prompts import Prompt, PromptEnvironment
-from rlinf.models.base import Spec
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import RolloutRequest, TaskSize
+from rlinf.envs.text_environment import Prompt, PromptEnvironment
+from rlinf.models.base import ModelSpec
 from rlinf.seeding import generator
 
 ALPHABET = "0123456789+-*= "
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-HELD_OUT_SHARE = 8
+TEST_ONE_IN = 8
 """One question in this many belongs to the test set."""
 
 
@@ -28,12 +28,12 @@ class ArithmeticConfig(Section):
     """Operations asked, of ``+ - *``."""
     digits: tuple[int, ...] = (1, 2)
     """Difficulties: most digits of an operand; each question draws one of them."""
-    weights: tuple[float, ...] | None = None
+    digit_weights: tuple[float, ...] | None = None
     """How often each difficulty is drawn; equally often by default."""
     least_significant_first: bool = False
     """Write answers from the last digit to the first, the order in which carries arise; small
     models learn it with far fewer examples (arXiv 2307.03381)."""
-    rambling: float = Field(default=0.0, ge=0, lt=1)
+    rambling_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of demonstrations that go on with another question after the answer, as raw text does.
     A model fine-tuned on them samples exact answers at most one minus this often."""
     test_seed: int = Field(default=1234, ge=0)
@@ -48,7 +48,7 @@ class ArithmeticConfig(Section):
 
     @model_validator(mode="after")
     def _weights_of_digits(self) -> ArithmeticConfig:
-        weights = self.weights
+        weights = self.digit_weights
         if weights is not None and (
             len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
         ):
@@ -73,15 +73,15 @@ class ArithmeticEnvironment(PromptEnvironment):
     config: ArithmeticConfig
 
     @classmethod
-    def describe(cls, config: ArithmeticConfig) -> Spec:
+    def model_spec(cls, config: ArithmeticConfig) -> ModelSpec:
         return {"alphabet": ALPHABET}
 
     @classmethod
-    def extent(cls, config: ArithmeticConfig, processor: Any) -> Extent:
+    def task_size(cls, config: ArithmeticConfig, processor: Any) -> TaskSize:
         # Every character is a token, in the words of a new model.
-        return Extent(longest_prompt=2 * max(config.digits) + 2)
+        return TaskSize(max_prompt_tokens=2 * max(config.digits) + 2)
 
-    def prompts(self, episodes: Episodes) -> list[Prompt]:
+    def prompts(self, episodes: RolloutRequest) -> list[Prompt]:
         seed, iteration = episodes.seed, episodes.iteration
         if episodes.split == "test":
             seed, iteration = self.config.test_seed, 0
@@ -90,17 +90,19 @@ class ArithmeticEnvironment(PromptEnvironment):
                 generator(seed, "arithmetic", episodes.split, iteration, int(start)),
                 episodes.split,
             )
-            for start in episodes.starts
+            for start in episodes.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         random = generator(seed, "arithmetic", "demonstration", step)
         prompts = [self._draw(random, "train") for _ in range(count)]
         answers = [self._demonstrated(random, prompt.answer) for prompt in prompts]
-        questions = self.contexts([prompt.text for prompt in prompts])
+        questions = self.encode_prompts([prompt.text for prompt in prompts])
         replies = self.encode(answers)
         return [
-            Record(Identity(step, i), {"actions": self.closed(reply)}, {"prompt": question})
+            Record(
+                RecordId(step, i), {"actions": self.append_end_token(reply)}, {"prompt": question}
+            )
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
         ]
 
@@ -111,17 +113,17 @@ class ArithmeticEnvironment(PromptEnvironment):
         """One question of the split: redrawn until it falls on the right side."""
         while True:
             prompt = self._question(random)
-            if is_held_out(prompt.text) == (split == "test"):
+            if is_test_question(prompt.text) == (split == "test"):
                 return prompt
 
     def _demonstrated(self, random: np.random.Generator, answer: str) -> str:
         """The answer, or with probability ``rambling`` the answer and the next question."""
-        if random.random() >= self.config.rambling:
+        if random.random() >= self.config.rambling_fraction:
             return answer
         return f"{answer} {self._draw(random, 'train').text}"
 
     def _question(self, random: np.random.Generator) -> Prompt:
-        weights = np.cumsum(self.config.weights or (1.0,) * len(self.config.digits))
+        weights = np.cumsum(self.config.digit_weights or (1.0,) * len(self.config.digits))
         chosen = np.searchsorted(weights, random.random() * weights[-1], side="right")
         digits = self.config.digits[int(chosen)]
         low, high = (0, 10) if digits == 1 else (10 ** (digits - 1), 10**digits)
@@ -135,6 +137,6 @@ class ArithmeticEnvironment(PromptEnvironment):
         return Prompt(f"{a}{operation}{b}=", answer)
 
 
-def is_held_out(question: str) -> bool:
+def is_test_question(question: str) -> bool:
     """Whether a question is in the test set: by its text, so that no training prompt can be."""
-    return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
+    return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % TEST_ONE_IN == 0

@@ -15,81 +15,85 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from rlinf.channels.base import Channel
+from rlinf.capabilities import Component
+from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, Scalar
 from rlinf.errors import InputError
-from rlinf.fit import Part
 
 if TYPE_CHECKING:
     # A simulator process loads no torch.
-    from rlinf.models.base import Spec
+    from rlinf.models.base import ModelSpec
 
-VIDEO = "video."
+VIDEO_PREFIX = "video."
 """Begins the columns of pictures that no policy sees."""
 UNFINISHED = "unfinished"
 """Stop reason of a sample that another engine is to go on with."""
 
 
 @dataclass(frozen=True)
-class Episodes:
+class RolloutRequest:
     """Which experience to collect. A sample's number fixes its start and its randomness."""
 
     seed: int
     iteration: int
     split: Literal["train", "test"]
-    starts: Sequence[int]
+    group_ids: Sequence[int]
     """Numbers of the starts (prompts, environments) this worker does, out of the whole batch."""
-    batch: int
+    num_groups: int
     """Starts of the whole batch, over all workers."""
     group_size: int
     """Samples per start: sample ``start * group_size + k``."""
     horizon: int
     temperature: float
-    begun: Mapping[int, Record] | None = None
+    partial_samples: Mapping[int, Record] | None = None
     """Of samples that another engine gave up: what there is of them. Only these are done."""
-    open: Mapping[int, Record] | None = None
-    """Of samples, the episodes to go on with (:mod:`rlinf.data.left_open`); those of others begin
+    open_episodes: Mapping[int, Record] | None = None
+    """Of samples, the episodes to go on with (:mod:`rlinf.data.episodes`); those of others begin
     anew. What is open at the end is left likewise. None: all begin anew, and nothing is left."""
-    places: int | None = None
+    groups_per_batch: int | None = None
     """Starts of one batch, where a batch may be drawn several times in an iteration; None: all."""
-    filmed: int = 0
-    """Samples below this number are to have the columns of :meth:`Environment.films`."""
+    num_videos: int = 0
+    """Samples below this number are to have the columns of :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
-    """Further settings of :class:`rlinf.data.sampling.Sampling`, as requests carry them."""
+    """Further settings of :class:`rlinf.data.sampling_params.SamplingParams`, as requests carry them."""
 
     @property
-    def settings(self) -> dict[str, Scalar]:
+    def request_info(self) -> dict[str, Scalar]:
         """How samples are drawn: for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
-    def turns(self, starts: np.ndarray) -> np.ndarray:
+    def task_indices(self, starts: np.ndarray) -> np.ndarray:
         """Running numbers of starts, by which the tasks of a run take turns: in training over all
         iterations, so that each has its share also where a batch has fewer starts than there are
         tasks. Where episodes go on over iterations, a start is of the same task in each."""
-        if self.split == "test" or self.open is not None:
+        if self.split == "test" or self.open_episodes is not None:
             return starts
-        return self.iteration * (self.places or self.batch) + starts
+        return self.iteration * (self.groups_per_batch or self.num_groups) + starts
 
-    def samples(self) -> np.ndarray:
+    def sample_ids(self) -> np.ndarray:
         """The numbers of all samples to do, int64."""
-        starts = np.asarray(self.starts, dtype=np.int64)[:, None]
+        starts = np.asarray(self.group_ids, dtype=np.int64)[:, None]
         samples = (starts * self.group_size + np.arange(self.group_size)).ravel()
-        return samples if self.begun is None else samples[np.isin(samples, list(self.begun))]
+        return (
+            samples
+            if self.partial_samples is None
+            else samples[np.isin(samples, list(self.partial_samples))]
+        )
 
 
 @dataclass(frozen=True)
-class Extent:
+class TaskSize:
     """How much there is of a task; None: no end of it."""
 
     train: int | None = None
     """Starts for training that differ."""
     test: int | None = None
-    longest_prompt: int = 0
+    max_prompt_tokens: int = 0
     """Tokens."""
 
 
-def scores_of(
+def score_trajectories(
     environment: Environment, trajectories: Sequence[Record], counts: Counter[str]
 ) -> list[float]:
     """The task's score of each trajectory, NaN where there is none.
@@ -113,11 +117,11 @@ def scores_of(
     return [float(number) for number in numbers]
 
 
-class Environment(Part, ABC):
+class Environment(Component, ABC):
     """What the policy acts in."""
 
     Config: ClassVar[type[Section]] = Section
-    resumes: ClassVar[bool] = False
+    supports_resume: ClassVar[bool] = False
     """Whether :meth:`simulate` goes on with samples that another engine gave up."""
 
     @abstractmethod
@@ -126,7 +130,7 @@ class Environment(Part, ABC):
 
     @classmethod
     @abstractmethod
-    def describe(cls, config: Any) -> Spec:
+    def model_spec(cls, config: Any) -> ModelSpec:
         """What a policy must know to be created for this environment.
 
         From the configuration and data files alone: the machine that starts a run need not be able
@@ -137,7 +141,7 @@ class Environment(Part, ABC):
         """
 
     @classmethod
-    def complete(cls, config: Any, *, compare: bool) -> Spec:
+    def infer_config(cls, config: Any, *, check_given: bool) -> ModelSpec:
         """Keys of the task that the configuration leaves open and the environment itself can tell,
         such as sizes of observations and actions; they are frozen with the run. None by default.
 
@@ -152,7 +156,7 @@ class Environment(Part, ABC):
         return {}
 
     @classmethod
-    def held_out_overlap(cls, config: Any) -> tuple[int, int]:
+    def train_test_overlap(cls, config: Any) -> tuple[int, int]:
         """Return how many held-out problems of the task are training problems too, and how many
         held-out ones there are; ``(0, 0)`` for a task that has no list of problems.
 
@@ -162,7 +166,7 @@ class Environment(Part, ABC):
         return 0, 0
 
     @classmethod
-    def verify(cls, config: Any) -> None:
+    def verify_spec(cls, config: Any) -> None:
         """See that :meth:`describe` is right; asked where the run computes, before it makes
         anything of it.
 
@@ -171,38 +175,38 @@ class Environment(Part, ABC):
         """
 
     @classmethod
-    def modules(cls, config: Any) -> tuple[str, ...]:
+    def required_modules(cls, config: Any) -> tuple[str, ...]:
         """What an interpreter named in ``task.python`` must be able to import."""
         return ()
 
     @classmethod
-    def row_bytes(cls, config: Any) -> int:
+    def max_step_bytes(cls, config: Any) -> int:
         """Bytes of one step in the largest column of its trajectories, as far as the configuration
         tells.
 
-        From :data:`rlinf.data.record.LARGE_BYTES` on trajectories are read from files, of which
+        From :data:`rlinf.data.record.LARGE_ROW_BYTES` on trajectories are read from files, of which
         each process takes the steps that it computes with, unless a plan says otherwise.
         """
         return 0
 
     @classmethod
-    def alike(cls, config: Any) -> bool:
+    def has_deterministic_reset(cls, config: Any) -> bool:
         """Whether the samples of a start begin alike; asked before a run with groups of them."""
         return True
 
     @classmethod
-    def tasks(cls, config: Any) -> int:
+    def num_tasks(cls, config: Any) -> int:
         """Among how many tasks starts are shared out in turns, held-out ones too."""
         return 1
 
     @classmethod
-    def films(cls, config: Any) -> tuple[str, ...]:
+    def video_columns(cls, config: Any) -> tuple[str, ...]:
         """Columns of pictures in trajectories that are filmed (``evaluate.videos``); none by
         default."""
         return ()
 
     @classmethod
-    def extent(cls, config: Any, processor: Any) -> Extent:
+    def task_size(cls, config: Any, processor: Any) -> TaskSize:
         """How much there is of the task, after a look at all of it; asked before a run begins.
 
         Args:
@@ -211,18 +215,18 @@ class Environment(Part, ABC):
         Raises:
             DataError: a problem cannot be asked.
         """
-        return Extent()
+        return TaskSize()
 
     @abstractmethod
     def simulate(
-        self, episodes: Episodes, observations: Channel, actions: Channel
+        self, episodes: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         """Collect trajectories: one record per sample, as soon as it is complete.
 
         Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
         ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
         the weights may change on the way; ``steps["mask"]``, 0 where a step does not count (see
-        :mod:`rlinf.data.counted`), where not all do. Closes ``observations`` when no more are
+        :mod:`rlinf.data.loss_mask`), where not all do. Closes ``observations`` when no more are
         coming. Where the environment :attr:`resumes`, what an engine gives up has the stop reason
         :data:`UNFINISHED` and is gone on with from ``episodes.begun``.
         """
@@ -237,14 +241,14 @@ class Environment(Part, ABC):
                 metric of the stage each.
         """
 
-    def measures(self, trajectories: Sequence[Record]) -> dict[str, float]:
+    def episode_metrics(self, trajectories: Sequence[Record]) -> dict[str, float]:
         """Means over trajectories that are metrics of a stage beside the score; by default none."""
         return {}
 
     @classmethod
     def check_demonstrations(cls, config: Any) -> None:
         """See that there are demonstrations, of tasks that offer
-        :data:`rlinf.fit.DEMONSTRATIONS`; asked before a run with a warm start begins.
+        :data:`rlinf.capabilities.DEMONSTRATIONS`; asked before a run with a warm start begins.
 
         Raises:
             ConfigError: the configuration asks for none.
@@ -254,10 +258,10 @@ class Environment(Part, ABC):
         """Trajectories of an expert for supervised fine-tuning; none by default."""
         return []
 
-    def held_out_demonstrations(self, count: int) -> list[Record]:
+    def test_demonstrations(self, count: int) -> list[Record]:
         """The first ``count`` of what an expert does in the test split, or as many as there are.
 
-        Of tasks that offer :data:`rlinf.fit.HELD_OUT_DEMONSTRATIONS`.
+        Of tasks that offer :data:`rlinf.capabilities.EVAL_DEMONSTRATIONS`.
         """
         return []
 

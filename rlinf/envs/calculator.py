@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from rlinf.data.record import Identity, Record
-from rlinf.envs.arithmetic import OPERATIONS, is_held_out
+from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.arithmetic import OPERATIONS, is_test_question
 from rlinf.envs.dialogue import (
-    Call,
     Dialogue,
     DialogueConfig,
     DialogueEnvironment,
+    ToolCall,
     ToolDialogue,
     ToolInputError,
 )
-from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
-from rlinf.models.base import Spec
+from rlinf.models.base import ModelSpec
 from rlinf.seeding import generator
 
 ALPHABET = "0123456789+-*=?:erro "
@@ -34,12 +34,12 @@ ALPHABET = "0123456789+-*=?:erro "
 class CalculatorConfig(DialogueConfig):
     """Products of numbers of so many digits."""
 
-    turns: int = Field(default=3, gt=0)
-    turn_tokens: int = Field(default=12, gt=0)
+    max_turns: int = Field(default=3, gt=0)
+    max_turn_tokens: int = Field(default=12, gt=0)
     digits: int = Field(default=2, gt=0, le=6)
 
 
-class Sum(ToolDialogue):
+class CalculatorDialogue(ToolDialogue):
     """One question; the answer is worth 1 if it is right."""
 
     def __init__(self, question: str) -> None:
@@ -50,12 +50,12 @@ class Sum(ToolDialogue):
     def init(self) -> Sequence[dict[str, str]]:
         return [{"role": "user", "content": f"{self.question}="}]
 
-    def calls(self, message: str) -> list[Call]:
+    def parse_calls(self, message: str) -> list[ToolCall]:
         if not message.endswith("?"):
             return []
-        return [Call("calculate", {"expression": message[:-1]})]
+        return [ToolCall("calculate", {"expression": message[:-1]})]
 
-    def judge(self, message: str) -> float:
+    def score_answer(self, message: str) -> float:
         return float(message == self.answer)
 
 
@@ -64,33 +64,33 @@ class CalculatorEnvironment(DialogueEnvironment):
 
     Config = CalculatorConfig
     config: CalculatorConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS, ANSWERS, DEMONSTRATIONS})
+    provides = frozenset({PROMPTS, STEP_REWARDS, TURNS, REFERENCE_ANSWERS, DEMONSTRATIONS})
 
     @classmethod
-    def describe(cls, config: Any) -> Spec:
+    def model_spec(cls, config: Any) -> ModelSpec:
         return {"alphabet": ALPHABET}
 
-    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+    def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
         while True:
             a, b = (int(number) for number in random.integers(10**self.config.digits, size=2))
-            if is_held_out(f"{a}*{b}=") == (split == "test"):
-                return Sum(f"{a}*{b}")
+            if is_test_question(f"{a}*{b}=") == (split == "test"):
+                return CalculatorDialogue(f"{a}*{b}")
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Dialogues that ask the calculator and repeat what it said."""
         random = generator(seed, "calculator", "demonstration", step)
         out = []
         for number in range(count):
-            sum_ = self.begin("train", random)
-            assert isinstance(sum_, Sum)
+            sum_ = self.create_dialogue("train", random)
+            assert isinstance(sum_, CalculatorDialogue)
             parts = [f"{sum_.question}=", f"{sum_.question}?", sum_.answer, sum_.answer]
-            (prompt,), (call, said, answer) = self.contexts(parts[:1]), self.encode(parts[1:])
-            call, answer = self.closed(call), self.closed(answer)
+            (prompt,), (call, said, answer) = self.encode_prompts(parts[:1]), self.encode(parts[1:])
+            call, answer = self.append_end_token(call), self.append_end_token(answer)
             actions = np.concatenate([call, said, answer])
             mask = np.ones(len(actions), np.float32)
             mask[len(call) : len(call) + len(said)] = 0
             steps = {"actions": actions, "mask": mask}
-            out.append(Record(Identity(step, number), steps, {"prompt": prompt}))
+            out.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
         return out
 
 

@@ -1,6 +1,6 @@
 """Pictures of simulators.
 
-Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .seen import Arrays, Images, Refused, instruction, refuse_others
+from .observations import Arrays, Images, InvalidEnvConfig, check_cameras, get_instruction
 
-UPLOADED = (
+RENDERER_MODEL_FIELDS = (
     *("mesh_vert", "mesh_face", "mesh_normal", "mesh_texcoord", "hfield_data", "tex_data"),
     *("mat_texid", "mat_texrepeat", "mat_texuniform", "skin_vert", "skin_face", "skin_texcoord"),
 )
 """What of a MuJoCo model a renderer keeps."""
 _RENDERERS: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 """Of this process, by what they keep, height and width."""
-log = logging.getLogger("rlinf.envs.simulator")
+log = logging.getLogger("rlinf.envs.vector_env")
 
 
-class Pictured:
+class CameraWrapper:
     """A world that has pictures taken, when they are asked for.
 
     They are what its ``picture(camera, height, width)`` gives, where it has that, and of MuJoCo's
-    worlds what :class:`Cameras` do.
+    worlds what :class:`MujocoCameras` do.
     """
 
     def __init__(self, world: Any, images: Images) -> None:
@@ -40,9 +40,11 @@ class Pictured:
         bare = getattr(world, "unwrapped", world)
         if self._picture is None:
             if not (hasattr(bare, "model") and hasattr(bare, "data")):
-                raise Refused("task.images: this simulator shows no pictures; leave them out")
-            self._picture = Cameras(bare, images)
-        refuse_others(images, getattr(world, "cameras", images))
+                raise InvalidEnvConfig(
+                    "task.images: this simulator shows no pictures; leave them out"
+                )
+            self._picture = MujocoCameras(bare, images)
+        check_cameras(images, getattr(world, "cameras", images))
         self.action_space = world.action_space
         self.observation_space = world.observation_space
         self.starts = getattr(world, "starts", 0)
@@ -54,7 +56,7 @@ class Pictured:
 
     @property
     def instruction(self) -> str | None:
-        return instruction(self._world)
+        return get_instruction(self._world)
 
     def reset(self, **where: int) -> Any:
         return self._world.reset(**where)
@@ -70,7 +72,7 @@ class Pictured:
         self._world.close()
 
 
-class Cameras:
+class MujocoCameras:
     """Pictures of a MuJoCo world, uint8 ``[H, W, 3]``; ``free`` is the camera of no name.
 
     Shadows, reflections and multisampling are off: in software they take most of the time.
@@ -84,10 +86,10 @@ class Cameras:
     def _prepare(self) -> None:
         """Have renderers of the model, which the world may build anew at a reset."""
         model = self._model = self._world.model
-        refuse_others(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
+        check_cameras(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
         # Meshes and textures take most of the memory, and are the same in worlds of a task.
-        fixed = [getattr(model, name, None) for name in UPLOADED]
+        fixed = [getattr(model, name, None) for name in RENDERER_MODEL_FIELDS]
         parts = [array.tobytes() for array in fixed if array is not None]
         looks = hashlib.blake2b(b"".join(parts)).digest()
         self._renderers: dict[tuple[int, ...], Any] = {}
@@ -103,7 +105,7 @@ class Cameras:
         try:
             renderer = self._mujoco.Renderer(self._model, height, width)
         except Exception as error:  # whatever a graphics library brings about
-            raise Refused(
+            raise InvalidEnvConfig(
                 f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
                 "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
             ) from None
@@ -129,7 +131,7 @@ class Cameras:
 
 
 @functools.lru_cache(None)
-def quiet_mujoco() -> None:
+def log_mujoco_warnings() -> None:
     """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
     the working directory, for every environment made."""
     try:

@@ -16,19 +16,25 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from rlinf.data.record import Identity, Record
-from rlinf.data.row_file import RowFile
-from rlinf.envs.base import Extent
-from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Rendered, Split
-from rlinf.envs.problems import Problem, read_conversations
-from rlinf.errors import ConfigError, DataError, naming
-from rlinf.fit import HELD_OUT_DEMONSTRATIONS
-from rlinf.models.base import Spec
-from rlinf.models.chat_format import Turn, split_thought
+from rlinf.capabilities import EVAL_DEMONSTRATIONS
+from rlinf.data.json_lines import JsonLinesFile
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import TaskSize
+from rlinf.envs.problem_set import (
+    ChatProblem,
+    ProblemSetConfig,
+    ProblemSetEnvironment,
+    RenderedDataset,
+    Split,
+    read_conversations,
+)
+from rlinf.errors import ConfigError, DataError, name_key_in_memory_errors
+from rlinf.models.base import ModelSpec
+from rlinf.models.chat_format import AssistantTurn, split_thought
 from rlinf.seeding import generator
 
 log = logging.getLogger("rlinf")
-TEMPLATE = (
+CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == "
     "'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}"
     "{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
@@ -48,63 +54,63 @@ class ConversationsConfig(ProblemSetConfig):
     messages_field: str = "messages"
     """Holds a list of messages with ``role`` (system, user, assistant) and ``content``; the last
     one is the assistant's."""
-    learn: Literal["all", "last"] = "all"
+    train_on: Literal["all", "last"] = "all"
     """Which of the assistant's messages are learnt."""
-    max_tokens: int = Field(default=4096, gt=0)
+    max_length: int = Field(default=4096, gt=0)
     """Longer conversations are not learnt from."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ConversationSpan:
     """Part of the text of a conversation, and whether the assistant is to learn it."""
 
     text: str
-    learnt: bool
+    in_loss: bool
 
 
-class ConversationsEnvironment(ProblemSet):
+class ConversationsEnvironment(ProblemSetEnvironment):
     """See the module. A prompt is a conversation up to the assistant's last message; an answer is
     right where it is that message, but for thoughts and white space around it."""
 
     Config = ConversationsConfig
     config: ConversationsConfig
-    offers = ProblemSet.offers | {HELD_OUT_DEMONSTRATIONS}
+    provides = ProblemSetEnvironment.provides | {EVAL_DEMONSTRATIONS}
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._learnt: dict[Split, Rendered[Record]] = {}
+        self._learnt: dict[Split, RenderedDataset[Record]] = {}
         self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
-    def read(cls, config: ConversationsConfig, split: Split) -> RowFile[Problem]:
+    def load_problems(cls, config: ConversationsConfig, split: Split) -> JsonLinesFile[ChatProblem]:
         path = config.train if split == "train" else config.test
         return read_conversations(path, config.messages_field, f"task.{split}")
 
     @classmethod
-    def describe(cls, config: ConversationsConfig) -> Spec:
-        characters = set(f"system user assistant\n{config.system}")
+    def model_spec(cls, config: ConversationsConfig) -> ModelSpec:
+        characters = set(f"system user assistant\n{config.system_prompt}")
         for split in ("train", "test"):
-            for problem in cls.read(config, split):
+            for problem in cls.load_problems(config, split):
                 characters.update(problem.answer, *(m["content"] for m in problem.messages))
         return {
             "alphabet": "".join(sorted(characters)),
-            "chat_template": TEMPLATE,
+            "chat_template": CHATML_TEMPLATE,
             "special_tokens": [BEGIN, END],
         }
 
     @classmethod
-    def extent(cls, config: Any, processor: Any) -> Extent:
+    def task_size(cls, config: Any, processor: Any) -> TaskSize:
         if processor is None:
             # A small model to be made: its tokenizer has every character, and a template.
-            train, test = (len(cls.read(config, split)) for split in ("train", "test"))
-            return Extent(train - config.shots, test)
+            train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
+            return TaskSize(train - config.num_fewshot, test)
         made = cls(config, processor)
         made._all("train")
         made._all("test")
-        return super().extent(config, processor)
+        return super().task_size(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
-        marks = self.chat_format.thinking
+        marks = self.chat_format.thinking_marks
         return float(split_thought(response, marks)[1] == split_thought(answer, marks)[1])
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
@@ -115,15 +121,15 @@ class ConversationsEnvironment(ProblemSet):
             epoch, place = divmod(step * count + i, len(learnt))
             chosen.append(int(self._order_of(seed, epoch, len(learnt))[place]))
         return [
-            Record(Identity(step, i), record.steps, record.context)
+            Record(RecordId(step, i), record.steps, record.context)
             for i, record in enumerate(learnt.take(chosen))
         ]
 
-    def held_out_demonstrations(self, count: int) -> list[Record]:
+    def test_demonstrations(self, count: int) -> list[Record]:
         learnt = self._all("test")
         chosen = learnt.take(range(min(count, len(learnt))))
         return [
-            Record(Identity(0, i), record.steps, record.context) for i, record in enumerate(chosen)
+            Record(RecordId(0, i), record.steps, record.context) for i, record in enumerate(chosen)
         ]
 
     def _order_of(self, seed: int, epoch: int, count: int) -> np.ndarray:
@@ -132,24 +138,24 @@ class ConversationsEnvironment(ProblemSet):
             self._drawn = ((seed, epoch), order)
         return self._drawn[1]
 
-    def _all(self, split: Split) -> Rendered[Record]:
+    def _all(self, split: Split) -> RenderedDataset[Record]:
         """All conversations of a split as they are learnt; each is made into tokens on use."""
         if split not in self._learnt:
-            problems = self.read(self.config, split)
-            problems = problems[self.config.shots :] if split == "train" else problems
-            made = Rendered(problems, self._records, _tokens)
-            key, most = f"task.{split}", f"task.max_tokens={self.config.max_tokens}"
-            with naming(key):
-                made.measure(self.config.max_tokens, self._address(problems, made))
+            problems = self.load_problems(self.config, split)
+            problems = problems[self.config.num_fewshot :] if split == "train" else problems
+            made = RenderedDataset(problems, self._records, _tokens)
+            key, most = f"task.{split}", f"task.max_length={self.config.max_length}"
+            with name_key_in_memory_errors(key):
+                made.filter_by_length(self.config.max_length, self._address(problems, made))
             if not len(made):
-                raise DataError(f"{key}: all {made.every} conversations are longer than {most}")
-            if len(made) < made.every:
-                left = made.every - len(made)
-                log.warning("%s: %d of %d are longer than %s", key, left, made.every, most)
+                raise DataError(f"{key}: all {made.total} conversations are longer than {most}")
+            if len(made) < made.total:
+                left = made.total - len(made)
+                log.warning("%s: %d of %d are longer than %s", key, left, made.total, most)
             self._learnt[split] = made
         return self._learnt[split]
 
-    def _records(self, problems: Sequence[Problem]) -> list[tuple[int, Record]]:
+    def _records(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Record]]:
         """Return records to learn, each with the number of its conversation among those given.
 
         Where the template writes an answer otherwise once a message follows (without its thought,
@@ -165,14 +171,14 @@ class ConversationsEnvironment(ProblemSet):
                 "task.name: conversations needs a chat template, and the tokenizer of model.path "
                 "has none"
             )
-        problems = [problem.asked(self.config.template) for problem in problems]
+        problems = [problem.with_template(self.config.prompt_template) for problem in problems]
         talks = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
-        places, last = [problem.place for problem in problems], self.config.learn == "last"
-        turns = self.chat_format.turns(talks, places, last=last)
+        places, last = [problem.location for problem in problems], self.config.train_on == "last"
+        turns = self.chat_format.assistant_turns(talks, places, last_only=last)
         rows = [(i, row) for i, talk in enumerate(turns) for row in self._pieces(talk)]
         encoded = iter(self.encode([piece.text for _, row in rows for piece in row]))
         return [
-            (number, self._record([(next(encoded), piece.learnt) for piece in row]))
+            (number, self._record([(next(encoded), piece.in_loss) for piece in row]))
             for number, row in rows
         ]
 
@@ -180,27 +186,30 @@ class ConversationsEnvironment(ProblemSet):
         (prompt, _), *rest = pieces
         actions = [ids for ids, _ in rest]
         masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
-        if actions[-1].tolist()[-1:] != [self.chat_format.end_token_id]:
+        if actions[-1].tolist()[-1:] != [self.chat_format.end_of_turn_token_id]:
             # Nothing of the template ends the last message: without it none would ever end.
-            actions[-1], masks[-1] = self.closed(actions[-1]), np.append(masks[-1], np.float32(1))
+            actions[-1], masks[-1] = (
+                self.append_end_token(actions[-1]),
+                np.append(masks[-1], np.float32(1)),
+            )
         steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
-        return Record(Identity(0, 0), steps, {"prompt": prompt})
+        return Record(RecordId(0, 0), steps, {"prompt": prompt})
 
-    def _pieces(self, turns: Sequence[Turn]) -> list[list[Piece]]:
+    def _pieces(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
         """The texts of one conversation: a row for each prompt that does not continue the last."""
-        rows, text = list[list[Piece]](), ""
+        rows, text = list[list[ConversationSpan]](), ""
         for turn in turns:
             row = rows[-1] if rows and turn.prompt.startswith(text) else []
             between = turn.prompt[len(text) :] if row else turn.prompt
-            if row and between.startswith(self.chat_format.end_text):
+            if row and between.startswith(self.chat_format.end_of_turn_text):
                 # The next turn begins with the token that ends this one.
-                end = self.chat_format.end_text
-                row[-1] = Piece(row[-1].text + end, True)
+                end = self.chat_format.end_of_turn_text
+                row[-1] = ConversationSpan(row[-1].text + end, True)
                 between = between.removeprefix(end)
             if not row:
                 rows.append(row)
-            row += [Piece(between, False), Piece(turn.answer, True)]
-            text = turn.prompt + turn.answer
+            row += [ConversationSpan(between, False), ConversationSpan(turn.completion, True)]
+            text = turn.prompt + turn.completion
         return rows
 
 

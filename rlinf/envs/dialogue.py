@@ -27,30 +27,29 @@ from typing import Any, ClassVar, NamedTuple, get_type_hints
 import numpy as np
 from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 
-from rlinf.channels.base import Channel
+from rlinf.capabilities import PROMPTS, STEP_REWARDS, TURNS
+from rlinf.channels.channel import Channel
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record, Scalar
-from rlinf.envs.base import Episodes
-from rlinf.envs.prompts import TextEnvironment
+from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.text_environment import TextEnvironment
 from rlinf.errors import InputError, UserCodeError
-from rlinf.fit import PROMPTS, STEP_REWARDS, TURNS
-from rlinf.models.chat import Message
-from rlinf.models.chat_format import ChatFormat
-from rlinf.models.turns import around
+from rlinf.models.chat_format import ChatFormat, chat_template_affixes
+from rlinf.models.chat_template import ChatMessage
 from rlinf.seeding import generator
-from rlinf.user_code import user_error
+from rlinf.user_code import to_user_code_error
 
 log = logging.getLogger(__name__)
 
-FAILED = "error"
+STOP_REASON_ERROR = "error"
 """Stop reason of a dialogue that was lost."""
-TOOL_COUNTS = ("tool_errors", "tool_retries")
+TOOL_METRICS = ("tool_errors", "tool_retries")
 """Numbers in the ``info`` of each trajectory: of calls refused, and of calls made again."""
 SLACK_S = 5.0
 TEST_SEED = 1234
 """Of held-out dialogues; the run's seed does not change them."""
 
-Answer = tuple[Sequence[Message], float, bool]
+DialogueStep = tuple[Sequence[ChatMessage], float, bool]
 """Messages to the policy, the reward of what it said, and whether the dialogue is over."""
 
 
@@ -71,7 +70,7 @@ class ToolLimits(NamedTuple):
     """Wait before the first retry; it doubles with each further one."""
 
     @property
-    def longest_s(self) -> float:
+    def max_duration_s(self) -> float:
         """Time that all tries of a call may take together."""
         waits = self.backoff_s * (2**self.retries - 1)
         return (self.retries + 1) * self.timeout_s + waits + SLACK_S
@@ -90,11 +89,11 @@ class Dialogue(ABC):
     """Calls that were made again after an outage, so far."""
 
     @abstractmethod
-    def init(self) -> Sequence[Message]:
+    def init(self) -> Sequence[ChatMessage]:
         """The first messages: ``role`` (system, user) and ``content``."""
 
     @abstractmethod
-    def step(self, message: str) -> Answer | Awaitable[Answer]:
+    def step(self, message: str) -> DialogueStep | Awaitable[DialogueStep]:
         """What comes of a message of the policy.
 
         May be ``async``: all dialogues of a batch wait side by side.
@@ -104,7 +103,7 @@ class Dialogue(ABC):
         """Let go of what it holds; called once, however it ended."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool that the policy asks for."""
 
     name: str
@@ -127,10 +126,10 @@ class ToolDialogue(Dialogue):
     """By name; plain functions run in threads, ``async`` ones beside each other."""
 
     @abstractmethod
-    def judge(self, message: str) -> float:
+    def score_answer(self, message: str) -> float:
         """The reward of the last message."""
 
-    def calls(self, message: str) -> Sequence[Call]:
+    def parse_calls(self, message: str) -> Sequence[ToolCall]:
         """The calls in a message.
 
         Raises:
@@ -144,26 +143,26 @@ class ToolDialogue(Dialogue):
                 raise ValueError("the call is nested too deeply") from None
             if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
                 raise ValueError("a call is an object with name and arguments")
-            found.append(Call(str(call.get("name")), call.get("arguments", {})))
+            found.append(ToolCall(str(call.get("name")), call.get("arguments", {})))
         return found
 
-    async def step(self, message: str) -> Answer:
+    async def step(self, message: str) -> DialogueStep:
         try:
-            calls = self.calls(message)
+            calls = self.parse_calls(message)
         except ValueError as error:
             return [{"role": "tool", "content": self._refusal(error)}], 0.0, False
         if not calls:
-            return [], self.judge(message), True
+            return [], self.score_answer(message), True
         said = await asyncio.gather(*map(self._call, calls))
         return [{"role": "tool", "content": text} for text in said], 0.0, False
 
-    async def _call(self, call: Call) -> str:
+    async def _call(self, call: ToolCall) -> str:
         tool = self.tools.get(call.name)
         if tool is None:
             names = ", ".join(sorted(self.tools))
             return self._refusal(f"no tool {call.name!r}; there are {names}")
         try:
-            arguments = fit_arguments(tool, call.arguments)
+            arguments = convert_arguments(tool, call.arguments)
         except ToolInputError as error:
             return self._refusal(error)
         for attempt in range(self.limits.retries + 1):
@@ -186,7 +185,7 @@ class ToolDialogue(Dialogue):
         return f"error: {why}"
 
 
-def fit_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def convert_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments as a tool takes them, each of the type that its signature names.
 
     Values are converted as pydantic does: a number may be given as text, for example. Types that
@@ -231,7 +230,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def checked_answer(dialogue: Dialogue, answer: Any) -> Answer:
+def check_step(dialogue: Dialogue, answer: Any) -> DialogueStep:
     """An answer of :meth:`Dialogue.step`, if it is one.
 
     Raises:
@@ -282,9 +281,9 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 class DialogueConfig(Section):
     """Budgets of a dialogue; its tokens, those of tools too, are at most the run's horizon."""
 
-    turns: int = Field(default=8, gt=0)
+    max_turns: int = Field(default=8, gt=0)
     """Most messages of the policy."""
-    turn_tokens: int = Field(default=512, gt=0)
+    max_turn_tokens: int = Field(default=512, gt=0)
     """Most tokens of one message of the policy."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for an answer of the other side, and for each try of a tool; one
@@ -309,22 +308,22 @@ class DialogueEnvironment(TextEnvironment):
 
     Config: ClassVar[type[Section]] = DialogueConfig
     config: DialogueConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS})
-    stops: ClassVar[tuple[str, ...]] = ()
+    provides = frozenset({PROMPTS, STEP_REWARDS, TURNS})
+    stop_strings: ClassVar[tuple[str, ...]] = ()
     """Texts that end a message of the policy, beside its stop tokens and those of the run."""
-    renders = True
-    inline: ClassVar[bool] = False
+    uses_chat_template = True
+    inline_replies: ClassVar[bool] = False
     """The other side's words stand as they are within the policy's own turn, unless it has ended
     that turn with a stop token; otherwise the chat template puts them between two turns."""
 
     @abstractmethod
-    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+    def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
         """A new dialogue; the same random numbers begin the same one."""
 
     def simulate(
-        self, episodes: Episodes, observations: Channel, actions: Channel
+        self, episodes: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        talks = [self._talk(episodes, int(sample)) for sample in episodes.samples()]
+        talks = [self._talk(episodes, int(sample)) for sample in episodes.sample_ids()]
         try:
             self._open(talks)
             live = talks
@@ -346,12 +345,12 @@ class DialogueEnvironment(TextEnvironment):
         """The sum of a dialogue's rewards; NaN for one that was lost."""
         return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
-    def _talk(self, episodes: Episodes, sample: int) -> _Talk:
+    def _talk(self, episodes: RolloutRequest, sample: int) -> _Talk:
         start, split = sample // episodes.group_size, episodes.split
         seed, iteration = episodes.seed, episodes.iteration
         if split == "test":
             seed, iteration = TEST_SEED, 0
-        dialogue = self.begin(split, generator(seed, "dialogue", split, iteration, start))
+        dialogue = self.create_dialogue(split, generator(seed, "dialogue", split, iteration, start))
         config = self.config
         dialogue.limits = ToolLimits(config.timeout_s, config.tool_retries, config.tool_backoff_s)
         return _Talk(sample, start, dialogue)
@@ -359,17 +358,21 @@ class DialogueEnvironment(TextEnvironment):
     def _open(self, talks: Sequence[_Talk]) -> None:
         conversations = [talk.dialogue.init() for talk in talks]
         texts = self._rendered(conversations)
-        for talk, text, ids in zip(talks, texts, self.contexts(texts), strict=True):
+        for talk, text, ids in zip(talks, texts, self.encode_prompts(texts), strict=True):
             talk.prompt, talk.prompt_text = ids, text
 
     def _ask(
-        self, episodes: Episodes, live: Sequence[_Talk], observations: Channel, actions: Channel
+        self,
+        episodes: RolloutRequest,
+        live: Sequence[_Talk],
+        observations: Channel,
+        actions: Channel,
     ) -> None:
         """Have the policy say its next message in each dialogue."""
-        stops = [*json.loads(str(episodes.settings.get("stop", "[]"))), *self.stops]
+        stops = [*json.loads(str(episodes.request_info.get("stop", "[]"))), *self.stop_strings]
         rooms: dict[int, list[_Talk]] = {}
         for talk in live:
-            room = min(self.config.turn_tokens, episodes.horizon - len(talk.tokens))
+            room = min(self.config.max_turn_tokens, episodes.horizon - len(talk.tokens))
             rooms.setdefault(room, []).append(talk)
         for room, part in sorted(rooms.items(), reverse=True):
             observations.put(_request(episodes, part, room, stops))
@@ -384,7 +387,7 @@ class DialogueEnvironment(TextEnvironment):
 
     async def _answer(self, talk: _Talk) -> None:
         with_tools = isinstance(talk.dialogue, ToolDialogue)
-        longest_s = talk.dialogue.limits.longest_s if with_tools else self.config.timeout_s
+        longest_s = talk.dialogue.limits.max_duration_s if with_tools else self.config.timeout_s
         try:
             async with asyncio.timeout(longest_s):
                 answer = talk.dialogue.step(talk.message)
@@ -394,17 +397,17 @@ class DialogueEnvironment(TextEnvironment):
             log.warning("sample %d: its dialogue failed: %s", talk.sample, _named(error))
             log.debug("%s", _shown(error))
 
-    def _hear(self, episodes: Episodes, live: Sequence[_Talk]) -> None:
+    def _hear(self, episodes: RolloutRequest, live: Sequence[_Talk]) -> None:
         """Add what the other side said, and end the dialogues that are over."""
         going = []
         for talk in live:
             if talk.ended:
                 continue
-            _, reward, done = talk.answer = checked_answer(talk.dialogue, talk.answer)
+            _, reward, done = talk.answer = check_step(talk.dialogue, talk.answer)
             talk.rewards[-1] += float(reward)
             if done:
                 talk.ended = "stop"
-            elif talk.turns == self.config.turns:
+            elif talk.turns == self.config.max_turns:
                 talk.ended = "length"
             else:
                 going.append(talk)
@@ -426,7 +429,7 @@ class DialogueEnvironment(TextEnvironment):
     def _between_turns(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
         """The tokens of the chat template and of what the other side said, whose words are no
         special tokens whatever they look like."""
-        turns = around(self._rendered, [talk.answer[0] for talk in talks])
+        turns = chat_template_affixes(self._rendered, [talk.answer[0] for talk in talks])
         for talk, pieces in zip(talks, turns, strict=True):
             # The token that ended the message is there already.
             pieces[0] = pieces[0].removeprefix(talk.end)
@@ -438,12 +441,12 @@ class DialogueEnvironment(TextEnvironment):
         ]
 
     def _says_plainly(self, talk: _Talk) -> bool:
-        return self.chat_format.template is None or (self.inline and not talk.end)
+        return self.chat_format.template is None or (self.inline_replies and not talk.end)
 
-    def _rendered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    def _rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         if self.chat_format.template is None:
             return [_plain(messages) for messages in conversations]
-        return self.chat_format.prompts(conversations)
+        return self.chat_format.render_prompts(conversations)
 
 
 @dataclass
@@ -469,7 +472,7 @@ class _Talk:
     end: str = ""
     """The text of the stop token that ended it; empty where a stop string or the budget did."""
     turns: int = 0
-    answer: Answer = ((), 0.0, True)
+    answer: DialogueStep = ((), 0.0, True)
     ended: str = ""
     error: str = ""
     """What ended it, where it was lost."""
@@ -507,13 +510,13 @@ class _Talk:
 
     def fail(self, error: Exception) -> None:
         """Nothing of it counts."""
-        users = user_error(error)
-        self.ended, self.error = FAILED, _shown(error) if users is None else str(users)
+        users = to_user_code_error(error)
+        self.ended, self.error = STOP_REASON_ERROR, _shown(error) if users is None else str(users)
         self.bug = isinstance(users, UserCodeError)
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
-    def record(self, episodes: Episodes) -> Record:
+    def record(self, episodes: RolloutRequest) -> Record:
         steps: dict[str, np.ndarray] = {
             "actions": np.array(self.tokens, np.int64),
             "logprobs": np.array(self.logprobs, np.float32),
@@ -524,7 +527,7 @@ class _Talk:
         if self.versions:
             steps["versions"] = np.array(self.versions, np.int64)
         return Record(
-            Identity(episodes.iteration, self.sample),
+            RecordId(episodes.iteration, self.sample),
             steps=steps,
             context={"prompt": self.prompt},
             info={
@@ -545,20 +548,22 @@ class _Talk:
         )
 
 
-def _request(episodes: Episodes, talks: Sequence[_Talk], room: int, stops: Sequence[str]) -> Record:
+def _request(
+    episodes: RolloutRequest, talks: Sequence[_Talk], room: int, stops: Sequence[str]
+) -> Record:
     """Ask for at most ``room`` tokens behind what there is of each dialogue."""
     contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
     lengths = np.array([len(ids) for ids in contexts], dtype=np.int64)
     padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
     for line, ids in zip(padded, contexts, strict=True):
         line[: len(ids)] = ids
-    settings = {**episodes.settings, "horizon": room}
+    settings = {**episodes.request_info, "horizon": room}
     if stops:
         settings["stop"] = json.dumps(stops)
     if "min_tokens" in settings:
         settings["min_tokens"] = min(int(settings["min_tokens"]), room)
     return Record(
-        Identity(episodes.iteration, talks[0].sample),
+        RecordId(episodes.iteration, talks[0].sample),
         steps={
             "sample": np.array([talk.sample for talk in talks], np.int64),
             "turn": np.array([talk.turns for talk in talks], np.int64),
@@ -571,12 +576,12 @@ def _request(episodes: Episodes, talks: Sequence[_Talk], room: int, stops: Seque
 
 def is_failed(trajectory: Record) -> bool:
     """Whether the trajectory is of a dialogue that was lost."""
-    return trajectory.info["stop_reason"] == FAILED
+    return trajectory.info["stop_reason"] == STOP_REASON_ERROR
 
 
 def _shown(error: Exception) -> str:
     return "".join(traceback.format_exception(error))[-4000:]
 
 
-def _plain(messages: Sequence[Message]) -> str:
+def _plain(messages: Sequence[ChatMessage]) -> str:
     return "".join(message["content"] for message in messages)

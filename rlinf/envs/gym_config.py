@@ -8,14 +8,14 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.config import Section
-from rlinf.envs.seen import Refused, encoded
+from rlinf.envs.observations import InvalidEnvConfig, encode_instruction
 
-Id = Annotated[str, Field(min_length=1)]
-NUMBERS = "iuf"
+TaskId = Annotated[str, Field(min_length=1)]
+NUMERIC_KINDS = "iuf"
 """Kinds of numpy's types of which actions may be."""
 
 
-Bounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
+ActionBounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
 """Of all components of an action, or of each; null in a list: that one has none."""
 
 
@@ -24,9 +24,9 @@ class ActionConfig(Section):
 
     kind: Literal["discrete", "box"]
     size: int = Field(gt=0)
-    low: Bounds | None = None
+    low: ActionBounds | None = None
     """Least value of each component of a vector; null: read from the simulator."""
-    high: Bounds | None = None
+    high: ActionBounds | None = None
     """Largest value of each component."""
     dtype: str | None = None
     """Type of a vector's components; actions are rounded where it is of integers. Null: read from
@@ -42,7 +42,7 @@ class ActionConfig(Section):
             dtype = np.dtype(value)
         except (TypeError, ValueError, SyntaxError):
             dtype = np.dtype(object)
-        if dtype.kind not in NUMBERS or dtype.shape:
+        if dtype.kind not in NUMERIC_KINDS or dtype.shape:
             raise ValueError("it is no type of numbers; set it to float32, float64 or int64, say")
         return dtype.name
 
@@ -60,13 +60,13 @@ class ActionConfig(Section):
                 raise ValueError(f"{name}: give both low and high, or none of them")
             if isinstance(value, tuple) and len(value) != self.size:
                 raise ValueError(f"{name}: {len(value)} bounds, and size is {self.size}")
-        low, high = self.box or (np.zeros(0), np.zeros(0))
+        low, high = self.bounds or (np.zeros(0), np.zeros(0))
         if (low > high).any():
             raise ValueError("low: a bound is above that of high")
         return self
 
     @property
-    def box(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Bounds ``[size]`` of a vector, infinite where there are none, of an integer type where
         actions are rounded; None: they are not known."""
         if self.low is None or self.high is None:
@@ -89,7 +89,7 @@ class ActionConfig(Section):
         return found
 
 
-def _column(side: Bounds, size: int, none: float) -> np.ndarray:
+def _column(side: ActionBounds, size: int, none: float) -> np.ndarray:
     every = side if isinstance(side, tuple) else (side,) * size
     return np.array([none if bound is None else bound for bound in every], np.float64)
 
@@ -97,13 +97,13 @@ def _column(side: Bounds, size: int, none: float) -> np.ndarray:
 class GymConfig(Section):
     """A simulator with vector observations."""
 
-    world: str = "gymnasium"
-    """Which simulator: a name of :mod:`rlinf.envs.worlds`, or ``module:function`` of your own."""
-    id: Id | Annotated[list[Id], Field(min_length=1)]
+    simulator: str = "gymnasium"
+    """Which simulator: a name of :mod:`rlinf.envs.simulators`, or ``module:function`` of your own."""
+    id: TaskId | Annotated[list[TaskId], Field(min_length=1)]
     """Which of its environments. Of Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
     module that registers it. Several tasks of a simulator, with the same spaces: a list, or a name
     that it has for one (``MT10``); starts are shared out among them in turns."""
-    one_hot: bool = False
+    append_task_one_hot: bool = False
     """Whether observations end with which of several tasks it is: as many numbers as there are
     tasks, one of them 1, all others 0."""
     observation: int | None = Field(default=None, gt=0)
@@ -133,13 +133,13 @@ class GymConfig(Section):
     demonstrations: int = Field(default=0, ge=0)
     """Episodes by an expert that the simulator has itself, from which a warm start learns; those
     that it does not solve are left out."""
-    success: bool = False
+    score_by_success: bool = False
     """The score of an episode is whether the task was solved in it, at any step, as the simulator's
     ``info`` says; else its return."""
-    processes: int = Field(default=0, ge=0)
+    num_processes: int = Field(default=0, ge=0)
     """Processes that step the environments beside the policy; 0: the stage's own does, which is
     faster for small simulators from their state, and dies or hangs with one that does."""
-    at_once: int | None = Field(default=None, gt=0)
+    max_parallel_envs: int | None = Field(default=None, gt=0)
     """Most environments of a stage's process at once, for simulators that fill the memory: the
     others wait for them, and nothing else changes; null: all that a stage has."""
     python: str | None = None
@@ -148,7 +148,7 @@ class GymConfig(Section):
     timeout_s: float = Field(default=300.0, gt=0)
     """For one answer of such a process, its start included: after it the process counts as hung and
     is replaced. Nothing watches what the stage's own process steps."""
-    continues: bool = False
+    carry_over_episodes: bool = False
     """A sample of training begins where the same one of the iteration before ended: an episode that
     its horizon cut off goes on, with its return and length so far; if there is none, another one
     begins. So episodes may be longer than ``rollout.horizon``. False: every iteration begins all
@@ -156,7 +156,7 @@ class GymConfig(Section):
     ignore_terminations: bool = False
     """An episode goes on where the task says that it terminated, until the simulator's limit of
     time or ``rollout.horizon`` cuts it off; whether it was solved is still counted."""
-    halves: Literal[1, 2] = 1
+    double_buffer: Literal[1, 2] = 1
     """2: one half of the environments is stepped while the policy answers the other."""
 
     @field_validator("instruction")
@@ -164,8 +164,8 @@ class GymConfig(Section):
     def _instruction_has_room(cls, value: bool | str) -> bool | str:
         if isinstance(value, str):
             try:
-                encoded(value)
-            except Refused as error:
+                encode_instruction(value)
+            except InvalidEnvConfig as error:
                 raise ValueError(str(error).partition(": ")[2]) from None
         return value
 

@@ -9,15 +9,20 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from rlinf.data.json_lines import JsonLinesFile
 from rlinf.data.record import Record
-from rlinf.data.row_file import RowFile
-from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
-from rlinf.envs.problems import Problem, read_problems
-from rlinf.envs.prompts import OWN
-from rlinf.errors import require
-from rlinf.models.base import Spec
-from rlinf.rewards.math_workers import MathGrader, counted
-from rlinf.rewards.thoughts import ThoughtMarks
+from rlinf.envs.problem_set import (
+    ChatProblem,
+    ProblemSetConfig,
+    ProblemSetEnvironment,
+    Split,
+    read_problems,
+)
+from rlinf.envs.text_environment import RESERVED_INFO_KEYS
+from rlinf.errors import require_package
+from rlinf.models.base import ModelSpec
+from rlinf.rewards.math_grader import MathGrader, count_outcomes
+from rlinf.rewards.reasoning_tags import ReasoningTags
 
 
 class JsonlConfig(ProblemSetConfig):
@@ -34,7 +39,7 @@ class JsonlConfig(ProblemSetConfig):
     """Further fields of each row that the reward gets, in the ``info`` of a trajectory: texts and
     numbers as they are, anything else as JSON. Where one row of the file has no number, those of
     the others come as JSON too."""
-    workers: int = Field(default=2, gt=0)
+    grader_workers: int = Field(default=2, gt=0)
     """Grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Processor time to grade one response, to a second; then it counts as wrong, and is
@@ -43,12 +48,12 @@ class JsonlConfig(ProblemSetConfig):
     @field_validator("info_fields")
     @classmethod
     def _names_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if taken := OWN.intersection(value):
+        if taken := RESERVED_INFO_KEYS.intersection(value):
             raise ValueError(f"every trajectory has a {min(taken)!r} of its own; rename the field")
         return value
 
 
-class JsonlEnvironment(ProblemSet):
+class JsonlEnvironment(ProblemSetEnvironment):
     """See the module."""
 
     Config = JsonlConfig
@@ -56,32 +61,34 @@ class JsonlEnvironment(ProblemSet):
     _grader: MathGrader | None = None
 
     @classmethod
-    def read(cls, config: JsonlConfig, split: Split) -> RowFile[Problem]:
+    def load_problems(cls, config: JsonlConfig, split: Split) -> JsonLinesFile[ChatProblem]:
         path = config.train if split == "train" else config.test
         fields = config.prompt_field, config.answer_field
         return read_problems(path, *fields, f"task.{split}", config.info_fields)
 
     @classmethod
-    def describe(cls, config: JsonlConfig) -> Spec:
-        require("math_verify", "math", "task.name: jsonl")
+    def model_spec(cls, config: JsonlConfig) -> ModelSpec:
+        require_package("math_verify", "math", "task.name: jsonl")
         return {}
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]
         grades = self._math_grader().grade(pairs)
-        counts.update(counted(grades))
+        counts.update(count_outcomes(grades))
         return [grade.score for grade in grades]
 
     def _math_grader(self) -> MathGrader:
         if self._grader is None:
-            workers, timeout_s = self.config.workers, self.config.timeout_s
-            self._grader = MathGrader(workers, timeout_s, thoughts=self._thought_marks())
+            workers, timeout_s = self.config.grader_workers, self.config.timeout_s
+            self._grader = MathGrader(workers, timeout_s, reasoning_tags=self._thought_marks())
         return self._grader
 
-    def _thought_marks(self) -> ThoughtMarks:
+    def _thought_marks(self) -> ReasoningTags:
         """Return the marks of thoughts; a prompt may end inside one."""
-        marks = ThoughtMarks()
-        return replace(marks, is_open=marks.opens(self._problems["test"][0].rendered))
+        marks = ReasoningTags()
+        return replace(
+            marks, starts_open=marks.ends_with_open_tag(self._problems["test"][0].rendered)
+        )
 
     def close(self) -> None:
         if self._grader is not None:

@@ -20,17 +20,16 @@ from typing import Any
 from pydantic import Field
 
 from rlinf.data.record import Record
-from rlinf.envs.problem_set import ProblemSet, ProblemSetConfig, Split
-from rlinf.envs.problems import Problem
-from rlinf.errors import ConfigError, nearest, require
-from rlinf.models.base import Spec
+from rlinf.envs.problem_set import ChatProblem, ProblemSetConfig, ProblemSetEnvironment, Split
+from rlinf.errors import ConfigError, did_you_mean, require_package
+from rlinf.models.base import ModelSpec
 
-TRAIN, TEST = 0, 1 << 30
+TRAIN_SEED, TEST_SEED = 0, 1 << 30
 """Numbers of the first problem for training, and of the first one held out."""
-EVALUATES = frozenset({"eval", "exec", "parse_expr", "sympify", "literal_eval", "compile"})
+EVAL_FUNCTIONS = frozenset({"eval", "exec", "parse_expr", "sympify", "literal_eval", "compile"})
 """Functions by which a grader may run, or build objects from, what the model wrote."""
 
-HUGE = re.compile(r"[eE][-+]?\d[\d_]{3,}")
+HUGE_NUMBER = re.compile(r"[eE][-+]?\d[\d_]{3,}")
 """A number of more than a thousand digits in a few characters."""
 
 
@@ -39,38 +38,38 @@ class ReasoningGymConfig(ProblemSetConfig):
 
     dataset: str
     """A dataset of ``reasoning_gym``, such as ``letter_counting``."""
-    settings: dict[str, Any] = {}
+    dataset_kwargs: dict[str, Any] = {}
     """Keys of the dataset's own configuration: sizes and difficulties."""
-    train_size: int = Field(default=4096, gt=0, le=TEST)
+    train_size: int = Field(default=4096, gt=0, le=TEST_SEED)
     """Problems for training; those that are also held out are left out."""
     test_size: int = Field(default=400, gt=0)
     """Held-out problems."""
-    evaluates_answers: bool = False
+    allow_eval_graders: bool = False
     """Admit datasets whose graders evaluate the model's text as an expression, which a model may
     abuse; they run in the process of the reward stage."""
 
 
-class ReasoningGym(ProblemSet):
+class ReasoningGymEnvironment(ProblemSetEnvironment):
     """See the module. A response is right if the dataset's grader gives it the full score."""
 
     Config = ReasoningGymConfig
     config: ReasoningGymConfig
 
     @classmethod
-    def describe(cls, config: ReasoningGymConfig) -> Spec:
-        made = dataset(config, "train")
-        if not config.evaluates_answers and (name := evaluating(type(made))):
+    def model_spec(cls, config: ReasoningGymConfig) -> ModelSpec:
+        made = load_dataset(config, "train")
+        if not config.allow_eval_graders and (name := find_eval_call(type(made))):
             raise ConfigError(
                 f"task.dataset: the grader of {config.dataset!r} calls {name} on what the model "
-                "wrote; set task.evaluates_answers=true where that may happen, or take another one"
+                "wrote; set task.allow_eval_graders=true where that may happen, or take another one"
             )
         return {}
 
     @classmethod
-    def read(cls, config: ReasoningGymConfig, split: Split) -> list[Problem]:
-        first = TRAIN if split == "train" else TEST
+    def load_problems(cls, config: ReasoningGymConfig, split: Split) -> list[ChatProblem]:
+        first = TRAIN_SEED if split == "train" else TEST_SEED
         problems = [
-            Problem(
+            ChatProblem(
                 ({"role": "user", "content": question},),
                 answer,
                 f"{config.dataset}, {split} problem {number}",
@@ -84,7 +83,7 @@ class ReasoningGym(ProblemSet):
         kept = [p for p in problems if p.messages[0]["content"] not in held_out]
         if not kept:
             raise ConfigError(
-                f"task.settings: all problems of {config.dataset!r} for training are also held "
+                f"task.dataset_kwargs: all problems of {config.dataset!r} for training are also held "
                 "out; these settings give too few different ones"
             )
         return kept
@@ -95,10 +94,10 @@ class ReasoningGym(ProblemSet):
         ]
 
     def _grade(self, response: str, number: int, counts: Counter[str]) -> float:
-        split: Split = "test" if number >= TEST else "train"
-        made = dataset(self.config, split)
-        entry = made[number - (TEST if split == "test" else TRAIN)]
-        if HUGE.search(response):
+        split: Split = "test" if number >= TEST_SEED else "train"
+        made = load_dataset(self.config, split)
+        entry = made[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
+        if HUGE_NUMBER.search(response):
             # Graders that compute with it exactly would take hours, and nothing can end them.
             counts["parse_failures"] += 1
             return 0.0
@@ -112,7 +111,7 @@ class ReasoningGym(ProblemSet):
         return float(score >= 1)
 
 
-def dataset(config: ReasoningGymConfig, split: Split) -> Any:
+def load_dataset(config: ReasoningGymConfig, split: Split) -> Any:
     """The problems of a split.
 
     Raises:
@@ -125,8 +124,8 @@ def dataset(config: ReasoningGymConfig, split: Split) -> Any:
 def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, int]:
     """Name, settings, seed and size of a split's dataset; what problems follow from."""
     size = config.train_size if split == "train" else config.test_size
-    settings = json.dumps(config.settings, sort_keys=True)
-    return config.dataset, settings, TRAIN if split == "train" else TEST, size
+    settings = json.dumps(config.dataset_kwargs, sort_keys=True)
+    return config.dataset, settings, TRAIN_SEED if split == "train" else TEST_SEED, size
 
 
 @lru_cache(maxsize=8)
@@ -140,29 +139,31 @@ def _entries(name: str, settings: str, seed: int, size: int) -> tuple[tuple[str,
 def _dataset(name: str, settings: str, seed: int, size: int) -> Any:
     # As text: values may be lists, which are no keys of a cache.
     values = json.loads(settings)
-    require("reasoning_gym", "reasoning", "task.name: reasoning_gym")
+    require_package("reasoning_gym", "reasoning", "task.name: reasoning_gym")
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
-        raise ConfigError(f"task.dataset: no dataset {name!r}{nearest(name, DATASETS)}")
+        raise ConfigError(f"task.dataset: no dataset {name!r}{did_you_mean(name, DATASETS)}")
     known = set(inspect.signature(DATASETS[name][1]).parameters) - {"seed", "size"}
     for key in values:
         if key not in known:
-            raise ConfigError(f"task.settings.{key}: {name!r} has no such key{nearest(key, known)}")
+            raise ConfigError(
+                f"task.dataset_kwargs.{key}: {name!r} has no such key{did_you_mean(key, known)}"
+            )
     try:
         return create_dataset(name, seed=seed, size=size, **values)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(f"task.settings: {name!r} refuses them: {error}") from None
+        raise ConfigError(f"task.dataset_kwargs: {name!r} refuses them: {error}") from None
 
 
-def evaluating(kind: type) -> str | None:
-    """The first function of :data:`EVALUATES` that the module of a dataset calls."""
+def find_eval_call(kind: type) -> str | None:
+    """The first function of :data:`EVAL_FUNCTIONS` that the module of a dataset calls."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = node.func
             name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
-            if name in EVALUATES and not _of_re(called):
+            if name in EVAL_FUNCTIONS and not _of_re(called):
                 return name
     return None
 

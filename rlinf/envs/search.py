@@ -22,36 +22,36 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from rlinf.data.record import Identity, Record
-from rlinf.data.row_file import overlap
-from rlinf.envs.base import Extent
-from rlinf.envs.corpus import (
-    EXTRA,
+from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
+from rlinf.data.json_lines import count_overlap
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import TaskSize
+from rlinf.envs.dialogue import (
+    Dialogue,
+    DialogueConfig,
+    DialogueEnvironment,
+    DialogueStep,
+    is_failed,
+)
+from rlinf.envs.search_corpus import (
+    PACKAGE_EXTRA,
+    Bm25Index,
     Document,
-    Index,
-    Question,
-    countries,
+    SearchQuestion,
+    load_countries,
+    load_python_manual,
     question_key,
     read_documents,
     read_questions,
 )
-from rlinf.envs.dialogue import (
-    Answer,
-    Dialogue,
-    DialogueConfig,
-    DialogueEnvironment,
-    is_failed,
-)
-from rlinf.envs.manual import manual
-from rlinf.errors import ConfigError, require
-from rlinf.fit import ANSWERS, DEMONSTRATIONS, PROMPTS, STEP_REWARDS, TURNS
-from rlinf.models.base import Spec
-from rlinf.models.chat import Message
+from rlinf.errors import ConfigError, require_package
+from rlinf.models.base import ModelSpec
+from rlinf.models.chat_template import ChatMessage
 from rlinf.seeding import generator
 
-CALL = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
+CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
 """Without another call in it, so that the first one to be complete is found."""
-CHUNK = 4096
+TOKENIZE_CHUNK = 4096
 """Questions that are tokenised at once."""
 INSTRUCTION = (
     "Answer the question. You can look things up: write <search>words</search>, and what is found "
@@ -63,14 +63,14 @@ INSTRUCTION = (
 class SearchConfig(DialogueConfig):
     """What is asked, what can be found, and what a dialogue is worth."""
 
-    turns: int = Field(default=4, gt=0)
+    max_turns: int = Field(default=4, gt=0)
     """Most messages of the policy: searches, malformed ones and the answer."""
-    turn_tokens: int = Field(default=128, gt=0)
-    searches: int = Field(default=2, ge=0)
+    max_turn_tokens: int = Field(default=128, gt=0)
+    max_searches: int = Field(default=2, ge=0)
     """Most searches; one more finds nothing, and is told so."""
-    results: int = Field(default=3, gt=0)
+    results_per_search: int = Field(default=3, gt=0)
     """Texts that a search finds."""
-    result_tokens: int = Field(default=256, ge=16)
+    max_result_tokens: int = Field(default=256, ge=16)
     """Most tokens of what a search finds; the rest is cut off, the closing tag is not."""
     corpus: Literal["countries", "manual"] = "countries"
     """Where there are no files: sentences made of tables about countries, or real text, the manual
@@ -81,23 +81,23 @@ class SearchConfig(DialogueConfig):
     """JSON-lines file of training questions."""
     test: Path | None = None
     """JSON-lines file of held-out questions."""
-    allow_overlap: bool = False
+    allow_train_test_overlap: bool = False
     """Train although every held-out question is a training question too."""
     document_field: str = "contents"
     """Field of a text, whose first line is its title."""
     question_field: str = "question"
     answer_field: str = "answer"
     """Field of a question's answer, or of a list of answers that are all right."""
-    index: Path = Path("~/.cache/rlinf/search")
+    index_dir: Path = Path("~/.cache/rlinf/search")
     """Folder in which indexes are kept, each under the digest of its texts."""
     instruction: str = INSTRUCTION
     """What stands before the question."""
-    shots: int = Field(default=0, ge=0)
+    num_fewshot: int = Field(default=0, ge=0)
     """So many training questions stand, answered, before each; they are asked no more."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Reward of a wrong answer where every message was a search or an answer; a right one is worth
     as much less where one was not (arXiv 2505.15117)."""
-    found_reward: float = Field(default=0.0, ge=0, lt=1)
+    retrieval_reward: float = Field(default=0.0, ge=0, lt=1)
     """Reward of the first search whose results hold an answer (arXiv 2505.11821, section 4), beside
     that of the answer itself."""
 
@@ -111,13 +111,13 @@ class SearchConfig(DialogueConfig):
         return self
 
 
-class Search(Dialogue):
+class SearchDialogue(Dialogue):
     """One question, its searches and its answer."""
 
     def __init__(
         self,
-        question: Question,
-        opening: Sequence[Message],
+        question: SearchQuestion,
+        opening: Sequence[ChatMessage],
         config: SearchConfig,
         find: Callable[[str], str],
     ) -> None:
@@ -131,34 +131,34 @@ class Search(Dialogue):
             "exact": 0.0,
         }
 
-    def init(self) -> Sequence[Message]:
+    def init(self) -> Sequence[ChatMessage]:
         return self._opening
 
-    def step(self, message: str) -> Answer:
-        called = CALL.search(message)
+    def step(self, message: str) -> DialogueStep:
+        called = CALL_PATTERN.search(message)
         name, text = (called[1], called[2].strip()) if called else ("", "")
         if name == "answer" and text:
             return [], self._judge(text), True
         if not text:
             return self._refuse("write <search>words</search> or <answer>words</answer>")
-        if self._searches == self._config.searches:
+        if self._searches == self._config.max_searches:
             return self._refuse("no search is left; write <answer>words</answer>")
         self._searches += 1
         results = self._find(text)
-        first = not self._found and holds(results, self._question.answers)
+        first = not self._found and contains_answer(results, self._question.answers)
         self._found |= first
-        reward = self._config.found_reward * first
+        reward = self._config.retrieval_reward * first
         return [{"role": "user", "content": results}], reward, False
 
     def _judge(self, predicted: str) -> float:
-        exact = is_exact(predicted, self._question.answers)
+        exact = is_exact_match(predicted, self._question.answers)
         self.info = {**self.info, "predicted": predicted, "exact": float(exact)}
         well_formed = self._config.format_reward
         if exact:
             return 1.0 - well_formed * bool(self._malformed)
         return 0.0 if self._malformed else well_formed
 
-    def _refuse(self, why: str) -> Answer:
+    def _refuse(self, why: str) -> DialogueStep:
         self._malformed += 1
         return [{"role": "user", "content": _information(f"error: {why}")}], 0.0, False
 
@@ -168,53 +168,53 @@ class SearchEnvironment(DialogueEnvironment):
 
     Config = SearchConfig
     config: SearchConfig
-    offers = frozenset({PROMPTS, STEP_REWARDS, TURNS, ANSWERS, DEMONSTRATIONS})
-    stops = ("</search>", "</answer>")
-    inline = True
+    provides = frozenset({PROMPTS, STEP_REWARDS, TURNS, REFERENCE_ANSWERS, DEMONSTRATIONS})
+    stop_strings = ("</search>", "</answer>")
+    inline_replies = True
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        train, self._test = questions(config)
-        self._shown, self._train = train[: config.shots], train[config.shots :]
+        train, self._test = load_questions(config)
+        self._shown, self._train = train[: config.num_fewshot], train[config.num_fewshot :]
 
     @classmethod
-    def describe(cls, config: SearchConfig) -> Spec:
+    def model_spec(cls, config: SearchConfig) -> ModelSpec:
         """Characters, for a model that is made for the task: letters of texts that are not in any
         question or answer may have no token."""
-        require("bm25s", EXTRA, "task.name: search")
-        texts(config)
-        train, test = questions(config)
+        require_package("bm25s", PACKAGE_EXTRA, "task.name: search")
+        load_documents(config)
+        train, test = load_questions(config)
         said = (text for q in (*train, *test) for text in (q.text, *q.answers, *q.queries))
         return {"alphabet": "".join(sorted(set(string.printable).union(*said)))}
 
     @classmethod
-    def held_out_overlap(cls, config: SearchConfig) -> tuple[int, int]:
-        return overlap(*questions(config), question_key)
+    def train_test_overlap(cls, config: SearchConfig) -> tuple[int, int]:
+        return count_overlap(*load_questions(config), question_key)
 
     @classmethod
-    def extent(cls, config: SearchConfig, processor: Any) -> Extent:
+    def task_size(cls, config: SearchConfig, processor: Any) -> TaskSize:
         if processor is None:
-            return Extent()
+            return TaskSize()
         made = cls(config, processor)
         longest = max(map(made._longest, (made._train, made._test)), key=itemgetter(0))[1]
-        (ids,) = made.contexts(made._rendered([made._opening(longest)]))
-        return Extent(longest_prompt=len(ids))
+        (ids,) = made.encode_prompts(made._rendered([made._opening(longest)]))
+        return TaskSize(max_prompt_tokens=len(ids))
 
-    def _longest(self, asked: Sequence[Question]) -> tuple[int, Question]:
+    def _longest(self, asked: Sequence[SearchQuestion]) -> tuple[int, SearchQuestion]:
         """The question of most tokens, the first of equals, and how many these are."""
-        best: tuple[int, Question] | None = None
-        for first in range(0, len(asked), CHUNK):
-            some = list(asked[first : first + CHUNK])
+        best: tuple[int, SearchQuestion] | None = None
+        for first in range(0, len(asked), TOKENIZE_CHUNK):
+            some = list(asked[first : first + TOKENIZE_CHUNK])
             lengths = [len(ids) for ids in self.encode([question.text for question in some])]
             if best is None or max(lengths) > best[0]:
                 best = max(lengths), some[lengths.index(max(lengths))]
         assert best is not None
         return best
 
-    def begin(self, split: str, random: np.random.Generator) -> Search:
+    def create_dialogue(self, split: str, random: np.random.Generator) -> SearchDialogue:
         among = self._test if split == "test" else self._train
         question = among[int(random.integers(len(among)))]
-        return Search(question, self._opening(question), self.config, self._find)
+        return SearchDialogue(question, self._opening(question), self.config, self._find)
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
         return [math.nan if is_failed(t) else float(t.info["exact"]) for t in trajectories]
@@ -225,21 +225,21 @@ class SearchEnvironment(DialogueEnvironment):
         made = []
         for number in range(count):
             question = self._train[int(random.integers(len(self._train)))]
-            (prompt,) = self.contexts(self._rendered([self._opening(question)]))
+            (prompt,) = self.encode_prompts(self._rendered([self._opening(question)]))
             parts = self._answered(question)
             ids = self.encode([text for text, _ in parts], literal=True)
             said = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
             steps = {"actions": np.concatenate(ids), "mask": np.concatenate(said)}
-            made.append(Record(Identity(step, number), steps, {"prompt": prompt}))
+            made.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
         return made
 
     @cached_property
-    def _index(self) -> Index:
+    def _index(self) -> Bm25Index:
         # Only the rollout needs it; the reward does not.
-        return Index(texts(self.config), self.config.index)
+        return Bm25Index(load_documents(self.config), self.config.index_dir)
 
     @cached_property
-    def _examples(self) -> list[Message]:
+    def _examples(self) -> list[ChatMessage]:
         """Questions, each with its searches and its answer."""
         return [
             message
@@ -250,30 +250,30 @@ class SearchEnvironment(DialogueEnvironment):
             )
         ]
 
-    def _opening(self, question: Question) -> list[Message]:
+    def _opening(self, question: SearchQuestion) -> list[ChatMessage]:
         """What stands before the policy's first message."""
         first, *rest = [*self._examples, self._asked(question)]
         instruction = self.config.instruction
         return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *rest]
 
-    def _asked(self, question: Question) -> Message:
+    def _asked(self, question: SearchQuestion) -> ChatMessage:
         # Without a chat template nothing else stands between two messages.
         plain = self.chat_format.template is None
         content = f"\n\nQuestion: {question.text}\n" if plain else question.text
         return {"role": "user", "content": content}
 
-    def _answered(self, question: Question) -> list[tuple[str, float]]:
+    def _answered(self, question: SearchQuestion) -> list[tuple[str, float]]:
         """Texts of a whole dialogue, each with whether the policy is to say it."""
         parts = []
-        for query in question.queries[: self.config.searches]:
+        for query in question.queries[: self.config.max_searches]:
             parts += [(f"<search>{query}</search>", 1.0), (self._find(query), 0.0)]
         return [*parts, (f"<answer>{question.answers[0]}</answer>", 1.0)]
 
     def _find(self, query: str) -> str:
-        """What the policy gets to read of what is found: at most ``result_tokens`` tokens."""
-        found = self._index.find(query, self.config.results)
+        """What the policy gets to read of what is found: at most ``max_result_tokens`` tokens."""
+        found = self._index.search(query, self.config.results_per_search)
         text = "\n".join(map(_shown, enumerate(found, start=1))) or "nothing found"
-        (ids,), most = self.encode([text], literal=True), self.config.result_tokens
+        (ids,), most = self.encode([text], literal=True), self.config.max_result_tokens
         kept = len(ids)
         while kept:
             (whole,) = self.encode([_information(text)], literal=True)
@@ -285,7 +285,7 @@ class SearchEnvironment(DialogueEnvironment):
         return _information(text)
 
 
-def texts(config: SearchConfig) -> Sequence[Document]:
+def load_documents(config: SearchConfig) -> Sequence[Document]:
     """What can be found.
 
     Raises:
@@ -297,7 +297,9 @@ def texts(config: SearchConfig) -> Sequence[Document]:
     return read_documents(config.documents, config.document_field)
 
 
-def questions(config: SearchConfig) -> tuple[Sequence[Question], Sequence[Question]]:
+def load_questions(
+    config: SearchConfig,
+) -> tuple[Sequence[SearchQuestion], Sequence[SearchQuestion]]:
     """For training, and held out.
 
     Raises:
@@ -305,23 +307,25 @@ def questions(config: SearchConfig) -> tuple[Sequence[Question], Sequence[Questi
         DataError: a file is missing, empty or malformed.
         MissingPackageError: the facts about countries are not installed.
     """
-    train: Sequence[Question]
-    test: Sequence[Question]
+    train: Sequence[SearchQuestion]
+    test: Sequence[SearchQuestion]
     if config.train is None or config.test is None:
         _, train, test = _corpus(config)
     else:
         fields = config.question_field, config.answer_field
         train = read_questions(config.train, "task.train", *fields)
         test = read_questions(config.test, "task.test", *fields)
-    if config.shots >= len(train):
-        raise ConfigError(f"task.shots: there are {len(train)} training questions; set it lower")
+    if config.num_fewshot >= len(train):
+        raise ConfigError(
+            f"task.num_fewshot: there are {len(train)} training questions; set it lower"
+        )
     return train, test
 
 
 def _corpus(
     config: SearchConfig,
-) -> tuple[tuple[Document, ...], tuple[Question, ...], tuple[Question, ...]]:
-    return manual() if config.corpus == "manual" else countries()
+) -> tuple[tuple[Document, ...], tuple[SearchQuestion, ...], tuple[SearchQuestion, ...]]:
+    return load_python_manual() if config.corpus == "manual" else load_countries()
 
 
 def _shown(numbered: tuple[int, Document]) -> str:
@@ -333,14 +337,14 @@ def _information(text: str) -> str:
     return f"\n\n<information>{text}</information>\n\n"
 
 
-def is_exact(predicted: str, answers: Sequence[str]) -> bool:
+def is_exact_match(predicted: str, answers: Sequence[str]) -> bool:
     """Whether a text is one of the answers, but for case, punctuation, articles and white space:
     exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
     return _normalised(predicted) in map(_normalised, answers)
 
 
-def holds(text: str, answers: Sequence[str]) -> bool:
-    """Whether words of a text are one of the answers, as :func:`is_exact` compares them."""
+def contains_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether words of a text are one of the answers, as :func:`is_exact_match` compares them."""
     words = f" {_normalised(re.sub('</?information>', ' ', text))} "
     return any(f" {_normalised(answer)} " in words for answer in answers)
 

@@ -1,17 +1,28 @@
 """Spaces of worlds: what they take, and what they are.
 
-Loaded by :mod:`rlinf.envs.simulator`, also in its process: the standard library and numpy alone.
+Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .seen import Refused, instruction
+from .observations import (
+    INSTRUCTION,
+    STATE,
+    Arrays,
+    InvalidEnvConfig,
+    ObservationSelection,
+    get_instruction,
+)
 
-UNBOUNDED = 1e18
+UNBOUNDED_MAGNITUDE = 1e18
 """A bound of this magnitude is none: some simulators write the largest number of a type."""
 
 
@@ -30,7 +41,7 @@ class Box(NamedTuple):
         return self.low.dtype
 
 
-class Choices(NamedTuple):
+class Discrete(NamedTuple):
     """A space of numbered choices, from 0."""
 
     n: int
@@ -41,12 +52,12 @@ def is_box(space: Any) -> bool:
     return hasattr(space, "low") and hasattr(space, "high")
 
 
-def is_choice(space: Any) -> bool:
+def is_discrete(space: Any) -> bool:
     """Whether a space is of one choice among ``n``."""
     return not is_box(space) and hasattr(space, "n") and not getattr(space, "shape", ())
 
 
-def performed(space: Any, actions: np.ndarray) -> Any:
+def to_env_actions(space: Any, actions: np.ndarray) -> Any:
     """Actions ``[n, ...]`` as worlds take them: vectors within the space and of its type, rounded
     where it is of integers; choices as integers (nested lists of them, where rows are chunks),
     counted from its start.
@@ -57,31 +68,33 @@ def performed(space: Any, actions: np.ndarray) -> Any:
     if hasattr(space, "low"):
         if actions.shape[actions.ndim - len(space.shape) :] != space.shape or actions.ndim < 2:
             shape = list(actions.shape[1:])
-            raise Refused(f"task.action: an action {shape} is not of {space}")
-        # As rlinf.data.transitions.within has it, which a simulator process cannot import.
+            raise InvalidEnvConfig(f"task.action: an action {shape} is not of {space}")
+        # As rlinf.data.transitions.clip_actions has it, which a simulator process cannot import.
         found = np.minimum(np.maximum(actions, space.low), space.high)
         if np.issubdtype(space.dtype, np.integer):
             found = np.rint(found)
         return found.astype(space.dtype)
     for action in actions[(actions < 0) | (actions >= space.n)].tolist():
-        raise Refused(f"task.action: {action} is not one of the {space.n} actions of {space}")
+        raise InvalidEnvConfig(
+            f"task.action: {action} is not one of the {space.n} actions of {space}"
+        )
     return (actions + int(getattr(space, "start", 0))).tolist()
 
 
-def spaces_of(world: Any) -> dict[str, Any]:
+def describe_spaces(world: Any) -> dict[str, Any]:
     """What a world shows and takes, as plain values."""
     return {
-        "observation": described(world.observation_space),
-        "action": described(world.action_space),
-        "instruction": instruction(world),
+        "observation": describe_space(world.observation_space),
+        "action": describe_space(world.action_space),
+        "instruction": get_instruction(world),
     }
 
 
-def described(space: Any) -> dict[str, Any]:
+def describe_space(space: Any) -> dict[str, Any]:
     """A space: ``kind`` (box, discrete, dict of others, or its class), its size, and as text; of a
     box of vectors also ``low`` and ``high``, with None where it has no bound, and ``dtype``."""
     if isinstance(getattr(space, "spaces", None), dict):
-        parts = {name: described(part) for name, part in space.spaces.items()}
+        parts = {name: describe_space(part) for name, part in space.spaces.items()}
         return {"kind": "dict", "parts": parts, "text": str(space)}
     if is_box(space):
         kind = np.dtype(space.dtype).name
@@ -89,12 +102,342 @@ def described(space: Any) -> dict[str, Any]:
         if len(space.shape) == 1:
             found.update(low=_plain(space.low), high=_plain(space.high))
         return found
-    if is_choice(space):
+    if is_discrete(space):
         return {"kind": "discrete", "size": int(space.n), "text": str(space)}
     return {"kind": type(space).__name__, "text": str(space)}
 
 
 def _plain(bounds: np.ndarray) -> list[float | int | None]:
     """Bounds of a box as plain values; None: there is none."""
-    unbounded = abs(bounds.astype(np.float64)) >= UNBOUNDED
+    unbounded = abs(bounds.astype(np.float64)) >= UNBOUNDED_MAGNITUDE
     return [None if none else b for b, none in zip(bounds.tolist(), unbounded)]  # noqa: B905
+
+
+MAX_ACTION_COMBINATIONS = 4096
+"""Of several choices that become one: a policy has an output for each combination."""
+SpacePath = tuple[str, ...]
+"""Where a part stands in a composed space."""
+
+
+def flatten_env(world: Any, shown: ObservationSelection, *, batched: bool = False) -> Any:
+    """A world whose observations are a state vector and pictures, and whose actions are a vector or
+    one choice: the world itself where it is so already.
+
+    Args:
+        shown: which of its observations are used.
+        batched: it steps many environments together.
+
+    Raises:
+        Refused: a part of a space cannot be flattened, or is used by nothing; names it.
+    """
+    observation = _Observations(world.observation_space, shown)
+    action = _Actions(world.action_space)
+    if observation.is_plain and action.is_plain:
+        return world
+    return FlattenWrapper(world, observation, action, batched)
+
+
+class FlattenWrapper:
+    """A world with structured spaces, seen through plain ones; all else is the world's own."""
+
+    def __init__(
+        self, world: Any, observation: _Observations, action: _Actions, batched: bool
+    ) -> None:
+        self._world, self._observation, self._action = world, observation, action
+        self._batched = batched
+        self.observation_space, self.action_space = observation.space, action.space
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._world, name)
+        if name == "expert":
+            return lambda: self._action.encoded(found())
+        return found
+
+    def reset(self, *args: Any, **where: Any) -> Any:
+        if self._batched:
+            return self._observation.read(self._world.reset(*args, **where), batched=True)
+        observation, info = self._world.reset(*args, **where)
+        return self._observation.read(observation), info
+
+    def step(self, action: Any) -> Any:
+        if self._batched:
+            observation, *rest = self._world.step(self._action.decoded(np.asarray(action)))
+            return (self._observation.read(observation, batched=True), *rest)
+        decoded = self._action.decoded(np.asarray(action)[None])
+        observation, *rest = self._world.step(_first(decoded, self._action.structure))
+        return (self._observation.read(observation), *rest)
+
+    def close(self) -> None:
+        self._world.close()
+
+
+class _Observations:
+    """How observations of a space become a state and pictures."""
+
+    def __init__(self, space: Any, shown: ObservationSelection) -> None:
+        self._states: list[tuple[SpacePath, Any]] = []
+        self._pictures: list[tuple[SpacePath, Any]] = []
+        ignored, met = set(shown.ignored), set[str]()
+        every = list(leaf_spaces(space))
+        for path, part in every:
+            if named := ignored & {"_".join(path[:end]) for end in range(1, len(path) + 1)}:
+                met |= named
+            elif path == (INSTRUCTION,) and is_box(part):
+                self._pictures.append((path, part))
+            elif is_image(part):
+                self._picture(path, part, shown)
+            elif (why := _misfit(part)) is not None:
+                raise InvalidEnvConfig(
+                    f"task.ignore_observations: the observation {_named(path)} is {part}, {why}; "
+                    "leave it out by its name here, or wrap the environment"
+                )
+            else:
+                self._states.append((path, part))
+        for name in sorted(ignored - met):
+            there = ", ".join("_".join(path) for path, _ in every if path) or "no names"
+            raise InvalidEnvConfig(f"task.ignore_observations: there is no {name!r}, but {there}")
+        if not self._states:
+            raise InvalidEnvConfig(
+                f"task.id: its observations are {space}; policies here need numbers beside "
+                "pictures; wrap the environment so that it shows some"
+            )
+        (path, part), *others = self._states
+        alone = not others and is_box(part) and len(part.shape) == 1
+        plain = all(len(path) == 1 for path, _ in self._pictures)
+        self.is_plain = alone and path in ((), (STATE,)) and plain and not met
+        self.space = space if self.is_plain else self._plain_space()
+
+    def _picture(self, path: SpacePath, part: Any, shown: ObservationSelection) -> None:
+        name, size = "_".join(path) or "pixels", list(part.shape[:2])
+        if name in shown.video_only:
+            return
+        if part.shape[-1] != 3 or name not in shown.images:
+            layout = "" if part.shape[-1] == 3 else ", and pictures here are [H, W, 3]"
+            cure = "" if layout else f"set task.images.{name}={size}, or "
+            raise InvalidEnvConfig(
+                f"task.images.{name}: the environment shows the picture {_named(path)} "
+                f"{list(part.shape)}, which nothing uses{layout}; {cure}leave it out by "
+                f"task.ignore_observations=[{name}]"
+            )
+        if list(shown.images[name]) != size:
+            raise InvalidEnvConfig(f"task.images.{name}: its pictures are {size}")
+        self._pictures.append((path, part))
+
+    def _plain_space(self) -> Any:
+        bounds = [_flat_bounds(part) for _, part in self._states]
+        low, high = (np.concatenate([pair[place] for pair in bounds]) for place in (0, 1))
+        parts = {"_".join(path): part for path, part in self._pictures}
+        return SimpleNamespace(spaces={STATE: Box(low, high), **parts})
+
+    def read(self, observation: Any, *, batched: bool = False) -> Arrays:
+        """The state ``[D]`` and pictures by name; of many environments ``[n, ...]`` each."""
+        vectors = [_vector(part, _at(observation, path), batched) for path, part in self._states]
+        pictures = {"_".join(p): np.array(_at(observation, p)) for p, _ in self._pictures}
+        return {STATE: np.concatenate(vectors, -1), **pictures}
+
+
+class _Actions:
+    """How a vector, or one choice, becomes an action of a space."""
+
+    def __init__(self, space: Any) -> None:
+        self.structure = space
+        parts = list(leaf_spaces(space))
+        self._parts = [part for _, part in parts]
+        choices = [_counts(part) for part in self._parts]
+        self._sizes: list[tuple[int, ...]] = []
+        self.is_plain = (is_box(space) and len(space.shape) == 1) or is_discrete(space)
+        if self.is_plain:
+            self.space: Any = space
+        elif parts and _boxes_alike(self._parts):
+            low, high = (
+                np.concatenate([np.ravel(getattr(part, name)) for part in self._parts])
+                for name in ("low", "high")
+            )
+            self.space = Box(low, high)
+        elif parts and all(choices):
+            self._sizes = [sizes for sizes in choices if sizes]
+            count = math.prod(n for sizes in self._sizes for n in sizes)
+            if count > MAX_ACTION_COMBINATIONS:
+                raise InvalidEnvConfig(
+                    f"task.id: its actions are {space}, which have {count:,} combinations; a "
+                    f"policy chooses one of {MAX_ACTION_COMBINATIONS:,} at most; wrap the environment"
+                )
+            self.space = Discrete(count)
+        else:
+            raise InvalidEnvConfig(
+                f"task.id: its actions are {space}; policies here give vectors (boxes, of integers "
+                "all or none) or choices, not both and nothing else; wrap the environment"
+            )
+
+    def decoded(self, actions: np.ndarray) -> Any:
+        """Actions ``[n, A]`` or choices ``[n]`` in the structure of the space, ``[n, ...]``."""
+        if self.is_plain:
+            return actions
+        if self._sizes:
+            every = [n for sizes in self._sizes for n in sizes]
+            digits = np.stack(np.unravel_index(actions.astype(np.int64), every), -1)
+            columns = _split(digits, [len(sizes) for sizes in self._sizes])
+        else:
+            columns = _split(actions, [math.prod(part.shape) for part in self._parts])
+        shaped = [_shaped(part, column) for part, column in zip(self._parts, columns)]  # noqa: B905
+        return _built(self.structure, iter(shaped))
+
+    def encoded(self, action: Any) -> Any:
+        """The vector or choice that an action of the space is."""
+        if self.is_plain:
+            return action
+        values = [np.asarray(_at(action, path)) for path, _ in leaf_spaces(self.structure)]
+        if not self._sizes:
+            return np.concatenate([value.ravel() for value in values])
+        digits = [
+            np.ravel(value - _start(part)).astype(np.int64)
+            for part, value in zip(self._parts, values)  # noqa: B905 - Python 3.9
+        ]
+        every = tuple(n for sizes in self._sizes for n in sizes)
+        return np.ravel_multi_index(tuple(np.concatenate(digits).tolist()), every)
+
+
+def leaf_spaces(space: Any, path: SpacePath = ()) -> Iterator[tuple[SpacePath, Any]]:
+    """The parts of a space that are not composed of others, with where they stand in it."""
+    parts = _subspaces(space)
+    if parts is None:
+        yield path, space
+    else:
+        for name, part in parts:
+            yield from leaf_spaces(part, (*path, name))
+
+
+def _subspaces(space: Any) -> list[tuple[str, Any]] | None:
+    """Of ``Dict`` and ``Tuple`` their parts by name or number; None: it is neither."""
+    spaces = getattr(space, "spaces", None)
+    if isinstance(spaces, Mapping):
+        return [(str(name), part) for name, part in spaces.items()]
+    if isinstance(spaces, (tuple, list)) and type(space).__name__ == "Tuple":
+        return [(str(number), part) for number, part in enumerate(spaces)]
+    return None
+
+
+def is_image(space: Any) -> bool:
+    """Whether a space is of pictures, as Stable-Baselines3 tells them: bytes from 0 to 255 in three
+    dimensions, one of which is of 1, 3 or 4 channels."""
+    if not is_box(space) or len(space.shape) != 3 or np.dtype(space.dtype) != np.uint8:
+        return False
+    channels = {space.shape[0], space.shape[-1]} & {1, 3, 4}
+    return bool(channels and np.all(space.low == 0) and np.all(space.high == 255))
+
+
+class _Gymnasium(NamedTuple):
+    """What is used of Gymnasium, where the world has imported it."""
+
+    space: type
+    flatten: Any
+    flatten_space: Any
+
+
+def _gymnasium() -> _Gymnasium | None:
+    spaces = sys.modules.get("gymnasium.spaces")
+    if spaces is None:
+        return None
+    return _Gymnasium(spaces.Space, spaces.utils.flatten, spaces.utils.flatten_space)
+
+
+def _misfit(space: Any) -> str | None:
+    """Why a part has no vector of fixed length; None: it has."""
+    if is_box(space):
+        return None
+    own = _gymnasium()
+    if own is None or not isinstance(space, own.space):
+        return "of a kind that is not Gymnasium's"
+    if type(space).__name__ in ("Text", "Sequence", "Graph", "OneOf"):
+        return "which has no numbers in fixed places"
+    try:
+        flat = own.flatten_space(space)
+    except (NotImplementedError, ValueError, TypeError):
+        flat = None
+    return None if is_box(flat) else "which Gymnasium cannot flatten"
+
+
+def _flat_bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
+    own = _gymnasium()
+    if own is not None and isinstance(space, own.space):
+        space = own.flatten_space(space)
+    return np.ravel(space.low), np.ravel(space.high)
+
+
+def _vector(space: Any, value: Any, batched: bool) -> np.ndarray:
+    """One part of an observation as a vector, ``[..., D]``."""
+    if is_box(space):
+        array = np.asarray(value)
+        return array.reshape(len(array), -1) if batched else array.ravel()
+    own = _gymnasium()
+    assert own is not None, "others were refused"
+    if batched:
+        return np.stack([np.asarray(own.flatten(space, one)) for one in value])
+    return np.asarray(own.flatten(space, value))
+
+
+def _at(value: Any, path: SpacePath) -> Any:
+    for name in path:
+        if isinstance(value, Mapping):
+            # Keys may be numbers.
+            value = value[name] if name in value else {str(k): v for k, v in value.items()}[name]
+        else:
+            value = value[int(name)]
+    return value
+
+
+def _named(path: SpacePath) -> str:
+    return repr("_".join(path)) if path else "itself"
+
+
+def _counts(space: Any) -> tuple[int, ...] | None:
+    """Among how many a space of choices has each of its; None: it has none."""
+    if is_discrete(space):
+        return (int(space.n),)
+    if hasattr(space, "nvec"):
+        return tuple(int(n) for n in np.ravel(space.nvec))
+    if type(space).__name__ == "MultiBinary":
+        return (2,) * math.prod(space.shape)
+    return None
+
+
+def _boxes_alike(parts: Sequence[Any]) -> bool:
+    """Whether parts are boxes, of integers all of them or none."""
+    integers = {is_box(part) and np.issubdtype(part.dtype, np.integer) for part in parts}
+    return len(integers) == 1 and all(is_box(part) for part in parts)
+
+
+def _start(space: Any) -> Any:
+    return getattr(space, "start", 0)
+
+
+def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    return np.split(array, np.cumsum(sizes)[:-1], axis=-1)
+
+
+def _shaped(space: Any, column: np.ndarray) -> np.ndarray:
+    """A column ``[n, size]`` as actions of a part, ``[n, *shape]``, of its type."""
+    shape = () if is_discrete(space) else tuple(space.shape)
+    shaped = column.reshape(len(column), *shape) + (0 if is_box(space) else _start(space))
+    return shaped.astype(getattr(space, "dtype", None) or shaped.dtype)
+
+
+def _built(space: Any, columns: Iterator[np.ndarray]) -> Any:
+    parts = _subspaces(space)
+    if parts is None:
+        return next(columns)
+    built = [_built(part, columns) for _, part in parts]
+    if isinstance(space.spaces, Mapping):
+        return dict(zip(space.spaces, built))  # noqa: B905 - Python 3.9
+    return tuple(built)
+
+
+def _first(value: Any, space: Any) -> Any:
+    """Of an action ``[1, ...]`` the one that it holds."""
+    if isinstance(value, dict):
+        return {name: _first(part, space.spaces[name]) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_first(part, one) for part, one in zip(value, space.spaces))  # noqa: B905
+    return int(value[0]) if is_discrete(space) else np.asarray(value[0])

@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from pydantic import Field, field_validator
 
+from rlinf.capabilities import IMAGE_INPUTS, VISION
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record
-from rlinf.envs.arithmetic import is_held_out
-from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.arithmetic import is_test_question
+from rlinf.envs.base import RolloutRequest, TaskSize
+from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError
-from rlinf.fit import IMAGE_REQUESTS, VISION
-from rlinf.models.base import Spec
-from rlinf.models.images import ImageSettings, columns_of
+from rlinf.models.base import ModelSpec
+from rlinf.models.images import ImageProcessor, pack_images
 from rlinf.seeding import generator
 
-Kind = Literal["count", "colour", "place"]
+QuestionKind = Literal["count", "colour", "place"]
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 170, 60),
@@ -35,8 +35,8 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 BACKGROUND = 245
-ANSWER = re.compile(r"<answer>([^<>]*)</answer>\s*$")
-TRIES = 10_000
+ANSWER_PATTERN = re.compile(r"<answer>([^<>]*)</answer>\s*$")
+MAX_SCENE_DRAWS = 10_000
 """Scenes drawn for a question: one in eight is held out, and most have one of the kinds asked."""
 BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
@@ -44,31 +44,31 @@ BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 class VisualQuestionsConfig(Section):
     """What is drawn and asked."""
 
-    kinds: tuple[Kind, ...] = get_args(Kind)
+    question_kinds: tuple[QuestionKind, ...] = get_args(QuestionKind)
     """Of questions; each is as likely."""
-    size: int = Field(default=56, gt=0)
+    image_size: int = Field(default=56, gt=0)
     """Side of an image, pixels; a model may enlarge it."""
-    cells: int = Field(default=2, gt=0, le=8)
+    grid_size: int = Field(default=2, gt=0, le=8)
     """Rows and columns of the grid; a cell holds one shape at most."""
-    most: int = Field(default=4, gt=0)
+    max_objects: int = Field(default=4, gt=0)
     """Shapes of a scene; at least one, and no more than there are cells."""
     instruction: str = ""
     """Stands behind each question; a pretrained model has to be told the format."""
-    format_credit: float = Field(default=0.1, ge=0, lt=1)
+    format_reward: float = Field(default=0.1, ge=0, lt=1)
     """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
     one has 1."""
     test_seed: int = Field(default=1234, ge=0)
     """Seed of the held-out questions; the run's seed does not change them."""
 
-    @field_validator("kinds")
+    @field_validator("question_kinds")
     @classmethod
-    def _some(cls, value: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    def _some(cls, value: tuple[QuestionKind, ...]) -> tuple[QuestionKind, ...]:
         if not value:
             raise ValueError("name at least one kind of question")
         return value
 
 
-class Thing(NamedTuple):
+class SceneObject(NamedTuple):
     """A shape in a scene."""
 
     shape: str
@@ -81,14 +81,14 @@ class Thing(NamedTuple):
 class Scene:
     """Shapes on a grid."""
 
-    things: tuple[Thing, ...]
+    objects: tuple[SceneObject, ...]
     cells: int
 
-    def drawn(self, size: int) -> np.ndarray:
+    def render(self, size: int) -> np.ndarray:
         """The image, uint8 ``[size, size, 3]``: each pixel by whether its centre is in a shape."""
         image = np.full((size, size, 3), BACKGROUND, np.uint8)
         centres = (np.arange(size) + 0.5) * self.cells / size
-        for thing in self.things:
+        for thing in self.objects:
             # Within its cell, from -1 to 1; y grows downwards.
             y = 2 * (centres - thing.row)[:, None] - 1
             x = 2 * (centres - thing.column)[None, :] - 1
@@ -106,33 +106,33 @@ class VisualPrompt(Prompt):
     """A question about a scene, with its image as the model takes it."""
 
     image: np.ndarray
-    tokens: int
+    image_tokens: int
     """That stand for the image."""
 
-    def columns(self) -> Mapping[str, np.ndarray]:
+    def extra_columns(self) -> Mapping[str, np.ndarray]:
         return self._columns
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:
-        return columns_of([self.image])
+        return pack_images([self.image])
 
     @property
-    def given(self) -> str:
-        return f"{BEGIN}{IMAGE * self.tokens}{END}{self.text}"
+    def model_input(self) -> str:
+        return f"{BEGIN}{IMAGE * self.image_tokens}{END}{self.text}"
 
 
-class VisualQuestions(PromptEnvironment):
+class VisualQuestionsEnvironment(PromptEnvironment):
     """See the module. A response ends with ``<answer>WORD</answer>``; anything may stand before."""
 
     Config = VisualQuestionsConfig
     config: VisualQuestionsConfig
-    needs = frozenset({VISION, IMAGE_REQUESTS})
-    renders = True
+    requires = frozenset({VISION, IMAGE_INPUTS})
+    uses_chat_template = True
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
         images = getattr(processor, "images", None)
-        if not isinstance(images, ImageSettings):
+        if not isinstance(images, ImageProcessor):
             raise ConfigError(
                 "task.name: visual_questions needs a model that reads images, such as "
                 "model.name=qwen2_5_vl"
@@ -140,58 +140,58 @@ class VisualQuestions(PromptEnvironment):
         self._images = images
 
     @classmethod
-    def describe(cls, config: VisualQuestionsConfig) -> Spec:
+    def model_spec(cls, config: VisualQuestionsConfig) -> ModelSpec:
         letters = "abcdefghijklmnopqrstuvwxyz0123456789 ?</>\n"
         return {"alphabet": "".join(sorted({*letters, *config.instruction}))}
 
     @classmethod
-    def extent(cls, config: VisualQuestionsConfig, processor: Any) -> Extent:
+    def task_size(cls, config: VisualQuestionsConfig, processor: Any) -> TaskSize:
         if processor is None:
-            return Extent()
+            return TaskSize()
         made = cls(config, processor)
         draws = generator(0, "visual_questions", "extent")
-        some = made.contexts([made._draw(draws, "train").given for _ in range(64)])
-        return Extent(longest_prompt=max(map(len, some)))
+        some = made.encode_prompts([made._draw(draws, "train").model_input for _ in range(64)])
+        return TaskSize(max_prompt_tokens=max(map(len, some)))
 
-    def prompts(self, episodes: Episodes) -> Sequence[Prompt]:
+    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
         seed, iteration = episodes.seed, episodes.iteration
         if episodes.split == "test":
             seed, iteration = self.config.test_seed, 0
         address = ("visual_questions", episodes.split, iteration)
         return [
             self._draw(generator(seed, *address, int(start)), episodes.split)
-            for start in episodes.starts
+            for start in episodes.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         draws = generator(seed, "visual_questions", "demonstration", step)
         prompts = [self._draw(draws, "train") for _ in range(count)]
-        questions = self.contexts([prompt.given for prompt in prompts])
+        questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
         return [
             Record(
-                Identity(step, i),
-                {"actions": self.closed(reply)},
-                {"prompt": question, **prompt.columns()},
+                RecordId(step, i),
+                {"actions": self.append_end_token(reply)},
+                {"prompt": question, **prompt.extra_columns()},
             )
             for i, (question, reply, prompt) in enumerate(
                 zip(questions, replies, prompts, strict=True)
             )
         ]
 
-    def contexts(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, as turns of a user where the tokenizer has a chat template."""
         texts = [text + self.config.instruction for text in texts]
         if self.chat_format.template is not None:
             talks = [[{"role": "user", "content": text}] for text in texts]
-            texts = self.chat_format.prompts(talks)
-        return super().contexts(texts)
+            texts = self.chat_format.render_prompts(talks)
+        return super().encode_prompts(texts)
 
     def grade(self, response: str, answer: str) -> float:
-        found = ANSWER.search(response)
+        found = ANSWER_PATTERN.search(response)
         if found is None:
             return 0.0
-        return 1.0 if found[1].strip() == answer else self.config.format_credit
+        return 1.0 if found[1].strip() == answer else self.config.format_reward
 
     def _draw(self, draws: np.random.Generator, split: str) -> VisualPrompt:
         """One question of a split: drawn again until it falls on the right side.
@@ -199,25 +199,25 @@ class VisualQuestions(PromptEnvironment):
         Raises:
             ConfigError: hardly any question does.
         """
-        for _ in range(TRIES):
+        for _ in range(MAX_SCENE_DRAWS):
             scene = self._scene(draws)
             asked = self._question(scene, draws)
-            if asked is None or is_held_out(f"{scene}{asked[0]}") != (split == "test"):
+            if asked is None or is_test_question(f"{scene}{asked[0]}") != (split == "test"):
                 continue
-            image = self._images.fitted(scene.drawn(self.config.size))
-            return VisualPrompt(*asked, image, self._images.tokens(image))
+            image = self._images.resize(scene.render(self.config.image_size))
+            return VisualPrompt(*asked, image, self._images.num_tokens(image))
         raise ConfigError(
-            f"task.cells: {self.config.cells} with task.kinds={list(self.config.kinds)} has no "
-            f"question of the {split} split among {TRIES:,} scenes; draw more cells (2 or more)"
+            f"task.grid_size: {self.config.grid_size} with task.question_kinds={list(self.config.question_kinds)} has no "
+            f"question of the {split} split among {MAX_SCENE_DRAWS:,} scenes; draw more cells (2 or more)"
         )
 
     def _scene(self, draws: np.random.Generator) -> Scene:
-        cells = self.config.cells
-        count = int(draws.integers(1, min(self.config.most, cells**2) + 1))
+        cells = self.config.grid_size
+        count = int(draws.integers(1, min(self.config.max_objects, cells**2) + 1))
         places = draws.permutation(cells**2)[:count]
         return Scene(
             tuple(
-                Thing(
+                SceneObject(
                     SHAPES[int(draws.integers(len(SHAPES)))],
                     list(COLOURS)[int(draws.integers(len(COLOURS)))],
                     int(place) // cells,
@@ -230,15 +230,15 @@ class VisualQuestions(PromptEnvironment):
 
     def _question(self, scene: Scene, draws: np.random.Generator) -> tuple[str, str] | None:
         """A question and its answer; None: of such a scene it has no clear one."""
-        kind = self.config.kinds[int(draws.integers(len(self.config.kinds)))]
+        kind = self.config.question_kinds[int(draws.integers(len(self.config.question_kinds)))]
         if kind == "count":
             shape = SHAPES[int(draws.integers(len(SHAPES)))]
-            return f"how many {shape}s?", str(sum(t.shape == shape for t in scene.things))
-        one = scene.things[int(draws.integers(len(scene.things)))]
+            return f"how many {shape}s?", str(sum(t.shape == shape for t in scene.objects))
+        one = scene.objects[int(draws.integers(len(scene.objects)))]
         if kind == "colour":
-            alike = [t for t in scene.things if t.shape == one.shape]
+            alike = [t for t in scene.objects if t.shape == one.shape]
             return (f"what colour is the {one.shape}?", one.colour) if len(alike) == 1 else None
-        named = [t for t in scene.things if (t.shape, t.colour) == (one.shape, one.colour)]
+        named = [t for t in scene.objects if (t.shape, t.colour) == (one.shape, one.colour)]
         if len(named) > 1 or 2 * one.column + 1 == scene.cells:
             return None
         side = "left" if 2 * one.column + 1 < scene.cells else "right"

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf.capabilities import Component
 from rlinf.config import Section
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
-from rlinf.fit import Part
-from rlinf.models.images import ImageSettings
-from rlinf.sharded import local, rows_of
-from rlinf.tensors import State
+from rlinf.models.images import ImageProcessor
+from rlinf.safetensors_io import StreamedState
+from rlinf.sharded_tensors import local_rows, local_shard
 
-Spec = dict[str, Any]
+ModelSpec = dict[str, Any]
 """What an environment tells a policy to be created: alphabet, observations, actions."""
 
 Batch = dict[str, Tensor]
@@ -46,10 +46,10 @@ class StepOutputs:
     """Entropy of the action distribution, nats."""
     values: Tensor | None = None
     """Value estimate of the state the action was taken in; or ``[B, T, C]`` of what is still to
-    come at each action of a chunk (:data:`rlinf.models.chunks.ValueLevel`)."""
+    come at each action of a chunk (:data:`rlinf.models.action_encoding.ValueLevel`)."""
 
 
-def joined(parts: Sequence[StepOutputs]) -> StepOutputs:
+def concat_outputs(parts: Sequence[StepOutputs]) -> StepOutputs:
     """What was said of parts of a trajectory, ``[T]`` each, as that of the whole."""
     if len(parts) == 1:
         return parts[0]
@@ -59,20 +59,20 @@ def joined(parts: Sequence[StepOutputs]) -> StepOutputs:
     return StepOutputs(*(None if c[0] is None else torch.cat(c) for c in columns))  # type: ignore[arg-type]
 
 
-class Policy(Part, ABC):
+class Policy(Component, ABC):
     """A trainable network with a folder format of its own."""
 
     Config: ClassVar[type[Section]] = Section
-    groups: ClassVar[tuple[str, ...]] = ("policy",)
+    parameter_groups: ClassVar[tuple[str, ...]] = ("policy",)
     """Names of the groups that its parameters are in: an update can be of some alone, and each
     can have a learning rate of its own (``optimizer.group_lr``)."""
-    stepwise: ClassVar[bool] = False
+    has_independent_steps: ClassVar[bool] = False
     """Whether what it says of a step follows from that step alone: a trajectory can be cut then, to
     be evaluated in parts."""
     module: nn.Module
 
     @classmethod
-    def check(cls, config: Any, spec: Spec) -> Any:
+    def check(cls, config: Any, spec: ModelSpec) -> Any:
         """See that a policy can be made, without making it.
 
         Returns its :meth:`processor`, where that is there already, or None.
@@ -83,13 +83,13 @@ class Policy(Part, ABC):
         return None
 
     @classmethod
-    def positions(cls, config: Any) -> int | None:
+    def max_model_len(cls, config: Any) -> int | None:
         """Most tokens of a prompt and its response together; None: no limit."""
         return None
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
         """Write the initial policy into ``folder``: new weights, or a copy of a checkpoint.
 
         Raises:
@@ -103,8 +103,8 @@ class Policy(Part, ABC):
         return None
 
     @classmethod
-    def image_settings(cls, folder: Path) -> ImageSettings | None:
-        """How it takes images, of policies that offer :data:`rlinf.fit.VISION`."""
+    def image_processor(cls, folder: Path) -> ImageProcessor | None:
+        """How it takes images, of policies that offer :data:`rlinf.capabilities.VISION`."""
         return None
 
     @classmethod
@@ -113,7 +113,7 @@ class Policy(Part, ABC):
         """Read a policy folder."""
 
     @classmethod
-    def sketch(cls, config: Any) -> Policy | None:
+    def meta_from_config(cls, config: Any) -> Policy | None:
         """A policy without memory, to look at its parts; None: its options do not tell them.
 
         Raises:
@@ -121,12 +121,12 @@ class Policy(Part, ABC):
         """
         return None
 
-    by_rows: ClassVar[bool] = False
+    supports_sharded_loading: ClassVar[bool] = False
     """Whether :meth:`outline` and :meth:`fill` work; without, each of several processes loads the
     whole before it is shared out."""
 
     @classmethod
-    def outline(cls, folder: Path, config: Any) -> Policy:
+    def meta_from_folder(cls, folder: Path, config: Any) -> Policy:
         """The policy of a folder for a trainer that shares it out over several processes.
 
         Its parameters may be without memory (on the ``meta`` device); the trainer gives them some,
@@ -134,7 +134,7 @@ class Policy(Part, ABC):
         """
         raise NotImplementedError
 
-    def fill(self, folder: Path | None = None) -> None:
+    def load_weights(self, folder: Path | None = None) -> None:
         """Read the weights in a folder into the network; of a sharded one, this process's rows.
 
         Args:
@@ -150,16 +150,16 @@ class Policy(Part, ABC):
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write a policy folder holding ``tensors`` (full, on CPU) as its weights."""
 
-    def save_state(self, folder: Path, state: State) -> None:
+    def save_state(self, folder: Path, state: StreamedState) -> None:
         """The same of tensors that come one after the other; by default once all are there."""
-        self.save(folder, state.whole())
+        self.save(folder, state.collect())
 
-    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
         """A task's demonstration as what it learns from; by default as it is.
 
         The warm start makes the ``logprobs`` large that :meth:`evaluate` says of it; of policies
         whose actions have no density that can be had they are minus another loss. Steps of which
-        not all choices count have ``submask`` (:mod:`rlinf.data.counted`).
+        not all choices count have ``submask`` (:mod:`rlinf.data.loss_mask`).
 
         Args:
             seed: of what is drawn for it, with its identity.
@@ -175,10 +175,10 @@ class Policy(Part, ABC):
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Step outputs under the current weights, with gradients where enabled."""
 
-    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """What :meth:`act` needs to draw the actions of one sample: float32 ``[steps, ...]``.
 
-        Of policies that offer :data:`rlinf.fit.ACTS`, like :meth:`act`.
+        Of policies that offer :data:`rlinf.capabilities.SINGLE_PASS_ACTIONS`, like :meth:`act`.
         """
         raise NotImplementedError
 
@@ -201,25 +201,25 @@ class Policy(Part, ABC):
         raise NotImplementedError
 
     @property
-    def rows(self) -> np.dtype:
+    def transition_dtype(self) -> np.dtype:
         """The type of the transitions that it learns from (:mod:`rlinf.data.transitions`).
 
-        Of policies that offer :data:`rlinf.fit.ACTION_VALUES` or :data:`rlinf.fit.IMITATION`.
+        Of policies that offer :data:`rlinf.capabilities.ACTION_VALUES` or :data:`rlinf.capabilities.IMITATION_LOSS`.
         """
         raise NotImplementedError
 
-    def learned_actions(self, actions: np.ndarray) -> np.ndarray:
+    def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
         """Actions ``[..., A]`` of transitions, in the simulator's units, as losses take them; by
         default as they are.
 
-        Of policies that offer :data:`rlinf.fit.ACTION_VALUES` or :data:`rlinf.fit.IMITATION`.
+        Of policies that offer :data:`rlinf.capabilities.ACTION_VALUES` or :data:`rlinf.capabilities.IMITATION_LOSS`.
         """
         return actions
 
-    def imitation(self, batch: Batch) -> Tensor:
+    def imitation_loss(self, batch: Batch) -> Tensor:
         """A loss ``[B]`` of transitions, least where the policy does what was done in them.
 
-        Of policies that offer :data:`rlinf.fit.IMITATION`.
+        Of policies that offer :data:`rlinf.capabilities.IMITATION_LOSS`.
 
         Args:
             batch: ``observations`` ``[B, D]``, ``actions`` ``[B, A]``, and what is drawn for each:
@@ -227,24 +227,24 @@ class Policy(Part, ABC):
         """
         raise NotImplementedError
 
-    observes: ClassVar[bool] = False
+    tracks_observations: ClassVar[bool] = False
     """Whether :meth:`observe` does anything."""
 
-    def observe(self, records: Sequence[Record]) -> None:
+    def update_observation_stats(self, records: Sequence[Record]) -> None:
         """Look at a whole batch after the update (to follow observation statistics, say)."""
 
-    def cost(self, record: Record) -> int:
+    def num_tokens(self, record: Record) -> int:
         """Positions a trajectory occupies in a batch: what a token budget counts."""
         return max(1, len(record))
 
-    def shared(self, record: Record) -> tuple[bytes, int]:
+    def shared_prefix(self, record: Record) -> tuple[bytes, int]:
         """What of a trajectory is computed once for all of a batch that have it: the same bytes
         for each of them, and how many of its positions that are."""
         return b"", 0
 
-    adapts: bool = True
+    supports_lora: bool = True
     """Whether low-rank adapters can be trained in place of its weights."""
-    packs: bool = False
+    supports_packing: bool = False
     """Whether :meth:`use_packing` works."""
 
     @classmethod
@@ -254,10 +254,10 @@ class Policy(Part, ABC):
         Raises:
             ConfigError: the policy cannot.
         """
-        if not cls.packs:
+        if not cls.supports_packing:
             raise ConfigError(f"trainer.packing: {cls.__name__} cannot; set it to false")
 
-    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+    def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         """Collate rows side by side from now on, without padding; outputs stay ``[B, T]``.
 
         Args:
@@ -269,20 +269,20 @@ class Policy(Part, ABC):
         """
         raise ConfigError(f"trainer.packing: {type(self).__name__} cannot; set it to false")
 
-    def group(self, parameter: str) -> str:
+    def parameter_group(self, parameter: str) -> str:
         """Which of :attr:`groups` a parameter is in, by its name in the module."""
-        return self.groups[0]
+        return self.parameter_groups[0]
 
     def blocks(self) -> list[nn.Module]:
         """Sub-modules that FSDP shards as units, inner first; may be empty."""
         return []
 
-    def stacks(self) -> list[list[nn.Module]]:
+    def block_stacks(self) -> list[list[nn.Module]]:
         """The blocks of each network that runs, or is trained, without the others."""
         return [self.blocks()]
 
     @classmethod
-    def served(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def engine_weights(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Of the network's tensors those that an engine generates with, by the names that they have
         in its folder."""
         return tensors
@@ -304,16 +304,16 @@ def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
     given = set[int]()
     for name, tensor in tensors:
         if name not in own or own[name].shape != tensor.shape:
-            raise misfit(name, 1)
-        begin, end = rows_of(own[name])
-        local(own[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
+            raise weight_mismatch(name, 1)
+        begin, end = local_rows(own[name])
+        local_shard(own[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
         given.add(id(own[name]))
     lacking = [name for name, tensor in own.items() if id(tensor) not in given]
     if lacking:
-        raise misfit(lacking[0], len(lacking))
+        raise weight_mismatch(lacking[0], len(lacking))
 
 
-def misfit(name: str, count: int) -> DataError:
+def weight_mismatch(name: str, count: int) -> DataError:
     """What is said of weights that are not a network's own."""
     others = f" and {count - 1} others are" if count > 1 else " is"
     return DataError(

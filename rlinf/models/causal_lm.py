@@ -14,45 +14,61 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS
 from rlinf.config import Section
-from rlinf.data.padding import pad
+from rlinf.data.batch import pad_right
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
-from rlinf.fit import LANGUAGE_MODEL, PROMPTS
-from rlinf.models.architectures import Architecture, check_sizes, settings_of
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.chat_format import check_arguments
-from rlinf.models.families import check_causal
-from rlinf.models.fit import as_published, check_weights, renames
-from rlinf.models.loading import check_rotary, fill, load_module, outline_module, outline_new
-from rlinf.models.logprobs import (
-    WHOLE,
-    final_cap,
-    head_logprobs,
-    plain_head,
-    replaced,
-    say_whole,
-    token_logprobs,
-    uncapped,
-    without,
+from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
+from rlinf.models.causal_lm_config import Architecture, check_causal, check_model_sizes, hf_config
+from rlinf.models.character_tokenizer import write_character_tokenizer
+from rlinf.models.chat_format import check_template_kwargs
+from rlinf.models.checkpoint_tensors import (
+    check_checkpoint_tensors,
+    has_own_checkpoint_names,
+    to_checkpoint_tensors,
 )
-from rlinf.models.packed import APART, Rows, check_apart, pack, unpack, use_packing
-from rlinf.models.published_folder import (
-    WEIGHTS,
-    PublishedFolder,
+from rlinf.models.hf_folder import (
+    WEIGHTS_FILE,
+    HFFolder,
     check_checkpoint,
     check_vocabulary,
     check_weight_files,
-    copy_companions,
-    read_settings,
+    copy_non_weight_files,
+    read_config_json,
     weight_files,
 )
+from rlinf.models.loading import (
+    check_rotary,
+    load_meta_module,
+    load_module,
+    load_weights,
+    new_meta_module,
+)
+from rlinf.models.logprobs import (
+    MAX_LOGITS,
+    final_softcap,
+    head_logprobs,
+    mask_tokens,
+    override_head,
+    plain_head,
+    token_logprobs,
+    warn_full_logits,
+    without_final_softcap,
+)
+from rlinf.models.packed_attention import (
+    PACKABLE_FAMILIES,
+    PackedRows,
+    check_packable,
+    enable_packed_attention,
+    pack,
+    unpack,
+)
 from rlinf.models.rotary import length_scaling
-from rlinf.models.tokenizer import write_character_tokenizer
-from rlinf.tensors import State, save_tensors
+from rlinf.safetensors_io import StreamedState, save_tensors
 
 log = logging.getLogger("rlinf")
-Said = tuple[Tensor, Tensor | None, Tensor | None]
+TokenOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities, entropies and values."""
 
 
@@ -63,7 +79,7 @@ class CausalLMConfig(Section):
     """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
     """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
-    context: int | None = Field(default=None, gt=0)
+    max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of a prompt and its response together; null: as many as the model was made for,
     and of a model whose rotary scaling depends on the length (LongRoPE, dynamic NTK) as many as its
     plain frequencies reach. Such frequencies are chosen by this length, for the whole run."""
@@ -73,12 +89,12 @@ class CausalLMConfig(Section):
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     intermediate: int = Field(default=384, gt=0)
-    max_positions: int = Field(default=512, gt=0)
-    window: int | None = Field(default=None, gt=0)
+    max_position_embeddings: int = Field(default=512, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0)
     """How many tokens a token of a layer with a window sees; null: as the architecture has it."""
-    experts: int | None = Field(default=None, gt=0)
+    num_experts: int | None = Field(default=None, gt=0)
     """Of each layer of a mixture of experts; null: 4."""
-    experts_per_token: int = Field(default=2, gt=0)
+    num_experts_per_tok: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the checkpoint's chat template (``enable_thinking: false``), for rollout,
@@ -89,9 +105,9 @@ class CausalLM(Policy):
     """A policy whose steps are the tokens of a response."""
 
     Config = CausalLMConfig
-    needs = frozenset({PROMPTS})
-    offers = frozenset({LANGUAGE_MODEL})
-    by_rows = True
+    requires = frozenset({PROMPTS})
+    provides = frozenset({LANGUAGE_MODEL})
+    supports_sharded_loading = True
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
@@ -99,7 +115,9 @@ class CausalLM(Policy):
         self._packing, self._shares = False, False
         self._unwritten: tuple[int, ...] = ()
         """Tokens that it never says."""
-        self.packs = getattr(getattr(self.network, "config", None), "model_type", "") in APART
+        self.supports_packing = (
+            getattr(getattr(self.network, "config", None), "model_type", "") in PACKABLE_FAMILIES
+        )
 
     @property
     def network(self) -> Any:
@@ -112,15 +130,15 @@ class CausalLM(Policy):
         return [self.network]
 
     @classmethod
-    def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
+    def check(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
         if config.path is not None:
-            published = PublishedFolder.of(config)
+            published = HFFolder.from_config(config)
             check_checkpoint(published.folder, config.trust_remote_code)
             check_family(published)
-            check_context(published, config)
+            check_max_model_len(published, config)
             check_weight_files(published.folder)
             check_vocabulary(published)
-            check_weights(published.folder)
+            check_checkpoint_tensors(published.folder)
             check_rotary(published.folder, config)
             return published.tokenizer
         if "alphabet" not in spec:
@@ -128,23 +146,23 @@ class CausalLM(Policy):
                 "model.path: this task brings no alphabet to build a tokenizer from; "
                 "give the folder of a checkpoint, or choose a task that fits model.name"
             )
-        check_sizes(config)
-        check_context(None, config)
-        check_arguments(config.chat_template_kwargs, spec.get("chat_template"))
+        check_model_sizes(config)
+        check_max_model_len(None, config)
+        check_template_kwargs(config.chat_template_kwargs, spec.get("chat_template"))
         return None
 
     @classmethod
-    def positions(cls, config: CausalLMConfig) -> int | None:
+    def max_model_len(cls, config: CausalLMConfig) -> int | None:
         if config.path is None:
-            return config.context or config.max_positions
-        return PublishedFolder.of(config).run_length(config.context)
+            return config.max_model_len or config.max_position_embeddings
+        return HFFolder.from_config(config).max_model_len(config.max_model_len)
 
     @classmethod
-    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: CausalLMConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check(config, spec)
         if config.path is not None:
             source = config.path.expanduser().resolve()
-            copy_companions(source, folder)
+            copy_non_weight_files(source, folder)
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
@@ -155,7 +173,7 @@ class CausalLM(Policy):
         vocabulary = write_character_tokenizer(
             spec["alphabet"], folder, spec.get("chat_template"), spec.get("special_tokens", ())
         )
-        settings = settings_of(config, len(vocabulary))
+        settings = hf_config(config, len(vocabulary))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -165,29 +183,29 @@ class CausalLM(Policy):
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        return PublishedFolder.of(config, folder).tokenizer
+        return HFFolder.from_config(config, folder).tokenizer
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
-        return cls(cls.around(load_module(folder, config), config), folder)
+        return cls(cls.wrap_network(load_module(folder, config), config), folder)
 
     @classmethod
-    def sketch(cls, config: CausalLMConfig) -> CausalLM | None:
+    def meta_from_config(cls, config: CausalLMConfig) -> CausalLM | None:
         if config.path is None:
-            return cls(cls.around(outline_new(config), config), Path())
+            return cls(cls.wrap_network(new_meta_module(config), config), Path())
         folder = config.path.expanduser()
-        module = outline_module(folder, config)
-        return None if module is None else cls(cls.around(module, config), folder)
+        module = load_meta_module(folder, config)
+        return None if module is None else cls(cls.wrap_network(module, config), folder)
 
     @classmethod
-    def around(cls, network: Any, config: Any) -> nn.Module:
+    def wrap_network(cls, network: Any, config: Any) -> nn.Module:
         """What is trained, of a language model."""
         module: nn.Module = network
         return module
 
     @classmethod
-    def outline(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
-        module = outline_module(folder, config)
+    def meta_from_folder(cls, folder: Path, config: CausalLMConfig) -> CausalLM:
+        module = load_meta_module(folder, config)
         if module is None:
             log.warning(
                 "%s: only the model library knows how its files make the network's tensors; each "
@@ -195,24 +213,24 @@ class CausalLM(Policy):
                 folder,
             )
             return cls.load(folder, config)
-        return cls(cls.around(module, config), folder)
+        return cls(cls.wrap_network(module, config), folder)
 
-    def fill(self, folder: Path | None = None) -> None:
+    def load_weights(self, folder: Path | None = None) -> None:
         folder = folder or self._folder
-        fill(self.network, folder, f"model.path: {folder}")
+        load_weights(self.network, folder, f"model.path: {folder}")
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        self.save_state(folder, State.of(tensors))
+        self.save_state(folder, StreamedState.from_tensors(tensors))
 
-    def save_state(self, folder: Path, state: State) -> None:
-        copy_companions(self._folder, folder)
-        if renames(self.network):
-            state = State.of(as_published(self.network, state.whole()))
+    def save_state(self, folder: Path, state: StreamedState) -> None:
+        copy_non_weight_files(self._folder, folder)
+        if has_own_checkpoint_names(self.network):
+            state = StreamedState.from_tensors(to_checkpoint_tensors(self.network, state.collect()))
         tied = getattr(self.network, "_tied_weights_keys", None) or {}
         if not getattr(self.network.config, "tie_word_embeddings", False):
             tied = {}
-        names = [name for name in state.like if name not in tied]
-        save_tensors(folder / WEIGHTS, state, names, {"format": "pt"})
+        names = [name for name in state.templates if name not in tied]
+        save_tensors(folder / WEIGHTS_FILE, state, names, {"format": "pt"})
 
     def collate(self, records: Sequence[Record]) -> Batch:
         prompts = [record.context["prompt"] for record in records]
@@ -220,18 +238,18 @@ class CausalLM(Policy):
             raise DataError("a prompt has no token: nothing stands before the first of its sample")
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
-        mask = pad([np.ones(len(action), np.float32) for action in actions], length)
-        steps = {"actions": pad(actions, length), "mask": mask}
+        mask = pad_right([np.ones(len(action), np.float32) for action in actions], length)
+        steps = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
             keys = [self._told_by(record) for record in records]
             where = self._positions(records)
-            packed = pack(prompts, actions, length, share=self._shares, keys=keys, where=where)
+            packed = pack(prompts, actions, length, share=self._shares, keys=keys, positions=where)
             return {**packed, **steps}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
         ]
         return {
-            "tokens": pad(tokens, max(len(row) for row in tokens)),
+            "tokens": pad_right(tokens, max(len(row) for row in tokens)),
             "starts": torch.tensor([len(prompt) for prompt in prompts]),
             **steps,
         }
@@ -258,7 +276,7 @@ class CausalLM(Policy):
                 "logits_to_keep": batch["kept"],
             }
             inputs |= self._seen(batch)
-            if (rows := Rows.of(batch)) is not None:
+            if (rows := PackedRows.from_batch(batch)) is not None:
                 inputs["rows"] = rows
             taken = batch["actions"].flatten()[batch["places"]][None]
             found = self._said(inputs, lambda features: features, taken, temperature, entropy)
@@ -269,7 +287,7 @@ class CausalLM(Policy):
         assert logprobs is not None
         return StepOutputs(logprobs * mask, spread, None if values is None else values * mask)
 
-    def _padded(self, batch: Batch, temperature: float, entropy: bool) -> Said:
+    def _padded(self, batch: Batch, temperature: float, entropy: bool) -> TokenOutputs:
         tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
         # Padding stands on the right, where causal attention keeps every real token from seeing
         # it: no mask is needed, and attention takes its quickest path.
@@ -295,7 +313,7 @@ class CausalLM(Policy):
         actions: Tensor,
         temperature: float,
         entropy: bool,
-    ) -> Said:
+    ) -> TokenOutputs:
         """Log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
@@ -305,15 +323,15 @@ class CausalLM(Policy):
         def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self._unwritten:
                 none = weight.new_zeros(len(weight)) if bias is None else bias
-                bias = without(none, self._unwritten)
+                bias = mask_tokens(none, self._unwritten)
             out = head_logprobs(
                 own(hidden).flatten(0, 1),
                 weight,
                 actions.flatten(),
                 temperature,
-                WHOLE,
+                MAX_LOGITS,
                 bias=bias,
-                cap=cap,
+                softcap=cap,
                 entropy=entropy,
             )
             return out.view(*actions.shape, -1)
@@ -321,15 +339,15 @@ class CausalLM(Policy):
         head, settings = plain_head(self.network), getattr(self.network, "config", None)
         if settings is not None and hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
-        large = actions.numel() * getattr(settings, "vocab_size", 0) > WHOLE
+        large = actions.numel() * getattr(settings, "vocab_size", 0) > MAX_LOGITS
         if large and head is None:
-            say_whole(getattr(settings, "model_type", ""))
+            warn_full_logits(getattr(settings, "model_type", ""))
         in_parts = large and head is not None
-        cap = final_cap(self.network) if in_parts else None
+        cap = final_softcap(self.network) if in_parts else None
         with contextlib.ExitStack() as stack:
             if head and in_parts:
-                stack.enter_context(uncapped(self.network))
-                stack.enter_context(replaced(head, parts))
+                stack.enter_context(without_final_softcap(self.network))
+                stack.enter_context(override_head(head, parts))
             out, values = self._run(inputs)
         if not in_parts and isinstance(kept := inputs["logits_to_keep"], int):
             # Some families give logits of all positions, whatever they are asked to keep.
@@ -338,7 +356,7 @@ class CausalLM(Policy):
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
-        logits = without(own(out), self._unwritten)
+        logits = mask_tokens(own(out), self._unwritten)
         return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -349,25 +367,25 @@ class CausalLM(Policy):
     def check_packing(cls, config: CausalLMConfig) -> None:
         family = config.architecture
         if config.path is not None:
-            family = read_settings(config.path.expanduser())["model_type"]
-        check_apart(family)
+            family = read_config_json(config.path.expanduser())["model_type"]
+        check_packable(family)
 
-    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+    def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         for network in self.networks:
-            self._shares = use_packing(network, device, dtype)
+            self._shares = enable_packed_attention(network, device, dtype)
         self._packing = True
 
-    def cost(self, record: Record) -> int:
+    def num_tokens(self, record: Record) -> int:
         return len(record.context["prompt"]) + len(record)
 
-    def shared(self, record: Record) -> tuple[bytes, int]:
+    def shared_prefix(self, record: Record) -> tuple[bytes, int]:
         length = len(record.context["prompt"])
         return (self._told_by(record), length) if self._shares else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
-        return [block for stack in self.stacks() for block in stack]
+        return [block for stack in self.block_stacks() for block in stack]
 
-    def stacks(self) -> list[list[nn.Module]]:
+    def block_stacks(self) -> list[list[nn.Module]]:
         names = set(getattr(self.network, "_no_split_modules", None) or ())
         # One that is sharded has a class of its own, derived from that.
         return [
@@ -389,7 +407,7 @@ def causal_mask(attend: Tensor) -> Tensor:
     return ((attend[:, None, :] & causal) | itself)[:, None]
 
 
-def check_family(published: PublishedFolder) -> None:
+def check_family(published: HFFolder) -> None:
     """See that ``transformers`` knows a causal language model of this type.
 
     Raises:
@@ -397,37 +415,41 @@ def check_family(published: PublishedFolder) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    if published.trust_remote_code and "auto_map" in published.settings:
+    if published.trust_remote_code and "auto_map" in published.config_json:
         return
-    if type(published.config) not in AutoModelForCausalLM._model_mapping:
+    if type(published.hf_config) not in AutoModelForCausalLM._model_mapping:
         raise DataError(
-            f"model.path: {published.folder} is a {published.config.model_type!r} model, which is "
+            f"model.path: {published.folder} is a {published.hf_config.model_type!r} model, which is "
             "no causal language model"
         )
-    check_causal(published.config, f"model.path: {published.folder}")
+    check_causal(published.hf_config, f"model.path: {published.folder}")
 
 
-def check_context(published: PublishedFolder | None, config: CausalLMConfig) -> None:
-    """See that a model can read as many tokens as ``model.context`` says.
+def check_max_model_len(published: HFFolder | None, config: CausalLMConfig) -> None:
+    """See that a model can read as many tokens as ``model.max_model_len`` says.
 
     Raises:
         ConfigError: it cannot, or its own code would choose rotary frequencies by other lengths.
     """
-    longest: int | None = config.max_positions
+    longest: int | None = config.max_position_embeddings
     if published is not None:
-        scaling, longest = length_scaling(published.settings), published.context_length
+        scaling, longest = length_scaling(published.config_json), published.context_length
         if scaling is not None:
-            longest = scaling.longest
-            if "auto_map" in published.settings and config.trust_remote_code:
+            longest = scaling.max_length
+            if "auto_map" in published.config_json and config.trust_remote_code:
                 raise ConfigError(
                     f"model.trust_remote_code: the own code of {published.folder} chooses rotary "
-                    f"frequencies by the longest row of a call ({scaling.kind} in config.json), so "
+                    f"frequencies by the longest row of a call ({scaling.rope_type} in config.json), so "
                     "samples would depend on their neighbours; remove auto_map from its "
                     "config.json and set this to false, for families that transformers has"
                 )
-    if config.context is not None and longest is not None and config.context > longest:
-        key = "model.max_positions" if published is None else f"{published.folder / 'config.json'}"
+    if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
+        key = (
+            "model.max_position_embeddings"
+            if published is None
+            else f"{published.folder / 'config.json'}"
+        )
         raise ConfigError(
-            f"model.context: {config.context} tokens do not fit into the {longest} positions of "
+            f"model.max_model_len: {config.max_model_len} tokens do not fit into the {longest} positions of "
             f"the model ({key}); lower it"
         )

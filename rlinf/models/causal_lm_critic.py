@@ -15,55 +15,59 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlinf.checked import copy_file
+from rlinf.capabilities import LANGUAGE_MODEL, VALUE_ESTIMATES
 from rlinf.errors import DataError
-from rlinf.fit import LANGUAGE_MODEL, VALUES
-from rlinf.models.base import Spec
+from rlinf.models.base import ModelSpec
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.linear import use_onednn
-from rlinf.models.loading import fill
-from rlinf.models.published_folder import WEIGHTS
-from rlinf.sharded import local
-from rlinf.tensors import State, save_tensors
+from rlinf.models.hf_folder import WEIGHTS_FILE
+from rlinf.models.loading import load_weights
+from rlinf.models.onednn_linear import use_onednn
+from rlinf.safetensors_io import StreamedState, save_tensors
+from rlinf.sharded_tensors import local_shard
+from rlinf.verified_io import copy_file
 
-FOLDER = "critic"
+CRITIC_FOLDER = "critic"
 """Of its weights, in a policy folder."""
-POLICY, CRITIC = "policy.", "critic."
+POLICY_PREFIX, CRITIC_PREFIX = "policy.", "critic."
 """What the names of their tensors begin with."""
-Critic = Literal["own", "shared"]
+CriticType = Literal["own", "shared"]
 
 
 class CausalLMCriticConfig(CausalLMConfig):
     """The language model, and what kind of critic it has."""
 
-    critic: Critic = "own"
+    critic: CriticType = "own"
     """``own``: a network of the same architecture, which begins as the language model; ``shared``:
     a head on the language model's last hidden states, whose error trains those too."""
 
 
-class ActorCritic(nn.Module):
+class CausalLMActorCritic(nn.Module):
     """From tokens to logits and values, in one call: what shares weights out gathers them for it.
 
     Either head of the critic begins as zeros, so that it values everything 0.
     """
 
-    def __init__(self, policy: Any, kind: Critic) -> None:
+    def __init__(self, policy: Any, kind: CriticType) -> None:
         super().__init__()
         self.policy = policy
         self.critic: Any = _own(policy) if kind == "own" else _head(policy)
-        self.own = kind == "own"
+        self.has_separate_critic = kind == "own"
 
     @property
-    def head(self) -> nn.Linear:
+    def value_head(self) -> nn.Linear:
         """The critic's last layer."""
-        head: nn.Linear = self.critic.get_output_embeddings() if self.own else self.critic
+        head: nn.Linear = (
+            self.critic.get_output_embeddings() if self.has_separate_critic else self.critic
+        )
         return head
 
     def forward(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits ``[B, K, V]`` and values ``[B, K]``, float32, of the positions that are kept."""
-        if self.own:
+        if self.has_separate_critic:
             logits = self.policy(**inputs, use_cache=False).logits
-            if not torch.is_grad_enabled() and untrained(dict(self.head.named_parameters())):
+            if not torch.is_grad_enabled() and is_untrained(
+                dict(self.value_head.named_parameters())
+            ):
                 return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
             return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
         seen: list[Tensor] = []
@@ -80,10 +84,10 @@ class CausalLMCritic(CausalLM):
     """See the module. What it says of a token's state follows from the tokens before it."""
 
     Config = CausalLMCriticConfig
-    offers = frozenset({LANGUAGE_MODEL, VALUES})
-    groups = ("policy", "value")
-    adapts = False
-    module: ActorCritic
+    provides = frozenset({LANGUAGE_MODEL, VALUE_ESTIMATES})
+    parameter_groups = ("policy", "value")
+    supports_lora = False
+    module: CausalLMActorCritic
 
     @property
     def network(self) -> Any:
@@ -91,20 +95,24 @@ class CausalLMCritic(CausalLM):
 
     @property
     def networks(self) -> list[Any]:
-        return [self.network, self.module.critic] if self.module.own else [self.network]
+        return (
+            [self.network, self.module.critic]
+            if self.module.has_separate_critic
+            else [self.network]
+        )
 
     @classmethod
-    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: CausalLMConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         super().create(config, spec, seed, folder)
         if config.path is not None:
-            source = config.path.expanduser() / FOLDER / WEIGHTS
+            source = config.path.expanduser() / CRITIC_FOLDER / WEIGHTS_FILE
             if source.is_file():
-                (folder / FOLDER).mkdir()
-                copy_file(source, folder / FOLDER / WEIGHTS)
+                (folder / CRITIC_FOLDER).mkdir()
+                copy_file(source, folder / CRITIC_FOLDER / WEIGHTS_FILE)
 
     @classmethod
-    def around(cls, network: Any, config: Any) -> nn.Module:
-        return ActorCritic(network, config.critic)
+    def wrap_network(cls, network: Any, config: Any) -> nn.Module:
+        return CausalLMActorCritic(network, config.critic)
 
     @classmethod
     def load(cls, folder: Path, config: CausalLMConfig) -> CausalLMCritic:
@@ -113,8 +121,8 @@ class CausalLMCritic(CausalLM):
         policy._fill_critic(folder)
         return policy
 
-    def fill(self, folder: Path | None = None) -> None:
-        super().fill(folder)
+    def load_weights(self, folder: Path | None = None) -> None:
+        super().load_weights(folder)
         self._fill_critic(folder or self._folder)
 
     def _fill_critic(self, folder: Path) -> None:
@@ -123,24 +131,28 @@ class CausalLMCritic(CausalLM):
         Raises:
             DataError: they are those of another critic.
         """
-        if (folder / FOLDER / WEIGHTS).is_file():
-            fill(self.module.critic, folder / FOLDER, f"{folder / FOLDER} (model.critic)")
+        if (folder / CRITIC_FOLDER / WEIGHTS_FILE).is_file():
+            load_weights(
+                self.module.critic,
+                folder / CRITIC_FOLDER,
+                f"{folder / CRITIC_FOLDER} (model.critic)",
+            )
         else:
-            begin(self.module)
+            initialize_critic(self.module)
 
-    def save_state(self, folder: Path, state: State) -> None:
-        policy, critic = apart(state)
+    def save_state(self, folder: Path, state: StreamedState) -> None:
+        policy, critic = split_state(state)
         super().save_state(folder, policy)
-        (folder / FOLDER).mkdir(exist_ok=True)
-        path, head = folder / FOLDER / WEIGHTS, dict[str, Tensor]()
-        seen = State(critic.like, _kept(critic.each, self._head_names(), head))
-        save_tensors(path, seen, list(critic.like), {"format": "pt"})
-        if untrained(head):
+        (folder / CRITIC_FOLDER).mkdir(exist_ok=True)
+        path, head = folder / CRITIC_FOLDER / WEIGHTS_FILE, dict[str, Tensor]()
+        seen = StreamedState(critic.templates, _kept(critic.stream, self._head_names(), head))
+        save_tensors(path, seen, list(critic.templates), {"format": "pt"})
+        if is_untrained(head):
             # It values everything 0 whatever stands below its head, as one that has yet to begin.
-            shutil.rmtree(folder / FOLDER)
+            shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
-        head = self.module.head
+        head = self.module.value_head
         prefixes = [name for name, part in self.module.critic.named_modules() if part is head]
         prefix = f"{prefixes[0]}." if prefixes[0] else ""
         return {prefix + name for name, _ in head.named_parameters()}
@@ -149,45 +161,47 @@ class CausalLMCritic(CausalLM):
         logits, values = self.module(inputs)
         return logits, values
 
-    def group(self, parameter: str) -> str:
+    def parameter_group(self, parameter: str) -> str:
         """``value`` is the critic, or its head where it has nothing else of its own."""
-        return "value" if parameter.startswith(CRITIC) else "policy"
+        return "value" if parameter.startswith(CRITIC_PREFIX) else "policy"
 
     @classmethod
-    def served(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def engine_weights(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return (
-            (name.removeprefix(POLICY), tensor)
+            (name.removeprefix(POLICY_PREFIX), tensor)
             for name, tensor in tensors
-            if name.startswith(POLICY)
+            if name.startswith(POLICY_PREFIX)
         )
 
 
 @torch.no_grad()
-def begin(module: ActorCritic) -> None:
+def initialize_critic(module: CausalLMActorCritic) -> None:
     """Have a critic that has learned nothing; of a sharded one, this process's rows."""
     policy, critic = (part.state_dict(keep_vars=True) for part in (module.policy, module.critic))
-    zeros = {id(tensor) for tensor in module.head.parameters()}
+    zeros = {id(tensor) for tensor in module.value_head.parameters()}
     for name, tensor in critic.items():
         if id(tensor) in zeros:
-            local(tensor).zero_()
+            local_shard(tensor).zero_()
         else:
-            local(tensor).copy_(local(policy[name]))
+            local_shard(tensor).copy_(local_shard(policy[name]))
 
 
-def untrained(head: Mapping[str, Tensor]) -> bool:
+def is_untrained(head: Mapping[str, Tensor]) -> bool:
     """Whether a head is as it began; one whose weights are elsewhere (in ZeRO 3) may not be."""
     return all(tensor.numel() and not tensor.any() for tensor in head.values())
 
 
-def apart(state: State) -> tuple[State, State]:
+def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
     """The state of the language model and that of the critic, by the names in their files.
 
     What comes before its turn is kept until then; in the order of the module nothing does.
     """
-    early: dict[str, list[tuple[str, Tensor]]] = {POLICY: [], CRITIC: []}
+    early: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
-    def part(prefix: str) -> State:
-        like = {n.removeprefix(prefix): t for n, t in state.like.items() if n.startswith(prefix)}
+    def part(prefix: str) -> StreamedState:
+        like = {
+            n.removeprefix(prefix): t for n, t in state.templates.items() if n.startswith(prefix)
+        }
 
         def each() -> Iterator[tuple[str, Tensor]]:
             left = len({id(tensor) for tensor in like.values()})
@@ -195,17 +209,19 @@ def apart(state: State) -> tuple[State, State]:
                 if early[prefix]:
                     name, tensor = early[prefix].pop(0)
                 else:
-                    name, tensor = next(state.each)
+                    name, tensor = next(state.stream)
                 if name.startswith(prefix):
                     left -= 1
                     yield name.removeprefix(prefix), tensor
                 else:
-                    early[POLICY if prefix == CRITIC else CRITIC].append((name, tensor))
+                    early[POLICY_PREFIX if prefix == CRITIC_PREFIX else CRITIC_PREFIX].append(
+                        (name, tensor)
+                    )
                 del tensor
 
-        return State(like, each())
+        return StreamedState(like, each())
 
-    return part(POLICY), part(CRITIC)
+    return part(POLICY_PREFIX), part(CRITIC_PREFIX)
 
 
 def _kept(

@@ -11,22 +11,23 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf.errors import ConfigError, DataError, nearest
-from rlinf.models.chat import Message, render, undeclared_names
+from rlinf.errors import ConfigError, DataError, did_you_mean
+from rlinf.models.chat_template import ChatMessage, render_conversations, template_variables
 
 log = logging.getLogger(__name__)
-KEY = "model.path"
-ARGUMENTS = "model.chat_template_kwargs"
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+PATH_KEY = "model.path"
+KWARGS_KEY = "model.chat_template_kwargs"
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Names of a template that are never arguments."""
-PROBE, NEXT = "\u2402", "\u2403"
+ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
 """Stand for an answer, and for the user's message behind it, where a template is looked at."""
 
 
@@ -37,10 +38,10 @@ class ThinkingMarks(NamedTuple):
     end: str
 
 
-PLAIN_MARKS = ThinkingMarks("<think>", "</think>")
+DEFAULT_THINKING_MARKS = ThinkingMarks("<think>", "</think>")
 """The marks that data has: rows with ``reasoning_content`` are read as contents with these."""
-KNOWN_MARKS = (
-    PLAIN_MARKS,
+KNOWN_THINKING_MARKS = (
+    DEFAULT_THINKING_MARKS,
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     ThinkingMarks("[THINK]", "[/THINK]"),
     ThinkingMarks("<seed:think>", "</seed:think>"),
@@ -51,12 +52,12 @@ KNOWN_MARKS = (
 """Of published templates."""
 
 
-class Turn(NamedTuple):
+class AssistantTurn(NamedTuple):
     """One answer of the assistant, as text."""
 
     prompt: str
     """What the model is asked: all that stands before the answer."""
-    answer: str
+    completion: str
     """What it is to say, with the text of the token that ends its turn if the template has one."""
 
 
@@ -67,17 +68,17 @@ class ChatFormat:
     tokenizer: Any = field(repr=False)
     template: str | None
     """None: the tokenizer has none, and texts are read as they stand."""
-    arguments: Mapping[str, Any]
+    template_kwargs: Mapping[str, Any]
     """Of the template, beside the messages: ``chat_template_kwargs``."""
     eos_token_ids: frozenset[int]
     """Tokens that are known to end a response, whatever the template writes."""
 
     @classmethod
-    def of(
+    def from_tokenizer(
         cls,
         tokenizer: Any,
         *,
-        arguments: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         eos_token_ids: Iterable[int] | None = None,
     ) -> ChatFormat:
         """Return the format of a tokenizer: the one that its folder gave it, or a new one.
@@ -91,34 +92,38 @@ class ChatFormat:
             DataError: the tokenizer has several templates, and none is the default.
         """
         known = getattr(tokenizer, "chat_format", None)
-        template = default_template(getattr(tokenizer, "chat_template", None), KEY)
-        if isinstance(known, ChatFormat) and arguments is None and eos_token_ids is None:
+        template = select_chat_template(getattr(tokenizer, "chat_template", None), PATH_KEY)
+        if isinstance(known, ChatFormat) and template_kwargs is None and eos_token_ids is None:
             if template == known.template:
                 return known
-            arguments, eos_token_ids = known.arguments, known.eos_token_ids
+            template_kwargs, eos_token_ids = known.template_kwargs, known.eos_token_ids
         if eos_token_ids is None:
             eos_token_ids = {tokenizer.eos_token_id}
-        made = cls(tokenizer, template, dict(arguments or {}), frozenset(eos_token_ids))
-        check_arguments(made.arguments, made.template)
+        made = cls(tokenizer, template, dict(template_kwargs or {}), frozenset(eos_token_ids))
+        check_template_kwargs(made.template_kwargs, made.template)
         return made
 
     # Text.
 
-    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    def render_prompts(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         """Return the text of each conversation up to where the assistant is to answer.
 
         Raises:
-            DataError: as :func:`rlinf.models.chat.render`.
+            DataError: as :func:`rlinf.models.chat_template.render_conversations`.
         """
         return self._rendered(conversations, answering=True)
 
-    def answered(self, conversations: Sequence[Sequence[Message]]) -> list[str]:
+    def render_completed(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         """Return the text of conversations whose last message is the assistant's; raises alike."""
         return self._rendered(conversations, answering=False)
 
-    def turns(
-        self, talks: Sequence[Sequence[Message]], places: Sequence[str], *, last: bool = False
-    ) -> list[list[Turn]]:
+    def assistant_turns(
+        self,
+        conversations: Sequence[Sequence[ChatMessage]],
+        places: Sequence[str],
+        *,
+        last_only: bool = False,
+    ) -> list[list[AssistantTurn]]:
         """Return the assistant's answers in conversations, each behind its own prompt.
 
         Args:
@@ -130,53 +135,53 @@ class ChatFormat:
             DataError: the template leaves an answer out, or writes something else before it than
                 it asks for.
         """
-        counts, begun, ended = [], list[Sequence[Message]](), list[Sequence[Message]]()
-        for talk in talks:
+        counts, begun, ended = [], list[Sequence[ChatMessage]](), list[Sequence[ChatMessage]]()
+        for talk in conversations:
             own = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
-            own = own[-1:] if last else own
+            own = own[-1:] if last_only else own
             counts.append(len(own))
             begun += [talk[:i] for i in own]
             ended += [talk[: i + 1] for i in own]
-        before, after = iter(self.prompts(begun)), iter(self.answered(ended))
+        before, after = iter(self.render_prompts(begun)), iter(self.render_completed(ended))
         words = (talk[-1]["content"] for talk in ended)
         return [
             [self._turn(next(before), next(after), next(words), place) for _ in range(count)]
             for place, count in zip(places, counts, strict=True)
         ]
 
-    def _turn(self, prompt: str, whole: str, content: str, place: str) -> Turn:
+    def _turn(self, prompt: str, whole: str, content: str, place: str) -> AssistantTurn:
         """One answer: as the template writes it, or with its thought where that is dropped."""
-        thought, answer = split_thought(content, self.thinking)
-        if self.thinking is None and thought is not None:
+        thought, answer = split_thought(content, self.thinking_marks)
+        if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
         shared = self._shared_words(prompt, whole)
         rest, end = prompt[shared:], _behind(whole, shared, thought, answer)
         if end is not None and not rest.strip():  # they differ in white space at most
-            return Turn(prompt, whole[shared : self._end_of_turn(whole, end)])
+            return AssistantTurn(prompt, whole[shared : self._end_of_turn(whole, end)])
         if thought is not None and self._closes_thought(prompt):
-            if end is None or self.arguments:
+            if end is None or self.template_kwargs:
                 raise DataError(
                     f"{place}: the answer has a thought, and the prompt closes it before the "
-                    f"answer; set {ARGUMENTS} so that the chat template thinks, or leave the "
+                    f"answer; set {KWARGS_KEY} so that the chat template thinks, or leave the "
                     "thoughts out"
                 )
             _warn_of_closed_thoughts()
-            return Turn(whole[:shared], whole[shared : self._end_of_turn(whole, end)])
-        return Turn(prompt, self._own_words(prompt, whole, thought, answer, place))
+            return AssistantTurn(whole[:shared], whole[shared : self._end_of_turn(whole, end)])
+        return AssistantTurn(prompt, self._own_words(prompt, whole, thought, answer, place))
 
     def _own_words(
         self, prompt: str, whole: str, thought: str | None, answer: str, place: str
     ) -> str:
         """An answer behind its prompt, where the template would rewrite what stands before it."""
-        shared, marks = self._shared_words(prompt, whole), self.thinking
+        shared, marks = self._shared_words(prompt, whole), self.thinking_marks
         end, rest = _behind(whole, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
-                f"{place}: the chat template of {KEY} leaves out or changes what the assistant said"
+                f"{place}: the chat template of {PATH_KEY} leaves out or changes what the assistant said"
             )
         if rest.strip() and (marks is None or not _of_marks(rest, marks)):
             raise DataError(
-                f"{place}: the chat template of {KEY} does not write a conversation as a "
+                f"{place}: the chat template of {PATH_KEY} does not write a conversation as a "
                 "continuation of what it asks for, so that the assistant would learn something "
                 "else than it is asked; use another template"
             )
@@ -191,14 +196,14 @@ class ChatFormat:
         An answer may begin as a mark of the prompt does: ``<answer>`` behind ``<think>``.
         """
         shared = _shared(prompt, whole)
-        for mark in (mark.strip() for mark in self.thinking or ()):
+        for mark in (mark.strip() for mark in self.thinking_marks or ()):
             start = prompt.rfind(mark, 0, shared + len(mark) - 1)
             if 0 <= start < shared < start + len(mark):
                 return start
         return shared
 
     def _thinking_words(self, prompt: str, thought: str | None, answer: str) -> str:
-        marks = self.thinking
+        marks = self.thinking_marks
         assert marks is not None
         begin = "" if self.opens_thought(prompt) else f"{marks.begin}\n"
         said = "" if thought is None else thought
@@ -215,23 +220,27 @@ class ChatFormat:
         return min(others, default=len(whole))
 
     def opens_thought(self, prompt: str) -> bool:
-        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin.rstrip())
+        return self.thinking_marks is not None and prompt.rstrip().endswith(
+            self.thinking_marks.begin.rstrip()
+        )
 
     def _closes_thought(self, prompt: str) -> bool:
-        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.end)
+        return self.thinking_marks is not None and prompt.rstrip().endswith(self.thinking_marks.end)
 
     def _rendered(
-        self, conversations: Sequence[Sequence[Message]], *, answering: bool
+        self, conversations: Sequence[Sequence[ChatMessage]], *, answering: bool
     ) -> list[str]:
         assert self.template is not None
         talks = [[self._fields(message) for message in talk] for talk in conversations]
-        return render(self.template, talks, self._variables, KEY, answering=answering)
+        return render_conversations(
+            self.template, talks, self._variables, PATH_KEY, add_generation_prompt=answering
+        )
 
-    def _fields(self, message: Message) -> Message:
+    def _fields(self, message: ChatMessage) -> ChatMessage:
         """A message for a template whose thoughts are a field, not a part of the content."""
-        if self.thinking in (None, PLAIN_MARKS) or message["role"] != "assistant":
+        if self.thinking_marks in (None, DEFAULT_THINKING_MARKS) or message["role"] != "assistant":
             return message
-        thought, answer = split_thought(message["content"], self.thinking)
+        thought, answer = split_thought(message["content"], self.thinking_marks)
         if thought is None:
             return message
         fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
@@ -240,18 +249,18 @@ class ChatFormat:
     @property
     def _variables(self) -> dict[str, Any]:
         names = {str(k): str(v) for k, v in self.tokenizer.special_tokens_map.items()}
-        return {**names, **self.arguments}
+        return {**names, **self.template_kwargs}
 
     # Tokens.
 
     @cached_property
-    def thinking(self) -> ThinkingMarks | None:
+    def thinking_marks(self) -> ThinkingMarks | None:
         """The marks of thoughts that the template knows, or without one the vocabulary."""
         if self.template is not None:
             text = self.template.replace("\\n", "\n")
-            return next((marks for marks in KNOWN_MARKS if marks.end in text), None)
+            return next((marks for marks in KNOWN_THINKING_MARKS if marks.end in text), None)
         known = self.tokenizer.get_added_vocab()
-        return next((m for m in KNOWN_MARKS if m.begin in known and m.end in known), None)
+        return next((m for m in KNOWN_THINKING_MARKS if m.begin in known and m.end in known), None)
 
     @cached_property
     def special_tokens(self) -> list[str]:
@@ -261,16 +270,16 @@ class ChatFormat:
         return sorted({*self.tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 
     @cached_property
-    def end_token_id(self) -> int:
+    def end_of_turn_token_id(self) -> int:
         """The token that ends the assistant's turn: what fine-tuning teaches, engines stop at."""
         if self._turn_end is None:
             return int(self.tokenizer.eos_token_id)
         return int(self.tokenizer.convert_tokens_to_ids(self._turn_end))
 
     @property
-    def end_text(self) -> str:
-        """The text of :attr:`end_token_id`."""
-        return str(self.tokenizer.convert_ids_to_tokens(self.end_token_id))
+    def end_of_turn_text(self) -> str:
+        """The text of :attr:`end_of_turn_token_id`."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_token_id))
 
     @cached_property
     def _turn_end(self) -> str | None:
@@ -299,7 +308,7 @@ class ChatFormat:
         return int(self.tokenizer.convert_tokens_to_ids(text))
 
     @cached_property
-    def prefix(self) -> np.ndarray:
+    def bos_token_ids(self) -> np.ndarray:
         """The special tokens that the tokenizer puts before a text, int64 ``[n]`` (BOS, often)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
@@ -312,7 +321,7 @@ class ChatFormat:
         special = set(self.special_tokens)
         return {self._id(text) for text in texts if text in special}
 
-    def hidden_in(self, text: str) -> str | None:
+    def undecoded_token_in(self, text: str) -> str | None:
         """Return the special token in a longer text that :meth:`decode` never shows, if any."""
         inside = (s for s in self.special_tokens if s in text and s != text)
         return next((s for s in inside if self._id(s) in self._silent), None)
@@ -320,9 +329,9 @@ class ChatFormat:
     @cached_property
     def _silent(self) -> frozenset[int]:
         """The special tokens that are no part of a response's text: all but marks of thoughts."""
-        marks = "" if self.thinking is None else "".join(self.thinking)
+        marks = "" if self.thinking_marks is None else "".join(self.thinking_marks)
         special = {self._id(s) for s in self.special_tokens if s not in marks}
-        return frozenset(special | {self.end_token_id})
+        return frozenset(special | {self.end_of_turn_token_id})
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of a response, without special tokens other than marks of thoughts."""
@@ -337,14 +346,14 @@ def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None
     Args:
         marks: of the template; ``<think>`` and ``</think>`` are known beside them.
     """
-    for begin, end in filter(None, (marks, PLAIN_MARKS)):
+    for begin, end in filter(None, (marks, DEFAULT_THINKING_MARKS)):
         thought, found, answer = content.partition(end)
         if found:
             return thought.strip().removeprefix(begin).strip(), answer.strip()
     return None, content.strip()
 
 
-def check_arguments(arguments: Mapping[str, Any], template: str | None) -> None:
+def check_template_kwargs(arguments: Mapping[str, Any], template: str | None) -> None:
     """See that a chat template uses all of its arguments.
 
     Raises:
@@ -354,15 +363,15 @@ def check_arguments(arguments: Mapping[str, Any], template: str | None) -> None:
     if not arguments:
         return
     if template is None:
-        raise ConfigError(f"{ARGUMENTS}: the tokenizer has no chat template; leave it out")
-    known = undeclared_names(template, KEY) - RESERVED
+        raise ConfigError(f"{KWARGS_KEY}: the tokenizer has no chat template; leave it out")
+    known = template_variables(template, PATH_KEY) - RESERVED_VARIABLES
     for name in arguments:
         if name not in known:
-            hint = nearest(name, known) or f"; it uses {', '.join(sorted(known)) or 'none'}"
-            raise ConfigError(f"{ARGUMENTS}.{name}: the chat template does not use it{hint}")
+            hint = did_you_mean(name, known) or f"; it uses {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError(f"{KWARGS_KEY}.{name}: the chat template does not use it{hint}")
 
 
-def default_template(template: Any, where: str) -> str | None:
+def select_chat_template(template: Any, where: str) -> str | None:
     """Return the one chat template to use, of several that are named the default.
 
     Args:
@@ -413,7 +422,7 @@ def _warn_of_closed_thoughts() -> None:
     log.warning(
         "the chat template asks for answers without thoughts, and those to learn have some; set "
         "%s (enable_thinking: true, say) so that rollouts think as well",
-        ARGUMENTS,
+        KWARGS_KEY,
     )
 
 
@@ -421,13 +430,88 @@ def _warn_of_closed_thoughts() -> None:
 def _tails(template: str, variables: str) -> tuple[str, str]:
     """What a template writes behind an answer: at the end of the text, and before a new message."""
     asked = {"role": "user", "content": "."}
-    talk: list[Message] = [asked, {"role": "assistant", "content": PROBE}]
+    talk: list[ChatMessage] = [asked, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
     found = []
-    for messages in (talk, [*talk, {"role": "user", "content": NEXT}]):
+    for messages in (talk, [*talk, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
-            (text,) = render(template, [messages], json.loads(variables), KEY, answering=False)
+            (text,) = render_conversations(
+                template, [messages], json.loads(variables), PATH_KEY, add_generation_prompt=False
+            )
         except DataError as error:
             log.warning("the token that ends a turn is not known by the chat template: %s", error)
             text = ""
-        found.append(text.partition(PROBE)[2].partition(NEXT)[0])
+        found.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
     return found[0], found[1]
+
+
+CONTENT_PLACEHOLDER = "\u2402"
+"""Stands in the place of words while a template is rendered around them."""
+LEADING_MESSAGES = (
+    {"role": "user", "content": "."},
+    {"role": "assistant", "content": CONTENT_PLACEHOLDER},
+)
+
+RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
+
+
+def chat_template_affixes(
+    render: RenderFunction, replies: Sequence[Sequence[ChatMessage]]
+) -> list[list[str]]:
+    """Of each reply to the assistant the text behind the assistant's words: by turns what the
+    template writes and what a message says, as the template has it (trimmed, or quoted).
+
+    Whatever is said, it is not taken for a part of the template.
+
+    Raises:
+        DataError: the template leaves messages out.
+    """
+    marked = [
+        [
+            {**message, "content": f"{CONTENT_PLACEHOLDER}{n}{CONTENT_PLACEHOLDER}"}
+            for n, message in enumerate(reply)
+        ]
+        for reply in replies
+    ]
+    asked: list[Sequence[ChatMessage]] = []
+    for reply, marks in zip(replies, marked, strict=True):
+        asked.append([*LEADING_MESSAGES, *marks])
+        for n, message in enumerate(reply):
+            asked.append([*LEADING_MESSAGES, *marks[:n], message, *marks[n + 1 :]])
+    texts = iter(render(asked))
+    found = []
+    for reply in replies:
+        gaps, with_words = _gaps(next(texts), len(reply)), [next(texts) for _ in reply]
+        pieces = [gaps[0][1]]
+        for n, (message, text) in enumerate(zip(reply, with_words, strict=True)):
+            head, tail = _joined(gaps[: n + 1], 0), _joined(gaps[n + 1 :], n + 1)
+            ends = text.startswith(head) and text.endswith(tail)
+            fits = ends and len(text) >= len(head) + len(tail)
+            # A template that writes something else around these words has them as they are.
+            words = text[len(head) : len(text) - len(tail)] if fits else str(message["content"])
+            pieces += [words, gaps[n + 1][0]]
+        found.append(pieces)
+    return found
+
+
+def _gaps(text: str, count: int) -> list[tuple[str, str]]:
+    """The text up to the first message and that part of it which is behind the assistant's words,
+    then, in both places, what is behind each message."""
+    head, found, tail = text.partition(CONTENT_PLACEHOLDER)
+    parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
+    if not found or parts[1::2] != [str(n) for n in range(count)]:
+        raise DataError(
+            "model.path: the chat template leaves out, or puts elsewhere, what is said in turns of "
+            "dialogues"
+        )
+    return [
+        (head + CONTENT_PLACEHOLDER + parts[0], parts[0]),
+        *((part, part) for part in parts[2::2]),
+    ]
+
+
+def _joined(gaps: Sequence[tuple[str, str]], first: int) -> str:
+    """The gaps with the marks between them, the first of which is of message ``first``."""
+    text = gaps[0][0]
+    for n, (gap, _) in enumerate(gaps[1:], first):
+        text += f"{CONTENT_PLACEHOLDER}{n}{CONTENT_PLACEHOLDER}{gap}"
+    return text

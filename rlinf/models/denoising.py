@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rlinf.config import Section
 
-CHAIN = "chain"
+CHAIN_COLUMN = "chain"
 """Step column of trajectories: the points of a step's chain, float32 ``[T, N + 1, ...]``."""
-Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+VelocityFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """Of points ``[..., K, *E]`` at the noise fractions ``[K]``: velocities, and where the noise of a
 step is learned the logarithm of its standard deviation, else None; of the points' shape."""
 
@@ -29,37 +29,40 @@ step is learned the logarithm of its standard deviation, else None; of the point
 class DenoisingConfig(Section):
     """The noise of a denoising step."""
 
-    noise: Literal["sde", "learned"] = "sde"
+    noise_method: Literal["sde", "learned"] = "sde"
     """That with which points have the same distribution at every time as without it,
     for many steps (Flow-SDE), or a standard deviation that a network gives (Flow-Noise)."""
     noise_level: float = Field(default=0.5, gt=0)
     """``a`` of Flow-SDE, whose noise is ``a sqrt(tau / (1 - tau))``."""
-    noise_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (0.08, 0.16)
+    noise_std_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (
+        0.08,
+        0.16,
+    )
     """Least and largest standard deviation of Flow-Noise."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        least, largest = self.noise_range
+        least, largest = self.noise_std_range
         if least >= largest:
-            raise ValueError(f"noise_range: the first, {least}, is to be below {largest}")
+            raise ValueError(f"noise_std_range: the first, {least}, is to be below {largest}")
         return self
 
 
-def times(steps: int) -> Tensor:
+def noise_fractions(steps: int) -> Tensor:
     """Noise fractions ``tau`` at which the steps begin, float32 ``[N]``: 1, 1 - 1/N, ..., 1/N."""
     # In double precision: sinusoids of the time with short periods show its last bit.
     return (1 - torch.arange(steps, dtype=torch.float64) / steps).float()
 
 
-def diffusion(steps: int, level: float) -> Tensor:
+def flow_sde_sigmas(steps: int, level: float) -> Tensor:
     """``sigma`` of each step of Flow-SDE, ``[N]``: ``a sqrt(tau / (1 - tau))``; where ``tau`` is 1,
     the next one stands in the denominator."""
-    tau = times(steps)
+    tau = noise_fractions(steps)
     below = torch.where(tau == 1, 1 / steps, 1 - tau)
     return level * (tau / below).sqrt()
 
 
-def next_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, steps: int) -> Tensor:
+def step_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, steps: int) -> Tensor:
     """Where a step leads to in the mean: the Euler step of the flow where ``sigma`` is 0, else of
     the stochastic equation with the same marginals (Song et al., 2020, arXiv 2011.13456).
 
@@ -74,13 +77,13 @@ def next_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, step
     return action * (1 - tau + length) + noise * drift
 
 
-def log_deviation(raw: Tensor, noise_range: tuple[float, float]) -> Tensor:
+def bounded_log_std(raw: Tensor, noise_range: tuple[float, float]) -> Tensor:
     """A network's output as the logarithm of a standard deviation within a range, float32."""
     low, high = (math.log(bound) for bound in noise_range)
     return 0.5 * (low + high) + 0.5 * (high - low) * raw.float().tanh()
 
 
-class Denoising:
+class DenoisingChain:
     """The steps from noise to actions of a number of dimensions, and their likelihood.
 
     A temperature multiplies the standard deviations of the steps. At 0 a chain begins at the mean
@@ -95,7 +98,7 @@ class Denoising:
         """
         self.steps, self.level, self.dimensions = steps, level, dimensions
 
-    def following(
+    def step_distribution(
         self,
         points: Tensor,
         velocity: Tensor,
@@ -106,18 +109,18 @@ class Denoising:
         """Mean and log standard deviation of what follows points ``[..., K, *E]`` in the steps of
         these numbers ``[K]``; at temperature 0 the mean is the Euler method's."""
         shape = (-1, *[1] * self.dimensions)
-        tau = times(self.steps).to(points.device)[numbers].reshape(shape)
+        tau = noise_fractions(self.steps).to(points.device)[numbers].reshape(shape)
         sigma = torch.zeros_like(tau)
         if log_std is None:
-            levels = diffusion(self.steps, self.level * temperature).to(points.device)
+            levels = flow_sde_sigmas(self.steps, self.level * temperature).to(points.device)
             sigma = levels[numbers].reshape(shape)
             log_std = (sigma / math.sqrt(self.steps)).log()
         elif temperature:
             log_std = log_std + math.log(temperature)
-        return next_mean(points, velocity, tau, sigma, self.steps), log_std
+        return step_mean(points, velocity, tau, sigma, self.steps), log_std
 
-    def sampled(
-        self, velocity: Velocity, first: Tensor, noise: Tensor | None, temperature: float
+    def sample(
+        self, velocity: VelocityFunction, first: Tensor, noise: Tensor | None, temperature: float
     ) -> Tensor:
         """Chains ``[..., N + 1, *E]``.
 
@@ -127,18 +130,18 @@ class Denoising:
         """
         axis = first.ndim - self.dimensions
         points, chain = first.unsqueeze(axis), [first]
-        fractions = times(self.steps).to(first.device)
+        fractions = noise_fractions(self.steps).to(first.device)
         for number in range(self.steps):
             now = torch.tensor([number], device=first.device)
             found = velocity(points, fractions[now])
             spread = 0.0 if noise is None else temperature
-            points, log_std = self.following(points, *found, now, spread)
+            points, log_std = self.step_distribution(points, *found, now, spread)
             if noise is not None:
                 points = points + noise.narrow(axis, number, 1) * log_std.exp()
             chain.append(points.squeeze(axis))
         return torch.stack(chain, axis)
 
-    def judged(
+    def logprobs_and_entropy(
         self, chain: Tensor, velocity: Tensor, log_std: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of chains ``[..., N + 1, *E]`` given the first points,
@@ -150,7 +153,9 @@ class Denoising:
         axis = chain.ndim - self.dimensions - 1
         numbers = torch.arange(self.steps, device=chain.device)
         points, after = chain.narrow(axis, 0, self.steps), chain.narrow(axis, 1, self.steps)
-        mean, log_std = self.following(points, velocity, log_std, numbers, temperature or 1.0)
+        mean, log_std = self.step_distribution(
+            points, velocity, log_std, numbers, temperature or 1.0
+        )
         distance = (after - mean) / log_std.exp()
         logprobs = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
         entropies = (log_std + 0.5 * math.log(2 * math.pi * math.e)).expand_as(logprobs)

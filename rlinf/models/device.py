@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 
 
 def _device_name(name: str) -> str:
@@ -35,4 +35,4 @@ def local_device(name: str) -> torch.device:
         return device
     # A launcher may show each rank all GPUs of the node, or its own alone.
     seen = max(1, torch.cuda.device_count())
-    return torch.device("cuda", World.from_environment().local_rank % seen)
+    return torch.device("cuda", ProcessGroupInfo.from_environment().local_rank % seen)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rlinf.artifacts import sync_file
-from rlinf.errors import DataError, require
+from rlinf.errors import DataError, require_package
 
 
 def find_gguf(source: str) -> Path:
@@ -49,7 +49,7 @@ def convert_gguf(source: str, folder: Path) -> None:
     if folder.exists():
         raise DataError(f"{folder}: is there already; name another folder or remove it")
     for package in ("gguf", "accelerate"):
-        require(package, "gguf", f"{source}: reading GGUF files")
+        require_package(package, "gguf", f"{source}: reading GGUF files")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

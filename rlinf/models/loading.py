@@ -13,25 +13,35 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from rlinf.checked import private_copy
 from rlinf.errors import DataError
-from rlinf.models.architectures import settings_of
-from rlinf.models.fit import check_fit, network_class, refuse_unfit, renames, under_prefix
-from rlinf.models.linear import use_onednn
-from rlinf.models.published_folder import (
+from rlinf.models.causal_lm_config import hf_config
+from rlinf.models.checkpoint_tensors import (
+    add_base_prefix,
+    check_tensors,
+    has_own_checkpoint_names,
+    network_class,
+    raise_tensor_mismatch,
+)
+from rlinf.models.hf_folder import (
     check_checkpoint,
-    companions,
-    read_settings,
+    non_weight_files,
+    read_config_json,
     tensor_files,
 )
+from rlinf.models.onednn_linear import use_onednn
 from rlinf.models.rotary import freeze_rotary, length_scaling
-from rlinf.sharded import local, rows_of
-from rlinf.tensors import TensorFile, load_tensors
+from rlinf.safetensors_io import SafetensorsReader, load_tensors
+from rlinf.sharded_tensors import local_rows, local_shard
+from rlinf.verified_io import verified_temporary_copy
 
 if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
+from collections.abc import Iterable
 
-BY_FORMULA = {"gemma2"}
+from rlinf.models.base import weight_mismatch
+from rlinf.models.checkpoint_tensors import to_checkpoint_tensors
+
+EAGER_ATTENTION_FAMILIES = {"gemma2"}
 """Families whose attention scores may be capped, which torch's fused attention cannot do."""
 
 
@@ -54,18 +64,18 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    refuse_unfit(
+    raise_tensor_mismatch(
         f"model.path: {folder}",
         found["missing_keys"],
         found["unexpected_keys"],
         found["mismatched_keys"],
     )
-    freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
+    freeze_rotary(module, read_config_json(folder), config.max_model_len, f"model.path: {folder}")
     use_onednn(module)
     return module
 
 
-def outline_module(folder: Path, config: CausalLMConfig) -> Any:
+def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
     """The same with parameters that have no memory yet (on the ``meta`` device), for :func:`fill`.
 
     None where only the library knows how the tensors in the files make those of the network.
@@ -75,13 +85,15 @@ def outline_module(folder: Path, config: CausalLMConfig) -> Any:
     """
     with _reading(folder):
         cls, settings = _network(folder, config)
-        if "auto_map" in read_settings(folder):
+        if "auto_map" in read_config_json(folder):
             return None
         module = _without_memory(cls, settings, config)
-        if module is not None and renames(module):
+        if module is not None and has_own_checkpoint_names(module):
             return None
     if module is not None:
-        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
+        freeze_rotary(
+            module, read_config_json(folder), config.max_model_len, f"model.path: {folder}"
+        )
         use_onednn(module)
     return module
 
@@ -92,24 +104,26 @@ def check_rotary(folder: Path, config: CausalLMConfig) -> None:
     Raises:
         DataError: as :func:`rlinf.models.rotary.freeze_rotary`.
     """
-    if length_scaling(read_settings(folder)) is None:
+    if length_scaling(read_config_json(folder)) is None:
         return
     with _reading(folder):
         cls, settings = _network(folder, config)
-        with parameters_on_meta():
+        with meta_parameters():
             module = cls._from_config(settings)
-        freeze_rotary(module, read_settings(folder), config.context, f"model.path: {folder}")
+        freeze_rotary(
+            module, read_config_json(folder), config.max_model_len, f"model.path: {folder}"
+        )
 
 
-def outline_new(config: CausalLMConfig) -> Any:
+def new_meta_module(config: CausalLMConfig) -> Any:
     """A new network of some sizes and a small vocabulary, parameters and buffers without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(settings_of(config, vocabulary=2))  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(hf_config(config, vocabulary=2))  # type: ignore[no-untyped-call]
 
 
-def text_settings(config: CausalLMConfig) -> Any:
+def text_config(config: CausalLMConfig) -> Any:
     """What is known of a language model before it is made: of its checkpoint, or as configured.
 
     By the names of transformers, whatever those of the family are.
@@ -126,7 +140,7 @@ def text_settings(config: CausalLMConfig) -> Any:
         return _network(folder, config)[1].get_text_config()
 
 
-def described_module(folder: Path, config: CausalLMConfig) -> Any:
+def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
     """A network with the names, shapes and types of that of :func:`load_module`, to be looked at.
 
     It takes no memory, of every family; but where some of its types are known by loading alone.
@@ -141,7 +155,7 @@ def described_module(folder: Path, config: CausalLMConfig) -> Any:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, folder: Path, where: str) -> None:
+def load_weights(module: nn.Module, folder: Path, where: str) -> None:
     """Read the weights in a folder into a network; of one that is sharded, this process's rows.
 
     Args:
@@ -153,15 +167,15 @@ def fill(module: nn.Module, folder: Path, where: str) -> None:
         ArtifactError: one is committed and damaged; the network holds anything.
     """
     own = module.state_dict(keep_vars=True)
-    for name, rows in stored(module, folder, where, rows_of):
-        local(own[name]).copy_(rows)
+    for name, rows in iter_weights(module, folder, where, local_rows):
+        local_shard(own[name]).copy_(rows)
 
 
-def stored(
+def iter_weights(
     module: nn.Module | None,
     folder: Path,
     where: str,
-    part: Callable[[Tensor], tuple[int, int]] | None = None,
+    row_range: Callable[[Tensor], tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights in a folder, one after another, by their names in a network.
 
@@ -176,19 +190,23 @@ def stored(
         ArtifactError: one is committed and damaged; raised after its last.
     """
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(TensorFile(path)) for path in tensor_files(folder)]
+        files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
         found = {name: (file, name) for file in files for name in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        named = under_prefix(found, module)
+        named = add_base_prefix(found, module)
         shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
-        check_fit(where, shapes, module)
+        check_tensors(where, shapes, module)
         own = module.state_dict(keep_vars=True)
         for file in files:
             names = {n: mine for mine, (one, n) in named.items() if one is file and mine in own}
-            wanted = None if part is None else {n: part(own[mine]) for n, mine in names.items()}
+            wanted = (
+                None
+                if row_range is None
+                else {n: row_range(own[mine]) for n, mine in names.items()}
+            )
             for name, tensor in file.tensors(names.keys() if wanted is None else wanted):
                 yield names[name], tensor
 
@@ -199,7 +217,7 @@ def reload_weights(module: Any, folder: Path) -> bool:
     Returns false, having changed nothing, where the folder does not hold just these tensors.
     """
     try:
-        fill(module, folder, str(folder))
+        load_weights(module, folder, str(folder))
     except DataError:
         return False
     return True
@@ -236,11 +254,11 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
 
     trusted = config.trust_remote_code
     check_checkpoint(folder, trusted)
-    with private_copy(folder, companions(folder)) as small:
+    with verified_temporary_copy(folder, non_weight_files(folder)) as small:
         settings = AutoConfig.from_pretrained(
             small, local_files_only=True, trust_remote_code=trusted
         )
-        without_dropout(settings)
+        disable_dropout(settings)
         if own := getattr(settings, "auto_map", {}).get("AutoModelForCausalLM"):
             return get_class_from_dynamic_module(own, str(small)), settings
         return network_class(settings), settings
@@ -248,7 +266,7 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
 
 def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
     """A network on the ``meta`` device; None where loading makes some of it of another type."""
-    with parameters_on_meta():
+    with meta_parameters():
         module = cls._from_config(
             settings, dtype=getattr(torch, config.dtype), attn_implementation=_attention(settings)
         )
@@ -261,11 +279,11 @@ def _attention(settings: Any) -> str | None:
 
     None: torch's fused attention where each part of the network has it, else the formula.
     """
-    return "eager" if settings.model_type in BY_FORMULA else None
+    return "eager" if settings.model_type in EAGER_ATTENTION_FAMILIES else None
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
     """Networks made here have parameters without memory; their buffers have what they should.
 
     Buffers are made by the network alone (rotary frequencies, say), in no file of a checkpoint.
@@ -285,7 +303,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def without_dropout(settings: Any) -> None:
+def disable_dropout(settings: Any) -> None:
     """Set every dropout of a model's configuration to zero.
 
     The ratio of an update compares the policy with itself: dropped units would be noise in it, and
@@ -299,8 +317,76 @@ def without_dropout(settings: Any) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder; raises as :class:`rlinf.tensors.TensorFile`."""
+    """The tensors of a checkpoint folder; raises as :class:`rlinf.safetensors_io.SafetensorsReader`."""
     found: dict[str, Tensor] = {}
     for path in tensor_files(folder):
         found |= load_tensors(path)
     return found
+
+
+class CheckpointExporter:
+    """Of one network; of tied tensors the first alone."""
+
+    def __init__(self, module: Any) -> None:
+        """
+        Args:
+            module: of the library; nothing of its memory is kept.
+        """
+        first = dict[int, str]()
+        own = module.state_dict(keep_vars=True)
+        self._first = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
+        self._own: dict[str, Tensor] = {name: tensor.to("meta") for name, tensor in own.items()}
+        self._module = module.to("meta")
+        untied = {name: self._own[name] for name in self._first.values()}
+        self._renames = has_own_checkpoint_names(module)
+        self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
+        """Every name, with a tensor of its shape and type that has no memory."""
+
+    def export(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        device: torch.device | str = "cpu",
+        *,
+        copy: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What is published of the network's own tensors, of the types that it has them in.
+
+        They are taken one after another, unless the family's checkpoints have tensors that are made
+        of several.
+
+        Args:
+            tensors: by the network's names, in any order; of tied ones any.
+            copy: each in memory of its own.
+
+        Raises:
+            DataError: one is not the network's by name and shape; after the last: some are missing.
+        """
+        own = self._fitting(tensors, device, copy)
+        if not self._renames:
+            yield from own
+        elif _one_by_one(self._module):
+            for name, tensor in own:
+                yield from to_checkpoint_tensors(self._module, {name: tensor}).items()
+        else:
+            yield from to_checkpoint_tensors(self._module, dict(own)).items()
+
+    def _fitting(
+        self, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, copy: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        lacking = set(self._first.values())
+        for name, tensor in tensors:
+            if name not in self._own or self._own[name].shape != tensor.shape:
+                raise weight_mismatch(name, 1)
+            if (first := self._first[name]) in lacking:
+                lacking.discard(first)
+                yield first, tensor.to(device, self._own[name].dtype, copy=copy)
+        if lacking:
+            raise weight_mismatch(min(lacking), len(lacking))
+
+
+def _one_by_one(module: Any) -> bool:
+    """Whether each published tensor is made of one of the network's."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping = get_model_conversion_mapping(module, add_legacy=False)
+    return all(len(one.reverse_transform().source_patterns) == 1 for one in mapping)

@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlinf.models.fit import SEEING
+from rlinf.models.checkpoint_tensors import IMAGE_FAMILIES
 
 log = logging.getLogger("rlinf")
-WHOLE = 1 << 25
+MAX_LOGITS = 1 << 25
 """Most logits of a batch that are computed in the plain way, which is exact to the last bit of what
 it was before there were parts; and those of one part."""
 
 
 def token_logprobs(
-    logits: Tensor, taken: Tensor, temperature: float, entropy: bool
+    logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities ``[...]`` of the tokens ``taken`` ``[...]``, and entropies in nats.
 
@@ -36,19 +36,19 @@ def token_logprobs(
         temperature: divides the logits; 0 counts as 1.
     """
     logprobs = F.log_softmax(_scaled(logits, temperature or 1.0), dim=-1)
-    chosen = logprobs.gather(-1, taken[..., None])[..., 0]
+    chosen = logprobs.gather(-1, targets[..., None])[..., 0]
     return chosen, -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
 
 def head_logprobs(
     hidden: Tensor,
     weight: Tensor,
-    taken: Tensor,
+    targets: Tensor,
     temperature: float,
-    part: int = WHOLE,
+    max_logits: int = MAX_LOGITS,
     *,
     bias: Tensor | None = None,
-    cap: float | None = None,
+    softcap: float | None = None,
     entropy: bool = True,
 ) -> Tensor:
     """The same of ``hidden @ weight.T + bias``, without its ever being whole: ``[N, 2]``.
@@ -65,9 +65,9 @@ def head_logprobs(
     Returns:
         Log-probability and entropy of each row, float32 (float64 of float64).
     """
-    rows = max(1, part // weight.shape[0])
+    rows = max(1, max_logits // weight.shape[0])
     outputs: Tensor = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, taken, temperature or 1.0, rows, cap, entropy
+        hidden, weight, bias, targets, temperature or 1.0, rows, softcap, entropy
     )
     return outputs
 
@@ -166,20 +166,20 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-UNSAID = -1e9
+MASKED_LOGIT = -1e9
 """Logit of a token that is never said; finite, for minus infinity times its probability is none.
 Of float16 half of its lowest number, so that what is added to a bias of it is finite too."""
 
 
-def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+def mask_tokens(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     """Logits ``[..., V]`` with which some tokens are never said."""
     if not tokens:
         return logits
-    value = max(UNSAID, torch.finfo(logits.dtype).min / 2)
+    value = max(MASKED_LOGIT, torch.finfo(logits.dtype).min / 2)
     return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), value)
 
 
-HEAD_LAST = {
+PLAIN_HEAD_FAMILIES = {
     *("apertus", "bloom", "codegen", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2"),
     *("gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "hunyuan_v1_dense", "lfm2", "llama"),
     *("ministral", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
@@ -188,30 +188,33 @@ HEAD_LAST = {
 }
 """Families whose logits are what their output head gives: nothing scales or caps them."""
 
-CAPPED = {"gemma2", "gemma3_text"}
+SOFTCAP_FAMILIES = {"gemma2", "gemma3_text"}
 """Families whose logits are capped after their output head, where their settings say at what
 (``final_logit_softcapping``), and nothing else."""
 
 
 def plain_head(module: Any) -> nn.Linear | None:
     """The output head, where it is known what works on the logits after it: at most a cap."""
-    if getattr(module.config, "model_type", None) not in HEAD_LAST | CAPPED | SEEING:
+    if (
+        getattr(module.config, "model_type", None)
+        not in PLAIN_HEAD_FAMILIES | SOFTCAP_FAMILIES | IMAGE_FAMILIES
+    ):
         return None
     head = module.get_output_embeddings()
     return head if isinstance(head, nn.Linear) else None
 
 
-def final_cap(module: Any) -> float | None:
-    """At what the logits of a network of :data:`CAPPED` are capped; None: they are not."""
-    known = module.config.model_type in CAPPED
+def final_softcap(module: Any) -> float | None:
+    """At what the logits of a network of :data:`SOFTCAP_FAMILIES` are capped; None: they are not."""
+    known = module.config.model_type in SOFTCAP_FAMILIES
     return getattr(module.config, "final_logit_softcapping", None) if known else None
 
 
 @contextlib.contextmanager
-def uncapped(module: Any) -> Iterator[None]:
+def without_final_softcap(module: Any) -> Iterator[None]:
     """Have a network give what comes from its head as it is."""
     settings = module.config
-    if final_cap(module) is not None:
+    if final_softcap(module) is not None:
         # Its own alone: other threads compute with copies of the network that share the settings.
         module.config = copy.copy(settings)
         module.config.final_logit_softcapping = None
@@ -222,18 +225,18 @@ def uncapped(module: Any) -> Iterator[None]:
 
 
 @functools.cache
-def say_whole(family: str) -> None:
+def warn_full_logits(family: str) -> None:
     """Log, once for each family, that its logits are not computed in parts."""
     log.warning(
         "models of type %s may change the logits after their output head: log-probabilities are "
         "computed from all logits at once, several float32 numbers for each position and token of "
-        "the vocabulary; lower trainer.token_budget where memory runs out",
+        "the vocabulary; lower trainer.max_tokens_per_microbatch where memory runs out",
         family,
     )
 
 
 @contextlib.contextmanager
-def replaced(
+def override_head(
     head: nn.Linear, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Iterator[None]:
     """Have a head give something else than logits.

@@ -17,28 +17,39 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from rlinf.data.padding import pad
+from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS, VISION
+from rlinf.data.batch import pad_right
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
-from rlinf.fit import LANGUAGE_MODEL, PROMPTS, VISION
-from rlinf.models.architectures import check_sizes
-from rlinf.models.base import Batch, Spec
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_context
-from rlinf.models.fit import check_weights
-from rlinf.models.images import PIXELS, PREPROCESSOR, ImageSettings, images_in, sizes_in
-from rlinf.models.loading import check_rotary
-from rlinf.models.packed import NAME, attend
-from rlinf.models.published_folder import (
-    PublishedFolder,
+from rlinf.models.base import Batch, ModelSpec
+from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_max_model_len
+from rlinf.models.causal_lm_config import check_model_sizes
+from rlinf.models.character_tokenizer import write_character_tokenizer
+from rlinf.models.checkpoint_tensors import check_checkpoint_tensors
+from rlinf.models.hf_folder import (
+    HFFolder,
     check_checkpoint,
     check_vocabulary,
     check_weight_files,
-    read_settings,
+    read_config_json,
 )
-from rlinf.models.tokenizer import write_character_tokenizer
+from rlinf.models.images import (
+    PIXELS_COLUMN,
+    PREPROCESSOR_FILE,
+    ImageProcessor,
+    image_sizes,
+    unpack_images,
+)
+from rlinf.models.loading import check_rotary
+from rlinf.models.packed_attention import PACKED_ATTENTION, packed_attention
 
-FAMILY = "qwen2_5_vl"
-BEGIN, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+MODEL_TYPE = "qwen2_5_vl"
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 
 
 class Qwen25VLConfig(CausalLMConfig):
@@ -49,7 +60,7 @@ class Qwen25VLConfig(CausalLMConfig):
     vision_heads: int = Field(default=2, gt=0)
     vision_window: int = Field(default=56, gt=0)
     """Side of the squares within which patches see each other, pixels; in the last layer all do."""
-    patch: int = Field(default=14, gt=0)
+    patch_size: int = Field(default=14, gt=0)
     """Side of a patch, pixels; a token stands for two by two."""
 
 
@@ -57,21 +68,21 @@ class Qwen25VL(CausalLM):
     """See the module."""
 
     Config = Qwen25VLConfig
-    needs = frozenset({PROMPTS})
-    offers = frozenset({LANGUAGE_MODEL, VISION})
+    requires = frozenset({PROMPTS})
+    provides = frozenset({LANGUAGE_MODEL, VISION})
 
     def __init__(self, module: nn.Module, folder: Path) -> None:
         super().__init__(module, folder)
-        self.packs = True
-        self._images = self.image_settings(folder)
-        self._unwritten = self._images.unwritten
+        self.supports_packing = True
+        self._images = self.image_processor(folder)
+        self._unwritten = self._images.ungenerated_token_ids
 
     @classmethod
-    def image_settings(cls, folder: Path) -> ImageSettings:
-        return ImageSettings.of(folder, read_settings(folder))
+    def image_processor(cls, folder: Path) -> ImageProcessor:
+        return ImageProcessor.from_folder(folder, read_config_json(folder))
 
     @classmethod
-    def check(cls, config: CausalLMConfig, spec: Spec) -> Any:
+    def check(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
         if config.path is None:
             assert isinstance(config, Qwen25VLConfig)
             if config.architecture != "qwen2":
@@ -82,42 +93,42 @@ class Qwen25VL(CausalLM):
                     f"{config.vision_heads} heads must be a multiple of 4: rotary positions of two "
                     "axes"
                 )
-            if config.vision_window % (2 * config.patch):
+            if config.vision_window % (2 * config.patch_size):
                 raise ConfigError(
                     f"model.vision_window: {config.vision_window} is no multiple of two patches of "
-                    f"model.patch={config.patch}"
+                    f"model.patch_size={config.patch_size}"
                 )
-            check_sizes(config)
+            check_model_sizes(config)
             return super().check(config, spec)
         folder = config.path.expanduser()
         check_checkpoint(folder, config.trust_remote_code)
-        if (kind := read_settings(folder)["model_type"]) != FAMILY:
+        if (kind := read_config_json(folder)["model_type"]) != MODEL_TYPE:
             raise DataError(
                 f"model.path: {folder} is a {kind!r} model; model.name=qwen2_5_vl takes folders of "
-                f"the type {FAMILY!r}, model.name=causal_lm those of language models"
+                f"the type {MODEL_TYPE!r}, model.name=causal_lm those of language models"
             )
-        published = PublishedFolder.of(config)
-        check_context(published, config)
+        published = HFFolder.from_config(config)
+        check_max_model_len(published, config)
         check_weight_files(folder)
         check_vocabulary(published)
-        check_weights(folder)
+        check_checkpoint_tensors(folder)
         check_rotary(folder, config)
         return cls.processor(folder, config)
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        """The tokenizer, which has an :class:`ImageSettings` as ``images``."""
-        tokenizer = PublishedFolder.of(config, folder).tokenizer
-        tokenizer.images = cls.image_settings(folder)
+        """The tokenizer, which has an :class:`ImageProcessor` as ``images``."""
+        tokenizer = HFFolder.from_config(config, folder).tokenizer
+        tokenizer.images = cls.image_processor(folder)
         return tokenizer
 
     @classmethod
-    def sketch(cls, config: CausalLMConfig) -> CausalLM | None:
+    def meta_from_config(cls, config: CausalLMConfig) -> CausalLM | None:
         # How a new one takes images is in a folder that is yet to be written.
-        return None if config.path is None else super().sketch(config)
+        return None if config.path is None else super().meta_from_config(config)
 
     @classmethod
-    def create(cls, config: CausalLMConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: CausalLMConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         if config.path is not None:
             super().create(config, spec, seed, folder)
             return
@@ -127,30 +138,33 @@ class Qwen25VL(CausalLM):
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        specials = (*spec.get("special_tokens", ()), BEGIN, END, IMAGE, VIDEO)
+        specials = (*spec.get("special_tokens", ()), VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
         template = spec.get("chat_template")
         if template is not None:
             # The last one ends a turn.
-            specials = (BEGIN, END, IMAGE, VIDEO, *spec["special_tokens"])
+            specials = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD, *spec["special_tokens"])
         vocabulary = write_character_tokenizer(spec["alphabet"], folder, template, specials)
-        settings = small_settings(config, vocabulary)
+        settings = new_hf_config(config, vocabulary)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made: Any = Qwen2_5_VLForConditionalGeneration
             module = made._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
-        known = ImageSettings(token=0, unwritten=())
+        known = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
         values = {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": config.patch,
-            "merge_size": known.merge,
-            "temporal_patch_size": known.frames,
-            "image_mean": known.mean,
-            "image_std": known.std,
-            "rescale_factor": known.scale,
-            "size": {"shortest_edge": (2 * config.patch) ** 2, "longest_edge": known.most},
+            "patch_size": config.patch_size,
+            "merge_size": known.merge_size,
+            "temporal_patch_size": known.temporal_patch_size,
+            "image_mean": known.image_mean,
+            "image_std": known.image_std,
+            "rescale_factor": known.rescale_factor,
+            "size": {
+                "shortest_edge": (2 * config.patch_size) ** 2,
+                "longest_edge": known.max_pixels,
+            },
         }
-        (folder / PREPROCESSOR).write_text(json.dumps(values, indent=1))
+        (folder / PREPROCESSOR_FILE).write_text(json.dumps(values, indent=1))
 
     def collate(self, records: Sequence[Record]) -> Batch:
         for record in records:
@@ -162,32 +176,32 @@ class Qwen25VL(CausalLM):
         batch = super().collate(records)
         if not self._packing:
             rows = [row.T for row in self._positions(records)]
-            batch["positions"] = pad(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
+            batch["positions"] = pad_right(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
         seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
         for record in records:
             key = self._told_by(record)
             if key in seen and self._shares:
                 continue
             seen.add(key)
-            images += images_in(record.context)
-            sizes.append(sizes_in(record.context))
+            images += unpack_images(record.context)
+            sizes.append(image_sizes(record.context))
         if images:
-            patches = np.concatenate([self._images.patches(image) for image in images])
+            patches = np.concatenate([self._images.to_patches(image) for image in images])
             batch["patches"] = torch.from_numpy(patches)
-            batch["grids"] = torch.from_numpy(self._images.grids(np.concatenate(sizes)))
+            batch["grids"] = torch.from_numpy(self._images.patch_grids(np.concatenate(sizes)))
         return batch
 
     def _told_by(self, record: Record) -> bytes:
-        pixels = record.context.get(PIXELS)
-        sizes = sizes_in(record.context).tobytes()
+        pixels = record.context.get(PIXELS_COLUMN)
+        sizes = image_sizes(record.context).tobytes()
         image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
         return super()._told_by(record) + sizes + image
 
     def _positions(self, records: Sequence[Record]) -> list[np.ndarray]:
         return [
-            self._images.positions(
+            self._images.rope_positions(
                 np.concatenate([record.context["prompt"], record.steps["actions"][:-1]]),
-                sizes_in(record.context),
+                image_sizes(record.context),
             )
             for record in records
         ]
@@ -202,16 +216,16 @@ class Qwen25VL(CausalLM):
     def check_packing(cls, config: CausalLMConfig) -> None:
         """Its attention is ours."""
 
-    def use_packing(self, device: torch.device, dtype: torch.dtype) -> None:
+    def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, attend)
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         # Of the language model alone: the patches of an image see each other in both directions.
-        self.network.model.language_model.set_attn_implementation(NAME)
+        self.network.model.language_model.set_attn_implementation(PACKED_ATTENTION)
         self._packing = self._shares = True
 
 
-def small_settings(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
+def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
     """The ``transformers`` configuration of a new network."""
     from transformers import Qwen2_5_VLConfig
 
@@ -225,7 +239,7 @@ def small_settings(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "num_attention_heads": config.heads,
             "num_key_value_heads": config.kv_heads,
             "intermediate_size": config.intermediate,
-            "max_position_embeddings": config.max_positions,
+            "max_position_embeddings": config.max_position_embeddings,
             # Time, height and width share the frequencies as in the published models.
             "rope_parameters": {
                 "rope_type": "default",
@@ -242,13 +256,13 @@ def small_settings(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "num_heads": config.vision_heads,
             "intermediate_size": 2 * config.vision_hidden,
             "out_hidden_size": config.hidden,
-            "patch_size": config.patch,
+            "patch_size": config.patch_size,
             "window_size": config.vision_window,
             "fullatt_block_indexes": [config.vision_layers - 1],
         },
-        image_token_id=vocabulary[IMAGE],
-        video_token_id=vocabulary[VIDEO],
-        vision_start_token_id=vocabulary[BEGIN],
-        vision_end_token_id=vocabulary[END],
+        image_token_id=vocabulary[IMAGE_PAD],
+        video_token_id=vocabulary[VIDEO_PAD],
+        vision_start_token_id=vocabulary[VISION_START],
+        vision_end_token_id=vocabulary[VISION_END],
         tie_word_embeddings=True,
     )

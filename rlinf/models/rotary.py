@@ -2,7 +2,7 @@
 
 The model library chooses such frequencies in every call, by the longest row of that call. A row
 would then depend on the rows beside it, and an update on how it is cut. Here they are chosen once,
-by the length that the run declares (``model.context``), as vLLM chooses them by its
+by the length that the run declares (``model.max_model_len``), as vLLM chooses them by its
 ``max_model_len``.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
@@ -16,12 +16,12 @@ from typing import Any
 
 from rlinf.errors import DataError
 
-KINDS = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
+ROPE_TYPES = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
 """Names in ``config.json``, and what the library calls the kind."""
 
-LENGTHS = ("max_position_embeddings", "model_max_length", "max_seq_len")
+LENGTH_KEYS = ("max_position_embeddings", "model_max_length", "max_seq_len")
 """Names in ``config.json`` of the length that a model was made for, in tokens."""
-FIXED = "alpha"
+HUNYUAN_FIXED_KEY = "alpha"
 """In the dynamic scaling of a HunYuan model: stretches the base of the frequencies once for all
 lengths (``ntk_alpha`` in ``transformers``)."""
 
@@ -30,11 +30,11 @@ lengths (``ntk_alpha`` in ``transformers``)."""
 class LengthScaling:
     """A rotary scaling whose frequencies depend on the length of a sequence, in tokens."""
 
-    kind: str
+    rope_type: str
     """``longrope`` or ``dynamic``."""
-    original: int
+    original_length: int
     """Longest sequence that keeps the frequencies of the first training."""
-    longest: int
+    max_length: int
     """Longest sequence that the scaling was made for."""
 
 
@@ -43,13 +43,13 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
     hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
-    lengths = (settings.get(name) for name in LENGTHS)
+    lengths = (settings.get(name) for name in LENGTH_KEYS)
     most = next((length for length in lengths if isinstance(length, int)), None)
     for rope in _ropes(settings):
-        kind = KINDS.get(str(rope.get("rope_type", rope.get("type"))))
+        kind = ROPE_TYPES.get(str(rope.get("rope_type", rope.get("type"))))
         if kind is None or most is None:
             continue
-        if kind == "dynamic" and hunyuan and rope.get(FIXED):
+        if kind == "dynamic" and hunyuan and rope.get(HUNYUAN_FIXED_KEY):
             continue
         named = settings.get("original_max_position_embeddings")
         before = named or rope.get("original_max_position_embeddings")
@@ -79,7 +79,7 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
         module: a network of ``transformers``; changed in place.
         settings: its ``config.json``.
         limit: the longest sequence, in tokens; None: the longest with plain
-            frequencies, as in :meth:`rlinf.models.published_folder.PublishedFolder.run_length`.
+            frequencies, as in :meth:`rlinf.models.hf_folder.HFFolder.max_model_len`.
         where: what an error calls its folder.
 
     Raises:
@@ -89,7 +89,7 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     scaling = length_scaling(settings)
     if scaling is None:
         return
-    length = limit or scaling.original
+    length = limit or scaling.original_length
     found = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
@@ -100,14 +100,14 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
             if not _is_fixed(part, scaling, length, layer_type):
                 raise DataError(
                     f"{where}: {type(part).__name__} of the model library chooses its "
-                    f"{scaling.kind} scaling by the longest row of each call, so beyond "
-                    f"{scaling.original} tokens samples would depend on their neighbours; set "
-                    f"model.context (reward.max_tokens of a reward model) to {scaling.original} "
+                    f"{scaling.rope_type} scaling by the longest row of each call, so beyond "
+                    f"{scaling.original_length} tokens samples would depend on their neighbours; set "
+                    f"model.max_model_len (reward.max_length of a reward model) to {scaling.original_length} "
                     "at most"
                 )
     if not found:
         raise DataError(
-            f"{where}: no rotary embedding of its network has the {scaling.kind} scaling of "
+            f"{where}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
             "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
             "on their neighbours; use a checkpoint of a family whose scaling the model library "
             "computes, such as Llama or Phi-3"
@@ -145,7 +145,7 @@ def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | 
         return True
     settings = part.config.rope_parameters
     settings = settings if layer_type is None else settings[layer_type]
-    position, last = min(scaling.original, length) - 1, length - 1
+    position, last = min(scaling.original_length, length) - 1, length - 1
     turned = []
     for neighbour in (position, last):
         positions = torch.tensor([[position, neighbour]])

@@ -16,16 +16,22 @@ from safetensors import SafetensorError
 from torch import nn
 
 from rlinf.errors import DataError
-from rlinf.models.fit import check_fit, refuse_unfit, renames, stored_shapes, under_prefix
-from rlinf.models.loading import parameters_on_meta, read_weights
-from rlinf.models.published_folder import (
-    PublishedFolder,
-    brief,
+from rlinf.models.checkpoint_tensors import (
+    add_base_prefix,
+    check_tensors,
+    has_own_checkpoint_names,
+    raise_tensor_mismatch,
+    stored_shapes,
+)
+from rlinf.models.hf_folder import (
+    HFFolder,
     check_checkpoint,
     check_vocabulary,
     check_weight_files,
-    read_settings,
+    one_line,
+    read_config_json,
 )
+from rlinf.models.loading import meta_parameters, read_weights
 from rlinf.models.rotary import freeze_rotary
 
 
@@ -49,8 +55,8 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
         check_weight_files(folder)
         cls, settings = _network(folder)
         module = _check_head(folder, cls, settings)
-        freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
-        published = PublishedFolder(folder)
+        freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
+        published = HFFolder(folder)
         check_vocabulary(published)
         return published.raw_tokenizer
 
@@ -80,8 +86,8 @@ def load_classifier(
             ignore_mismatched_sizes=True,
         )
         missing, others = found["missing_keys"], found["unexpected_keys"]
-        refuse_unfit(f"{key}: {folder}", missing, others, found["mismatched_keys"])
-        freeze_rotary(module, read_settings(folder), limit, f"{key}: {folder}")
+        raise_tensor_mismatch(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+        freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
 
@@ -101,11 +107,11 @@ def _network(folder: Path) -> tuple[Any, Any]:
 
 def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
     """The network that is looked at, with parameters on the ``meta`` device."""
-    with parameters_on_meta():
+    with meta_parameters():
         module = cls._from_config(settings)
     own = module.state_dict()
     head = sorted(n for n in own if not n.startswith(f"{module.base_model_prefix}."))
-    stored = under_prefix(stored_shapes(folder), module)
+    stored = add_base_prefix(stored_shapes(folder), module)
     lacking = [name for name in head if name not in stored]
     if lacking:
         raise DataError(
@@ -117,8 +123,8 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
             f"model.path: {folder} has {settings.num_labels} labels (id2label in config.json); a "
             "reward model has one"
         )
-    if not renames(module):
-        check_fit(f"model.path: {folder}", stored, module)
+    if not has_own_checkpoint_names(module):
+        check_tensors(f"model.path: {folder}", stored, module)
     return module
 
 
@@ -139,6 +145,6 @@ def _said_of(folder: Path, key: str) -> Iterator[None]:
     except DataError as error:
         raise DataError(str(error).replace("model.path", key)) from None
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise DataError(f"{key}: {folder}: cannot load the model ({brief(error)})") from None
+        raise DataError(f"{key}: {folder}: cannot load the model ({one_line(error)})") from None
     finally:
         logging.set_verbosity(verbosity)

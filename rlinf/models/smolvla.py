@@ -25,55 +25,56 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from rlinf.checked import copy_file, read_text
-from rlinf.data.instructions import INSTRUCTION
-from rlinf.data.padding import pad
+from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
+from rlinf.data.batch import pad_right
+from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
-from rlinf.fit import ACTS, OBSERVATIONS, VALUES
-from rlinf.models.action_box import ActionBox
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.chunks import chunks_of, with_values
-from rlinf.models.cnn import PICTURE
-from rlinf.models.denoising import CHAIN, Denoising, log_deviation, times
-from rlinf.models.fit import check_fit
-from rlinf.models.instructed import Prompts, Rows, instructions_of
-from rlinf.models.lerobot_scaling import (
-    ACTION,
-    NORMALISER,
+from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
+from rlinf.models.actor_critic import IMAGE_PREFIX
+from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
+from rlinf.models.character_tokenizer import (
+    DEFAULT_ALPHABET,
+    read_tokenizer,
+    write_character_tokenizer,
+)
+from rlinf.models.checkpoint_tensors import check_tensors
+from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain, bounded_log_std, noise_fractions
+from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
+from rlinf.models.smolvla_folder import (
+    ACTION_FEATURE,
+    NORMALIZER_STEP,
     POSTPROCESSOR,
     PREPROCESSOR,
-    STATE,
-    UNNORMALISER,
-    Scaling,
-    read_scaling,
-    read_statistics,
+    STATE_FEATURE,
+    UNNORMALIZER_STEP,
+    VLM_FOLDER,
+    FeatureNormalizer,
+    SmolVLAConfig,
+    check_smolvla_task,
+    feature_size,
+    locate_vlm,
+    map_cameras,
+    new_policy_config,
+    new_vlm_config,
+    read_feature_statistics,
+    read_normalizer,
+    read_policy_config,
+    read_vlm_config,
     replace_statistics,
     write_processors,
 )
-from rlinf.models.published_folder import WEIGHTS, check_weight_files, copy_companions
-from rlinf.models.smolvla_folder import (
-    VLM,
-    SmolVLAConfig,
-    cameras_of,
-    check_task,
-    new_settings,
-    new_vlm,
-    read_policy,
-    read_vlm,
-    size_of,
-    vlm_folder,
-)
-from rlinf.models.smolvla_network import Prefix, SmolVLANetwork
-from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
+from rlinf.models.smolvla_network import PrefixCache, SmolVLANetwork
+from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
+from rlinf.safetensors_io import load_tensors
 from rlinf.seeding import generator
-from rlinf.tensors import load_tensors
+from rlinf.verified_io import copy_file, read_text
 
-HEADS = "heads.safetensors"
-OWN = ("value_head.", "noise_head.")
+HEADS_FILE = "heads.safetensors"
+ADDED_HEADS = ("value_head.", "noise_head.")
 """What LeRobot's network has not; it begins anew where a folder lacks it."""
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
-EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+TOKEN_EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 
 
 class SmolVLAPolicy(Policy):
@@ -84,10 +85,10 @@ class SmolVLAPolicy(Policy):
     """
 
     Config = SmolVLAConfig
-    needs = frozenset({OBSERVATIONS})
-    offers = frozenset({ACTS, VALUES})
-    groups = ("policy", "value")
-    stepwise = True
+    requires = frozenset({OBSERVATIONS})
+    provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
+    parameter_groups = ("policy", "value")
+    has_independent_steps = True
     module: SmolVLANetwork
 
     def __init__(
@@ -98,28 +99,39 @@ class SmolVLAPolicy(Policy):
         settings: Mapping[str, Any],
         tokenizer: Tokenizer,
     ) -> None:
-        self.module, self._folder, self._noise_range = module, folder, config.noise_range
-        self.chunk = (int(settings["n_action_steps"]), size_of(settings, ACTION))
-        """Actions of a chunk, and numbers of an action."""
-        self.adapts = config.noise != "learned"  # its head is no adapter's
-        self.steps = int(settings["num_steps"])
-        self._denoising = Denoising(self.steps, config.noise_level, 2)
-        self._pictures = [PICTURE + name for name in cameras_of(settings, config.cameras).values()]
-        self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
-        self._state = read_scaling(
-            folder, PREPROCESSOR, NORMALISER, STATE, size_of(settings, STATE)
+        self.module, self._folder, self._noise_range = module, folder, config.noise_std_range
+        self.action_shape = (
+            int(settings["n_action_steps"]),
+            feature_size(settings, ACTION_FEATURE),
         )
-        self._action = read_scaling(folder, POSTPROCESSOR, UNNORMALISER, ACTION, self.chunk[1])
+        """Actions of a chunk, and numbers of an action."""
+        self.supports_lora = config.noise_method != "learned"  # its head is no adapter's
+        self.steps = int(settings["num_steps"])
+        self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
+        self._pictures = [
+            IMAGE_PREFIX + name for name in map_cameras(settings, config.camera_map).values()
+        ]
+        self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
+        self._state = read_normalizer(
+            folder,
+            PREPROCESSOR,
+            NORMALIZER_STEP,
+            STATE_FEATURE,
+            feature_size(settings, STATE_FEATURE),
+        )
+        self._action = read_normalizer(
+            folder, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, self.action_shape[1]
+        )
         longest = int(settings["tokenizer_max_length"])
 
         def read(text: str) -> list[int]:
             text = text if text.endswith("\n") else text + "\n"
             return list(tokenizer.encode(text).ids)[:longest]
 
-        self._prompts = Prompts(read, left=False)
+        self._prompts = InstructionTokenizer(read, pad_start=False)
 
     @classmethod
-    def check(cls, config: SmolVLAConfig, spec: Spec) -> Any:
+    def check(cls, config: SmolVLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError(
@@ -131,39 +143,56 @@ class SmolVLAPolicy(Policy):
                 "choices; choose model.name=cnn"
             )
         if config.path is None:
-            settings = new_settings(config, spec)
-            vlm = new_vlm(config, settings["resize_imgs_with_padding"][0], 2)
+            settings = new_policy_config(config, spec)
+            vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], 2)
         else:
             source = config.path.expanduser()
-            settings = read_policy(source)
-            vlm = read_vlm(*vlm_folder(source, settings, config.vlm))
+            settings = read_policy_config(source)
+            vlm = read_vlm_config(*locate_vlm(source, settings, config.vlm_path))
             check_weight_files(source)
-            if not (source / WEIGHTS).is_file():
-                raise DataError(f"model.path: {source} has no {WEIGHTS}; copy the folder again")
-        check_task(settings, vlm, config, spec)
-        if config.statistics is not None:
-            _statistics(config.statistics, settings)
+            if not (source / WEIGHTS_FILE).is_file():
+                raise DataError(
+                    f"model.path: {source} has no {WEIGHTS_FILE}; copy the folder again"
+                )
+        check_smolvla_task(settings, vlm, config, spec)
+        if config.norm_stats is not None:
+            _statistics(config.norm_stats, settings)
         elif config.path is not None:
-            read_scaling(source, PREPROCESSOR, NORMALISER, STATE, size_of(settings, STATE))
-            read_scaling(source, POSTPROCESSOR, UNNORMALISER, ACTION, size_of(settings, ACTION))
+            read_normalizer(
+                source,
+                PREPROCESSOR,
+                NORMALIZER_STEP,
+                STATE_FEATURE,
+                feature_size(settings, STATE_FEATURE),
+            )
+            read_normalizer(
+                source,
+                POSTPROCESSOR,
+                UNNORMALIZER_STEP,
+                ACTION_FEATURE,
+                feature_size(settings, ACTION_FEATURE),
+            )
 
     @classmethod
-    def create(cls, config: SmolVLAConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: SmolVLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check(config, spec)
         if config.path is not None:
             return cls._copy(config, folder)
-        settings = new_settings(config, spec)
-        (folder / VLM).mkdir()
-        vocabulary = write_character_tokenizer(ALPHABET + "\n", folder / VLM)
-        vlm = new_vlm(config, settings["resize_imgs_with_padding"][0], len(vocabulary))
-        (folder / VLM / "config.json").write_text(json.dumps(vlm, indent=1))
+        settings = new_policy_config(config, spec)
+        (folder / VLM_FOLDER).mkdir()
+        vocabulary = write_character_tokenizer(DEFAULT_ALPHABET + "\n", folder / VLM_FOLDER)
+        vlm = new_vlm_config(config, settings["resize_imgs_with_padding"][0], len(vocabulary))
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
         (folder / "config.json").write_text(json.dumps(settings, indent=1))
-        sizes = {STATE: size_of(settings, STATE), ACTION: size_of(settings, ACTION)}
+        sizes = {
+            STATE_FEATURE: feature_size(settings, STATE_FEATURE),
+            ACTION_FEATURE: feature_size(settings, ACTION_FEATURE),
+        }
         statistics = {n: {"mean": [0.0] * size, "std": [1.0] * size} for n, size in sizes.items()}
-        box = ActionBox.of(spec["action"], None)
-        statistics[ACTION] = {"mean": box.center.tolist(), "std": box.half.tolist()}
-        if config.statistics is not None:
-            statistics = _statistics(config.statistics, settings)
+        box = ActionBox.from_spec(spec["action"], None)
+        statistics[ACTION_FEATURE] = {"mean": box.center.tolist(), "std": box.half_range.tolist()}
+        if config.norm_stats is not None:
+            statistics = _statistics(config.norm_stats, settings)
         write_processors(folder, settings, statistics)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -175,23 +204,25 @@ class SmolVLAPolicy(Policy):
         assert config.path is not None
         source = config.path.expanduser().resolve()
         _copy_beside(source, folder)
-        for name in (WEIGHTS, HEADS):
+        for name in (WEIGHTS_FILE, HEADS_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
         own = json.loads(read_text(source / "config.json"))
-        settings = read_policy(source)
-        described, _ = vlm_folder(source, settings, config.vlm)
-        (folder / VLM).mkdir(exist_ok=True)
-        copy_companions(described.resolve(), folder / VLM)
+        settings = read_policy_config(source)
+        described, _ = locate_vlm(source, settings, config.vlm_path)
+        (folder / VLM_FOLDER).mkdir(exist_ok=True)
+        copy_non_weight_files(described.resolve(), folder / VLM_FOLDER)
         # Tied weights would be one after training, and these two are not.
-        vlm = json.loads(read_text(folder / VLM / "config.json")) | {"tie_word_embeddings": False}
+        vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
+            "tie_word_embeddings": False
+        }
         vlm["text_config"] |= {"tie_word_embeddings": False}
-        (folder / VLM / "config.json").write_text(json.dumps(vlm, indent=1))
-        chosen = {"num_steps": config.steps, "n_action_steps": config.chunk}
+        (folder / VLM_FOLDER / "config.json").write_text(json.dumps(vlm, indent=1))
+        chosen = {"num_steps": config.denoising_steps, "n_action_steps": config.chunk_size}
         own |= {name: value for name, value in chosen.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(own, indent=1))
-        if config.statistics is not None:
-            replace_statistics(folder, _statistics(config.statistics, settings))
+        if config.norm_stats is not None:
+            replace_statistics(folder, _statistics(config.norm_stats, settings))
 
     @classmethod
     def load(cls, folder: Path, config: SmolVLAConfig) -> Self:
@@ -200,30 +231,32 @@ class SmolVLAPolicy(Policy):
         Raises:
             DataError: files are missing, damaged, or do not belong together.
         """
-        settings = read_policy(folder)
-        vlm = read_vlm(*vlm_folder(folder, settings, None))
+        settings = read_policy_config(folder)
+        vlm = read_vlm_config(*locate_vlm(folder, settings, None))
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 module = _network(settings, vlm, config)
-            tensors = load_tensors(folder / WEIGHTS)
-            if (folder / HEADS).is_file():
-                tensors |= load_tensors(folder / HEADS)
-            for name, other in ((LM_HEAD, EMBEDDINGS), (EMBEDDINGS, LM_HEAD)):
+            tensors = load_tensors(folder / WEIGHTS_FILE)
+            if (folder / HEADS_FILE).is_file():
+                tensors |= load_tensors(folder / HEADS_FILE)
+            for name, other in ((LM_HEAD, TOKEN_EMBEDDINGS), (TOKEN_EMBEDDINGS, LM_HEAD)):
                 if other in tensors:  # of tied weights one is stored
                     tensors.setdefault(name, tensors[other])
             own = module.state_dict()
             for name, tensor in own.items():
-                if name.startswith(OWN):
+                if name.startswith(ADDED_HEADS):
                     tensors.setdefault(name, tensor)
-            tensors = {n: t for n, t in tensors.items() if n in own or not n.startswith(OWN)}
-            tensors = with_values(tensors, own, folder)
-            check_fit(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
+            tensors = {
+                n: t for n, t in tensors.items() if n in own or not n.startswith(ADDED_HEADS)
+            }
+            tensors = reset_unlike_value_head(tensors, own, folder)
+            check_tensors(f"model.path: {folder}", {n: t.shape for n, t in tensors.items()}, module)
             module.load_state_dict(tensors)
-            tokenizer = read_tokenizer(folder / VLM)
+            tokenizer = read_tokenizer(folder / VLM_FOLDER)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
-        known = len(own[EMBEDDINGS])
+        known = len(own[TOKEN_EMBEDDINGS])
         if tokenizer.get_vocab_size() > known:
             raise DataError(
                 f"model.path: {folder}: the tokenizer has {tokenizer.get_vocab_size()} tokens and "
@@ -233,15 +266,15 @@ class SmolVLAPolicy(Policy):
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         _copy_beside(self._folder, folder)
-        (folder / VLM).mkdir(exist_ok=True)
-        copy_companions(self._folder / VLM, folder / VLM)
+        (folder / VLM_FOLDER).mkdir(exist_ok=True)
+        copy_non_weight_files(self._folder / VLM_FOLDER, folder / VLM_FOLDER)
         _write(folder, tensors)
 
-    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
         """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, and what is
         drawn to imitate it: ``noise`` ``[T, C, max_action_dim]`` and ``uniform`` ``[T]``."""
-        length = self.chunk[0]
-        chunks, counts = chunks_of(record.steps["actions"], length)
+        length = self.action_shape[0]
+        chunks, counts = action_chunks(record.steps["actions"], length)
         random = generator(seed, "imitation", *record.identity.key)
         shape = (len(record), length, self._widths[1])
         steps = {
@@ -257,41 +290,43 @@ class SmolVLAPolicy(Policy):
         ``state`` ``[B, T, max_state_dim]`` and ``mask``; with ``chain`` ``[B, T, N + 1, C, A]``,
         or, of demonstrations, ``actions``, ``noise`` ``[B, T, C, A]`` and ``uniform``."""
         length = max(map(len, records))
-        rows = [instructions_of(r.steps.get(INSTRUCTION), len(r)) for r in records]
-        prompt, there = self._prompts(pad(rows, length).numpy())
+        rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
+        prompt, there = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
             "there": there,
-            "state": self._scaled(pad([r.steps["observations"] for r in records], length)),
-            "mask": pad([np.ones(len(r), np.float32) for r in records], length),
+            "state": self._scaled(pad_right([r.steps["observations"] for r in records], length)),
+            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
         }
-        names = [CHAIN] if CHAIN in records[0].steps else ["noise", "uniform"]
+        names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
         for name in (*self._pictures, *names):
-            batch[name] = pad([r.steps[name] for r in records], length)
-        if CHAIN not in batch:
-            actions = self._action.normalised(pad([r.steps["actions"] for r in records], length))
-            batch["actions"] = F.pad(actions, (0, self._widths[1] - self.chunk[1]))
+            batch[name] = pad_right([r.steps[name] for r in records], length)
+        if CHAIN_COLUMN not in batch:
+            actions = self._action.normalize(
+                pad_right([r.steps["actions"] for r in records], length)
+            )
+            batch["actions"] = F.pad(actions, (0, self._widths[1] - self.action_shape[1]))
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Log-probabilities and entropies ``[B, T, C, D]``; of demonstrations minus their
         losses of imitation."""
-        rows = Rows(batch)
+        rows = FlatSteps(batch)
         taken = rows.columns
-        if CHAIN not in taken:
+        if CHAIN_COLUMN not in taken:
             losses, values = self._imitated(taken)
-            return StepOutputs(rows.placed(-losses), None, rows.placed(values))
-        tau = times(self.steps).to(batch["mask"].device)
-        velocity, raw, values = self.module(*self._inputs(taken, taken[CHAIN][:, :-1], tau))
-        logprobs, spread = self._judged(taken[CHAIN], velocity, raw, temperature)
+            return StepOutputs(rows.scatter(-losses), None, rows.scatter(values))
+        tau = noise_fractions(self.steps).to(batch["mask"].device)
+        velocity, raw, values = self.module(*self._inputs(taken, taken[CHAIN_COLUMN][:, :-1], tau))
+        logprobs, spread = self._judged(taken[CHAIN_COLUMN], velocity, raw, temperature)
         return StepOutputs(
-            rows.placed(logprobs), rows.placed(spread) if entropy else None, rows.placed(values)
+            rows.scatter(logprobs), rows.scatter(spread) if entropy else None, rows.scatter(values)
         )
 
-    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """Standard normal ``[steps, N + 1, C, max_action_dim]``: where chains begin, and of each of
         their steps."""
-        shape = (steps, self.steps + 1, self.chunk[0], self._widths[1])
+        shape = (steps, self.steps + 1, self.action_shape[0], self._widths[1])
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(
@@ -300,41 +335,43 @@ class SmolVLAPolicy(Policy):
         """``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C, max_action_dim]`` and
         ``value`` ``[n]``, or ``[n, C]`` of each action, all float32."""
         state = observations["observation"]
-        told = observations.get(INSTRUCTION)
-        rows = instructions_of(None if told is None else told.cpu().numpy(), len(state))
+        told = observations.get(INSTRUCTION_COLUMN)
+        rows = instructions_or_empty(None if told is None else told.cpu().numpy(), len(state))
         prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
         pictures = [observations[name] for name in self._pictures]
         prefix = self.module.prefix(prompt, there, self._scaled(state), *pictures)
-        chain = self.denoised(prefix, noise, temperature)
-        tau = times(self.steps).to(state.device)
+        chain = self.sample_chains(prefix, noise, temperature)
+        tau = noise_fractions(self.steps).to(state.device)
         velocity, raw = self.module.velocity(prefix, chain[:, :-1], tau)
         return {
-            "action": self._action.restored(chain[:, -1, :, : self.chunk[1]]),
-            CHAIN: chain,
+            "action": self._action.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
+            CHAIN_COLUMN: chain,
             "logprob": self._judged(chain, velocity, raw, temperature)[0],
             "value": self.module.value(prefix),
         }
 
-    def denoised(self, prefix: Prefix, noise: Tensor | None, temperature: float) -> Tensor:
+    def sample_chains(
+        self, prefix: PrefixCache, noise: Tensor | None, temperature: float
+    ) -> Tensor:
         """Chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as of :meth:`act`."""
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             found, raw = self.module.velocity(prefix, points, tau)
-            return found, None if raw is None else log_deviation(raw, self._noise_range)
+            return found, None if raw is None else bounded_log_std(raw, self._noise_range)
 
-        shape = (len(prefix.last), self.chunk[0], self._widths[1])
-        first, drawn = torch.zeros(shape, device=prefix.last.device), None
+        shape = (len(prefix.last_hidden), self.action_shape[0], self._widths[1])
+        first, drawn = torch.zeros(shape, device=prefix.last_hidden.device), None
         if noise is not None:
             first, drawn = noise[:, 0], noise[:, 1:]
-        return self._denoising.sampled(velocity, first, drawn, temperature)
+        return self._denoising.sample(velocity, first, drawn, temperature)
 
-    def group(self, parameter: str) -> str:
+    def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
-    def cost(self, record: Record) -> int:
+    def num_tokens(self, record: Record) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
         patches = (self.module.width // vision.patch_size) ** 2 * len(self._pictures)
-        return max(1, len(record)) * (patches + self.steps * self.chunk[0])
+        return max(1, len(record)) * (patches + self.steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
         pair: Any = self.module.model.vlm_with_expert
@@ -352,9 +389,9 @@ class SmolVLAPolicy(Policy):
         self, chain: Tensor, velocity: Tensor, raw: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies ``[n, C, D]`` of chains."""
-        log_std = None if raw is None else log_deviation(raw, self._noise_range)
-        found = self._denoising.judged(chain, velocity, log_std, temperature)
-        return found[0][..., : self.chunk[1]], found[1][..., : self.chunk[1]]
+        log_std = None if raw is None else bounded_log_std(raw, self._noise_range)
+        found = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
+        return found[0][..., : self.action_shape[1]], found[1][..., : self.action_shape[1]]
 
     def _imitated(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Conditional flow matching (arXiv 2210.02747, eq. 14) of rows: squared errors of the
@@ -367,21 +404,21 @@ class SmolVLAPolicy(Policy):
         share, noise, actions = tau[..., None], columns["noise"], columns["actions"]
         points = share * noise + (1 - share) * actions
         velocity, _, values = self.module(*self._inputs(columns, points[:, None], tau))
-        errors, size = (velocity[:, 0] - (noise - actions)).square(), self.chunk[1]
+        errors, size = (velocity[:, 0] - (noise - actions)).square(), self.action_shape[1]
         return errors[..., :size] + errors[..., size:].sum(-1, keepdim=True) / size, values
 
     def _scaled(self, observations: Tensor) -> Tensor:
         """The state ``[..., D]`` as the network takes it, ``[..., max_state_dim]``."""
         size = len(self._state.low)
-        scaled = self._state.normalised(observations[..., :size])
+        scaled = self._state.normalize(observations[..., :size])
         return F.pad(scaled, (0, self._widths[0] - size))
 
 
 def _network(
     settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig
 ) -> SmolVLANetwork:
-    learned = config.noise == "learned"
-    return SmolVLANetwork(settings, vlm, learned=learned, value_level=config.value_level)
+    learned = config.noise_method == "learned"
+    return SmolVLANetwork(settings, vlm, learned_noise=learned, value_level=config.value_level)
 
 
 def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
@@ -390,26 +427,29 @@ def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, 
     Raises:
         DataError: it lacks some of that.
     """
-    sizes = {STATE: size_of(settings, STATE), ACTION: size_of(settings, ACTION)}
-    found = read_statistics(path.expanduser(), sizes)
-    for feature, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
+    sizes = {
+        STATE_FEATURE: feature_size(settings, STATE_FEATURE),
+        ACTION_FEATURE: feature_size(settings, ACTION_FEATURE),
+    }
+    found = read_feature_statistics(path.expanduser(), sizes)
+    for feature, kind in ((STATE_FEATURE, "STATE"), (ACTION_FEATURE, "ACTION")):
         mode = settings["normalization_mapping"].get(kind, "IDENTITY")
-        where = f"model.statistics: {path}: {feature}"
-        Scaling.of(mode, found[feature], sizes[feature], where)
+        where = f"model.norm_stats: {path}: {feature}"
+        FeatureNormalizer.from_statistics(mode, found[feature], sizes[feature], where)
     return found
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Weights and heads, each into its file."""
     whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-    heads = {name: tensor for name, tensor in whole.items() if name.startswith(OWN)}
+    heads = {name: tensor for name, tensor in whole.items() if name.startswith(ADDED_HEADS)}
     rest = {name: tensor for name, tensor in whole.items() if name not in heads}
-    save_file(rest, folder / WEIGHTS, {"format": "pt"})
-    save_file(heads, folder / HEADS, {"format": "pt"})
+    save_file(rest, folder / WEIGHTS_FILE, {"format": "pt"})
+    save_file(heads, folder / HEADS_FILE, {"format": "pt"})
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
     """Configuration and processors with their statistics."""
-    copy_companions(source, folder)
+    copy_non_weight_files(source, folder)
     for path in sorted(source.glob("policy_*processor*.safetensors")):
         copy_file(path, folder / path.name)

@@ -1,31 +1,269 @@
 """The folder of :mod:`rlinf.models.smolvla`: made, read, held against a task.
 
 It is LeRobot's (version 0.4): ``config.json`` of the type ``smolvla``, ``model.safetensors``, and
-the processors with their statistics (:mod:`rlinf.models.lerobot_scaling`). LeRobot finds the sizes
+the processors with their statistics (:mod:`rlinf.models.smolvla_folder`). LeRobot finds the sizes
 and the tokenizer of the vision-language model by a name on a hub; here they lie in ``vlm``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.base import Spec
-from rlinf.models.chunks import ValueLevel
+from rlinf.models.action_encoding import ValueLevel
+from rlinf.models.base import ModelSpec
+from rlinf.models.character_tokenizer import TOKENIZER_FILE
 from rlinf.models.denoising import DenoisingConfig
-from rlinf.models.lerobot_scaling import ACTION, STATE
-from rlinf.models.published_folder import check_checkpoint, check_links, read_object
-from rlinf.models.tokenizer import TOKENIZER
+from rlinf.models.hf_folder import check_checkpoint, check_links, read_json_object
+from rlinf.safetensors_io import load_tensors
+from rlinf.verified_io import read_text
 
-KIND = "smolvla"
-VLM = "vlm"
+STATE_FEATURE, ACTION_FEATURE = "observation.state", "action"
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_processor"
+EPS = 1e-8
+MEAN_STD = "MEAN_STD"
+RANGE_MODES = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+"""Ways of scaling between two statistics, to [-1, 1]."""
+FeatureStatistics = Mapping[str, Mapping[str, Sequence[float]]]
+"""By feature and name; what ``meta/stats.json`` of a data set holds."""
+
+
+@dataclass(frozen=True)
+class FeatureNormalizer:
+    """Of vectors ``[..., D]``."""
+
+    mode: str
+    """``IDENTITY``, :data:`MEAN_STD`, or one of :data:`RANGE_MODES`."""
+    low: Tensor
+    """Mean, or what becomes -1: float32 ``[D]``."""
+    high: Tensor
+    """Standard deviation, or what becomes 1."""
+    eps: float = EPS
+
+    @classmethod
+    def from_statistics(
+        cls, mode: str, found: Mapping[str, Any], size: int, where: str, eps: float = EPS
+    ) -> FeatureNormalizer:
+        """
+        Args:
+            found: statistics by name.
+            where: what errors begin with.
+
+        Raises:
+            DataError: they lack what the mode needs, or are of another size.
+        """
+        names = ("mean", "std") if mode == MEAN_STD else RANGE_MODES.get(mode)
+        if mode == "IDENTITY":
+            return cls(mode, torch.zeros(size), torch.ones(size), eps)
+        if names is None:
+            known = ", ".join(("IDENTITY", MEAN_STD, *RANGE_MODES))
+            raise DataError(f"{where}: scaled by {mode!r}; known are {known}")
+        if lacking := [name for name in names if name not in found]:
+            raise DataError(
+                f"{where}: no {', '.join(lacking)}, by which it is scaled ({mode}); give "
+                "model.norm_stats, the meta/stats.json of the data set that the policy acts on"
+            )
+        low, high = (torch.as_tensor(found[name], dtype=torch.float32) for name in names)
+        if low.shape != (size,) or high.shape != (size,):
+            raise DataError(f"{where}: of {low.numel()} numbers, and there are {size}")
+        return cls(mode, low, high, eps)
+
+    def normalize(self, values: Tensor) -> Tensor:
+        """As the network takes them, float32."""
+        low, high = self.low.to(values.device), self.high.to(values.device)
+        if self.mode == "IDENTITY":
+            return values.float()
+        if self.mode == MEAN_STD:
+            return (values.float() - low) / (high + self.eps)
+        return 2 * (values.float() - low) / self._width(low, high) - 1
+
+    def unnormalize(self, values: Tensor) -> Tensor:
+        """As the task has them, float32."""
+        low, high = self.low.to(values.device), self.high.to(values.device)
+        if self.mode == "IDENTITY":
+            return values.float()
+        if self.mode == MEAN_STD:
+            return values.float() * high + low
+        return (values.float() + 1) / 2 * self._width(low, high) + low
+
+    def _width(self, low: Tensor, high: Tensor) -> Tensor:
+        return torch.where(high == low, torch.full_like(low, self.eps), high - low)
+
+
+def read_normalizer(
+    folder: Path, processor: str, step: str, feature: str, size: int
+) -> FeatureNormalizer:
+    """How a folder's processor scales a feature.
+
+    Args:
+        processor: :data:`PREPROCESSOR_FILE` or :data:`POSTPROCESSOR`.
+        step: the name of its step.
+        size: numbers of the feature.
+
+    Raises:
+        DataError: the folder does not say, or of another size.
+    """
+    path = folder / f"{processor}.json"
+    where = f"model.path: {path}: {feature}"
+    try:
+        steps = json.loads(read_text(path))["steps"]
+        found = next((each for each in steps if each.get("registry_name") == step), None)
+        if found is None:
+            raise DataError(
+                f"model.path: {path}: no step {step}, which says how {feature} is scaled"
+            )
+        settings = found["config"]
+        kind = settings["features"][feature]["type"]
+        mode = settings["norm_map"].get(kind, "IDENTITY")
+        held: dict[str, Tensor] = {}
+        if "state_file" in found:
+            held = load_tensors(folder / Path(found["state_file"]).name)
+        prefix = f"{feature}."
+        own = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+        return FeatureNormalizer.from_statistics(
+            mode, own, size, where, float(settings.get("eps", EPS))
+        )
+    except FileNotFoundError as error:
+        raise DataError(
+            f"model.path: no {error.filename}, which says how actions are scaled; folders of "
+            "LeRobot before 0.4 lack it: bring it up to date with LeRobot's "
+            "migrate_policy_normalization"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise DataError(f"{where}: the file is not as LeRobot writes it ({error!r})") from None
+
+
+def read_feature_statistics(
+    path: Path, sizes: Mapping[str, int]
+) -> dict[str, dict[str, list[float]]]:
+    """Statistics of features, of so many leading numbers each, in a data set's ``stats.json``.
+
+    Raises:
+        DataError: it cannot be read, lacks one, or has fewer numbers.
+    """
+    try:
+        known, found = json.loads(read_text(path)), dict[str, dict[str, list[float]]]()
+        for feature, size in sizes.items():
+            rows = known[feature]
+            found[feature] = {
+                name: [float(number) for number in rows[name][:size]]
+                for name in ("mean", "std", *(n for pair in RANGE_MODES.values() for n in pair))
+                if name in rows
+            }
+            for name, numbers in found[feature].items():
+                if len(numbers) != size:
+                    raise DataError(
+                        f"model.norm_stats: {path}: {feature}.{name} has {len(numbers)} numbers; "
+                        f"{size} are needed"
+                    )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"model.norm_stats: {path} is no stats.json of a data set of LeRobot ({error!r}); it "
+            f"has of {' and '.join(sizes)} mean, std and the like, a list each"
+        ) from None
+    return found
+
+
+def write_processors(
+    folder: Path, settings: Mapping[str, Any], statistics: FeatureStatistics
+) -> None:
+    """Write both processors of a new policy as LeRobot does.
+
+    Args:
+        settings: the folder's ``config.json``.
+    """
+    inputs, outputs = settings["input_features"], settings["output_features"]
+    scaled = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
+    words = {
+        "max_length": settings["tokenizer_max_length"],
+        "task_key": "task",
+        "padding_side": "right",
+        "padding": settings["pad_language_to"],
+        "truncation": True,
+        "tokenizer_name": settings["vlm_model_name"],
+    }
+    device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
+    steps: dict[str, list[dict[str, Any]]] = {
+        PREPROCESSOR: [
+            {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+            {"registry_name": "to_batch_processor", "config": {}},
+            {"registry_name": "smolvla_new_line_processor", "config": {}},
+            {"registry_name": "tokenizer_processor", "config": words},
+            device,
+            {
+                "registry_name": NORMALIZER_STEP,
+                "config": {**scaled, "features": {**inputs, **outputs}},
+            },
+        ],
+        POSTPROCESSOR: [
+            {"registry_name": UNNORMALIZER_STEP, "config": {**scaled, "features": outputs}},
+            device,
+        ],
+    }
+    for processor, own in steps.items():
+        for number, step in enumerate(own):
+            if step["registry_name"] in (NORMALIZER_STEP, UNNORMALIZER_STEP):
+                step["state_file"] = (
+                    f"{processor}_step_{number}_{step['registry_name']}.safetensors"
+                )
+        write_statistics(folder, own, statistics)
+        (folder / f"{processor}.json").write_text(
+            json.dumps({"name": processor, "steps": own}, indent=2)
+        )
+
+
+def replace_statistics(folder: Path, statistics: FeatureStatistics) -> None:
+    """Give both processors of a folder others.
+
+    Raises:
+        DataError: it lacks one.
+    """
+    for processor in (PREPROCESSOR, POSTPROCESSOR):
+        path = folder / f"{processor}.json"
+        try:
+            known = json.loads(read_text(path))
+            for number, step in enumerate(known["steps"]):
+                if (name := step.get("registry_name")) in (NORMALIZER_STEP, UNNORMALIZER_STEP):
+                    step["state_file"] = f"{processor}_step_{number}_{name}.safetensors"
+            write_statistics(folder, known["steps"], statistics)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"model.path: {path} is not as LeRobot writes it ({error!r})") from None
+        path.write_text(json.dumps(known, indent=2))
+
+
+def write_statistics(
+    folder: Path, steps: Sequence[Mapping[str, Any]], statistics: FeatureStatistics
+) -> None:
+    """The files that steps of scaling name, each with all statistics."""
+    flat = {
+        f"{feature}.{name}": torch.tensor(numbers, dtype=torch.float32)
+        for feature, own in statistics.items()
+        for name, numbers in own.items()
+    }
+    for step in steps:
+        if (
+            step.get("registry_name") in (NORMALIZER_STEP, UNNORMALIZER_STEP)
+            and "state_file" in step
+        ):
+            save_file(flat, folder / Path(step["state_file"]).name)
+
+
+SMOLVLA_TYPE = "smolvla"
+VLM_FOLDER = "vlm"
 """Folder of the vision-language model's ``config.json`` and tokenizer."""
-CAMERA, EMPTY = "observation.images.", "observation.images.empty_camera_"
-DEFAULTS: dict[str, Any] = {
+CAMERA_PREFIX, EMPTY_CAMERA_PREFIX = "observation.images.", "observation.images.empty_camera_"
+LEROBOT_DEFAULTS: dict[str, Any] = {
     "chunk_size": 50,
     "n_action_steps": 50,
     "n_obs_steps": 1,
@@ -56,21 +294,21 @@ class SmolVLAConfig(DenoisingConfig):
 
     path: Path | None = None
     """A folder of LeRobot's; its sizes are its own."""
-    vlm: Path | None = None
+    vlm_path: Path | None = None
     """The folder with ``config.json`` and ``tokenizer.json`` of its vision-language model, where it
     has none."""
-    cameras: dict[str, str] = {}
+    camera_map: dict[str, str] = {}
     """Which camera of the task is which one of the folder (``{camera1: corner}``); those that are
     not named are left out. None named: cameras have the same names."""
-    steps: int | None = Field(default=None, gt=0, le=100)
+    denoising_steps: int | None = Field(default=None, gt=0, le=100)
     """Denoising steps ``N``; null: the folder's, 4 of a new network."""
-    chunk: int | None = Field(default=None, gt=0)
+    chunk_size: int | None = Field(default=None, gt=0)
     """Actions that are carried out one after the other; null: the folder's, 8 of a new network."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
     same then. The last layer of a folder's value head begins anew where that has another
     shape."""
-    statistics: Path | None = None
+    norm_stats: Path | None = None
     """A ``meta/stats.json`` of a data set of LeRobot's, by which states and actions are scaled
     instead; null: the folder's, and mean 0 and deviation 1 of a new network."""
     hidden: int = Field(default=96, gt=0)
@@ -82,16 +320,16 @@ class SmolVLAConfig(DenoisingConfig):
     vision_hidden: int = Field(default=64, gt=0)
     vision_layers: int = Field(default=2, gt=0)
     vision_heads: int = Field(default=4, gt=0)
-    image: int | None = Field(default=None, gt=0)
+    image_size: int | None = Field(default=None, gt=0)
     """Side of the squares that the vision transformer sees, pixels; null: the longest side of the
     task's pictures. Others are made as large as fits."""
-    patch: int = Field(default=8, gt=0)
+    patch_size: int = Field(default=8, gt=0)
     """Side of a patch, pixels."""
-    merge: int = Field(default=2, gt=0)
+    pixel_shuffle_factor: int = Field(default=2, gt=0)
     """So many patches in a row, and as many in a column, are one token."""
-    expert: float = Field(default=0.75, gt=0)
+    expert_width_multiplier: float = Field(default=0.75, gt=0)
     """Width of the action expert, as a share of ``hidden``."""
-    proprio: int | None = Field(default=None, gt=0)
+    proprio_dim: int | None = Field(default=None, gt=0)
     """So many leading numbers of the state are seen; null: all."""
 
     @model_validator(mode="after")
@@ -105,53 +343,55 @@ class SmolVLAConfig(DenoisingConfig):
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
             raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
-        if int(self.hidden * self.expert) % 2:
-            raise ValueError(f"expert: a width of {int(self.hidden * self.expert)} is not even")
+        if int(self.hidden * self.expert_width_multiplier) % 2:
+            raise ValueError(
+                f"expert: a width of {int(self.hidden * self.expert_width_multiplier)} is not even"
+            )
         return self
 
 
-def new_settings(config: SmolVLAConfig, spec: Spec) -> dict[str, Any]:
+def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
     """The ``config.json`` of a new network."""
-    side = config.image or max(max(size) for size in spec["images"].values())
-    state = config.proprio or int(spec["observation"])
-    size, chunk = int(spec["action"]["size"]), config.chunk or 8
+    side = config.image_size or max(max(size) for size in spec["images"].values())
+    state = config.proprio_dim or int(spec["observation"])
+    size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
     pictures = {
-        CAMERA + name: {"type": "VISUAL", "shape": [3, *size]}
+        CAMERA_PREFIX + name: {"type": "VISUAL", "shape": [3, *size]}
         for name, size in spec["images"].items()
     }
     return {
-        "type": KIND,
-        **DEFAULTS,
-        "input_features": {**pictures, STATE: {"type": "STATE", "shape": [state]}},
-        "output_features": {ACTION: {"type": "ACTION", "shape": [size]}},
+        "type": SMOLVLA_TYPE,
+        **LEROBOT_DEFAULTS,
+        "input_features": {**pictures, STATE_FEATURE: {"type": "STATE", "shape": [state]}},
+        "output_features": {ACTION_FEATURE: {"type": "ACTION", "shape": [size]}},
         "chunk_size": chunk,
         "n_action_steps": chunk,
         "max_state_dim": state,
         "max_action_dim": size,
         "resize_imgs_with_padding": [side, side],
-        "num_steps": config.steps or 4,
+        "num_steps": config.denoising_steps or 4,
         "num_vlm_layers": config.layers,
-        "expert_width_multiplier": config.expert,
-        "vlm_model_name": VLM,
+        "expert_width_multiplier": config.expert_width_multiplier,
+        "vlm_model_name": VLM_FOLDER,
         "load_vlm_weights": False,
         "freeze_vision_encoder": False,
         "train_expert_only": False,
     }
 
 
-def new_vlm(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]:
+def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]:
     """The ``config.json`` of a new network's vision-language model."""
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],
-        "scale_factor": config.merge,
+        "scale_factor": config.pixel_shuffle_factor,
         "image_token_id": 0,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
         "vision_config": {
             "model_type": "smolvlm_vision",
             "image_size": side,
-            "patch_size": config.patch,
+            "patch_size": config.patch_size,
             "hidden_size": config.vision_hidden,
             "num_hidden_layers": config.vision_layers,
             "num_attention_heads": config.vision_heads,
@@ -174,7 +414,7 @@ def new_vlm(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]
     }
 
 
-def read_policy(folder: Path) -> dict[str, Any]:
+def read_policy_config(folder: Path) -> dict[str, Any]:
     """The ``config.json`` of a folder, with :data:`DEFAULTS`.
 
     Raises:
@@ -182,17 +422,17 @@ def read_policy(folder: Path) -> dict[str, Any]:
     """
     check_checkpoint(folder, True)  # code that it may bring is not run
     path = folder / "config.json"
-    settings = {**DEFAULTS, **read_object(path)}
-    if settings.get("type") != KIND:
+    settings = {**LEROBOT_DEFAULTS, **read_json_object(path)}
+    if settings.get("type") != SMOLVLA_TYPE:
         said = settings.get("type") or settings.get("model_type")
         raise DataError(
             f"model.path: {folder} is of the type {said!r}; model.name=smolvla takes LeRobot's "
-            f"folders of the type {KIND!r}"
+            f"folders of the type {SMOLVLA_TYPE!r}"
         )
     lacking = [n for n in ("input_features", "output_features") if not settings.get(n)]
     if lacking:
         raise DataError(f"model.path: {path} has no {', '.join(lacking)}")
-    for feature, where in ((STATE, "input_features"), (ACTION, "output_features")):
+    for feature, where in ((STATE_FEATURE, "input_features"), (ACTION_FEATURE, "output_features")):
         if feature not in settings[where]:
             raise DataError(f"model.path: {path}: {where} has no {feature}")
     layers, own = settings["num_vlm_layers"], settings["num_expert_layers"]
@@ -215,7 +455,7 @@ def read_policy(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def read_vlm(folder: Path, where: str) -> dict[str, Any]:
+def read_vlm_config(folder: Path, where: str) -> dict[str, Any]:
     """The ``config.json`` of a vision-language model of SmolVLM's kind.
 
     Args:
@@ -224,7 +464,7 @@ def read_vlm(folder: Path, where: str) -> dict[str, Any]:
     Raises:
         DataError: it is not there, or of another kind.
     """
-    settings = read_object(folder / "config.json", where)
+    settings = read_json_object(folder / "config.json", where)
     check_links(folder)
     if settings.get("model_type") not in ("smolvlm", "idefics3"):
         raise DataError(
@@ -233,86 +473,90 @@ def read_vlm(folder: Path, where: str) -> dict[str, Any]:
     for part in ("vision_config", "text_config"):
         if not isinstance(settings.get(part), dict):
             raise DataError(f"{where}: {folder}/config.json has no {part}")
-    if not (folder / TOKENIZER).is_file():
-        raise DataError(f"{where}: {folder} has no {TOKENIZER}; copy it from that model's folder")
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"{where}: {folder} has no {TOKENIZER_FILE}; copy it from that model's folder"
+        )
     return settings
 
 
-def vlm_folder(folder: Path, settings: Mapping[str, Any], other: Path | None) -> tuple[Path, str]:
+def locate_vlm(folder: Path, settings: Mapping[str, Any], other: Path | None) -> tuple[Path, str]:
     """Where a folder's vision-language model is described, and the key that errors name.
 
     Raises:
         DataError: nowhere.
     """
     if other is not None:
-        return other.expanduser(), "model.vlm"
-    if not (folder / VLM).is_dir():
+        return other.expanduser(), "model.vlm_path"
+    if not (folder / VLM_FOLDER).is_dir():
         raise DataError(
-            f"model.vlm: {folder} has no folder {VLM!r}; give the one that holds config.json and "
+            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds config.json and "
             f"tokenizer.json of {settings.get('vlm_model_name')}"
         )
-    return folder / VLM, "model.path"
+    return folder / VLM_FOLDER, "model.path"
 
 
-def cameras_of(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
+def map_cameras(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
     """The camera of the task of each one of a folder, in its order.
 
     Empty ones have no part in anything: what stands for them is seen by nothing.
     """
     names = [
-        name.removeprefix(CAMERA)
+        name.removeprefix(CAMERA_PREFIX)
         for name, feature in settings["input_features"].items()
-        if feature["type"] == "VISUAL" and not name.startswith(EMPTY)
+        if feature["type"] == "VISUAL" and not name.startswith(EMPTY_CAMERA_PREFIX)
     ]
     return {name: chosen.get(name, name) for name in names if not chosen or name in chosen}
 
 
-def size_of(settings: Mapping[str, Any], feature: str) -> int:
+def feature_size(settings: Mapping[str, Any], feature: str) -> int:
     """Numbers of the state or of an action."""
-    where = "output_features" if feature == ACTION else "input_features"
+    where = "output_features" if feature == ACTION_FEATURE else "input_features"
     return int(settings[where][feature]["shape"][0])
 
 
-def check_task(
-    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig, spec: Spec
+def check_smolvla_task(
+    settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig, spec: ModelSpec
 ) -> None:
     """See that a task shows and takes what a network was made for.
 
     Raises:
         ConfigError: it does not.
     """
-    known, images = cameras_of(settings, {}), spec["images"]
-    if unknown := sorted(config.cameras.keys() - known.keys()):
+    known, images = map_cameras(settings, {}), spec["images"]
+    if unknown := sorted(config.camera_map.keys() - known.keys()):
         raise ConfigError(
-            f"model.cameras: {unknown[0]} is none of the model's; it sees {', '.join(known)}"
+            f"model.camera_map: {unknown[0]} is none of the model's; it sees {', '.join(known)}"
         )
-    used = cameras_of(settings, config.cameras)
+    used = map_cameras(settings, config.camera_map)
     if missing := [name for name in used.values() if name not in images]:
         raise ConfigError(
             f"task.images: the model sees {', '.join(known)}, the task shows "
-            f"{', '.join(images)}; set model.cameras to which is which ({{{next(iter(known))}: "
+            f"{', '.join(images)}; set model.camera_map to which is which ({{{next(iter(known))}: "
             f"{next(iter(images))}}})"
-            if not config.cameras
-            else f"model.cameras: the task shows no {missing[0]}, only {', '.join(images)}"
+            if not config.camera_map
+            else f"model.camera_map: the task shows no {missing[0]}, only {', '.join(images)}"
         )
     width, height = settings["resize_imgs_with_padding"]
     vision, merge = vlm["vision_config"], int(vlm.get("scale_factor", 2))
     tile = int(vision.get("patch_size", 32)) * merge
     if width != height or width % tile or width > int(vision.get("image_size", 224)):
         raise ConfigError(
-            f"model.image: pictures are shown as {width} x {height}, and must be squares of whole "
-            f"tokens, {merge} x {merge} patches of {tile // merge} pixels each; change model.image "
-            "or model.patch"
+            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of whole "
+            f"tokens, {merge} x {merge} patches of {tile // merge} pixels each; change model.image_size "
+            "or model.patch_size"
         )
-    if (size := size_of(settings, ACTION)) != spec["action"]["size"]:
+    if (size := feature_size(settings, ACTION_FEATURE)) != spec["action"]["size"]:
         raise ConfigError(
             f"task.action.size: {spec['action']['size']}, and the model's actions have {size} "
             "numbers"
         )
-    if (size := size_of(settings, STATE)) > spec["observation"]:
-        raise ConfigError(f"model.proprio: {size} numbers, and the state has {spec['observation']}")
-    if (config.chunk or 0) > settings["chunk_size"]:
+    if (size := feature_size(settings, STATE_FEATURE)) > spec["observation"]:
         raise ConfigError(
-            f"model.chunk: {config.chunk}, and the model answers with {settings['chunk_size']} "
+            f"model.proprio_dim: {size} numbers, and the state has {spec['observation']}"
+        )
+    if (config.chunk_size or 0) > settings["chunk_size"]:
+        raise ConfigError(
+            f"model.chunk_size: {config.chunk_size}, and the model answers with {settings['chunk_size']} "
             "actions"
         )

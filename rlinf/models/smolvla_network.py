@@ -17,48 +17,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlinf.models.chunks import ValueLevel
-from rlinf.models.loading import without_dropout
-from rlinf.models.vision_tower import Perceptron
+from rlinf.models.action_encoding import ValueLevel
+from rlinf.models.loading import disable_dropout
+from rlinf.models.vla_network import GeluMLP
 
-WAVELENGTH = 10_000.0
+ROPE_THETA = 10_000.0
 """Longest of the rotary embedding, whatever ``rope_theta`` says: LeRobot's."""
-Seen = tuple[Tensor, Tensor]
+KeyValues = tuple[Tensor, Tensor]
 """Keys and values of a layer, ``[n, heads, L, size]``."""
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PrefixCache:
     """What the vision-language model made of pictures, instruction and state."""
 
-    layers: list[Seen]
-    there: Tensor
+    layers: list[KeyValues]
+    mask: Tensor
     """bool ``[n, P]``, where there is something."""
-    last: Tensor
+    last_hidden: Tensor
     """``[n, width]`` behind the last place, which has seen all."""
 
 
-class Layer(nn.Module):
+class SmolVLALayer(nn.Module):
     """A layer of Llama that gives its keys and values away, and sees others'."""
 
-    def __init__(self, made: Any, crosses: int | None = None) -> None:
+    def __init__(self, llama_layer: Any, cross_width: int | None = None) -> None:
         """
         Args:
             made: transformers' layer, of which the parts are taken.
             crosses: width of the keys that it sees alone; None: it sees its own, and others beside.
         """
         super().__init__()
-        self.self_attn, self.mlp = made.self_attn, made.mlp
-        self.input_layernorm = made.input_layernorm
-        self.post_attention_layernorm = made.post_attention_layernorm
-        self.crosses = crosses is not None
-        if crosses is not None:
-            bias, out = made.self_attn.k_proj.bias is not None, made.self_attn.k_proj.out_features
-            made.self_attn.k_proj = nn.Linear(crosses, out, bias=bias)
-            made.self_attn.v_proj = nn.Linear(crosses, out, bias=bias)
+        self.self_attn, self.mlp = llama_layer.self_attn, llama_layer.mlp
+        self.input_layernorm = llama_layer.input_layernorm
+        self.post_attention_layernorm = llama_layer.post_attention_layernorm
+        self.is_cross_attention = cross_width is not None
+        if cross_width is not None:
+            bias, out = (
+                llama_layer.self_attn.k_proj.bias is not None,
+                llama_layer.self_attn.k_proj.out_features,
+            )
+            llama_layer.self_attn.k_proj = nn.Linear(cross_width, out, bias=bias)
+            llama_layer.self_attn.v_proj = nn.Linear(cross_width, out, bias=bias)
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, mask: Tensor, seen: Seen | None = None
+        self, hidden: Tensor, positions: Tensor, mask: Tensor, prefix: KeyValues | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What follows ``hidden`` ``[n, L, width]``, and the keys and values that it saw.
 
@@ -67,19 +70,19 @@ class Layer(nn.Module):
             mask: bool ``[n, 1, L, S]``, what each place sees of ``seen`` and of what follows.
         """
         inside, parts = self.input_layernorm(hidden), self.self_attn
-        queries = rotated(self._heads(parts.q_proj(inside)), positions)
-        if self.crosses:
-            assert seen is not None
-            flat = (column.transpose(1, 2).flatten(2) for column in seen)
+        queries = apply_rope(self._heads(parts.q_proj(inside)), positions)
+        if self.is_cross_attention:
+            assert prefix is not None
+            flat = (column.transpose(1, 2).flatten(2) for column in prefix)
             keys, values = (
                 self._heads(project(column))
                 for project, column in zip((parts.k_proj, parts.v_proj), flat, strict=True)
             )
         else:
-            keys = rotated(self._heads(parts.k_proj(inside)), positions)
+            keys = apply_rope(self._heads(parts.k_proj(inside)), positions)
             values = self._heads(parts.v_proj(inside))
-            if seen is not None:
-                keys, values = torch.cat([seen[0], keys], 2), torch.cat([seen[1], values], 2)
+            if prefix is not None:
+                keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
         found = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
         hidden = hidden + parts.o_proj(found.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
@@ -89,24 +92,24 @@ class Layer(nn.Module):
         return column.reshape(*column.shape[:-1], -1, size).transpose(1, 2)
 
 
-def rotated(column: Tensor, positions: Tensor) -> Tensor:
+def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864) of ``[n, heads, L, size]`` at ``[n, L]``."""
     half = column.shape[-1] // 2
     powers = torch.arange(half, device=column.device) * (2 / column.shape[-1])
-    angles = (positions[..., None] / WAVELENGTH**powers)[:, None]
+    angles = (positions[..., None] / ROPE_THETA**powers)[:, None]
     sin, cos = angles.sin(), angles.cos()
     one, other = column[..., :half].float(), column[..., half:].float()
     return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(column.dtype)
 
 
-def of_time(tau: Tensor, width: int, least: float, longest: float) -> Tensor:
+def sinusoidal_time_embedding(tau: Tensor, width: int, least: float, longest: float) -> Tensor:
     """Sinusoids of times ``[...]``, of periods between these: float64 ``[..., width]``."""
     share = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
     angles = tau.double()[..., None] * (2 * math.pi / (least * (longest / least) ** share))
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
-def resized(pictures: Tensor, width: int, height: int) -> Tensor:
+def resize_with_padding(pictures: Tensor, width: int, height: int) -> Tensor:
     """Pictures ``[n, 3, H, W]`` in [0, 1] as large as they fit, zeros at the left and the top."""
     rows, columns = pictures.shape[2:]
     ratio = max(columns / width, rows / height)
@@ -116,7 +119,7 @@ def resized(pictures: Tensor, width: int, height: int) -> Tensor:
     return F.pad(pictures, (width - size[1], 0, height - size[0], 0))
 
 
-class Pair(nn.Module):
+class VLMWithExpert(nn.Module):
     """The vision-language model, without its upper layers, and the action expert."""
 
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
@@ -124,13 +127,13 @@ class Pair(nn.Module):
 
         super().__init__()
         config = SmolVLMConfig(**vlm)
-        without_dropout(config)
+        disable_dropout(config)
         made: Any = SmolVLMForConditionalGeneration
         self.vlm = made._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         text: Any = self.vlm.model.text_model
         count = settings["num_vlm_layers"]
         kept = text.layers[:count] if count > 0 else text.layers
-        text.layers = nn.ModuleList(Layer(layer) for layer in kept)
+        text.layers = nn.ModuleList(SmolVLALayer(layer) for layer in kept)
         # It says no words: their head is kept for the folder's sake, and not trained.
         head = self.vlm.lm_head.weight.detach()
         del self.vlm.lm_head.weight
@@ -138,7 +141,7 @@ class Pair(nn.Module):
         kind: Any = config.text_config
         own = kind.to_dict()
         width = int(own["hidden_size"] * settings["expert_width_multiplier"])
-        own |= {"hidden_size": width, "intermediate_size": expert_intermediate(width)}
+        own |= {"hidden_size": width, "intermediate_size": expert_intermediate_size(width)}
         own |= {"num_hidden_layers": len(kept), "vocab_size": 1}
         own |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         expert = LlamaModel(type(kind)(**own))
@@ -149,22 +152,22 @@ class Pair(nn.Module):
             own_keys = "cross" not in settings["attention_mode"] or (
                 every > 0 and number % every == 0
             )
-            layers.append(Layer(layer, None if own_keys else beside))
+            layers.append(SmolVLALayer(layer, None if own_keys else beside))
         self.lm_expert = nn.ModuleDict({"layers": nn.ModuleList(layers), "norm": expert.norm})
         self.width = width
 
 
-def expert_intermediate(width: int) -> int:
+def expert_intermediate_size(width: int) -> int:
     """Width inside a perceptron of the action expert: 8/3 of it, in whole 256s."""
     return 256 * -(-int(4 * int(2 * width / 3)) // 256)
 
 
-class FlowMatching(nn.Module):
+class VLAFlowMatching(nn.Module):
     """The pair, and what turns states, actions and times into its widths."""
 
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
         super().__init__()
-        self.vlm_with_expert = Pair(settings, vlm)
+        self.vlm_with_expert = VLMWithExpert(settings, vlm)
         width, narrow = vlm["text_config"]["hidden_size"], self.vlm_with_expert.width
         self.state_proj = nn.Linear(settings["max_state_dim"], width)
         self.action_in_proj = nn.Linear(settings["max_action_dim"], narrow)
@@ -181,7 +184,7 @@ class SmolVLANetwork(nn.Module):
         settings: Mapping[str, Any],
         vlm: Mapping[str, Any],
         *,
-        learned: bool,
+        learned_noise: bool,
         value_level: ValueLevel = "chunk",
     ) -> None:
         """
@@ -191,15 +194,15 @@ class SmolVLANetwork(nn.Module):
             learned: whether the noise of a denoising step is, by a head of its own.
         """
         super().__init__()
-        self.model = FlowMatching(settings, vlm)
+        self.model = VLAFlowMatching(settings, vlm)
         self.width, self.height = settings["resize_imgs_with_padding"]
         self.periods = (float(settings["min_period"]), float(settings["max_period"]))
         wide, narrow = vlm["text_config"]["hidden_size"], self.model.vlm_with_expert.width
         self._value_level = value_level
         values = int(settings["n_action_steps"]) if value_level == "action" else 1
-        self.value_head = Perceptron(wide, wide, values)
+        self.value_head = GeluMLP(wide, wide, values)
         self.noise_head = (
-            Perceptron(narrow, narrow, settings["max_action_dim"]) if learned else None
+            GeluMLP(narrow, narrow, settings["max_action_dim"]) if learned_noise else None
         )
         for head in filter(None, (self.value_head, self.noise_head)):
             nn.init.zeros_(head.fc2.weight)
@@ -228,13 +231,15 @@ class SmolVLANetwork(nn.Module):
         prefix = self.prefix(prompt, there, state, *pictures)
         return *self.velocity(prefix, points, tau), self.value(prefix)
 
-    def prefix(self, prompt: Tensor, there: Tensor, state: Tensor, *pictures: Tensor) -> Prefix:
+    def prefix(
+        self, prompt: Tensor, there: Tensor, state: Tensor, *pictures: Tensor
+    ) -> PrefixCache:
         """What does not depend on the actions."""
         vlm: Any = self.model.vlm_with_expert.vlm.model
         text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
         parts = []
         for picture in pictures:
-            pixels = resized(picture.permute(0, 3, 1, 2) / 255, self.width, self.height)
+            pixels = resize_with_padding(picture.permute(0, 3, 1, 2) / 255, self.width, self.height)
             features = vlm.vision_model(pixel_values=(2 * pixels - 1).to(dtype)).last_hidden_state
             parts.append(vlm.connector(features))
         parts.append(text.embed_tokens(prompt).to(dtype))
@@ -254,9 +259,11 @@ class SmolVLANetwork(nn.Module):
         for layer in text.layers:
             hidden, keys, values = layer(hidden, positions, mask)
             seen.append((keys, values))
-        return Prefix(seen, known, text.norm(hidden[:, -1]))
+        return PrefixCache(seen, known, text.norm(hidden[:, -1]))
 
-    def velocity(self, prefix: Prefix, points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
+    def velocity(
+        self, prefix: PrefixCache, points: Tensor, tau: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Velocities, and what says the noise, at points ``[n, K, C, A]`` of times ``[K]`` or
         ``[n, K]``: all in one pass, in which those of one time see none of another's."""
         model = self.model
@@ -265,15 +272,17 @@ class SmolVLANetwork(nn.Module):
         dtype = model.action_in_proj.weight.dtype
         actions = model.action_in_proj(points.to(dtype))
         tau = tau.expand(count, times)
-        clock = of_time(tau, actions.shape[-1], *self.periods).to(dtype)[:, :, None]
+        clock = sinusoidal_time_embedding(tau, actions.shape[-1], *self.periods).to(dtype)[
+            :, :, None
+        ]
         both = torch.cat([actions, clock.expand_as(actions)], -1)
         hidden = model.action_time_mlp_out(F.silu(model.action_time_mlp_in(both))).flatten(1, 2)
         place = torch.arange(times * length, device=points.device)
         block, within = place // length, place % length
         own = (block[:, None] == block) & (within[:, None] >= within)
-        ahead = prefix.there[:, None, None].expand(-1, 1, times * length, -1)
+        ahead = prefix.mask[:, None, None].expand(-1, 1, times * length, -1)
         both_seen = torch.cat([ahead, own.expand(count, 1, -1, -1)], -1)
-        start = prefix.there.sum(1, keepdim=True)
+        start = prefix.mask.sum(1, keepdim=True)
         for layer, seen in zip(expert["layers"], prefix.layers, strict=True):
             # Where an expert sees the model's keys alone, it counts its places from 0 (LeRobot's).
             positions = within.expand(count, -1) if layer.crosses else start + within
@@ -282,7 +291,7 @@ class SmolVLANetwork(nn.Module):
         spread = None if self.noise_head is None else self.noise_head(hidden).float()
         return model.action_out_proj(hidden).float(), spread
 
-    def value(self, prefix: Prefix) -> Tensor:
+    def value(self, prefix: PrefixCache) -> Tensor:
         """float32 ``[n]``, or ``[n, C]`` of each action that is carried out."""
-        values = self.value_head(prefix.last).float()
+        values = self.value_head(prefix.last_hidden).float()
         return values if self._value_level == "action" else values[:, 0]

@@ -4,7 +4,7 @@ The network is that of OpenVLA (arXiv 2406.09246) with the decoding of OpenVLA-O
 2502.19645): features of pictures' patches become tokens of a language model, in front of the
 prompt; behind it stand places, one for each number of each action of the chunk (empty ones in the
 paper; here what they hold is learned); all see all, and one pass gives the probabilities of every
-place, each over the tokens of actions alone (:mod:`rlinf.models.action_bins`). As a language
+place, each over the tokens of actions alone (:mod:`rlinf.models.action_encoding`). As a language
 model's head predicts the next token, a place's are those at the one before it. With OpenVLA's two
 vision towers (``fused``) all is laid out as there, and places are empty.
 
@@ -29,52 +29,61 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from rlinf.data.instructions import INSTRUCTION
-from rlinf.data.padding import pad
+from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
+from rlinf.data.batch import pad_right
+from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
-from rlinf.fit import ACTS, OBSERVATIONS, VALUES
-from rlinf.models.action_bins import STATISTICS, ActionBins, read_statistics
-from rlinf.models.action_box import ActionBox
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.models.chunks import chunks_of, with_values
-from rlinf.models.cnn import PICTURE
-from rlinf.models.fit import stored_shapes
-from rlinf.models.images import PREPROCESSOR
-from rlinf.models.instructed import Prompts, Rows, instructions_of
-from rlinf.models.loading import read_weights
-from rlinf.models.published_folder import (
-    WEIGHTS,
+from rlinf.models.action_encoding import (
+    STATISTICS_FILE,
+    ActionBins,
+    ActionBox,
+    action_chunks,
+    read_action_statistics,
+    reset_unlike_value_head,
+)
+from rlinf.models.actor_critic import IMAGE_PREFIX
+from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
+from rlinf.models.character_tokenizer import (
+    DEFAULT_ALPHABET,
+    read_tokenizer,
+    write_character_tokenizer,
+)
+from rlinf.models.checkpoint_tensors import stored_shapes
+from rlinf.models.hf_folder import (
+    WEIGHTS_FILE,
     check_weight_files,
-    copy_companions,
-    read_settings,
+    copy_non_weight_files,
+    read_config_json,
     weight_files,
 )
-from rlinf.models.tokenizer import ALPHABET, read_tokenizer, write_character_tokenizer
+from rlinf.models.images import PREPROCESSOR_FILE
+from rlinf.models.loading import read_weights
+from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.models.vla_folder import (
     VLAConfig,
-    asked,
-    check_task,
-    check_weights,
-    new_preprocessor,
-    new_settings,
-    outline,
-    statistics_in,
-    vla_settings,
+    check_vla_task,
+    check_vla_tensors,
+    missing_settings,
+    new_meta_network,
+    new_preprocessor_config,
+    new_vla_config,
+    read_folder_statistics,
+    read_vla_config,
 )
 from rlinf.models.vla_network import VLANetwork
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
 
 class VLAPolicy(Policy):
     """See the module."""
 
     Config = VLAConfig
-    needs = frozenset({OBSERVATIONS})
-    offers = frozenset({ACTS, VALUES})
-    groups = ("policy", "value")
-    stepwise = True
+    requires = frozenset({OBSERVATIONS})
+    provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
+    parameter_groups = ("policy", "value")
+    has_independent_steps = True
     module: VLANetwork
 
     def __init__(
@@ -86,10 +95,10 @@ class VLAPolicy(Policy):
             said: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
             return said
 
-        self._prompts = Prompts(read, left=True)
+        self._prompts = InstructionTokenizer(read, pad_start=True)
 
     @classmethod
-    def check(cls, config: VLAConfig, spec: Spec) -> Any:
+    def check(cls, config: VLAConfig, spec: ModelSpec) -> Any:
         images, action = spec.get("images") or {}, spec.get("action") or {}
         if not images:
             raise ConfigError("task.images: model.name=vla sees pictures; name a camera and a size")
@@ -100,53 +109,55 @@ class VLAPolicy(Policy):
             )
         if config.path is not None:
             source = config.path.expanduser()
-            settings = vla_settings(source, asked(source, config, spec))
-            statistics_in(source, settings, config)
+            settings = read_vla_config(source, missing_settings(source, config, spec))
+            read_folder_statistics(source, settings, config)
             check_weight_files(source)
             read_tokenizer(source)
-            check_task(settings, spec)
-            network = outline(source, settings, config.value_level)
-            check_weights(source, stored_shapes(source), network)
+            check_vla_task(settings, spec)
+            network = new_meta_network(source, settings, config.value_level)
+            check_vla_tensors(source, stored_shapes(source), network)
         else:
             name, found = cls._statistics(config, spec)
             if len(found["action"]["q01"]) != action["size"]:
                 raise ConfigError(
-                    f"model.statistics: of {len(found['action']['q01'])} numbers; an action of "
+                    f"model.norm_stats: of {len(found['action']['q01'])} numbers; an action of "
                     f"this task has {action['size']}"
                 )
-            check_task(new_settings(config, spec, 256, name, found), spec)
+            check_vla_task(new_vla_config(config, spec, 256, name, found), spec)
 
     @classmethod
-    def create(cls, config: VLAConfig, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: VLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls.check(config, spec)
         if config.path is not None:
             source = config.path.expanduser().resolve()
-            copy_companions(source, folder)
-            if more := asked(source, config, spec):
-                said = {**read_settings(source), **more}
-                (folder / CONFIG).write_text(json.dumps(said, indent=1))
+            copy_non_weight_files(source, folder)
+            if more := missing_settings(source, config, spec):
+                said = {**read_config_json(source), **more}
+                (folder / CONFIG_FILE).write_text(json.dumps(said, indent=1))
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
-        vocabulary = write_character_tokenizer(ALPHABET, folder)
+        vocabulary = write_character_tokenizer(DEFAULT_ALPHABET, folder)
         name, found = cls._statistics(config, spec)
-        settings = new_settings(config, spec, len(vocabulary), name, found)
-        (folder / STATISTICS).write_text(json.dumps({name: found}, indent=1))
-        (folder / CONFIG).write_text(json.dumps(settings, indent=1))
-        if config.fused:
-            (folder / PREPROCESSOR).write_text(json.dumps(new_preprocessor(settings), indent=1))
+        settings = new_vla_config(config, spec, len(vocabulary), name, found)
+        (folder / STATISTICS_FILE).write_text(json.dumps({name: found}, indent=1))
+        (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=1))
+        if config.use_fused_vision_backbone:
+            (folder / PREPROCESSOR_FILE).write_text(
+                json.dumps(new_preprocessor_config(settings), indent=1)
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = VLANetwork(vla_settings(folder), config.value_level)
-        save_file(module.state_dict(), folder / WEIGHTS, {"format": "pt"})
+            module = VLANetwork(read_vla_config(folder), config.value_level)
+        save_file(module.state_dict(), folder / WEIGHTS_FILE, {"format": "pt"})
 
     @staticmethod
-    def _statistics(config: VLAConfig, spec: Spec) -> tuple[str, dict[str, Any]]:
+    def _statistics(config: VLAConfig, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         """Those that the bins of a new network lie between, and of which data set."""
-        if config.statistics is not None:
-            return read_statistics(config.statistics, config.dataset, "model.statistics")
-        box = ActionBox.of(spec["action"], None)
-        q01, q99 = (box.center - box.half).tolist(), (box.center + box.half).tolist()
+        if config.norm_stats is not None:
+            return read_action_statistics(config.norm_stats, config.unnorm_key, "model.norm_stats")
+        box = ActionBox.from_spec(spec["action"], None)
+        q01, q99 = (box.center - box.half_range).tolist(), (box.center + box.half_range).tolist()
         return "actions", {"action": {"q01": q01, "q99": q99}}
 
     @classmethod
@@ -156,73 +167,77 @@ class VLAPolicy(Policy):
         Raises:
             DataError: files are missing, damaged, or do not belong together.
         """
-        settings = vla_settings(folder)
-        found = statistics_in(folder, settings, config)[1]
+        settings = read_vla_config(folder)
+        found = read_folder_statistics(folder, settings, config)[1]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 module = VLANetwork(settings, config.value_level)
             tensors = read_weights(folder)
-            check_weights(folder, {n: t.shape for n, t in tensors.items()}, module)
+            check_vla_tensors(folder, {n: t.shape for n, t in tensors.items()}, module)
             if module.places is not None and "places" not in tensors:
                 # OpenVLA-OFT's places are empty.
                 tensors["places"] = torch.zeros_like(module.places)
             own = module.state_dict()
-            module.load_state_dict({**own, **with_values(tensors, own, folder)})
-            bins = ActionBins.of(found["action"], module.first, module.bins)
+            module.load_state_dict({**own, **reset_unlike_value_head(tensors, own, folder)})
+            bins = ActionBins.from_statistics(
+                found["action"], module.first_action_token, module.n_action_bins
+            )
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise DataError(f"model.path: {folder}: not a policy folder ({error!r})") from None
         return cls(module, folder, bins, str(settings["prompt"]), tokenizer)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        copy_companions(self._folder, folder)
+        copy_non_weight_files(self._folder, folder)
         whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-        save_file(whole, folder / WEIGHTS, {"format": "pt"})
+        save_file(whole, folder / WEIGHTS_FILE, {"format": "pt"})
 
-    def demonstrated(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
         """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, as tokens;
         places behind the end do not count."""
-        chunks, counts = chunks_of(record.steps["actions"], self.module.chunk[0])
-        steps = {"actions": chunks, "tokens": self.bins.tokens(chunks), "submask": counts}
+        chunks, counts = action_chunks(record.steps["actions"], self.module.action_shape[0])
+        steps = {"actions": chunks, "tokens": self.bins.encode(chunks), "submask": counts}
         return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
 
     def collate(self, records: Sequence[Record]) -> Batch:
         """``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` ``[B, T, L]`` and where it is,
         ``state`` ``[B, T, proprio]``, ``actions`` (token ids) ``[B, T, C, D]``, ``mask``."""
         length = max(map(len, records))
-        rows = [instructions_of(r.steps.get(INSTRUCTION), len(r)) for r in records]
-        prompt, there = self._prompts(pad(rows, length).numpy())
+        rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
+        prompt, there = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
             "there": there,
-            "actions": pad([r.steps["tokens"] for r in records], length),
-            "mask": pad([np.ones(len(r), np.float32) for r in records], length),
+            "actions": pad_right([r.steps["tokens"] for r in records], length),
+            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
         }
-        for name in (PICTURE + camera for camera in self.module.cameras):
-            batch[name] = pad([r.steps[name] for r in records], length)
-        if self.module.proprio:
-            batch["state"] = pad([r.steps["observations"] for r in records], length)
+        for name in (IMAGE_PREFIX + camera for camera in self.module.cameras):
+            batch[name] = pad_right([r.steps[name] for r in records], length)
+        if self.module.proprio_dim:
+            batch["state"] = pad_right([r.steps["observations"] for r in records], length)
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Log-probabilities and entropies ``[B, T, C, D]``, of each token."""
-        rows = Rows(batch)
+        rows = FlatSteps(batch)
         taken = rows.columns
         logits, values = self._said(taken)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
-        chosen = logprobs.gather(-1, (taken["actions"] - self.module.first)[..., None])[..., 0]
+        chosen = logprobs.gather(
+            -1, (taken["actions"] - self.module.first_action_token)[..., None]
+        )[..., 0]
         spread = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
         return StepOutputs(
-            rows.placed(chosen),
-            None if spread is None else rows.placed(spread),
-            rows.placed(values),
+            rows.scatter(chosen),
+            None if spread is None else rows.scatter(spread),
+            rows.scatter(values),
         )
 
-    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         """A number in [0, 1) for every token: ``[steps, C, D]``."""
-        return random.random(size=(steps, *self.module.chunk), dtype=np.float32)
+        return random.random(size=(steps, *self.module.action_shape), dtype=np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
@@ -230,8 +245,8 @@ class VLAPolicy(Policy):
         """``action`` float32 ``[n, C, D]``, ``tokens`` int64 and ``logprob`` float32 alike, and
         ``value`` float32 ``[n]``, or ``[n, C]`` of each action."""
         state = observations["observation"]
-        told = observations.get(INSTRUCTION)
-        rows = instructions_of(None if told is None else told.cpu().numpy(), len(state))
+        told = observations.get(INSTRUCTION_COLUMN)
+        rows = instructions_or_empty(None if told is None else told.cpu().numpy(), len(state))
         prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
         seen = {**observations, "prompt": prompt, "there": there, "state": state}
         logits, values = self._said(seen)
@@ -241,19 +256,19 @@ class VLAPolicy(Policy):
         else:
             # The number falls into the share of one of the tokens, laid side by side.
             below = logprobs.exp().cumsum(-1) <= noise[..., None]
-            choice = below.sum(-1).clamp(max=self.module.bins - 1)
-        tokens = choice + self.module.first
+            choice = below.sum(-1).clamp(max=self.module.n_action_bins - 1)
+        tokens = choice + self.module.first_action_token
         return {
-            "action": self.bins.actions(tokens),
+            "action": self.bins.decode(tokens),
             "tokens": tokens,
             "logprob": logprobs.gather(-1, choice[..., None])[..., 0],
             "value": values,
         }
 
-    def group(self, parameter: str) -> str:
+    def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
-    def cost(self, record: Record) -> int:
+    def num_tokens(self, record: Record) -> int:
         # Prompts are of about that length.
         return max(1, len(record)) * (self.module.positions + len(self._prompt))
 
@@ -262,8 +277,8 @@ class VLAPolicy(Policy):
 
     def _said(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """What the network says of rows ``[n, ...]``."""
-        pictures = {camera: columns[PICTURE + camera] for camera in self.module.cameras}
-        state = columns["state"][:, : self.module.proprio] if self.module.proprio else None
+        pictures = {camera: columns[IMAGE_PREFIX + camera] for camera in self.module.cameras}
+        state = columns["state"][:, : self.module.proprio_dim] if self.module.proprio_dim else None
         found: tuple[Tensor, Tensor] = self.module(
             columns["prompt"], columns["there"], state, **pictures
         )

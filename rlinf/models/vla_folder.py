@@ -18,17 +18,27 @@ from torch import nn
 
 from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_bins import STATISTICS, choose_statistics, read_statistics
-from rlinf.models.base import Spec
-from rlinf.models.chunks import VALUES, ValueLevel
-from rlinf.models.fit import Shapes, check_fit
-from rlinf.models.images import PREPROCESSOR
-from rlinf.models.published_folder import check_checkpoint, read_object, read_settings, tensor_files
+from rlinf.models.action_encoding import (
+    STATISTICS_FILE,
+    VALUE_HEAD_OUTPUT,
+    ValueLevel,
+    read_action_statistics,
+    select_action_statistics,
+)
+from rlinf.models.base import ModelSpec
+from rlinf.models.checkpoint_tensors import TensorShapes, check_tensors
+from rlinf.models.hf_folder import (
+    check_checkpoint,
+    read_config_json,
+    read_json_object,
+    tensor_files,
+)
+from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.vla_network import TOWERS, VLANetwork
 
-FAMILY = "openvla"
-PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
-KNOWN: dict[str, dict[str, int | None]] = {
+MODEL_TYPE = "openvla"
+DEFAULT_PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+KNOWN_TOWERS: dict[str, dict[str, int | None]] = {
     "vit_large_patch14_reg4_dinov2": {
         "patch_size": 14,
         "hidden_size": 1024,
@@ -47,14 +57,14 @@ KNOWN: dict[str, dict[str, int | None]] = {
     },
 }
 """Towers of published folders by timm's names of them, in the order of :data:`TOWERS`."""
-LLAMA = {"hidden_size": 4096, "num_attention_heads": 32}
+LLAMA_DEFAULTS = {"hidden_size": 4096, "num_attention_heads": 32}
 """Transformers' Llama, where a published folder says nothing else."""
-SCALING = {
+TOWER_NORMALIZATION = {
     "featurizer": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
     "fused_featurizer": {"mean": [0.5] * 3, "std": [0.5] * 3},
 }
 """Of colours between 0 and 1, of new towers: ImageNet's for DINOv2."""
-OWN = ("value_head.", "proprio_projector.", "places")
+OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
 """Tensors that a folder may lack."""
 
 
@@ -64,7 +74,7 @@ class VLAConfig(Section):
     path: Path | None = None
     """A folder of this format. Its sizes are its own; so are chunk, state and prompt, unless it was
     published without them."""
-    fused: bool = False
+    use_fused_vision_backbone: bool = False
     """A new network has OpenVLA's two towers, of these sizes each, and all else of its folders."""
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=3, gt=0)
@@ -74,37 +84,37 @@ class VLAConfig(Section):
     vision_hidden: int = Field(default=96, gt=0)
     vision_layers: int = Field(default=2, gt=0)
     vision_heads: int = Field(default=4, gt=0)
-    patch: int = Field(default=8, gt=0)
+    patch_size: int = Field(default=8, gt=0)
     """Side of a patch, pixels."""
-    chunk: int = Field(default=8, gt=0)
+    chunk_size: int = Field(default=8, gt=0)
     """Actions that are chosen at once and carried out one after the other."""
     value_level: ValueLevel = "chunk"
     """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
     same then. The last layer of a folder's value head begins anew where that has another
     shape."""
-    proprio: int = Field(default=0, ge=0)
+    proprio_dim: int = Field(default=0, ge=0)
     """So many leading numbers of the state are seen as a token; 0: pictures and the instruction
     alone."""
     prompt: str | None = None
     """What the language model reads, of an instruction in small letters; null: OpenVLA's."""
-    bins: int = Field(default=256, ge=2)
+    n_action_bins: int = Field(default=256, ge=2)
     """Tokens of a number of an action."""
-    statistics: Path | None = None
+    norm_stats: Path | None = None
     """A ``dataset_statistics.json`` whose quantiles the bins of a new network lie between; null:
     between -1 and 1."""
-    dataset: str | None = None
+    unnorm_key: str | None = None
     """Which data set of the statistics; of a file that has one, that one."""
 
 
-def new_settings(
-    config: VLAConfig, spec: Spec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
+def new_vla_config(
+    config: VLAConfig, spec: ModelSpec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The ``config.json`` of a new network with so many tokens beside those of actions, whose bins
     lie between the statistics of a data set."""
     size = next(iter(spec["images"].values()))
     tower = {
         "image_size": size,
-        "patch_size": config.patch,
+        "patch_size": config.patch_size,
         "hidden_size": config.vision_hidden,
         "num_hidden_layers": config.vision_layers,
         "num_attention_heads": config.vision_heads,
@@ -114,18 +124,18 @@ def new_settings(
         "norm_stats": {dataset: statistics},
         "vision_config": {
             name: {**tower, "registers": known["registers"]}
-            for name, known in zip(TOWERS, KNOWN.values(), strict=True)
+            for name, known in zip(TOWERS, KNOWN_TOWERS.values(), strict=True)
         },
     }
     return {
-        "model_type": FAMILY,
+        "model_type": MODEL_TYPE,
         "architectures": ["OpenVLAForActionPrediction"],
-        "use_fused_vision_backbone": config.fused,
+        "use_fused_vision_backbone": config.use_fused_vision_backbone,
         "image_sizes": size,
         "vision_config": tower,
         "text_config": {
             "model_type": "llama",
-            "vocab_size": vocabulary + config.bins,
+            "vocab_size": vocabulary + config.n_action_bins,
             "hidden_size": config.hidden,
             "num_hidden_layers": config.layers,
             "num_attention_heads": config.heads,
@@ -137,28 +147,28 @@ def new_settings(
             "eos_token_id": 1,
         },
         "pad_to_multiple_of": 0,
-        "n_action_bins": config.bins,
-        "num_actions_chunk": config.chunk,
+        "n_action_bins": config.n_action_bins,
+        "num_actions_chunk": config.chunk_size,
         "action_dim": spec["action"]["size"],
-        "proprio_dim": config.proprio,
+        "proprio_dim": config.proprio_dim,
         "cameras": list(spec["images"]),
-        "prompt": PROMPT if config.prompt is None else config.prompt,
-        **(fused if config.fused else {}),
+        "prompt": DEFAULT_PROMPT if config.prompt is None else config.prompt,
+        **(fused if config.use_fused_vision_backbone else {}),
         "unnorm_key": dataset,
     }
 
 
-def new_preprocessor(settings: Mapping[str, Any]) -> dict[str, Any]:
+def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The ``preprocessor_config.json`` of a new network of two towers."""
     sizes = [settings["vision_config"][tower]["image_size"] for tower in TOWERS]
     return {
         "image_resize_strategy": "resize-naive",
         "input_sizes": [[3, *size] for size in sizes],
-        "tvf_normalize_params": [SCALING[tower] for tower in TOWERS],
+        "tvf_normalize_params": [TOWER_NORMALIZATION[tower] for tower in TOWERS],
     }
 
 
-def vla_settings(folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_vla_config(folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a folder says of its network: its ``config.json``, with sizes and scaling of towers that
     are named there.
 
@@ -170,12 +180,12 @@ def vla_settings(folder: Path, more: Mapping[str, Any] | None = None) -> dict[st
     """
     # Code that came with it is not run: all of it is here.
     check_checkpoint(folder, True)
-    settings = {**read_settings(folder), **(more or {})}
+    settings = {**read_config_json(folder), **(more or {})}
     where = f"model.path: {folder}/config.json"
-    if settings["model_type"] != FAMILY:
+    if settings["model_type"] != MODEL_TYPE:
         raise DataError(
             f"model.path: {folder} is a {settings['model_type']!r} model; model.name=vla takes "
-            f"folders of the type {FAMILY!r}"
+            f"folders of the type {MODEL_TYPE!r}"
         )
     fused = settings.setdefault("use_fused_vision_backbone", False)
     named = fused and "vision_config" not in settings
@@ -206,7 +216,7 @@ def vla_settings(folder: Path, more: Mapping[str, Any] | None = None) -> dict[st
 
 def _lacking(vision: Any, *, fused: bool) -> list[str]:
     """Keys that a ``vision_config`` is without."""
-    sizes = {"image_size", *next(iter(KNOWN.values()))} - (set() if fused else {"registers"})
+    sizes = {"image_size", *next(iter(KNOWN_TOWERS.values()))} - (set() if fused else {"registers"})
     towers = {f"vision_config.{t}": vision.get(t, {}) for t in TOWERS} if fused else {}
     return [
         f"{place}.{name}"
@@ -218,31 +228,31 @@ def _lacking(vision: Any, *, fused: bool) -> list[str]:
 def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the towers that a published folder names."""
     ids, sides = settings["timm_model_ids"], settings["image_sizes"]
-    if [str(name).partition(".")[0] for name in ids] != list(KNOWN):
+    if [str(name).partition(".")[0] for name in ids] != list(KNOWN_TOWERS):
         raise DataError(
             f"{where}: timm_model_ids: {ids}; the towers that model.name=vla knows are "
-            f"{', '.join(KNOWN)}, in this order"
+            f"{', '.join(KNOWN_TOWERS)}, in this order"
         )
     sizes = [[side, side] if isinstance(side, int) else list(side) for side in sides]
     if len(sizes) != len(TOWERS) or sizes[0] != sizes[1]:
         raise DataError(f"{where}: image_sizes: {sides}; both towers see pictures of one size")
     return {
         tower: {**known, "image_size": size}
-        for tower, known, size in zip(TOWERS, KNOWN.values(), sizes, strict=True)
+        for tower, known, size in zip(TOWERS, KNOWN_TOWERS.values(), sizes, strict=True)
     }
 
 
 def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
     """Towers with the colours that they take, as the folder's preprocessor says."""
     key = "tvf_normalize_params"
-    given: Any = read_object(folder / PREPROCESSOR).get(key)
+    given: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
     try:
         found = [{name: list(map(float, one[name])) for name in ("mean", "std")} for one in given]
         if len(found) != len(TOWERS) or any(len(row) != 3 for one in found for row in one.values()):
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"model.path: {folder / PREPROCESSOR}: {key}: it has mean and std of the three colours "
+            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three colours "
             f"for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
@@ -250,29 +260,29 @@ def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def asked(folder: Path, config: VLAConfig, spec: Spec) -> dict[str, Any]:
+def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[str, Any]:
     """What the ``config.json`` of a folder leaves to code, for this task; nothing of one of ours.
 
     Raises:
         DataError: it is unreadable, or has no statistics of the data set.
     """
     check_checkpoint(folder, True)
-    settings = read_settings(folder)
+    settings = read_config_json(folder)
     if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
         return {}
-    name, found = statistics_in(folder, settings, config)
+    name, found = read_folder_statistics(folder, settings, config)
     # The empty token behind it is what tokens of actions followed in training.
     return {
-        "num_actions_chunk": config.chunk,
+        "num_actions_chunk": config.chunk_size,
         "action_dim": len(found["action"]["q01"]),
-        "proprio_dim": config.proprio,
+        "proprio_dim": config.proprio_dim,
         "cameras": list(spec["images"]),
-        "prompt": f"{PROMPT} " if config.prompt is None else config.prompt,
+        "prompt": f"{DEFAULT_PROMPT} " if config.prompt is None else config.prompt,
         "unnorm_key": name,
     }
 
 
-def statistics_in(
+def read_folder_statistics(
     folder: Path, settings: Mapping[str, Any], config: VLAConfig
 ) -> tuple[str, dict[str, Any]]:
     """The data set whose statistics a folder's bins have, and they: of its
@@ -281,14 +291,14 @@ def statistics_in(
     Raises:
         DataError: they are nowhere, or malformed, or of several data sets.
     """
-    dataset = config.dataset or settings.get("unnorm_key")
-    if "norm_stats" not in settings or (folder / STATISTICS).exists():
-        return read_statistics(folder / STATISTICS, dataset, "model.path")
+    dataset = config.unnorm_key or settings.get("unnorm_key")
+    if "norm_stats" not in settings or (folder / STATISTICS_FILE).exists():
+        return read_action_statistics(folder / STATISTICS_FILE, dataset, "model.path")
     place = f"norm_stats in {folder}/config.json"
-    return choose_statistics(settings["norm_stats"], dataset, "model.path", place)
+    return select_action_statistics(settings["norm_stats"], dataset, "model.path", place)
 
 
-def check_weights(folder: Path, shapes: Shapes, module: nn.Module) -> None:
+def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
     """See that stored tensors are a network's but for those that may lack.
 
     Args:
@@ -298,13 +308,17 @@ def check_weights(folder: Path, shapes: Shapes, module: nn.Module) -> None:
     Raises:
         DataError: they are not; names files and tensors.
     """
-    own = {name: t.shape for name, t in module.state_dict().items() if name.startswith(OWN)}
-    anew = {name: shape for name, shape in own.items() if name.startswith(VALUES)}
+    own = {
+        name: t.shape
+        for name, t in module.state_dict().items()
+        if name.startswith(OPTIONAL_TENSORS)
+    }
+    anew = {name: shape for name, shape in own.items() if name.startswith(VALUE_HEAD_OUTPUT)}
     files = ", ".join(path.name for path in tensor_files(folder))
-    check_fit(f"model.path: {folder}: {files}", {**own, **shapes, **anew}, module)
+    check_tensors(f"model.path: {folder}: {files}", {**own, **shapes, **anew}, module)
 
 
-def outline(
+def new_meta_network(
     folder: Path, settings: Mapping[str, Any], value_level: ValueLevel = "chunk"
 ) -> VLANetwork:
     """The network of a folder, without memory.
@@ -324,13 +338,13 @@ def outline(
         ) from None
 
 
-def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
+def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
     """See that a task shows and takes what a network was made for.
 
     Raises:
         ConfigError: it does not.
     """
-    images, towers = spec["images"], towers_of(settings)
+    images, towers = spec["images"], tower_settings(settings)
     vision = towers[0]
     if sorted(settings["cameras"]) != sorted(images):
         raise ConfigError(
@@ -345,7 +359,7 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
             )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
-            f"model.patch: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} are "
+            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} are "
             f"not whole patches of {vision['patch_size']}"
         )
     if settings["action_dim"] != spec["action"]["size"]:
@@ -355,10 +369,10 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
         )
     if settings.get("proprio_dim", 0) > spec["observation"]:
         raise ConfigError(
-            f"model.proprio: {settings['proprio_dim']} numbers, and the state has "
+            f"model.proprio_dim: {settings['proprio_dim']} numbers, and the state has "
             f"{spec['observation']}"
         )
-    text = {**LLAMA, **settings["text_config"]}
+    text = {**LLAMA_DEFAULTS, **settings["text_config"]}
     heads, width = text["num_attention_heads"], text["hidden_size"]
     shared = text.get("num_key_value_heads", heads)
     widths = [("heads", width, heads)]
@@ -375,12 +389,12 @@ def check_task(settings: Mapping[str, Any], spec: Spec) -> None:
         )
     if settings["use_fused_vision_backbone"] and vision["num_hidden_layers"] < 2:
         raise ConfigError(
-            "model.vision_layers: of two towers (model.fused) the last layer is not run; give 2 or "
+            "model.vision_layers: of two towers (model.use_fused_vision_backbone) the last layer is not run; give 2 or "
             "more"
         )
 
 
-def towers_of(settings: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def tower_settings(settings: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Settings of each tower."""
     vision = settings["vision_config"]
     return [vision[t] for t in TOWERS] if settings["use_fused_vision_backbone"] else [vision]

@@ -9,25 +9,191 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlinf.models.chunks import ValueLevel
-from rlinf.models.vision_tower import Perceptron, PretrainedTower, VisionTower
+from rlinf.models.action_encoding import ValueLevel
+
+NORM_EPS = 1e-6
+
+
+class ViTAttention(nn.Module):
+    """Each patch sees all."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(*parts.unbind(0))
+        out: Tensor = self.proj(seen.transpose(1, 2).reshape(x.shape))
+        return out
+
+
+class GeluMLP(nn.Module):
+    """Two layers with a GELU between."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(sizes[0], sizes[1]), nn.Linear(sizes[1], sizes[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return out
+
+
+class LayerScale(nn.Module):
+    """A factor for each number (arXiv 2103.17239), by the name that OpenVLA's folders have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale_factor
+
+
+class ViTBlock(nn.Module):
+    """Attention and a perceptron, each after a layer norm and beside a straight path."""
+
+    def __init__(self, width: int, heads: int, mlp: int, *, scaled: bool = False) -> None:
+        """``scaled``: with a :class:`LayerScale` behind each."""
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width, NORM_EPS), nn.LayerNorm(width, NORM_EPS)
+        self.attn, self.mlp = ViTAttention(width, heads), GeluMLP(width, mlp, width)
+        self.ls1, self.ls2 = (LayerScale(width) if scaled else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        out: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return out
+
+
+class PatchEmbedding(nn.Module):
+    """Squares of pixels as vectors."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, patch, patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(x).flatten(2).transpose(1, 2)
+        return out
+
+
+class VisionTower(nn.Module):
+    """From pixels ``[n, 3, H, W]`` in [-1, 1] to features ``[n, patches, width]``.
+
+    Patches alone, without a class token.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings``: ``image_size`` (height and width), ``patch_size``, ``hidden_size``,
+        ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size``."""
+        super().__init__()
+        width, patch = settings["hidden_size"], settings["patch_size"]
+        rows, columns = (side // patch for side in settings["image_size"])
+        self.patches = rows * columns
+        self.patch_embed = PatchEmbedding(patch, width)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.patches, width))
+        heads, mlp = settings["num_attention_heads"], settings["intermediate_size"]
+        self.blocks = nn.ModuleList(
+            ViTBlock(width, heads, mlp) for _ in range(settings["num_hidden_layers"])
+        )
+        self.norm = nn.LayerNorm(width, NORM_EPS)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed(pixels) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class UnusedTensors(nn.Module):
+    """The tensors of a part that is never run, by its names: folders have them.
+
+    They are buffers, so that nothing waits for gradients that never come.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        for name, child in part.named_children():
+            self.add_module(name, UnusedTensors(child))
+        for name, tensor in part.named_parameters(recurse=False):
+            self.register_buffer(name, tensor.detach())
+
+
+class AttentionPool(nn.Module):
+    """What SigLIP sums a picture up with; of a policy that looks at patches only tensors."""
+
+    def __init__(self, width: int, mlp: int) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.proj, self.norm = nn.Linear(width, width), nn.LayerNorm(width, NORM_EPS)
+        self.mlp = GeluMLP(width, mlp, width)
+
+
+class PretrainedVisionTower(nn.Module):
+    """DINOv2 with registers (arXiv 2309.16588) or SigLIP (arXiv 2303.15343), as OpenVLA looks
+    through them: from pixels ``[n, 3, H, W]``, normalised as the tower's are, to what the last
+    block but one says of patches, ``[n, patches, width]``, without a norm.
+
+    The last block, the norm and the pool of a folder are :class:`UnusedTensors`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """``settings``: as of :class:`VisionTower`, with at least two layers, and ``registers``:
+        tokens beside a class token, with layer scale; None: SigLIP, which has neither."""
+        super().__init__()
+        width, patch, registers = (
+            settings[name] for name in ("hidden_size", "patch_size", "registers")
+        )
+        heads, mlp = settings["num_attention_heads"], settings["intermediate_size"]
+        rows, columns = (side // patch for side in settings["image_size"])
+        self.patches = rows * columns
+        self.patch_embed = PatchEmbedding(patch, width)
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, self.patches, width))
+        self.num_prefix_tokens = 0
+        if registers is not None:
+            self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+            self.reg_token = nn.Parameter(0.02 * torch.randn(1, registers, width))
+            self.num_prefix_tokens = 1 + registers
+        else:
+            self.attn_pool = UnusedTensors(AttentionPool(width, mlp))
+        made = [
+            ViTBlock(width, heads, mlp, scaled=registers is not None)
+            for _ in range(settings["num_hidden_layers"])
+        ]
+        self.blocks = nn.ModuleList([*made[:-1], UnusedTensors(made[-1])])
+        self.norm = UnusedTensors(nn.LayerNorm(width, NORM_EPS))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.patch_embed(pixels) + self.pos_embed
+        if self.num_prefix_tokens:
+            tokens = torch.cat([self.cls_token, self.reg_token], 1)
+            x = torch.cat([tokens.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x[:, self.num_prefix_tokens :]
+
 
 TOWERS = ("featurizer", "fused_featurizer")
 """OpenVLA's names of its two, DINOv2 and SigLIP."""
 
 
-def first_token(settings: Mapping[str, Any]) -> int:
+def first_action_token(settings: Mapping[str, Any]) -> int:
     """The id of the first token of actions: they are the last ones before those that fill the
     vocabulary up."""
     known = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
     return int(known - settings["n_action_bins"])
 
 
-class OneTower(nn.Module):
+class SingleTowerBackbone(nn.Module):
     """From pictures to features of patches, by one tower."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: as :class:`rlinf.models.vision_tower.VisionTower` takes them."""
+        """``settings``: as :class:`rlinf.models.vla_network.VisionTower` takes them."""
         super().__init__()
         self.featurizer = VisionTower(settings)
         self.width, self.patches = int(settings["hidden_size"]), self.featurizer.patches
@@ -43,15 +209,17 @@ class OneTower(nn.Module):
         return found
 
 
-class FusedTowers(nn.Module):
+class FusedVisionBackbone(nn.Module):
     """By DINOv2 and SigLIP, whose features of a patch stand side by side (arXiv 2402.07865)."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """``settings``: of each of :data:`TOWERS`, as
-        :class:`rlinf.models.vision_tower.PretrainedTower` takes them, with the ``mean`` and ``std``
+        :class:`rlinf.models.vla_network.PretrainedVisionTower` takes them, with the ``mean`` and ``std``
         of colours between 0 and 1 that it was trained with."""
         super().__init__()
-        self.featurizer, self.fused_featurizer = (PretrainedTower(settings[t]) for t in TOWERS)
+        self.featurizer, self.fused_featurizer = (
+            PretrainedVisionTower(settings[t]) for t in TOWERS
+        )
         self.width = sum(int(settings[tower]["hidden_size"]) for tower in TOWERS)
         self.patches = self.featurizer.patches
         self._scaling = [[x for t in TOWERS for x in settings[t][name]] for name in ("mean", "std")]
@@ -61,14 +229,14 @@ class FusedTowers(nn.Module):
         """Those that are run."""
         return [*self.featurizer.blocks[:-1], *self.fused_featurizer.blocks[:-1]]
 
-    def normalised(self, pictures: Tensor) -> Tensor:
+    def normalize(self, pictures: Tensor) -> Tensor:
         """The same picture for one tower and for the other, float32 ``[n, 6, H, W]``."""
         mean, std = torch.tensor(self._scaling, device=pictures.device)[..., None, None]
         return (pictures.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
     def forward(self, pictures: Tensor, dtype: torch.dtype) -> Tensor:
         """``[n, patches, width]`` of uint8 ``[n, H, W, 3]``."""
-        pixels = self.normalised(pictures).to(dtype)
+        pixels = self.normalize(pictures).to(dtype)
         return torch.cat([self.featurizer(pixels[:, :3]), self.fused_featurizer(pixels[:, 3:])], -1)
 
 
@@ -91,44 +259,59 @@ class VLANetwork(nn.Module):
     places: nn.Parameter | None
 
     def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
-        """``settings``: :func:`rlinf.models.vla_folder.vla_settings` of a folder."""
+        """``settings``: :func:`rlinf.models.vla_folder.read_vla_config` of a folder."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         super().__init__()
         vision, text = settings["vision_config"], LlamaConfig(**settings["text_config"])
-        self.chunk = (int(settings["num_actions_chunk"]), int(settings["action_dim"]))
+        self.action_shape = (int(settings["num_actions_chunk"]), int(settings["action_dim"]))
         self.cameras = list(settings["cameras"])
-        self.first, self.bins = first_token(settings), int(settings["n_action_bins"])
-        self.fused = bool(settings["use_fused_vision_backbone"])
-        self.vision_backbone = FusedTowers(vision) if self.fused else OneTower(vision)
+        self.first_action_token, self.n_action_bins = (
+            first_action_token(settings),
+            int(settings["n_action_bins"]),
+        )
+        self.use_fused_vision_backbone = bool(settings["use_fused_vision_backbone"])
+        self.vision_backbone = (
+            FusedVisionBackbone(vision)
+            if self.use_fused_vision_backbone
+            else SingleTowerBackbone(vision)
+        )
         width, seen = text.hidden_size, self.vision_backbone.width
         self.projector = (
-            FusedProjector(seen, width) if self.fused else Perceptron(seen, width, width)
+            FusedProjector(seen, width)
+            if self.use_fused_vision_backbone
+            else GeluMLP(seen, width, width)
         )
         made: Any = AutoModelForCausalLM
         self.language_model = made.from_config(
             text, dtype=torch.float32, attn_implementation="sdpa"
         )
-        self.proprio = int(settings.get("proprio_dim", 0))
-        if self.proprio:
-            self.proprio_projector = Perceptron(self.proprio, width, width)
-        self._places = self.chunk[0] * self.chunk[1]
+        self.proprio_dim = int(settings.get("proprio_dim", 0))
+        if self.proprio_dim:
+            self.proprio_projector = GeluMLP(self.proprio_dim, width, width)
+        self._places = self.action_shape[0] * self.action_shape[1]
         end = text.eos_token_id
         self._end = end[0] if isinstance(end, list) else int(end or 0)
         # Without any, all places are alike to the first layer, and positions alone tell them
         # apart in the others: a small network takes long to learn that.
-        learned = None if self.fused else nn.Parameter(0.02 * torch.randn(self._places, width))
+        learned = (
+            None
+            if self.use_fused_vision_backbone
+            else nn.Parameter(0.02 * torch.randn(self._places, width))
+        )
         self.register_parameter("places", learned)
         self._value_level = value_level
-        self.value_head = Perceptron(width, width, self.chunk[0] if value_level == "action" else 1)
+        self.value_head = GeluMLP(
+            width, width, self.action_shape[0] if value_level == "action" else 1
+        )
         nn.init.zeros_(self.value_head.fc2.weight)
         nn.init.zeros_(self.value_head.fc2.bias)
 
     @property
     def positions(self) -> int:
         """Of a step, without its prompt."""
-        seen = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio)
-        return int(seen + self._places + self.fused)
+        seen = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio_dim)
+        return int(seen + self._places + self.use_fused_vision_backbone)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -152,12 +335,12 @@ class VLANetwork(nn.Module):
         parts = []
         for name in self.cameras:
             parts.append(self.projector(self.vision_backbone(pictures[name], dtype)))
-        if self.proprio:
+        if self.proprio_dim:
             assert state is not None
             parts.append(self.proprio_projector(state.to(dtype))[:, None])
         words = model.embed_tokens(prompt)
         behind = []
-        if self.fused:
+        if self.use_fused_vision_backbone:
             # OpenVLA-OFT has what is seen behind the first token of the prompt (the one that begins
             # a text), nothing at all in the places, and the token that ends a text behind them.
             begin = there.long().argmax(1, keepdim=True)
@@ -179,7 +362,13 @@ class VLANetwork(nn.Module):
         ).last_hidden_state
         first = ahead + words.shape[1]
         before = hidden[:, first - 1 : first - 1 + self._places]
-        head = self.language_model.lm_head.weight[self.first : self.first + self.bins]
-        logits = F.linear(before, head).float().reshape(len(prompt), *self.chunk, self.bins)
+        head = self.language_model.lm_head.weight[
+            self.first_action_token : self.first_action_token + self.n_action_bins
+        ]
+        logits = (
+            F.linear(before, head)
+            .float()
+            .reshape(len(prompt), *self.action_shape, self.n_action_bins)
+        )
         values = self.value_head(before[:, 0]).float()
         return logits, values if self._value_level == "action" else values[:, 0]

@@ -20,18 +20,18 @@ import numpy as np
 import xxhash
 
 from rlinf.artifacts import sync_file, write_atomic
-from rlinf.data.transitions import Transitions, fields_of, misfit
+from rlinf.data.transitions import Transitions, dtype_fields, dtype_mismatch
 from rlinf.errors import DataError
 
 SCHEMA = 1
-ROWS, STATE = "transitions.bin", "replay.json"
-SPARE = 3
+ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
+SPARE_APPENDS = 3
 """Appends beyond the capacity that there is room for: one that is being written, and those that
 came after the view that is read."""
 
 
 @dataclass(frozen=True)
-class Append:
+class AppendedRange:
     """What one iteration added: transitions ``start`` up to ``stop`` of the run."""
 
     iteration: int
@@ -40,12 +40,12 @@ class Append:
     checksum: str
 
 
-class View(Transitions):
+class ReplayView(Transitions):
     """The transitions that one iteration learns from, on disk."""
 
     def __init__(self, rows: np.ndarray, start: int, stop: int, new: int) -> None:
         """``rows``: all slots; ``start`` and ``stop``: numbers of transitions of the run."""
-        self._rows, self.dtype, self.new = rows, rows.dtype, new
+        self._rows, self.dtype, self.num_new = rows, rows.dtype, new
         self.start, self.stop = start, stop
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class ReplayBuffer:
     """The buffer in a folder. One process appends at a time; any number read."""
 
     def __init__(
-        self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE
+        self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE_APPENDS
     ) -> None:
         """Open the buffer of a folder, or make an empty one.
 
@@ -76,12 +76,12 @@ class ReplayBuffer:
         self.folder, self.dtype = folder, dtype
         self.capacity, self.most = capacity, most
         self.slots = capacity + spare * most
-        self.appends: list[Append] = []
+        self.appends: list[AppendedRange] = []
         state = self._state()
         if state is None:
-            if (folder / ROWS).exists():
+            if (folder / ROWS_FILE).exists():
                 raise DataError(
-                    f"{folder / STATE}: lost, and with it what {ROWS} beside it holds; bring it "
+                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; bring it "
                     "back from a copy, or start the run anew under another run.name"
                 )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class ReplayBuffer:
             self._commit([])
         else:
             self._check(state)
-            self.appends = [Append(*entry) for entry in state["appends"]]
+            self.appends = [AppendedRange(*entry) for entry in state["appends"]]
         self._open_rows()
 
     @property
@@ -97,7 +97,7 @@ class ReplayBuffer:
         """Transitions of the run so far, those that are no longer there among them."""
         return self.appends[-1].stop if self.appends else 0
 
-    def append(self, iteration: int, rows: np.ndarray) -> Append:
+    def append(self, iteration: int, rows: np.ndarray) -> AppendedRange:
         """Add what an iteration collected, the first one that is 0 and then each after the one
         before; again it changes nothing.
 
@@ -110,7 +110,7 @@ class ReplayBuffer:
         Raises:
             DataError: rows of another type or too many, or the iteration before has added nothing.
         """
-        if (wrong := misfit(self.dtype, rows.dtype)) is not None:
+        if (wrong := dtype_mismatch(self.dtype, rows.dtype)) is not None:
             raise DataError(f"{self.folder}: rows of another type; {wrong}")
         if len(rows) > self.most:
             raise DataError(
@@ -141,12 +141,12 @@ class ReplayBuffer:
             self._commit(earlier)
         start = self.total
         self._write(start, rows)
-        added = Append(iteration, start, start + len(rows), checksum)
+        added = AppendedRange(iteration, start, start + len(rows), checksum)
         first = max(0, added.stop - self.slots)
         self._commit([known for known in [*self.appends, added] if known.stop >= first])
         return added
 
-    def view(self, iteration: int) -> View:
+    def view(self, iteration: int) -> ReplayView:
         """What is learned from once ``iteration`` has added its own, checked.
 
         Raises:
@@ -161,14 +161,14 @@ class ReplayBuffer:
                 + "; start the run anew under another run.name"
             )
         stop, start = own.stop, max(0, own.stop - self.capacity)
-        rows = np.memmap(self.folder / ROWS, self.dtype, "r", shape=(self.slots,))
-        found = View(rows, start, stop, own.stop - own.start)
+        rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
+        found = ReplayView(rows, start, stop, own.stop - own.start)
         for known in self.appends:
             if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
                 numbers = np.arange(known.start, known.stop) % self.slots
                 if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
                     raise DataError(
-                        f"{self.folder / ROWS}: transitions of iteration {known.iteration} are "
+                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} are "
                         "damaged; start the run anew under another run.name"
                     )
         return found
@@ -179,7 +179,7 @@ class ReplayBuffer:
 
     def _write(self, start: int, rows: np.ndarray) -> None:
         """Rows into the ring, from number ``start`` on, and to disk."""
-        handle = os.open(self.folder / ROWS, os.O_RDWR)
+        handle = os.open(self.folder / ROWS_FILE, os.O_RDWR)
         try:
             size, first = self.dtype.itemsize, start % self.slots
             before = self.slots - first
@@ -192,20 +192,20 @@ class ReplayBuffer:
         finally:
             os.close(handle)
 
-    def _commit(self, appends: list[Append]) -> None:
+    def _commit(self, appends: list[AppendedRange]) -> None:
         state = {
             "schema": SCHEMA,
-            "fields": fields_of(self.dtype),
+            "fields": dtype_fields(self.dtype),
             "capacity": self.capacity,
             "slots": self.slots,
             "most": self.most,
             "appends": [[a.iteration, a.start, a.stop, a.checksum] for a in appends],
         }
-        write_atomic(self.folder / STATE, json.dumps(state), private=True)
+        write_atomic(self.folder / STATE_FILE, json.dumps(state), private=True)
         self.appends = appends
 
     def _state(self) -> dict[str, Any] | None:
-        path = self.folder / STATE
+        path = self.folder / STATE_FILE
         try:
             state: dict[str, Any] = json.loads(path.read_text())
             known = {"schema", "fields", "capacity", "slots", "most", "appends"}
@@ -221,7 +221,7 @@ class ReplayBuffer:
         if state["schema"] != SCHEMA:
             raise DataError(f"{self.folder}: schema {state['schema']}; this program reads {SCHEMA}")
         there = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in state["fields"]])
-        if (wrong := misfit(self.dtype, there)) is not None:
+        if (wrong := dtype_mismatch(self.dtype, there)) is not None:
             raise DataError(
                 f"{self.folder}: a buffer of another schema; {wrong}. Start the run anew under "
                 "another run.name"
@@ -230,7 +230,7 @@ class ReplayBuffer:
             if state[key] != getattr(self, key):
                 raise DataError(
                     f"{self.folder}: {key} is {state[key]}, not {getattr(self, key)}; it follows "
-                    "from algorithm.capacity and rollout, which a run keeps"
+                    "from algorithm.buffer_size and rollout, which a run keeps"
                 )
 
     def _open_rows(self) -> None:
@@ -239,7 +239,7 @@ class ReplayBuffer:
         Raises:
             DataError: it is not.
         """
-        path, wanted = self.folder / ROWS, self.slots * self.dtype.itemsize
+        path, wanted = self.folder / ROWS_FILE, self.slots * self.dtype.itemsize
         size = path.stat().st_size if path.exists() else 0
         if size == wanted:
             return

@@ -5,11 +5,11 @@ from rlinf.registry import Registry
 rewards = Registry(
     "reward",
     {
-        "score": "rlinf.rewards.score:ScoreReward",
-        "digits": "rlinf.rewards.digits:DigitsReward",
+        "score": "rlinf.rewards.task_rewards:ScoreReward",
+        "digits": "rlinf.rewards.task_rewards:DigitsReward",
         "judge": "rlinf.rewards.judge:JudgeReward",
         "reward_model": "rlinf.rewards.reward_model:RewardModelReward",
-        "environment": "rlinf.rewards.environment:EnvironmentReward",
+        "environment": "rlinf.rewards.task_rewards:EnvironmentReward",
     },
     base="rlinf.rewards.base:Reward",
 )

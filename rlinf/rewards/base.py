@@ -12,68 +12,73 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
-from rlinf.channels.world import World
+from rlinf.capabilities import Component
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import Section
-from rlinf.data.counted import counted, counted_actions, credited, on_last_actions
-from rlinf.data.outcomes import one_number_is_of_several
+from rlinf.data.episodes import spans_several_episodes
+from rlinf.data.loss_mask import (
+    action_mask,
+    loss_mask,
+    move_rewards_to_actions,
+    place_on_last_action,
+)
 from rlinf.data.record import Record
 from rlinf.errors import InputError, RlinfError
-from rlinf.fit import Part
 
 if TYPE_CHECKING:
-    from rlinf.residency import Residency
+    from rlinf.device_memory import DeviceMemoryManager
 
 
 @dataclass(frozen=True)
-class Resources:
+class RewardResources:
     """What the stage lends a reward; one that needs no device leaves it alone.
 
     The stage may run as several processes, each of which judges whole groups; a model that they
     share is the reward's own affair.
     """
 
-    world: World = field(default_factory=World)
+    world: ProcessGroupInfo = field(default_factory=ProcessGroupInfo)
     """Which process of how many this is."""
     device: str = "cpu"
     """Of this process: a model computes there."""
-    residency: Residency | None = None
+    residency: DeviceMemoryManager | None = None
     """Stages take turns on the device: a reward that holds tensors on it between two calls is a
-    :class:`rlinf.residency.Holder` and asks ``residency.need(self)`` before it computes. None: the
+    :class:`rlinf.device_memory.Offloadable` and asks ``residency.need(self)`` before it computes. None: the
     device is its own."""
     folder: Path | None = None
     """Of the run: what is written there is found again when a stage is repeated. It may not be
     there yet. None: nothing stays."""
 
 
-Worth = float | np.ndarray
+RewardValue = float | np.ndarray
 """One number for a whole trajectory, or ``[T]`` one for each of its steps; where those are chunks
 of actions, also ``[T, C]`` one for each action."""
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardResult:
     """What is said of one trajectory."""
 
-    worth: Worth
-    kept: bool = True
+    reward: RewardValue
+    valid: bool = True
     """False: it could not be judged, and takes no part in the update or its group's mean."""
-    trouble: str = ""
+    failure: str = ""
     """Why it was not judged, one of :attr:`Reward.troubles`; empty: it was."""
-    unshaped: float | None = None
+    raw_reward: float | None = None
     """What it is worth without a penalty or the like that shapes it: groups whose samples are alike
     in this one teach nothing. None: the sum of its worth."""
-    ends: np.ndarray | None = None
+    episode_ends: np.ndarray | None = None
     """Of a simulator's episodes that are judged as a whole: bool ``[T]``, true at the last step of
     each. Nothing comes after it, also where the episode was cut off: what a critic says of the
     state there would be the same outcome again. None: episodes end where the simulator says."""
 
 
-def per_step(worth: np.ndarray) -> np.ndarray:
+def rewards_per_step(worth: np.ndarray) -> np.ndarray:
     """Of each step, float32 ``[T]``, what is given of each, or of each action of each."""
     return worth if worth.ndim == 1 else worth.sum(1, dtype=np.float64).astype(np.float32)
 
 
-def fields(trajectory: Record) -> str:
+def describe_fields(trajectory: Record) -> str:
     """One line that lists what a reward can read of a trajectory."""
     parts = {
         "info": sorted(trajectory.info),
@@ -117,14 +122,14 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
-class Reward(Part, ABC):
+class Reward(Component, ABC):
     """Turns the task's scores into the rewards the algorithm maximises."""
 
     Config: ClassVar[type[Section]] = Section
     needs_score: ClassVar[bool] = True
     """Whether the task is to score the trajectories first; if not, :meth:`judge` gets no scores and
     the stage makes no environment."""
-    troubles: ClassVar[tuple[str, ...]] = ()
+    failure_kinds: ClassVar[tuple[str, ...]] = ()
     """What may keep a trajectory from being judged: each is a metric of the stage, and written with
     the record."""
 
@@ -137,15 +142,15 @@ class Reward(Part, ABC):
             DataError: a file is missing or malformed.
         """
 
-    def __init__(self, config: Any, resources: Resources) -> None:
+    def __init__(self, config: Any, resources: RewardResources) -> None:
         """It is made once in a process and kept: a model is loaded here, or with the first call."""
         self.config = config
         self.resources = resources
 
     @abstractmethod
-    def judge(
+    def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
-    ) -> Sequence[Worth | Judgement]:
+    ) -> Sequence[RewardValue | RewardResult]:
         """What each trajectory is worth.
 
         Args:
@@ -156,22 +161,24 @@ class Reward(Part, ABC):
         Returns:
             For each one number, which goes on its last step that counts, or one for each step; of a
             step that does not count it goes on the last one before it that does. Where a
-            simulator's trajectory holds several episodes (:mod:`rlinf.data.outcomes`), one for each
+            simulator's trajectory holds several episodes (:mod:`rlinf.data.episodes`), one for each
             step. Where a step is a chunk of actions, one for each step goes on the last of them
-            that was carried out, or there is one for each of them. A :class:`Judgement` of one that
+            that was carried out, or there is one for each of them. A :class:`RewardResult` of one that
             could not be judged.
         """
 
     @final
-    def rewards(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
+    def compute_step_rewards(
+        self, trajectories: Sequence[Record], scores: Sequence[float]
+    ) -> list[np.ndarray]:
         """Rewards per step, float32 ``[T]`` for each trajectory; raises as :meth:`judgements`."""
-        found = self.judgements(trajectories, scores)
-        return [per_step(np.asarray(judgement.worth, np.float32)) for judgement in found]
+        found = self.compute_results(trajectories, scores)
+        return [rewards_per_step(np.asarray(judgement.reward, np.float32)) for judgement in found]
 
     @final
-    def judgements(
+    def compute_results(
         self, trajectories: Sequence[Record], scores: Sequence[float]
-    ) -> list[Judgement]:
+    ) -> list[RewardResult]:
         """What :meth:`judge` says, worths as float32 ``[T]``, on steps that count alone; where
         steps are chunks of actions ``[T, C]``, on actions that count alone.
 
@@ -183,10 +190,10 @@ class Reward(Part, ABC):
                 episodes; names the sample.
         """
         try:
-            judged = self.judge(trajectories, scores)
+            judged = self.compute(trajectories, scores)
         except Exception as error:
             if trajectories and not isinstance(error, RlinfError):
-                error.add_note(fields(trajectories[0]))
+                error.add_note(describe_fields(trajectories[0]))
             raise
         name = f"reward {type(self).__name__}"
         if not _is_list(judged):
@@ -201,14 +208,14 @@ class Reward(Part, ABC):
             )
         found = []
         for trajectory, said in zip(trajectories, judged, strict=True):
-            judgement = said if isinstance(said, Judgement) else Judgement(said)
-            found.append(replace(judgement, worth=self._placed(trajectory, judgement.worth)))
+            judgement = said if isinstance(said, RewardResult) else RewardResult(said)
+            found.append(replace(judgement, reward=self._placed(trajectory, judgement.reward)))
         return found
 
-    def _placed(self, trajectory: Record, given: Worth) -> np.ndarray:
+    def _placed(self, trajectory: Record, given: RewardValue) -> np.ndarray:
         where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
         worth, length = _numbers(given, where), len(trajectory)
-        actions = counted_actions(trajectory)
+        actions = action_mask(trajectory)
         if worth.shape not in ((), (length,), () if actions is None else actions.shape):
             each = "" if actions is None else f", or for each of their {actions.shape[1]} actions"
             raise InputError(
@@ -220,20 +227,20 @@ class Reward(Part, ABC):
                 f"{where} got {worth[~np.isfinite(worth)].flat[0]}; a reward must be finite, or it "
                 "makes every weight so"
             )
-        counts = counted(trajectory) if actions is None else actions
+        counts = loss_mask(trajectory) if actions is None else actions
         if not counts.any():
             return np.zeros(counts.shape, np.float32)
         if not worth.ndim:
-            if one_number_is_of_several(trajectory):
+            if spans_several_episodes(trajectory):
                 raise InputError(
                     f"{where} holds several episodes and got one number, which does not say of "
-                    "which; give one for each step (rlinf.data.outcomes says where episodes end), "
+                    "which; give one for each step (rlinf.data.episodes says where episodes end), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
             worth = np.append(np.zeros(length - 1), worth)
         if worth.shape != counts.shape:
-            worth = on_last_actions(worth, counts)
-        return credited(worth.ravel(), counts.ravel()).reshape(counts.shape)
+            worth = place_on_last_action(worth, counts)
+        return move_rewards_to_actions(worth.ravel(), counts.ravel()).reshape(counts.shape)
 
     def close(self) -> None:
         """Free devices and end processes of its own."""

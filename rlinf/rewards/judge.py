@@ -6,6 +6,7 @@ the metrics, and its record says why. An answer is asked for once in a run, what
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -13,48 +14,128 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlinf.config import Section, digest
+from rlinf.capabilities import PROMPTS
+from rlinf.config import Section, json_digest
 from rlinf.data.record import Record
-from rlinf.errors import DataError, nearest
-from rlinf.fit import PROMPTS
-from rlinf.rewards.answers import Answers
-from rlinf.rewards.base import Judgement, Resources, Reward, Worth
-from rlinf.rewards.claims import Claims
-from rlinf.rewards.endpoint import (
+from rlinf.errors import ConfigError, DataError, did_you_mean
+from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
+from rlinf.rewards.chat_endpoint import (
     OVER_BUDGET,
     REFUSED,
     UNANSWERED,
-    Answer,
     ChatEndpoint,
-    EndpointConfig,
-    Spent,
-    read_key,
+    ChatEndpointConfig,
+    ChatReply,
+    RequestBudget,
+    SharedRequestQuota,
+    read_api_key,
 )
+
+
+class AnswerCache:
+    """By digest; may be used by several threads."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        """
+        Args:
+            folder: where those of all processes are, earlier ones too; None: nothing is written.
+            name: of the file that is added to.
+        """
+        self._lock, self._known = threading.Lock(), dict[str, str]()
+        self._folder, self._name = folder, name
+        self._read: dict[Path, int] = {}
+        """Bytes of each file that have been taken."""
+        self.requests = self.tokens = 0
+        """That all lines tell of, those without an answer among them."""
+        self.refresh()
+
+    def get(self, digest: str) -> str | None:
+        """The answer to a question; None: there is none."""
+        return self._known.get(digest)
+
+    def put(self, digest: str, text: str | None, requests: int, tokens: int) -> None:
+        """Keep an answer, or only what asking for it has cost.
+
+        Raises:
+            ConfigError: the file is a link.
+        """
+        entry = {"digest": digest, "text": text, "requests": requests, "tokens": tokens}
+        line = json.dumps(entry).encode()
+        with self._lock:
+            if self._folder is None:
+                self._take(line)
+                return
+            self._append(self._folder / f"{self._name}.jsonl", line)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take what this and other processes have added."""
+        with self._lock:
+            for path in sorted(self._folder.glob("*.jsonl")) if self._folder is not None else ():
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    # What comes after the last end of a line is still being written.
+                    whole, end, _ = file.read().rpartition(b"\n")
+                for line in whole.splitlines():
+                    self._take(line)
+                self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            entry: Any = json.loads(line)
+            digest, text = str(entry["digest"]), entry["text"]
+            requests, tokens = int(entry["requests"]), int(entry["tokens"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return
+        if isinstance(text, str):
+            # The first one counts: what was made with it may have been committed.
+            self._known.setdefault(digest, text)
+        self.requests += requests
+        self.tokens += tokens
+
+    @staticmethod
+    def _append(path: Path, line: bytes) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a link; remove it") from error
+            raise
+        try:
+            size = os.fstat(file).st_size
+            # A line that was cut off must not spoil the next one.
+            whole = not size or os.pread(file, 1, size - 1) == b"\n"
+            os.write(file, (b"" if whole else b"\n") + line + b"\n")
+        finally:
+            os.close(file)
+
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = "unreadable"
-FIELD = re.compile(r"\{(\w+)\}")
-SHORT = {"prompt": "prompt_text", "response": "text"}
+UNPARSABLE = "unreadable"
+TEMPLATE_FIELD = re.compile(r"\{(\w+)\}")
+FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
 """Fields that have another name in the ``info`` of a trajectory."""
-OWN = frozenset({"model", "messages", "temperature", "max_tokens"})
-NUMBER = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
+RESERVED_FIELDS = frozenset({"model", "messages", "temperature", "max_tokens"})
+VERDICT_PATTERN = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
 """A line that is a number, or names it: ``Score: 7``. Not ``7/10``."""
 
 
 class VerdictConfig(Section):
     """How a verdict is read: the last match of a pattern, as a number or one of some words."""
 
-    pattern: str = NUMBER
+    pattern: str = VERDICT_PATTERN
     """Regular expression with one group."""
-    words: dict[str, float] = {}
+    labels: dict[str, float] = {}
     """The number that each word stands for, whatever its case; empty: the group is a number."""
-    least: float = 0.0
-    most: float = 1.0
+    min_value: float = 0.0
+    max_value: float = 1.0
     """A number outside is no verdict."""
 
     @field_validator("pattern")
@@ -72,46 +153,48 @@ class VerdictConfig(Section):
 
     @model_validator(mode="after")
     def _is_a_range(self) -> VerdictConfig:
-        if self.least >= self.most:
-            raise ValueError(f"least {self.least:g} is not below most {self.most:g}")
-        for word, worth in self.words.items():
-            if not self.least <= worth <= self.most:
+        if self.min_value >= self.max_value:
+            raise ValueError(f"least {self.min_value:g} is not below most {self.max_value:g}")
+        for word, worth in self.labels.items():
+            if not self.min_value <= worth <= self.max_value:
                 raise ValueError(
-                    f"words.{word} {worth:g} is not within least {self.least:g} and most "
-                    f"{self.most:g}"
+                    f"words.{word} {worth:g} is not within least {self.min_value:g} and most "
+                    f"{self.max_value:g}"
                 )
         return self
 
-    def read(self, text: str) -> float | None:
+    def parse(self, text: str) -> float | None:
         """The verdict in an answer; None: there is none."""
         found = [match[1] for match in re.finditer(self.pattern, text)]
         if not found or found[-1] is None:
             return None
-        if self.words:
-            known = {word.casefold(): worth for word, worth in self.words.items()}
+        if self.labels:
+            known = {word.casefold(): worth for word, worth in self.labels.items()}
             return known.get(found[-1].strip().casefold())
         try:
             number = float(found[-1])
         except ValueError:
             return None
-        return number if math.isfinite(number) and self.least <= number <= self.most else None
+        return (
+            number if math.isfinite(number) and self.min_value <= number <= self.max_value else None
+        )
 
 
 class JudgeConfig(Section):
     """Who judges, what is asked, and what an answer is worth: ``scale * verdict + offset``."""
 
-    endpoint: EndpointConfig
+    endpoint: ChatEndpointConfig
     model: str = Field(min_length=1)
     """The judge's name at its endpoint."""
     prompt: str
     """The question. ``{prompt}``, ``{response}``, ``{answer}`` and other names of the trajectory's
     ``info`` stand for their texts; other braces stand for themselves."""
-    system: str = ""
+    system_prompt: str = ""
     """System message; empty: none."""
     temperature: float = Field(default=0.0, ge=0)
     max_tokens: int = Field(default=256, gt=0)
     """Most tokens of an answer."""
-    more: dict[str, Any] = {}
+    extra_body: dict[str, Any] = {}
     """Further fields of the request, for endpoints that have them."""
     verdict: VerdictConfig = VerdictConfig()
     scale: float = 1.0
@@ -123,14 +206,14 @@ class JudgeConfig(Section):
     @field_validator("prompt")
     @classmethod
     def _asks(cls, value: str) -> str:
-        if "response" not in FIELD.findall(value):
+        if "response" not in TEMPLATE_FIELD.findall(value):
             raise ValueError("does not contain {response}, so that nothing would be judged")
         return value
 
-    @field_validator("more")
+    @field_validator("extra_body")
     @classmethod
     def _is_further(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if twice := sorted(OWN & value.keys()):
+        if twice := sorted(RESERVED_FIELDS & value.keys()):
             raise ValueError(f"holds {twice[0]}, which has a key of its own beside it")
         return value
 
@@ -139,26 +222,28 @@ class JudgeReward(Reward):
     """See the module."""
 
     Config = JudgeConfig
-    needs = frozenset({PROMPTS})
+    requires = frozenset({PROMPTS})
     needs_score = False
-    troubles = (UNANSWERED, REFUSED, UNREADABLE, OVER_BUDGET)
+    failure_kinds = (UNANSWERED, REFUSED, UNPARSABLE, OVER_BUDGET)
     config: JudgeConfig
 
     @classmethod
     def check(cls, config: JudgeConfig) -> None:
-        read_key(config.endpoint)
+        read_api_key(config.endpoint)
 
-    def __init__(self, config: Any, resources: Resources) -> None:
+    def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)
-        name = f"{os.uname().nodename}-r{resources.world.data_rank}"
-        self._answers = Answers(resources.folder, name)
+        name = f"{os.uname().nodename}-r{resources.world.data_parallel_rank}"
+        self._answers = AnswerCache(resources.folder, name)
         folder = resources.folder
-        self._spent = Spent(config.endpoint, Claims(folder and folder / "requests"))
+        self._spent = RequestBudget(
+            config.endpoint, SharedRequestQuota(folder and folder / "requests")
+        )
         self._endpoint = ChatEndpoint(config.endpoint, self._spent)
 
-    def judge(
+    def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
-    ) -> list[Worth | Judgement]:
+    ) -> list[RewardValue | RewardResult]:
         """See :class:`Reward`; equal questions are asked once.
 
         Raises:
@@ -166,21 +251,21 @@ class JudgeReward(Reward):
             DataError: the prompt names a field that a trajectory has not.
         """
         questions = [self._messages(trajectory) for trajectory in trajectories]
-        keys = [digest({**self._settings(), "messages": question}) for question in questions]
+        keys = [json_digest({**self._settings(), "messages": question}) for question in questions]
         self._answers.refresh()
-        self._spent.know(self._answers.requests, self._answers.tokens)
+        self._spent.record_usage(self._answers.requests, self._answers.tokens)
         waiting = {
             key: question
             for key, question in zip(keys, questions, strict=True)
             if self._answers.get(key) is None
         }
         known, troubles = len(set(keys)) - len(waiting), self._ask(waiting)
-        found: list[Worth | Judgement] = []
+        found: list[RewardValue | RewardResult] = []
         for key in keys:
             text = self._answers.get(key)
-            verdict = None if text is None else self.config.verdict.read(text)
+            verdict = None if text is None else self.config.verdict.parse(text)
             if verdict is None:
-                found.append(self._fallback(troubles.get(key, UNREADABLE)))
+                found.append(self._fallback(troubles.get(key, UNPARSABLE)))
             else:
                 found.append(self.config.scale * verdict + self.config.offset)
         log.info(
@@ -195,26 +280,26 @@ class JudgeReward(Reward):
             return {}
         settings, troubles = self._settings(), dict[str, str]()
         failed = threading.Event()
-        self._spent.expect(len(questions))
+        self._spent.expect_requests(len(questions))
 
-        def ask(key: str) -> Answer:
+        def ask(key: str) -> ChatReply:
             if failed.is_set():  # what that raised is raised below
-                return Answer(None, UNANSWERED)
+                return ChatReply(None, UNANSWERED)
             try:
-                answer = self._endpoint.ask(messages=questions[key], **settings)
+                answer = self._endpoint.complete(messages=questions[key], **settings)
             except BaseException:
                 failed.set()
                 raise
-            if answer.requests:
-                self._answers.put(key, answer.text, answer.requests, answer.tokens)
-                self._spent.know(self._answers.requests, self._answers.tokens)
+            if answer.num_requests:
+                self._answers.put(key, answer.text, answer.num_requests, answer.num_tokens)
+                self._spent.record_usage(self._answers.requests, self._answers.tokens)
             return answer
 
-        pool = ThreadPoolExecutor(self.config.endpoint.concurrency, "judge")
+        pool = ThreadPoolExecutor(self.config.endpoint.max_concurrency, "judge")
         try:
             for key, answer in zip(questions, pool.map(ask, questions), strict=True):
                 if answer.text is None:
-                    troubles[key] = answer.trouble
+                    troubles[key] = answer.failure
         finally:
             # An error ends it at once: what was not asked yet is not asked.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -223,19 +308,23 @@ class JudgeReward(Reward):
     def _settings(self) -> dict[str, Any]:
         config = self.config
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        return {"model": config.model, **sampling, **config.more}
+        return {"model": config.model, **sampling, **config.extra_body}
 
     def _messages(self, trajectory: Record) -> list[dict[str, str]]:
-        asked = filled(self.config.prompt, trajectory)
-        system = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        asked = fill_template(self.config.prompt, trajectory)
+        system = (
+            [{"role": "system", "content": self.config.system_prompt}]
+            if self.config.system_prompt
+            else []
+        )
         return [*system, {"role": "user", "content": asked}]
 
-    def _fallback(self, trouble: str) -> Judgement:
+    def _fallback(self, trouble: str) -> RewardResult:
         masked = self.config.fallback == "mask"
-        return Judgement(0.0 if masked else float(self.config.fallback), not masked, trouble)
+        return RewardResult(0.0 if masked else float(self.config.fallback), not masked, trouble)
 
 
-def filled(template: str, trajectory: Record) -> str:
+def fill_template(template: str, trajectory: Record) -> str:
     """A template with the texts of a trajectory's fields, which are not templates themselves.
 
     Raises:
@@ -243,13 +332,13 @@ def filled(template: str, trajectory: Record) -> str:
     """
 
     def text(match: re.Match[str]) -> str:
-        name = SHORT.get(match[1], match[1])
+        name = FIELD_ALIASES.get(match[1], match[1])
         if name not in trajectory.info:
-            hint = nearest(match[1], [*SHORT, *trajectory.info])
+            hint = did_you_mean(match[1], [*FIELD_ALIASES, *trajectory.info])
             raise DataError(
                 f"reward.prompt: sample {trajectory.identity.sample} has no field "
                 f"{{{match[1]}}}{hint}"
             )
         return str(trajectory.info[name])
 
-    return FIELD.sub(text, template)
+    return TEMPLATE_FIELD.sub(text, template)

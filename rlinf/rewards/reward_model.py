@@ -16,18 +16,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from rlinf.capabilities import PROMPTS
 from rlinf.config import Section
-from rlinf.data.padding import pad
+from rlinf.data.batch import pad_right
 from rlinf.data.record import Record
-from rlinf.fit import PROMPTS
-from rlinf.models.chat import render
+from rlinf.device_memory import OffloadableTensors, move_to_device
+from rlinf.models.chat_template import render_conversations
 from rlinf.models.device import DeviceName, local_device
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 from rlinf.models.sequence_classifier import check_classifier, load_classifier
-from rlinf.residency import Storages, placed
-from rlinf.rewards.base import Judgement, Resources, Reward, Worth
+from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 
-KEY = "reward.path"
+PATH_KEY = "reward.path"
 TOO_LONG = "too_long"
 
 
@@ -38,78 +38,82 @@ class RewardModelConfig(Section):
     """Folder of the model in the Hugging Face format, with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: DeviceName = "auto"
-    batch_tokens: int = Field(default=16384, gt=0)
+    max_tokens_per_batch: int = Field(default=16384, gt=0)
     """Most tokens computed at once, padding included; a longer text is computed alone."""
-    max_tokens: int | None = Field(default=None, gt=0)
+    max_length: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and response together; null: as many as the model takes."""
-    too_long: float | Literal["mask"] = "mask"
+    overlong_reward: float | Literal["mask"] = "mask"
     """The reward of a longer one; ``mask``: it takes no part in the update."""
     scale: float = 1.0
     offset: float = 0.0
 
 
-class RewardModelReward(Storages, Reward):
+class RewardModelReward(OffloadableTensors, Reward):
     """See the module."""
 
     Config = RewardModelConfig
-    needs = frozenset({PROMPTS})
+    requires = frozenset({PROMPTS})
     needs_score = False
-    troubles = (TOO_LONG,)
+    failure_kinds = (TOO_LONG,)
     config: RewardModelConfig
 
     @classmethod
     def check(cls, config: RewardModelConfig) -> None:
-        check_classifier(config.path.expanduser(), KEY, config.max_tokens)
+        check_classifier(config.path.expanduser(), PATH_KEY, config.max_length)
 
-    def __init__(self, config: Any, resources: Resources) -> None:
+    def __init__(self, config: Any, resources: RewardResources) -> None:
         super().__init__(config, resources)
         own = resources.device if config.device == "auto" else config.device
         self.device = local_device(own)
-        self._published = PublishedFolder(config.path.expanduser())
+        self._published = HFFolder(config.path.expanduser())
         self._module: Any = None
         self._tokenizer: Any = None
 
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._module is None:
             return {}
         return {"weights": [*self._module.parameters(), *self._module.buffers()]}
 
-    def judge(
+    def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
-    ) -> list[Worth | Judgement]:
+    ) -> list[RewardValue | RewardResult]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
-        most = self._published.run_length(config.max_tokens)
+        most = self._published.max_model_len(config.max_length)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
-        found: list[Worth | Judgement] = [self._unfit()] * len(rows)
-        for batch in batches([len(rows[i]) for i in fit], config.batch_tokens):
+        found: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
+        for batch in length_grouped_batches(
+            [len(rows[i]) for i in fit], config.max_tokens_per_batch
+        ):
             places = [fit[number] for number in batch]
-            numbers = classify(module, [rows[place] for place in places], self.device)
+            numbers = score_rows(module, [rows[place] for place in places], self.device)
             for place, number in zip(places, numbers, strict=True):
                 found[place] = config.scale * number + config.offset
         return found
 
     def close(self) -> None:
         self._module = None
-        self.forget()
+        self.drop_host_copies()
 
-    def _unfit(self) -> Judgement:
-        masked = self.config.too_long == "mask"
-        return Judgement(0.0 if masked else float(self.config.too_long), not masked, TOO_LONG)
+    def _unfit(self) -> RewardResult:
+        masked = self.config.overlong_reward == "mask"
+        return RewardResult(
+            0.0 if masked else float(self.config.overlong_reward), not masked, TOO_LONG
+        )
 
     def _ready(self) -> Any:
         """The network, on its device."""
         residency = self.resources.residency
         if self._module is None:
             folder = self._published.folder
-            self._tokenizer = check_classifier(folder, KEY, self.config.max_tokens)
+            self._tokenizer = check_classifier(folder, PATH_KEY, self.config.max_length)
             dtype = getattr(torch, self.config.dtype)
             if residency is not None:
-                residency.clear()
-            module = load_classifier(folder, dtype, KEY, self.config.max_tokens)
-            self._module = placed(module, self.device)
+                residency.offload_all()
+            module = load_classifier(folder, dtype, PATH_KEY, self.config.max_length)
+            self._module = move_to_device(module, self.device)
         if residency is not None:
-            residency.need(self)
+            residency.acquire(self)
         return self._module
 
     def _rows(self, trajectories: Sequence[Record]) -> list[list[int]]:
@@ -119,15 +123,15 @@ class RewardModelReward(Storages, Reward):
         if template is None:
             texts = [prompt + response for prompt, response in pairs]
         else:
-            texts = render(
+            texts = render_conversations(
                 template,
                 [
                     [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
                     for prompt, text in pairs
                 ],
                 {str(k): str(v) for k, v in self._tokenizer.special_tokens_map.items()},
-                KEY,
-                answering=False,
+                PATH_KEY,
+                add_generation_prompt=False,
             )
         # A template writes the special tokens itself.
         ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
@@ -141,7 +145,7 @@ class RewardModelReward(Storages, Reward):
         return [next((token for token in known if token is not None), 0)]
 
 
-def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+def length_grouped_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """Which rows are computed together: like lengths, so that little is padding.
 
     Args:
@@ -164,7 +168,7 @@ def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def classify(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+def score_rows(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
     """The number that a classifier gives each row of token ids, as it would give it alone.
 
     The library reads a decoder's number at the last token that is not its padding token, and
@@ -176,7 +180,7 @@ def classify(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -
         ends = {row[-1] for row in rows}
         filler = next(token for token in range(len(ends) + 1) if token not in ends)
     length = max(map(len, rows))
-    tokens = pad([np.asarray(row, np.int64) for row in rows], length)
+    tokens = pad_right([np.asarray(row, np.int64) for row in rows], length)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(length)[None] < lengths[:, None]).long()
     tokens = torch.where(mask.bool(), tokens, filler)

@@ -11,18 +11,17 @@ from pydantic import model_validator
 from rlinf.config import RunConfig, Section, validate
 from rlinf.errors import RlinfError
 from rlinf.registry import Registry
-from rlinf.track.base import Guarded, Sink
-from rlinf.track.mlflow import MlflowConfig
-from rlinf.track.wandb import WandbConfig
+from rlinf.track.base import FailSafeTracker, Tracker
+from rlinf.track.trackers import MlflowConfig, WandbConfig
 
-sinks = Registry(
+trackers = Registry(
     "tracker",
     {
-        "tensorboard": "rlinf.track.tensorboard:TensorBoard",
-        "wandb": "rlinf.track.wandb:WeightsAndBiases",
-        "mlflow": "rlinf.track.mlflow:MLflow",
+        "tensorboard": "rlinf.track.trackers:TensorBoardTracker",
+        "wandb": "rlinf.track.trackers:WandbTracker",
+        "mlflow": "rlinf.track.trackers:MlflowTracker",
     },
-    base="rlinf.track.base:Sink",
+    base="rlinf.track.base:Tracker",
 )
 
 
@@ -44,20 +43,20 @@ class LogConfig(Section):
         return self
 
 
-def open_sinks(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Sink]:
+def open_trackers(log: Mapping[str, Any], run: Path, config: RunConfig) -> list[Tracker]:
     """The configured trackers of a run, less those that cannot begin, which is said.
 
     Raises:
         ConfigError: unknown tracker.
         MissingPackageError: its package is not installed.
     """
-    opened: list[Sink] = []
+    opened: list[Tracker] = []
     for number, name in enumerate(validate(LogConfig, log, "log").trackers):
-        tracker = sinks.get(name, f"log.trackers.{number}")
+        tracker = trackers.get(name, f"log.trackers.{number}")
         try:
-            opened.append(Guarded(name, tracker(run, config)))
+            opened.append(FailSafeTracker(name, tracker(run, config)))
         except RlinfError:
             raise
         except Exception as error:  # its server does not answer, say
-            Guarded.failed(name, error)
+            FailSafeTracker.warn_disabled(name, error)
     return opened

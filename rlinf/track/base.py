@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rlinf.config import RunConfig, semantic
+from rlinf.config import RunConfig, redact, select_semantic
 from rlinf.errors import ConfigError
-from rlinf.redaction import redacted
 
 log = logging.getLogger("rlinf")
 
 
 @runtime_checkable
-class Sink(Protocol):
+class Tracker(Protocol):
     """Takes numbers of one step (an iteration, counted from 1)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -24,7 +23,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def identified(run: Path) -> tuple[str, str]:
+def run_name_and_id(run: Path) -> tuple[str, str]:
     """Name and identity that a run has in ``run.json``.
 
     Raises:
@@ -40,7 +39,7 @@ def identified(run: Path) -> tuple[str, str]:
         ) from None
 
 
-def settings_of(run: Path, config: RunConfig) -> dict[str, Any]:
+def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
     """All settings in effect that can change a result, by section, as ``run.json`` has them.
 
     Runs of earlier versions noted none: of these it is what was given. What may be secret is
@@ -50,17 +49,17 @@ def settings_of(run: Path, config: RunConfig) -> dict[str, Any]:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
     except (OSError, ValueError, AttributeError):
         settings = None
-    found = semantic(settings) if isinstance(settings, dict) else config.semantic()
-    shown: dict[str, Any] = redacted(found)
+    found = select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
+    shown: dict[str, Any] = redact(found)
     return shown
 
 
-class Guarded:
+class FailSafeTracker:
     """A sink that is dropped, with one warning, when it fails: training matters more."""
 
-    def __init__(self, name: str, sink: Sink) -> None:
+    def __init__(self, name: str, sink: Tracker) -> None:
         self._name = name
-        self._sink: Sink | None = sink
+        self._sink: Tracker | None = sink
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._guarded(lambda sink: sink.log(step, metrics))
@@ -69,16 +68,16 @@ class Guarded:
         self._guarded(lambda sink: sink.close())
         self._sink = None
 
-    def _guarded(self, call: Callable[[Sink], None]) -> None:
+    def _guarded(self, call: Callable[[Tracker], None]) -> None:
         if self._sink is None:
             return
         try:
             call(self._sink)
         except Exception as error:  # a tracker may raise anything, and must not stop training
-            self.failed(self._name, error)
+            self.warn_disabled(self._name, error)
             self._sink = None
 
     @staticmethod
-    def failed(name: str, error: Exception) -> None:
+    def warn_disabled(name: str, error: Exception) -> None:
         """Say that a tracker does without this run."""
         log.warning("tracker %s failed and is switched off: %s", name, error)

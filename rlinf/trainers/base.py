@@ -10,20 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
-from rlinf.data.packing import Span
+from rlinf.data.load_balancing import StepSpan
 from rlinf.data.record import Record
+from rlinf.device_memory import MemorySize
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, StepOutputs
-from rlinf.residency import Size
-from rlinf.tensors import State
+from rlinf.safetensors_io import StreamedState
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """A loss with gradients, and metrics: sums, which are added over micro-batches and processes. Of
 those whose name ends in :data:`LARGEST` the largest is kept; they are 0 or more."""
-LARGEST = "_max"
-LossFunction = Callable[[Policy, Batch, list[Span]], Loss]
+MAX_SUFFIX = "_max"
+LossFunction = Callable[[Policy, Batch, list[StepSpan]], Loss]
 """The loss of a micro-batch, from the policy, its inputs on the policy's device, and which steps of
 the minibatch each row of them is."""
 
@@ -31,22 +31,22 @@ BatchLoss = Callable[[Policy, Batch], Loss]
 """The loss of inputs that are made already, on the policy's device."""
 
 
-def is_largest(metric: str) -> bool:
+def is_max_metric(metric: str) -> bool:
     """Whether of a metric the largest part is kept, rather than the sum of all."""
-    return metric.endswith(LARGEST)
+    return metric.endswith(MAX_SUFFIX)
 
 
-def joined_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
+def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
     """Add the metrics of a part of a minibatch to those of others."""
     for name, part in parts.items():
-        if is_largest(name) and name in sums:
+        if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)
         else:
             sums[name] = sums.get(name, 0.0) + part
 
 
-def of_steps(
-    loss: Callable[[StepOutputs, list[Span]], Loss],
+def loss_from_steps(
+    loss: Callable[[StepOutputs, list[StepSpan]], Loss],
     temperature: float = 1.0,
     *,
     entropy: bool = False,
@@ -70,21 +70,21 @@ class Trainer(ABC):
     """
 
     Config: ClassVar[type[Section]] = Section
-    layouts: ClassVar[frozenset[str]] = frozenset()
+    parallel_dims: ClassVar[frozenset[str]] = frozenset()
     """Ways in which processes can share a copy of the model: fields of
-    :class:`rlinf.channels.world.ParallelLayout`."""
-    accumulates: ClassVar[bool] = True
+    :class:`rlinf.channels.process_group.ParallelLayout`."""
+    supports_accumulation: ClassVar[bool] = True
     """Whether parts of a batch can be given one by one, before the whole is there."""
-    takes_weights: ClassVar[bool] = True
+    can_load_weights: ClassVar[bool] = True
     """Whether :meth:`load_weights` works; without, other weights need another trainer."""
-    takes_batches: ClassVar[bool] = False
+    supports_batches: ClassVar[bool] = False
     """Whether :meth:`accumulate_batch` works."""
     policy: Policy
     device: torch.device
 
     @abstractmethod
     def __init__(
-        self, policy: Policy, config: Any, optimizer: OptimizerSection, world: World
+        self, policy: Policy, config: Any, optimizer: OptimizerSection, world: ProcessGroupInfo
     ) -> None:
         """Take a policy over, with a fresh optimizer.
 
@@ -94,7 +94,7 @@ class Trainer(ABC):
         """
 
     @classmethod
-    def packages(cls, config: Any) -> tuple[str, ...]:
+    def required_packages(cls, config: Any) -> tuple[str, ...]:
         """Optional packages that it imports; extras of their names install them."""
         return ()
 
@@ -123,7 +123,7 @@ class Trainer(ABC):
         return None
 
     @abstractmethod
-    def limit(self, token_budget: int) -> None:
+    def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
         """Evaluate at most so many padded positions at once from now on."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Trainer(ABC):
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        together: Sequence[Sequence[int]] | None = None,
+        row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Add the gradient of some samples to that of the coming :meth:`update`.
 
@@ -171,7 +171,7 @@ class Trainer(ABC):
         )
 
     @abstractmethod
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Forget what was accumulated, and give its memory back."""
 
     @abstractmethod
@@ -180,7 +180,7 @@ class Trainer(ABC):
         *,
         lr: float | Mapping[str, float],
         scale: float = 1.0,
-        only: Collection[str] | None = None,
+        groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
         """Change the weights by the accumulated gradient, and forget that.
@@ -208,11 +208,11 @@ class Trainer(ABC):
         loss: LossFunction,
         *,
         lr: float | Mapping[str, float],
-        only: Collection[str] | None = None,
+        groups: Collection[str] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
         self.accumulate(records, loss)
-        return self.update(lr=lr, only=only)
+        return self.update(lr=lr, groups=groups)
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
@@ -243,35 +243,35 @@ class Trainer(ABC):
         The optimizer stays as it is: this is for log-probabilities, not for going on with training.
         """
 
-    def fill(self, folder: Path) -> None:
+    def load_policy_folder(self, folder: Path) -> None:
         """The same from a policy's folder, whose :attr:`Policy.by_rows` is true; each process reads
         what it needs."""
-        self.policy.fill(folder)
+        self.policy.load_weights(folder)
 
     @abstractmethod
-    def stream(self, *, copy: bool = False) -> State:
+    def stream_weights(self, *, copy: bool = False) -> StreamedState:
         """All weights, whole, on CPU, one after the other: no process need hold them all.
 
         Args:
             copy: never the trainer's own tensors.
         """
 
-    def full_state(self, *, copy: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, *, copy: bool = False) -> dict[str, Tensor]:
         """All weights of :meth:`stream` at once, tied ones as one tensor."""
-        return self.stream(copy=copy).whole()
+        return self.stream_weights(copy=copy).collect()
 
-    def size(self) -> Mapping[str, Size]:
-        """What it keeps on the device between calls; see :class:`rlinf.residency.Holder`.
+    def group_sizes(self) -> Mapping[str, MemorySize]:
+        """What it keeps on the device between calls; see :class:`rlinf.device_memory.Offloadable`.
 
         Groups ``weights``, ``gradients`` and ``optimizer``, where they can move. :meth:`forward`
         needs the first, :meth:`accumulate` the first two, all else everything.
         """
         return {}
 
-    def offload(self, group: str, least: int) -> int:
+    def offload(self, group: str, min_bytes: int) -> int:
         raise NotImplementedError
 
-    def onload(self, groups: Collection[str], *, filled: bool) -> None:
+    def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         raise NotImplementedError
 
     @abstractmethod

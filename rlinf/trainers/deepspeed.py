@@ -10,33 +10,243 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.errors import ConfigError, require
-from rlinf.models.base import Batch, Policy, StepOutputs, misfit
-from rlinf.residency import buffers_to, give_memory, placed
-from rlinf.trainers import shards
-from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import GROUP, begin, make_optimizer
-from rlinf.trainers.zero import Fragment, Zero, Zero3, Zero12, total_norm
+from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device
+from rlinf.errors import ConfigError, require_package
+from rlinf.models.base import Batch, Policy, StepOutputs, weight_mismatch
+from rlinf.trainers import sharded_checkpoint
+from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
+from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer_state
 
-UNITS = 50_000_000
+
+@dataclass(frozen=True)
+class ZeroFragment:
+    """A process's elements of one parameter; it may have none."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """Of the whole."""
+    flat_index: int
+    """Which flat tensor they are in."""
+    flat_start: int
+    """Where they begin in that."""
+    param_start: int
+    """Where they begin in the parameter."""
+    count: int
+
+
+class ZeroOptimizer(ABC):
+    """The memory of DeepSpeed's optimizer of one stage."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    @abstractmethod
+    def flat_weights(self) -> list[Tensor]:
+        """Float32 weights."""
+
+    @abstractmethod
+    def param_group_of(self, flat: int) -> int:
+        """The group of parameters of torch's optimizer that a flat tensor belongs to."""
+
+    @abstractmethod
+    def fragments(self) -> Iterator[ZeroFragment]:
+        """Of all parameters that are trained."""
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Complete the gradient of what was accumulated; collective."""
+
+    def gradients(self, flat: int) -> list[Tensor]:
+        """The reduced gradient of a flat tensor, in pieces."""
+        if self.is_offloaded:
+            return [self.flat_weights[flat].grad]  # type: ignore[list-item]
+        return list(self.optimizer.averaged_gradients[flat])
+
+    @property
+    @abstractmethod
+    def is_offloaded(self) -> bool:
+        """Whether float32 weights, moments and the reduced gradient are in the host's memory."""
+
+    @abstractmethod
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds gradients between two backward passes."""
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """Forget all gradients, those of a pass that failed too; not collective."""
+
+    def release(self, root: nn.Module) -> None:
+        """Let go of what the engine has called, once it is destroyed."""
+        return None
+
+    @abstractmethod
+    def sync_model_weights(self) -> None:
+        """Compute with the float32 weights as they are now; collective."""
+
+
+class ZeroStage12Optimizer(ZeroOptimizer):
+    """Of stages 1 and 2: every process has all weights to compute with."""
+
+    @property
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def param_group_of(self, flat: int) -> int:
+        return flat
+
+    def fragments(self) -> Iterator[ZeroFragment]:
+        for number, group in enumerate(self.optimizer.bit16_groups):
+            for parameter in group:
+                shape, at = tuple(parameter.shape), parameter._hp_mapping
+                if at is None:
+                    yield ZeroFragment(parameter, shape, number, 0, 0, 0)
+                    continue
+                there, here = at.hp_fragment_address, at.lp_fragment_address
+                yield ZeroFragment(parameter, shape, number, there.start, here.start, here.numel)
+
+    def reduce_gradients(self) -> None:
+        if self.optimizer.partition_gradients:
+            self.optimizer.finalize_gradient_accumulation_boundary()
+            return
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.optimizer.setup_buckets()
+        self.optimizer.reduce_gradients()
+        self.optimizer.set_gradient_accumulation_boundary(False)
+
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self.optimizer.cpu_offload)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        zero = self.optimizer
+        found = [p.grad for group in zero.bit16_groups for p in group]
+        found += [p.grad_accum for group in zero.bit16_groups for p in group]
+        for parts in (*zero.all_grad_tensors.values(), *zero.averaged_gradients.values()):
+            found += parts or []
+        return [tensor for tensor in found if tensor is not None]
+
+    def discard_gradients(self) -> None:
+        zero = self.optimizer
+        zero.zero_grad(set_to_none=True)
+        zero._release_preflattened_grad_buffers()
+        for number in range(len(zero.bit16_groups)):
+            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+        zero.params_already_reduced = [False] * len(zero.params_already_reduced)
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero._release_ipg_buffers()
+        zero.micro_step_id = -1
+        zero._backward_active_depth = 0
+        if self.is_offloaded:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids = set()
+            zero.accumulated_grads_in_cpu.clear()
+            for flat in self.flat_weights:
+                flat.grad.zero_()  # type: ignore[union-attr]
+
+    def sync_model_weights(self) -> None:
+        self.optimizer.update_lp_params()
+        for number in range(len(self.optimizer.bit16_groups)):
+            self.optimizer._update_model_bit16_weights(number)
+
+
+class ZeroStage3Optimizer(ZeroOptimizer):
+    """Of stage 3: weights are gathered module by module."""
+
+    @property
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def param_group_of(self, flat: int) -> int:
+        return int(self.optimizer.sub_group_to_group_id[flat])
+
+    def fragments(self) -> Iterator[ZeroFragment]:
+        zero = self.optimizer
+        for parameter in (p for group in zero.fp16_groups for p in group):
+            flat, begin, size = zero.grad_position[zero.get_param_id(parameter)]
+            start = zero._get_param_partition_rank(parameter) * size
+            count = max(0, min(size, parameter.ds_numel - start))
+            yield ZeroFragment(parameter, tuple(parameter.ds_shape), flat, begin, start, count)
+
+    def reduce_gradients(self) -> None:
+        self.optimizer.finalize_gradient_accumulation_boundary()
+
+    @property
+    def is_offloaded(self) -> bool:
+        return bool(self.optimizer.offload_optimizer)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        return [self.optimizer.grad_partitions_flat_buffer]
+
+    def discard_gradients(self) -> None:
+        zero = self.optimizer
+        zero.zero_grad(set_to_none=True)
+        zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        # What no loss depends on would keep the gradient of an earlier step.
+        zero.grad_partitions_flat_buffer.zero_()
+        zero._backward_active_depth = 0
+        if self.is_offloaded:
+            zero.reset_cpu_buffers()
+            zero._offload_boundary_param_ids = set()
+            for flat in self.flat_weights:
+                flat.grad.zero_()  # type: ignore[union-attr]
+        else:
+            zero.averaged_gradients = {}
+
+    def sync_model_weights(self) -> None:
+        zero = self.optimizer
+        zero._partition_all_parameters()
+        for number in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def release(self, root: nn.Module) -> None:
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as STACK
+        from deepspeed.runtime.zero.partitioned_param_coordinator import (
+            PartitionedParameterCoordinator,
+        )
+
+        # Each pass leaves its root there, and one that fails the modules it was in.
+        gone = set(root.modules())
+        STACK[:] = [module for module in STACK if module not in gone]
+        # A cached method: the cache is the class's, and holds every engine that used it for good.
+        method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(method).nonlocals["func"].cache_clear()
+
+
+def global_grad_norm(parts: list[Tensor]) -> Tensor:
+    """Euclidean norm over all processes of a gradient that each has a part of."""
+    squares = nn.utils.get_total_norm(parts).square()
+    torch.distributed.all_reduce(squares)
+    return squares.sqrt()
+
+
+MAX_BUCKET_ELEMENTS = 50_000_000
 """Most elements that are reduced or gathered at once."""
 
 
-class DeepSpeedConfig(MinibatchConfig):
+class DeepSpeedConfig(MinibatchTrainerConfig):
     """How a training step is executed; nothing here changes its mathematics."""
 
-    stage: Literal[1, 2, 3] = 2
+    zero_stage: Literal[1, 2, 3] = 2
     """What is shared out over processes: the optimizer's state (1), gradients too (2), weights too
     (3)."""
     offload_optimizer: bool = False
@@ -45,7 +255,7 @@ class DeepSpeedConfig(MinibatchConfig):
     """Keep weights in the host's memory as well; of stage 3."""
 
 
-SHARES_TRAINED = (
+STAGE_3_WITH_LORA = (
     "3 shares out weights that are trained, and here not all are (trainer.lora); choose 1 or 2"
 )
 
@@ -55,13 +265,13 @@ def _check_options(config: DeepSpeedConfig) -> None:
     Raises:
         ConfigError: two of them do not go together.
     """
-    if config.offload_param and config.stage != 3:
+    if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
-            f"trainer.offload_param: stage {config.stage} of ZeRO keeps weights on the device; "
-            "set trainer.stage=3"
+            f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the device; "
+            "set trainer.zero_stage=3"
         )
-    if config.lora is not None and config.stage == 3:
-        raise ConfigError(f"trainer.stage: {SHARES_TRAINED}")
+    if config.lora is not None and config.zero_stage == 3:
+        raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
     if config.lora is not None and config.param_dtype != "float32":
         raise ConfigError(
             "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
@@ -74,7 +284,7 @@ def _check_stacks(policy: Policy) -> None:
     Raises:
         ConfigError: it has several networks.
     """
-    if len(policy.stacks()) > 1:
+    if len(policy.block_stacks()) > 1:
         raise ConfigError(
             f"trainer.name: {type(policy).__name__} has several networks, of which an update may "
             "leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
@@ -99,8 +309,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
     config: DeepSpeedConfig
 
     @classmethod
-    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
-        return ("deepspeed", *super().packages(config))
+    def required_packages(cls, config: MinibatchTrainerConfig) -> tuple[str, ...]:
+        return ("deepspeed", *super().required_packages(config))
 
     @classmethod
     def check(
@@ -115,31 +325,37 @@ class DeepSpeedTrainer(MinibatchTrainer):
     ) -> None:
         super().check(config, policy, model, optimizer, layout, processes, key)
         _check_options(config)
-        if (sketch := policy.sketch(model)) is not None:
+        if (sketch := policy.meta_from_config(model)) is not None:
             _check_stacks(sketch)
 
     def __init__(
-        self, policy: Policy, config: DeepSpeedConfig, optimizer: OptimizerSection, world: World
+        self,
+        policy: Policy,
+        config: DeepSpeedConfig,
+        optimizer: OptimizerSection,
+        world: ProcessGroupInfo,
     ) -> None:
         _check_stacks(policy)
         _check_options(config)
         super().__init__(policy, config, optimizer, world)
-        if config.stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
-            raise ConfigError(f"trainer.stage: {SHARES_TRAINED}")
-        require("deepspeed", "deepspeed", "trainer=deepspeed")
-        world.connect(self.device.type)
+        if config.zero_stage == 3 and not all(p.requires_grad for p in policy.module.parameters()):
+            raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
+        require_package("deepspeed", "deepspeed", "trainer=deepspeed")
+        world.init_process_group(self.device.type)
         self._outline = copy.deepcopy(policy.module) if _empty(policy.module) else None
         if self._outline is not None:
-            buffers_to(policy.module, self.device)
-            give_memory(policy.module, self.device)
-            policy.fill()
-        placed(policy.module, self.device)
+            move_buffers(policy.module, self.device)
+            allocate_parameters(policy.module, self.device)
+            policy.load_weights()
+        move_to_device(policy.module, self.device)
         self._types = {name: t.dtype for name, t in _named(policy.module).items()}
         super()._reset_adapters()
-        self.optimizer = make_optimizer(policy, optimizer)
-        self._chosen: set[str] = {group[GROUP] for group in self.optimizer.param_groups}
+        self.optimizer = create_optimizer(policy, optimizer)
+        self._chosen: set[str] = {group[GROUP_KEY] for group in self.optimizer.param_groups}
         self._engine = self._start()
-        self._zero: Zero = (Zero3 if config.stage == 3 else Zero12)(self._engine.optimizer)
+        self._zero: ZeroOptimizer = (
+            ZeroStage3Optimizer if config.zero_stage == 3 else ZeroStage12Optimizer
+        )(self._engine.optimizer)
         self._fragments = {id(part.parameter): part for part in self._zero.fragments()}
         self._compute_by(1)
 
@@ -166,9 +382,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         # DeepSpeed takes even ones alone.
         count = sum(p.numel() for p in self.policy.module.parameters())
-        unit = min(UNITS, count + count % 2)
+        unit = min(MAX_BUCKET_ELEMENTS, count + count % 2)
         zero: dict[str, Any] = {
-            "stage": self.config.stage,
+            "stage": self.config.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": unit,
             "allgather_bucket_size": unit,
@@ -225,27 +441,27 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._engine.backward(self._engine(call), scale_wrt_gas=False)
         return said
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         self._sums = None
-        self._zero.discard()
+        self._zero.discard_gradients()
 
     @torch.no_grad()
     def _leave_out(self, chosen: Collection[str]) -> None:
         self._chosen = set(chosen)
         self._begin()
-        self._zero.reduce()
+        self._zero.reduce_gradients()
 
     def _parts(self, groups: Collection[str]) -> list[Tensor]:
         """The reduced gradient of what is chosen of some groups."""
         return [
             gradient
-            for number in range(len(self._zero.flats))
+            for number in range(len(self._zero.flat_weights))
             if self._group(number) in self._chosen.intersection(groups)
             for gradient in self._zero.gradients(number)
         ]
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(total_norm([part.float() for part in self._parts(groups)]))
+        return float(global_grad_norm([part.float() for part in self._parts(groups)]))
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
@@ -256,7 +472,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
         def before(optimizer: Any, *_: Any) -> None:
             for group in optimizer.param_groups:
-                if group[GROUP] not in self._chosen:
+                if group[GROUP_KEY] not in self._chosen:
                     for flat in group["params"]:
                         kept.append((flat, flat.grad))
                         flat.grad = None
@@ -267,37 +483,37 @@ class DeepSpeedTrainer(MinibatchTrainer):
             self._zero.optimizer.step()
         finally:
             hook.remove()
-        if self._zero.offloads:  # its gradient has its memory for good
+        if self._zero.is_offloaded:  # its gradient has its memory for good
             for flat, own in kept:
                 flat.grad = own
 
     def _group(self, flat: int) -> str:
-        name: str = self.optimizer.param_groups[self._zero.owner(flat)][GROUP]
+        name: str = self.optimizer.param_groups[self._zero.param_group_of(flat)][GROUP_KEY]
         return name
 
     def _begin(self) -> None:
         """Have moments, as before any step."""
-        for flat in self._zero.flats:
-            begin(self.optimizer, flat, self._moments)
+        for flat in self._zero.flat_weights:
+            init_optimizer_state(self.optimizer, flat, self._moments)
 
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._closed:
             return {}
         own = [*_named(self.policy.module).values(), *self.policy.module.parameters()]
         weights = [t.ds_tensor if hasattr(t, "ds_tensor") else t for t in own]
         weights += [t for t in own if hasattr(t, "ds_tensor") and t.numel()]
         weights = [t.detach() for t in weights]
-        flats = self._zero.flats
+        flats = self._zero.flat_weights
         to_come = [torch.empty_like(flat, device="meta") for flat in flats]
         moments: list[Tensor] = []
-        if not self._zero.offloads:
+        if not self._zero.is_offloaded:
             moments += flats
             for flat, empty in zip(flats, to_come, strict=True):
                 state = self.optimizer.state.get(flat)
                 moments += state.values() if state else [empty] * len(self._moments)
         return {
             "weights": weights,
-            "gradients": self._zero.accumulated() or to_come,
+            "gradients": self._zero.gradient_buffers() or to_come,
             "optimizer": moments,
         }
 
@@ -308,17 +524,17 @@ class DeepSpeedTrainer(MinibatchTrainer):
         counts = {name: torch.zeros(()) for name, parts in steps.items() if "step" in parts}
         for name, count in counts.items():
             steps[name]["step"] = count
-        shards.read(folder, state, self._places)
+        sharded_checkpoint.read_shards(folder, state, self._places)
         named = dict(self.policy.module.named_parameters())
-        for number, flat in enumerate(self._zero.flats):
+        for number, flat in enumerate(self._zero.flat_weights):
             found = [
                 count
                 for name, count in counts.items()
-                if self._fragments[id(named[name])].flat == number
+                if self._fragments[id(named[name])].flat_index == number
             ]
             if found:
                 self.optimizer.state[flat]["step"].copy_(max(found))
-        self._zero.refresh()
+        self._zero.sync_model_weights()
 
     @torch.no_grad()
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -327,7 +543,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         given = set[int]()
         for name, tensor in tensors:
             if name not in own or _shape(named[name]) != tensor.shape:
-                raise misfit(name, 1)
+                raise weight_mismatch(name, 1)
             given.add(id(named[name]))
             place, part = self._places.get(f"model/{name}"), own[name]
             if place is None:
@@ -336,16 +552,16 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 part.copy_(tensor.reshape(-1)[place.start : place.start + len(part)])
         lacking = [name for name, tensor in named.items() if id(tensor) not in given]
         if lacking:
-            raise misfit(lacking[0], len(lacking))
-        self._zero.refresh()
+            raise weight_mismatch(lacking[0], len(lacking))
+        self._zero.sync_model_weights()
 
-    def fill(self, folder: Path) -> None:
+    def load_policy_folder(self, folder: Path) -> None:
         """Each process reads the whole once, and keeps its part."""
         twin = copy.copy(self.policy)
         assert self._outline is not None
         twin.module = copy.deepcopy(self._outline)
-        give_memory(twin.module, torch.device("cpu"))
-        twin.fill(folder)
+        allocate_parameters(twin.module, torch.device("cpu"))
+        twin.load_weights(folder)
         self.load_weights(twin.module.state_dict().items())
 
     def _like(self, name: str, tensor: Tensor) -> Tensor:
@@ -355,20 +571,22 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
             part, dtype = self._fragments.get(id(tensor)), self._types.get(name, torch.float32)
-            if part is None or (self.config.stage < 3 and tensor.dtype == dtype):
+            if part is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
                 yield name, tensor.detach()
                 continue
             whole = torch.zeros(part.shape, device=self.device)
-            whole.view(-1)[part.start : part.start + part.count] = self._view(part, None)
+            whole.view(-1)[part.param_start : part.param_start + part.count] = self._view(
+                part, None
+            )
             torch.distributed.all_reduce(whole)
             yield name, whole.to(dtype)
 
-    def _view(self, part: Fragment, moment: str | None) -> Tensor:
+    def _view(self, part: ZeroFragment, moment: str | None) -> Tensor:
         """A fragment of the float32 weights, or of one of their moments."""
-        flat = self._zero.flats[part.flat]
+        flat = self._zero.flat_weights[part.flat_index]
         if moment is not None:
             flat = self.optimizer.state[flat][moment]
-        return flat.detach()[part.begin : part.begin + part.count]
+        return flat.detach()[part.flat_start : part.flat_start + part.count]
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """What this process has of some tensors of the module, by name."""
@@ -377,7 +595,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
             part = self._fragments.get(id(tensor))
             found[name] = tensor.detach() if part is None else self._view(part, None)
             if part is not None:
-                self._places[f"model/{name}"] = shards.Place(part.shape, part.start)
+                self._places[f"model/{name}"] = sharded_checkpoint.ShardPlacement(
+                    part.shape, part.param_start
+                )
         return found
 
     @torch.no_grad()
@@ -385,7 +605,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         super()._reset_adapters()
         if self._adapters is not None:  # of stages 1 and 2, which have them whole
             for part in self._fragments.values():
-                own = part.parameter.view(-1)[part.start : part.start + part.count]
+                own = part.parameter.view(-1)[part.param_start : part.param_start + part.count]
                 self._view(part, None).copy_(own)
 
     def _state(self) -> dict[str, Any]:
@@ -396,9 +616,9 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 continue
             state[name] = {moment: self._view(part, moment) for moment in self._moments}
             for moment in self._moments:
-                place = shards.Place(part.shape, part.start)
+                place = sharded_checkpoint.ShardPlacement(part.shape, part.param_start)
                 self._places[f"optimizer/state/{name}/{moment}"] = place
-            own = self.optimizer.state[self._zero.flats[part.flat]]
+            own = self.optimizer.state[self._zero.flat_weights[part.flat_index]]
             if "step" in own:
                 state[name]["step"] = own["step"]
         named = (

@@ -10,30 +10,35 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
+from rlinf.device_memory import move_to_device
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
-from rlinf.residency import placed
-from rlinf.sharded import gathered, local
-from rlinf.trainers import offload, shards
-from rlinf.trainers.base import BatchLoss, joined_metrics
-from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import GROUP, begin, make_optimizer, scale_gradients
+from rlinf.sharded_tensors import gather_full_tensors, local_shard
+from rlinf.trainers import optimizer, sharded_checkpoint
+from rlinf.trainers.base import BatchLoss, merge_metrics
+from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
+from rlinf.trainers.optimizer import (
+    GROUP_KEY,
+    create_optimizer,
+    init_optimizer_state,
+    scale_gradients,
+)
 
 
-class FSDPConfig(MinibatchConfig):
+class FSDPConfig(MinibatchTrainerConfig):
     """How a training step is executed; nothing here changes its mathematics."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the processes of a sharded model add up gradients."""
-    replicas: int = Field(default=1, gt=0)
+    dp_replicate: int = Field(default=1, gt=0)
     """Copies of the model, each shared out over as many of the processes (hybrid sharding): those
     of a copy have neighbouring ranks, on one node where they can."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in the host's memory; it comes to the device in parts."""
     reshard_after_forward: bool = True
-    unit_mb: int = Field(default=32, ge=0)
+    fsdp_wrap_min_mb: int = Field(default=32, ge=0)
     """Least size of the parameters, MiB, that several processes gather at once."""
 
 
@@ -41,26 +46,30 @@ class FSDPTrainer(MinibatchTrainer):
     """Owns the sharded module and its optimizer."""
 
     Config = FSDPConfig
-    takes_batches = True
+    supports_batches = True
     config: FSDPConfig
 
     def __init__(
-        self, policy: Policy, config: FSDPConfig, optimizer: OptimizerSection, world: World
+        self,
+        policy: Policy,
+        config: FSDPConfig,
+        optimizer: OptimizerSection,
+        world: ProcessGroupInfo,
     ) -> None:
         super().__init__(policy, config, optimizer, world)
         self._root: Any = None
         kind = self.device.type
         sharded = world.size > 1 or config.param_dtype != "float32"
         if sharded:
-            world.connect(kind)
+            world.init_process_group(kind)
             self._shard(policy)
         else:
-            placed(policy.module, self.device)
+            move_to_device(policy.module, self.device)
         self._reset_adapters()
         side_by_side = kind == "cpu" and not sharded
-        self._compute_by(config.threads if side_by_side else 1)
-        self._torch_threads = 1 if side_by_side else config.threads
-        self.optimizer = make_optimizer(policy, optimizer)
+        self._compute_by(config.cpu_threads if side_by_side else 1)
+        self._torch_threads = 1 if side_by_side else config.cpu_threads
+        self.optimizer = create_optimizer(policy, optimizer)
 
     @classmethod
     def check(
@@ -91,9 +100,9 @@ class FSDPTrainer(MinibatchTrainer):
             found = self._backward(
                 lambda: loss(self.policy, inputs), self._scaling.value, last=True
             )
-            joined_metrics(self._sums, found)
+            merge_metrics(self._sums, found)
         except BaseException:
-            self.discard()
+            self.discard_gradients()
             raise
 
     def _backward(
@@ -107,40 +116,42 @@ class FSDPTrainer(MinibatchTrainer):
         (value * factor).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         self._sums = None
         # Of every lane: an attempt that failed may have left some in any of them.
-        for policy in self._lanes.policies:
+        for policy in self._lanes.replicas:
             for parameter in self._parameters(policy):
                 parameter.grad = None
 
     def _step(self, scales: Mapping[str, float]) -> None:
         scale_gradients(self.optimizer, scales)
         if self.config.offload_optimizer:
-            offload.step(self.optimizer, self.device)
+            optimizer.step_with_offload(self.optimizer, self.device)
         else:
             self.optimizer.step()
 
     @torch.no_grad()
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         """What it keeps on the device, of a sharded module this rank's shards.
 
-        See :class:`rlinf.residency.Holder`. What FSDP still has gathered it gives up for that.
+        See :class:`rlinf.device_memory.Offloadable`. What FSDP still has gathered it gives up for that.
         """
         if self._closed:
             return {}
-        weights = [local(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
+        weights = [local_shard(t) for t in self.policy.module.state_dict(keep_vars=True).values()]
         if self._adapters is not None:
-            weights += [local(parameter) for _, parameter in self._adapters.parameters()]
+            weights += [local_shard(parameter) for _, parameter in self._adapters.parameters()]
         gradients, moments = list[Tensor](), list[Tensor]()
         for parameter in self._parameters(self.policy):
-            to_come = torch.empty_like(local(parameter), device="meta")
-            gradients.append(to_come if parameter.grad is None else local(parameter.grad))
+            to_come = torch.empty_like(local_shard(parameter), device="meta")
+            gradients.append(to_come if parameter.grad is None else local_shard(parameter.grad))
             if self.config.offload_optimizer:
                 continue
             state = self.optimizer.state.get(parameter)
             moments += (
-                [local(t) for t in state.values()] if state else [to_come] * len(self._moments)
+                [local_shard(t) for t in state.values()]
+                if state
+                else [to_come] * len(self._moments)
             )
         return {"weights": weights, "gradients": gradients, "optimizer": moments}
 
@@ -148,7 +159,7 @@ class FSDPTrainer(MinibatchTrainer):
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         state = self._state()
-        shards.read(folder, state)
+        sharded_checkpoint.read_shards(folder, state)
         if self._adapters is None:  # theirs are the trainer's own tensors
             set_state_dict(
                 self.policy.module,
@@ -157,14 +168,16 @@ class FSDPTrainer(MinibatchTrainer):
                 optim_state_dict=state["optimizer"],
             )
         if self.config.offload_optimizer:
-            offload.move(self.optimizer, set(self._parameters(self.policy)), offload.HOST)
+            optimizer.move_optimizer_state(
+                self.optimizer, set(self._parameters(self.policy)), optimizer.HOST_DEVICE
+            )
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Asked for its state, the module lets go of what it gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return gathered(named)
+        return gather_full_tensors(named)
 
     def _release(self) -> None:
         # FSDP's modules are in cycles: what they hold goes with the next collection.
@@ -178,13 +191,13 @@ class FSDPTrainer(MinibatchTrainer):
             self.policy.module.state_dict()  # lets go of what is gathered
             own = dict(self._adapters.parameters())
             for parameter in own.values():
-                begin(self.optimizer, parameter, self._moments)
+                init_optimizer_state(self.optimizer, parameter, self._moments)
             states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
             return {"model": own, "optimizer": {"state": states}, **self._scaling.state()}
         # Before the first step: torch would take one of its own, which counts.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                begin(self.optimizer, parameter, self._moments)
+                init_optimizer_state(self.optimizer, parameter, self._moments)
         model, optimizer = get_state_dict(self.policy.module, self.optimizer)
         return {"model": model, "optimizer": optimizer, **self._scaling.state()}
 
@@ -192,14 +205,14 @@ class FSDPTrainer(MinibatchTrainer):
         # Imported by sharded trainers alone: it takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        from rlinf.trainers.sharding import make_mesh, place_of, share_out
+        from rlinf.trainers.fsdp_wrap import apply_fsdp, create_mesh, shard_coordinates
 
         size = self.world.size
         _check_replicas(self.config, size, "a stage")
-        mesh = make_mesh(self.device, size, self.config.replicas if size > 1 else 1)
-        self._copy, *part = place_of(mesh)
+        mesh = create_mesh(self.device, size, self.config.dp_replicate if size > 1 else 1)
+        self._copy, *part = shard_coordinates(mesh)
         self._part = (part[0], part[1])
-        self._root, self._in_one = share_out(
+        self._root, self._in_one = apply_fsdp(
             policy,
             mesh,
             self.device,
@@ -207,7 +220,7 @@ class FSDPTrainer(MinibatchTrainer):
                 param_dtype=getattr(torch, self.config.param_dtype),
                 reduce_dtype=getattr(torch, self.config.reduce_dtype),
             ),
-            unit_bytes=self.config.unit_mb << 20,
+            wrap_min_bytes=self.config.fsdp_wrap_min_mb << 20,
             reshard_after_forward=self.config.reshard_after_forward,
         )
 
@@ -225,7 +238,7 @@ class FSDPTrainer(MinibatchTrainer):
             parameter.grad
             for group in self.optimizer.param_groups
             for parameter in group["params"]
-            if group[GROUP] in groups and parameter.grad is not None
+            if group[GROUP_KEY] in groups and parameter.grad is not None
         ]
         norm = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -236,8 +249,8 @@ def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
     Raises:
         ConfigError: several processes cannot have as many copies of the model.
     """
-    if processes > 1 and processes % config.replicas:
+    if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
-            f"trainer.replicas: {config.replicas} does not divide the {processes} processes of "
+            f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} processes of "
             f"{where}; give a divisor of them, 1 for one copy of the model over all"
         )

@@ -17,43 +17,43 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.config import Section
-from rlinf.errors import ConfigError, nearest, require
+from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import Policy
-from rlinf.sharded import local, rows_of
+from rlinf.sharded_tensors import local_rows, local_shard
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 
 
-class LoRASection(Section):
+class LoRAConfig(Section):
     """Adapters in place of all weights."""
 
     rank: int = Field(gt=0)
     alpha: float = Field(default=16.0, gt=0)
     """What adapters add is multiplied by ``alpha / rank``."""
-    targets: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     """Last parts of the names of the linear layers that get one; none: all but the head."""
 
 
-class Adapters:
+class LoRAAdapters:
     """Those of a module, which knows them by ``named_parameters`` and hides them in its state."""
 
-    def __init__(self, policy: Policy, settings: LoRASection) -> None:
+    def __init__(self, policy: Policy, settings: LoRAConfig) -> None:
         """
         Raises:
             ConfigError: a target is nowhere in the network, or the policy takes none.
         """
-        check_adapted(type(policy), policy, settings)
-        require("peft", "peft", "trainer.lora")
+        check_lora_targets(type(policy), policy, settings)
+        require_package("peft", "peft", "trainer.lora")
         from peft import LoraConfig, inject_adapter_in_model
 
-        targets = list(settings.targets) or _linear(policy)
+        targets = list(settings.target_modules) or _linear(policy)
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
             target_modules=targets,
         )
         empty = any(parameter.is_meta for parameter in policy.module.parameters())
-        inject_adapter_in_model(config, policy.module, ADAPTER, low_cpu_mem_usage=empty)
+        inject_adapter_in_model(config, policy.module, ADAPTER_NAME, low_cpu_mem_usage=empty)
         self._policy = policy
         self.scale = settings.alpha / settings.rank
         layers = dict(_layers(policy.module))
@@ -71,10 +71,10 @@ class Adapters:
     def reset(self) -> None:
         """Start anew; see :func:`start`."""
         for name, parameter in self.parameters():
-            begin, end = rows_of(parameter)
-            local(parameter).copy_(start(name, parameter.shape)[begin:end])
+            begin, end = local_rows(parameter)
+            local_shard(parameter).copy_(initial_factor(name, parameter.shape)[begin:end])
 
-    def merging(self, whole: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+    def weight_merger(self, whole: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
         """What merges adapters into a weight, given by its usual name, if it has one.
 
         Args:
@@ -85,13 +85,13 @@ class Adapters:
         def merged(name: str, weight: Tensor) -> Tensor:
             if (layer := adapted.get(name)) is None:
                 return weight
-            one, other = (whole[f"{layer}.lora_{side}.{ADAPTER}.weight"] for side in "BA")
+            one, other = (whole[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
             return (weight + self.scale * (one @ other)).to(weight.dtype)
 
         return merged
 
 
-def check_adapted(cls: type[Policy], policy: Policy | None, settings: LoRASection) -> None:
+def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAConfig) -> None:
     """See that a policy takes adapters, every target is there, and all can be merged.
 
     Args:
@@ -100,20 +100,20 @@ def check_adapted(cls: type[Policy], policy: Policy | None, settings: LoRASectio
     Raises:
         ConfigError: names the target.
     """
-    if not (cls if policy is None else policy).adapts:
+    if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
             f"trainer.lora: {cls.__name__} has parts that adapters would leave as they began; "
             "train all weights (trainer.lora=null)"
         )
     if policy is None:
         return
-    key, parts = "trainer.lora.targets", dict(policy.module.named_modules())
+    key, parts = "trainer.lora.target_modules", dict(policy.module.named_modules())
     users = Counter(id(w) for _, w in policy.module.named_parameters(remove_duplicate=False))
-    for target in settings.targets or _linear(policy):
+    for target in settings.target_modules or _linear(policy):
         named = [name for name in parts if name == target or name.endswith(f".{target}")]
         if not named:
             known = {n.rpartition(".")[2] for n, m in parts.items() if isinstance(m, nn.Linear)}
-            raise ConfigError(f"{key}: {target!r} is nowhere{nearest(target, known)}")
+            raise ConfigError(f"{key}: {target!r} is nowhere{did_you_mean(target, known)}")
         for name in named:
             if not isinstance(base := parts[name], nn.Linear):
                 raise ConfigError(
@@ -128,7 +128,7 @@ def check_adapted(cls: type[Policy], policy: Policy | None, settings: LoRASectio
 
 
 @torch.no_grad()
-def start(name: str, shape: Sequence[int]) -> Tensor:
+def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
     """What an adapter's factor begins with: random numbers on one side, the same in every process
     and run, zeros on the other, so that the network is what it is without them.
 
@@ -160,7 +160,7 @@ def _linear(policy: Policy) -> list[str]:
     if not found:
         raise ConfigError(
             f"trainer.lora: {type(policy).__name__} names no blocks with linear layers; name the "
-            "layers in trainer.lora.targets"
+            "layers in trainer.lora.target_modules"
         )
     return found
 

@@ -18,36 +18,53 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
-from rlinf.data.packing import Span
+from rlinf.data.load_balancing import StepSpan
 from rlinf.data.record import Record
-from rlinf.errors import StageError
-from rlinf.models.base import Batch, Policy, StepOutputs, joined
+from rlinf.device_memory import OffloadableTensors
+from rlinf.errors import ConfigError, StageError
+from rlinf.models.base import Batch, Policy, StepOutputs, concat_outputs
 from rlinf.models.device import DeviceName, local_device
-from rlinf.residency import Storages
-from rlinf.sharded import local, memory
-from rlinf.tensors import State
-from rlinf.trainers import shards
-from rlinf.trainers.base import LossFunction, Trainer, is_largest, joined_metrics
-from rlinf.trainers.cuts import Cut, cut
-from rlinf.trainers.lanes import Lanes
-from rlinf.trainers.lora import Adapters, LoRASection, check_adapted
-from rlinf.trainers.loss_scale import LossScale
-from rlinf.trainers.optimizer import MOMENTS, choose, leave_out
-from rlinf.trainers.recompute import recompute_blocks
+from rlinf.safetensors_io import StreamedState
+from rlinf.sharded_tensors import local_shard, storage_key
+from rlinf.trainers import sharded_checkpoint
+from rlinf.trainers.base import LossFunction, Trainer, is_max_metric, merge_metrics
+from rlinf.trainers.lora import LoRAAdapters, LoRAConfig, check_lora_targets
+from rlinf.trainers.loss_scaler import LossScaler
+from rlinf.trainers.micro_batching import MicroBatches, split_micro_batches
+from rlinf.trainers.optimizer import MOMENT_NAMES, freeze_other_groups, select_groups_to_update
+from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
-class MinibatchConfig(Section):
+def enable_gradient_checkpointing(policy: Policy) -> None:
+    """Keep only the inputs of a policy's blocks for the backward pass.
+
+    Raises:
+        ConfigError: the policy names no blocks.
+    """
+    blocks = policy.blocks()
+    if not blocks:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: {type(policy).__name__} names no blocks whose "
+            "activations could be computed again; set it to false"
+        )
+    for block in blocks:
+        # Inside the block's own call, so that hooks of what shards it run once.
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class MinibatchTrainerConfig(Section):
     """How a training step is executed; nothing here changes its mathematics."""
 
-    token_budget: int = Field(default=8192, gt=0)
+    max_tokens_per_microbatch: int = Field(default=8192, gt=0)
     """Most padded positions in one micro-batch."""
     packing: bool | None = None
     """Rows of a micro-batch side by side, without padding between them, a prompt that several
     answer once; none sees another. null: where the policy can."""
-    threads: int = Field(default=1, gt=0)
+    cpu_threads: int = Field(default=1, gt=0)
     """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
     processes of a sharded model split every product. Part of the result: the order of sums."""
     python: str | None = None
@@ -55,28 +72,32 @@ class MinibatchConfig(Section):
     device: DeviceName = "auto"
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of parameters in forward and backward; those that are trained stay as they are."""
-    loss_scale: float = Field(default=65536.0, ge=1)
+    initial_loss_scale: float = Field(default=65536.0, ge=1)
     """What the loss is multiplied by at first, of float16 alone; see
-    :mod:`rlinf.trainers.loss_scale`. A power of two."""
-    loss_scale_steps: int = Field(default=2000, gt=0)
+    :mod:`rlinf.trainers.loss_scaler`. A power of two."""
+    loss_scale_window: int = Field(default=2000, gt=0)
     """Steps without overflow after which that is doubled."""
-    activation_checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Keep only the inputs of the network's blocks for the backward pass and compute the rest
     again: less memory, a third more work."""
-    lora: LoRASection | None = None
+    lora: LoRAConfig | None = None
     """Train low-rank adapters alone."""
 
 
-class MinibatchTrainer(Storages, Trainer):
+class MinibatchTrainer(OffloadableTensors, Trainer):
     """Computes losses and gradients; where weights and moments are is up to its subclasses."""
 
-    config: MinibatchConfig
+    config: MinibatchTrainerConfig
     optimizer: torch.optim.Optimizer
-    """Steps in :meth:`_step`; its groups are those of :func:`make_optimizer`."""
-    _lanes: Lanes
+    """Steps in :meth:`_step`; its groups are those of :func:`create_optimizer`."""
+    _lanes: ThreadedDataParallel
 
     def __init__(
-        self, policy: Policy, config: MinibatchConfig, optimizer: OptimizerSection, world: World
+        self,
+        policy: Policy,
+        config: MinibatchTrainerConfig,
+        optimizer: OptimizerSection,
+        world: ProcessGroupInfo,
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
@@ -85,30 +106,34 @@ class MinibatchTrainer(Storages, Trainer):
         """A snapshot that was written."""
         self._copy, self._part = 0, (world.rank, world.size)
         """Which copy of the model it has, and which part of how many."""
-        self._places: dict[str, shards.Place] = {}
+        self._places: dict[str, sharded_checkpoint.ShardPlacement] = {}
         """Where its parts of tensors belong, if they do not say so themselves."""
         self._closed = False
-        alone = {name: clip for name, clip in optimizer.group_clip.items() if name in policy.groups}
-        rest = [name for name in policy.groups if name not in alone]
+        alone = {
+            name: clip
+            for name, clip in optimizer.group_clip_grad.items()
+            if name in policy.parameter_groups
+        }
+        rest = [name for name in policy.parameter_groups if name not in alone]
         self._clips = [([name], clip) for name, clip in alone.items()]
         """Groups whose gradients are clipped together, and to which norm."""
         if rest:
             self._clips.insert(0, (rest, optimizer.clip_grad))
-        self._moments = MOMENTS[optimizer.name]
-        self._torch_threads = config.threads
+        self._moments = MOMENT_NAMES[optimizer.name]
+        self._torch_threads = config.cpu_threads
         self.device = local_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._packs = policy.packs if config.packing is None else config.packing
+        self._packs = policy.supports_packing if config.packing is None else config.packing
         if self._packs:
-            policy.use_packing(self.device, getattr(torch, config.param_dtype))
-        self._scaling = LossScale()
+            policy.enable_packing(self.device, getattr(torch, config.param_dtype))
+        self._scaling = LossScaler()
         if config.param_dtype == "float16":
-            self._scaling = LossScale(config.loss_scale, config.loss_scale_steps)
-        self._adapters = None if config.lora is None else Adapters(policy, config.lora)
+            self._scaling = LossScaler(config.initial_loss_scale, config.loss_scale_window)
+        self._adapters = None if config.lora is None else LoRAAdapters(policy, config.lora)
 
     @classmethod
-    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
+    def required_packages(cls, config: MinibatchTrainerConfig) -> tuple[str, ...]:
         return () if config.lora is None else ("peft",)
 
     @classmethod
@@ -125,31 +150,33 @@ class MinibatchTrainer(Storages, Trainer):
         if config.packing:
             policy.check_packing(model)
         if config.lora is not None:
-            check_adapted(policy, policy.sketch(model), config.lora)
+            check_lora_targets(policy, policy.meta_from_config(model), config.lora)
 
     def _compute_by(self, lanes: int) -> None:
         """So many threads compute micro-batches side by side, once the weights are in place."""
-        self._lanes = Lanes(self.policy, lanes)
-        if self.config.activation_checkpointing:
-            for lane in self._lanes.policies:
-                recompute_blocks(lane)
+        self._lanes = ThreadedDataParallel(self.policy, lanes)
+        if self.config.gradient_checkpointing:
+            for lane in self._lanes.replicas:
+                enable_gradient_checkpointing(lane)
 
-    def limit(self, token_budget: int) -> None:
-        self.config = self.config.model_copy(update={"token_budget": token_budget})
+    def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
+        self.config = self.config.model_copy(
+            update={"max_tokens_per_microbatch": max_tokens_per_microbatch}
+        )
 
-    def cut(
+    def split_micro_batches(
         self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
-    ) -> list[Cut]:
+    ) -> list[MicroBatches]:
         """The micro-batches of each lane of this rank."""
-        return cut(
+        return split_micro_batches(
             self.policy,
             records,
             together,
-            budget=self.config.token_budget,
+            max_tokens=self.config.max_tokens_per_microbatch,
             padded=not self._packs,
-            speeds=self.world.speeds,
-            rank=self.world.data_rank,
-            lanes=len(self._lanes),
+            speeds=self.world.data_parallel_speeds,
+            rank=self.world.data_parallel_rank,
+            num_threads=len(self._lanes),
         )
 
     def forward(
@@ -158,11 +185,11 @@ class MinibatchTrainer(Storages, Trainer):
         torch.set_num_threads(self._torch_threads)
 
         @torch.no_grad()
-        def lane(policy: Policy, cut: Cut) -> list[tuple[Span, StepOutputs]]:
+        def lane(policy: Policy, cut: MicroBatches) -> list[tuple[StepSpan, StepOutputs]]:
             policy.module.eval()
-            out: list[tuple[Span, StepOutputs]] = []
+            out: list[tuple[StepSpan, StepOutputs]] = []
             every = self._outputs(policy, records, cut, temperature)
-            for spans, real, outputs in zip(cut.batches, cut.real, every, strict=True):
+            for spans, real, outputs in zip(cut.batches, cut.is_real, every, strict=True):
                 for i, span in enumerate(spans) if real else ():
                     length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
@@ -171,32 +198,36 @@ class MinibatchTrainer(Storages, Trainer):
             return out
 
         found: dict[int, list[StepOutputs]] = defaultdict(list)
-        every = (pair for part in self._lanes.map(lane, self.cut(records)) for pair in part)
+        every = (
+            pair
+            for part in self._lanes.map(lane, self.split_micro_batches(records))
+            for pair in part
+        )
         for span, outputs in sorted(every, key=lambda pair: pair[0]):
             found[span.row].append(outputs)
-        return [(row, joined(parts)) for row, parts in found.items()]
+        return [(row, concat_outputs(parts)) for row, parts in found.items()]
 
     def accumulate(
         self,
         records: Sequence[Record],
         loss: LossFunction,
         *,
-        together: Sequence[Sequence[int]] | None = None,
+        row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         torch.set_num_threads(self._torch_threads)
         self._sums = self._sums or {}
 
-        def lane(policy: Policy, cut: Cut) -> dict[str, Any]:
+        def lane(policy: Policy, cut: MicroBatches) -> dict[str, Any]:
             if not policy.module.training:
                 policy.module.train()
             return self._gradients(policy, records, cut, loss)
 
         try:
-            for part in self._lanes.map(lane, self.cut(records, together)):
-                joined_metrics(self._sums, part)
-            self._lanes.add_gradients()
+            for part in self._lanes.map(lane, self.split_micro_batches(records, row_groups)):
+                merge_metrics(self._sums, part)
+            self._lanes.reduce_gradients()
         except BaseException:
-            self.discard()
+            self.discard_gradients()
             raise
 
     def update(
@@ -204,16 +235,16 @@ class MinibatchTrainer(Storages, Trainer):
         *,
         lr: float | Mapping[str, float],
         scale: float = 1.0,
-        only: Collection[str] | None = None,
+        groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
         if not self._sums:
             raise ValueError("nothing was accumulated")
         try:
-            self._leave_out(choose(self.optimizer, lr, only))
+            self._leave_out(select_groups_to_update(self.optimizer, lr, groups))
             return self._update(self._sums, scale, check)
         finally:
-            self.discard()
+            self.discard_gradients()
 
     def _update(
         self,
@@ -222,7 +253,7 @@ class MinibatchTrainer(Storages, Trainer):
         check: Callable[[dict[str, float]], None] | None,
     ) -> dict[str, float]:
         totals = {
-            name: value if is_largest(name) else scale * value
+            name: value if is_max_metric(name) else scale * value
             for name, value in self._over_ranks(sums).items()
         }
         if check is not None:
@@ -231,10 +262,10 @@ class MinibatchTrainer(Storages, Trainer):
         shrink = scale / self._scaling.value
         norms = [shrink * self._gradient_norm(groups) for groups, _ in self._clips]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-        if self._scaling.changes and math.isfinite(totals["loss"]):
+        if self._scaling.is_dynamic and math.isfinite(totals["loss"]):
             totals["skipped_steps"] = 0.0 if math.isfinite(norm) else 1.0
             if not math.isfinite(norm):
-                self._scaling.step_skipped()
+                self._scaling.record_overflow()
                 return totals
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise StageError(
@@ -247,31 +278,31 @@ class MinibatchTrainer(Storages, Trainer):
             shrunk = shrink * clip / (own + 1e-6) if own > clip else shrink
             scales |= dict.fromkeys(groups, shrunk)
         self._step(scales)
-        self._scaling.step_done()
+        self._scaling.record_step()
         return {**totals, "grad_norm": norm}
 
     def _outputs(
-        self, policy: Policy, records: Sequence[Record], cut: Cut, temperature: float
+        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, temperature: float
     ) -> Iterable[StepOutputs]:
         """What a policy says of each micro-batch of a lane, without gradients."""
         for spans in cut.batches:
             yield self._evaluate(policy, self._inputs(policy, records, spans), temperature)
 
     def _gradients(
-        self, policy: Policy, records: Sequence[Record], cut: Cut, loss: LossFunction
+        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, loss: LossFunction
     ) -> dict[str, Any]:
         """Add the gradients of a lane's micro-batches; returns the sums of their metrics."""
         sums: dict[str, Any] = {}
-        for number, (spans, real) in enumerate(zip(cut.batches, cut.real, strict=True), 1):
+        for number, (spans, real) in enumerate(zip(cut.batches, cut.is_real, strict=True), 1):
             counted = 1.0 if real else 0.0
             inputs = self._inputs(policy, records, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks; the loss is a sum over them.
-                counted * self.world.data_size * self._scaling.value,
+                counted * self.world.data_parallel_size * self._scaling.value,
                 last=number == len(cut.batches),
             )
-            joined_metrics(sums, {name: part * counted for name, part in parts.items()})
+            merge_metrics(sums, {name: part * counted for name, part in parts.items()})
         return sums
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
@@ -293,7 +324,7 @@ class MinibatchTrainer(Storages, Trainer):
 
     def _leave_out(self, chosen: Collection[str]) -> None:
         """Have the coming step change these groups alone: the gradient of others is forgotten."""
-        leave_out(self.optimizer, self._moments, chosen)
+        freeze_other_groups(self.optimizer, self._moments, chosen)
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
@@ -307,8 +338,8 @@ class MinibatchTrainer(Storages, Trainer):
         self._take(tensors)
         self._reset_adapters()
 
-    def fill(self, folder: Path) -> None:
-        super().fill(folder)
+    def load_policy_folder(self, folder: Path) -> None:
+        super().load_policy_folder(folder)
         self._reset_adapters()
 
     def _reset_adapters(self) -> None:
@@ -330,16 +361,16 @@ class MinibatchTrainer(Storages, Trainer):
             return {}
         # New memory costs far more than the copy: every page of it is cleared first.
         spare, self._spare = self._spare, {}
-        return _copied(shards.tensors(self._state()), spare)
+        return _copied(sharded_checkpoint.named_tensors(self._state()), spare)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         # Other copies of the model have nothing that the first one has not.
         if not self._copy:
             state_now = self._state() if state is None else state
-            shards.write(folder, state_now, *self._part, self._places)
+            sharded_checkpoint.write_shards(folder, state_now, *self._part, self._places)
             self._spare = state or {}
 
-    def stream(self, *, copy: bool = False) -> State:
+    def stream_weights(self, *, copy: bool = False) -> StreamedState:
         named = self.policy.module.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         for name, value in named.items():
@@ -349,14 +380,19 @@ class MinibatchTrainer(Storages, Trainer):
         def each() -> Iterator[tuple[str, Tensor]]:
             merged = None
             if (adapters := self._adapters) is not None:
-                merged = adapters.merging(dict(self._gathered(adapters.parameters())))
+                merged = adapters.weight_merger(dict(self._gathered(adapters.parameters())))
             for name, full in self._gathered((name, named[name]) for name in first.values()):
                 if merged is not None:
                     full = merged(name, full)  # noqa: PLW2901
-                yield name, full.to("cpu", copy=copy and memory(full) == memory(named[name]))
+                yield (
+                    name,
+                    full.to("cpu", copy=copy and storage_key(full) == storage_key(named[name])),
+                )
                 del full  # before the next one is gathered
 
-        return State({name: like[first[id(value)]] for name, value in named.items()}, each())
+        return StreamedState(
+            {name: like[first[id(value)]] for name, value in named.items()}, each()
+        )
 
     def _like(self, name: str, tensor: Tensor) -> Tensor:
         """Shape and type of one of the module's tensors as it is whole, without memory."""
@@ -373,8 +409,8 @@ class MinibatchTrainer(Storages, Trainer):
         if self._closed:
             return
         self._closed = True
-        self.discard()
-        self.forget()
+        self.discard_gradients()
+        self.drop_host_copies()
         self._lanes.close()
         self._spare, self._adapters = {}, None
         self._release()
@@ -384,13 +420,17 @@ class MinibatchTrainer(Storages, Trainer):
     def _release(self) -> None:
         """Let go of what else would keep the weights or the optimizer's state in memory."""
 
-    def _inputs(self, policy: Policy, records: Sequence[Record], spans: Sequence[Span]) -> Batch:
-        batch = policy.collate([records[row].part(start, stop) for row, start, stop in spans])
+    def _inputs(
+        self, policy: Policy, records: Sequence[Record], spans: Sequence[StepSpan]
+    ) -> Batch:
+        batch = policy.collate(
+            [records[row].slice_steps(start, stop) for row, start, stop in spans]
+        )
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _over_ranks(self, metrics: dict[str, Any]) -> dict[str, float]:
         """Those of all processes."""
-        largest = sorted(filter(is_largest, metrics))
+        largest = sorted(filter(is_max_metric, metrics))
         sums = sorted(metrics.keys() - set(largest))
         found: dict[str, float] = {}
         for names in filter(None, (sums, largest)):
@@ -401,7 +441,7 @@ class MinibatchTrainer(Storages, Trainer):
                 torch.distributed.all_reduce(total, which)
             if names is sums:
                 # Processes of one copy of the model have the same sums.
-                total /= self.world.layout.ranks
+                total /= self.world.layout.model_parallel_size
             found |= dict(zip(names, total.tolist(), strict=True))
         return found
 
@@ -412,11 +452,11 @@ def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) ->
     known: dict[object, Tensor] = {}
     for name, tensor in named:
         own, to = tensor.detach(), spare.get(name)
-        one = memory(tensor)
+        one = storage_key(tensor)
         if one in known:
             pass
         elif to is not None and (to.shape, to.dtype) == (own.shape, own.dtype):
-            local(to).copy_(local(own))
+            local_shard(to).copy_(local_shard(own))
             known[one] = to
         else:
             known[one] = own.clone() if own.device.type == "cpu" else own.cpu()

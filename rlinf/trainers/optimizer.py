@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from rlinf.config import OptimizerSection
 from rlinf.models.base import Policy
-from rlinf.sharded import is_shared
+from rlinf.sharded_tensors import is_sharded, local_shard
 
-GROUP = "group"
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+GROUP_KEY = "group"
+MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """What each optimizer keeps of a parameter, of its size."""
 
 
-def make_optimizer(
+def create_optimizer(
     policy: Policy,
     settings: OptimizerSection,
     parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
@@ -30,13 +30,15 @@ def make_optimizer(
     """
     if parameters is None:
         named = policy.module.named_parameters()
-        parameters = ((policy.group(name), own) for name, own in named if own.requires_grad)
+        parameters = (
+            (policy.parameter_group(name), own) for name, own in named if own.requires_grad
+        )
     # Each group costs every step as much as a small network.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
-        (decay, name): {GROUP: name, "weight_decay": decay, "params": []}
+        (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
         for decay in decays
-        for name in policy.groups
+        for name in policy.parameter_groups
     }
     for group, parameter in parameters:
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0
@@ -47,12 +49,12 @@ def make_optimizer(
     # One pass over memory in place of five; it takes no sharded tensors beside others, and on a GPU
     # it would have its counts of steps there.
     every = [p for group in own for p in group["params"]]
-    fused = all(p.device.type == "cpu" and not is_shared(p) for p in every)
+    fused = all(p.device.type == "cpu" and not is_sharded(p) for p in every)
     how = {"fused": True} if fused else {"foreach": True}
     return torch.optim.AdamW(own, lr=settings.lr, betas=settings.betas, eps=settings.eps, **how)
 
 
-def choose(
+def select_groups_to_update(
     optimizer: Optimizer, rates: float | Mapping[str, float], only: Collection[str] | None
 ) -> set[str]:
     """Set the learning rates of the groups that the next step is to change.
@@ -63,14 +65,14 @@ def choose(
     Raises:
         ValueError: there is no such group, or no rate for it.
     """
-    names = {group[GROUP] for group in optimizer.param_groups}
+    names = {group[GROUP_KEY] for group in optimizer.param_groups}
     chosen = names if only is None else set(only)
     known = chosen if isinstance(rates, float | int) else set(rates)
     if unknown := (chosen - names) | (chosen - known):
         raise ValueError(f"no group of parameters, or no learning rate: {sorted(unknown)}")
     for group in optimizer.param_groups:
-        if group[GROUP] in chosen:
-            group["lr"] = rates if isinstance(rates, float | int) else rates[group[GROUP]]
+        if group[GROUP_KEY] in chosen:
+            group["lr"] = rates if isinstance(rates, float | int) else rates[group[GROUP_KEY]]
     return chosen
 
 
@@ -78,14 +80,16 @@ def choose(
 def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
     """Multiply the gradients of each group by its number."""
     for group in optimizer.param_groups:
-        if (scale := scales[group[GROUP]]) != 1:
+        if (scale := scales[group[GROUP_KEY]]) != 1:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
 
 
 @torch.no_grad()
-def leave_out(optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]) -> None:
+def freeze_other_groups(
+    optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]
+) -> None:
     """Have the next step change these groups alone.
 
     What it will not change (others' parameters, and those that no loss depends on) has moments too
@@ -93,16 +97,84 @@ def leave_out(optimizer: Optimizer, moments: Collection[str], chosen: Collection
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if group[GROUP] not in chosen:
+            if group[GROUP_KEY] not in chosen:
                 parameter.grad = None
             if parameter.grad is None:
-                begin(optimizer, parameter, moments)
+                init_optimizer_state(optimizer, parameter, moments)
 
 
-def begin(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
+def init_optimizer_state(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
     """Give a parameter the state it has before its first step, unless it has one."""
     if not optimizer.state[parameter]:
         start = {name: torch.zeros_like(parameter) for name in moments}
         if "exp_avg" in start:
             start["step"] = torch.zeros((), dtype=torch.float32)
         optimizer.state[parameter].update(start)
+
+
+OFFLOAD_CHUNK_BYTES = 256 << 20
+"""Parameters whose state is on the device at once."""
+HOST_DEVICE = torch.device("cpu")
+
+
+def step_with_offload(
+    optimizer: torch.optim.Optimizer, device: torch.device, most: int = OFFLOAD_CHUNK_BYTES
+) -> None:
+    """An optimizer step, of some parameters after the others; their state is on the host after it.
+
+    Of an optimizer that treats each parameter by itself, which gives the same bytes as at once.
+    """
+    groups = optimizer.param_groups
+    every = [group["params"] for group in groups]
+    try:
+        for part in _parts([p for params in every for p in params], most):
+            for group, params in zip(groups, every, strict=True):
+                group["params"] = [p for p in params if p in part]
+            move_optimizer_state(optimizer, part, device)
+            optimizer.step()
+            move_optimizer_state(optimizer, part, HOST_DEVICE)
+    finally:
+        for group, params in zip(groups, every, strict=True):
+            group["params"] = params
+
+
+def move_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], device: torch.device
+) -> None:
+    """Bring the state of some parameters to a device."""
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        for name, tensor in state.items():
+            # Counts of steps are where the optimizer has them.
+            if isinstance(tensor, Tensor) and tensor.dim():
+                state[name] = to_device(tensor, device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; one that is there already is not copied."""
+    if not is_sharded(tensor):
+        return tensor.to(device)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local_shard(tensor).to(device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _parts(parameters: list[nn.Parameter], most: int) -> Iterator[set[nn.Parameter]]:
+    """Parameters in order, until they have ``most`` bytes; one alone may have more."""
+    part, size = set[nn.Parameter](), 0
+    for parameter in parameters:
+        nbytes = local_shard(parameter).nbytes
+        if part and size + nbytes > most:
+            yield part
+            part, size = set(), 0
+        part.add(parameter)
+        size += nbytes
+    if part:
+        yield part

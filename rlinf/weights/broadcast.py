@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlinf.errors import TransferError
-from rlinf.weights.buckets import Layout, checksum, digest
+from rlinf.errors import WeightTransferError
+from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
 
 BUCKET_BYTES = 64 << 20
-TIMEOUT_S = 10.0
+BUCKET_TIMEOUT_S = 10.0
 """How long one bucket may take: a peer that is gone or stopped is noticed within this time."""
 _LONGEST_LAYOUT = 256 << 20
 _MAGIC = 0x726C696E667774
 _LOOK_S = 0.0005
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """A process group, or one backend of it."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
@@ -37,15 +37,15 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Received:
-    """A version that arrived whole; ``digest`` is that of :func:`rlinf.weights.buckets.digest`."""
+class ReceivedWeights:
+    """A version that arrived whole; ``digest`` is that of :func:`rlinf.weights.buckets.version_digest`."""
 
     version: int
     tensors: dict[str, Tensor]
     digest: str
 
 
-class Broadcast:
+class WeightBroadcast:
     """One end of a group that weights are broadcast in; all ranks take part in every transfer.
 
     Args:
@@ -54,8 +54,10 @@ class Broadcast:
         device: where buckets are while they travel; of one type in the whole group.
     """
 
-    def __init__(self, group: Group, source: int = 0, device: torch.device | str = "cpu") -> None:
-        self._group: Group | None = group
+    def __init__(
+        self, group: BroadcastGroup, source: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        self._group: BroadcastGroup | None = group
         self._source, self._device = source, torch.device(device)
 
     def send(
@@ -72,34 +74,34 @@ class Broadcast:
             The digest of what was sent.
 
         Raises:
-            TransferError: another rank does not take part any more; the group cannot be used again.
+            WeightTransferError: another rank does not take part any more; the group cannot be used again.
         """
-        layout = Layout.of(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
+        layout = BucketLayout.from_tensors(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
         text = layout.to_json().encode()
         size = min(layout.bucket_bytes, layout.nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        sums = torch.zeros(layout.buckets, dtype=torch.int64, device=self._device)
+        sums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
         with self._in_time():
             self._share(torch.tensor([_MAGIC, version, len(text)]).to(self._device))
             self._share(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
             before: dist.Work | None = None
-            for bucket in range(layout.buckets):
-                span = layout.span(bucket)
+            for bucket in range(layout.num_buckets):
+                span = layout.bucket_slice(bucket)
                 # Its last content has left: only the bucket before this one is under way.
                 part = buffers[bucket % 2][: span.stop - span.start]
-                layout.pack(bucket, tensors, part)
-                sums[bucket : bucket + 1] = checksum(part)
+                layout.pack_bucket(bucket, tensors, part)
+                sums[bucket : bucket + 1] = bucket_checksum(part)
                 self._wait(before)
                 before = self._start(part)
             self._wait(before)
             self._share(sums)
-        return digest(version, text, sums.tolist())
+        return version_digest(version, text, sums.tolist())
 
-    def receive(self) -> Received:
+    def receive(self) -> ReceivedWeights:
         """Take part in the sender's next transfer; tensors are on the CPU.
 
         Raises:
-            TransferError: something arrived damaged, and the group is in order; or another rank
+            WeightTransferError: something arrived damaged, and the group is in order; or another rank
                 does not take part any more, and it cannot be used again. The weights are not to be
                 served.
         """
@@ -108,20 +110,22 @@ class Broadcast:
             self._share(head)
             magic, version, length = head.tolist()
             if magic != _MAGIC or not 0 < length <= _LONGEST_LAYOUT:
-                raise TransferError(f"not the beginning of weights ({magic:#x}, {length})")
+                raise WeightTransferError(f"not the beginning of weights ({magic:#x}, {length})")
             text = torch.empty(length, dtype=torch.uint8, device=self._device)
             self._share(text)
             table = text.cpu().numpy().tobytes()
-            layout = Layout.from_json(table)
+            layout = BucketLayout.from_json(table)
             flat, sums = self._take(layout)
             sent = torch.empty_like(sums)
             self._share(sent)
         if count := int((sums != sent).sum()):
-            raise TransferError(
-                f"broadcast of weights: {count} of {layout.buckets} buckets of version {version} "
+            raise WeightTransferError(
+                f"broadcast of weights: {count} of {layout.num_buckets} buckets of version {version} "
                 "arrived damaged; they are not served"
             )
-        return Received(version, layout.views(flat), digest(version, table, sums.tolist()))
+        return ReceivedWeights(
+            version, layout.tensor_views(flat), version_digest(version, table, sums.tolist())
+        )
 
     def close(self) -> None:
         """Give the group up. A rank that waits in one of Gloo waits until its timeout."""
@@ -130,17 +134,17 @@ class Broadcast:
             with suppress(RuntimeError):
                 group.abort()
 
-    def _take(self, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _take(self, layout: BucketLayout) -> tuple[Tensor, Tensor]:
         """The flat state on the CPU, and the checksums of what came, on the group's device."""
         on_cpu = self._device.type == "cpu"
         flat = torch.empty(layout.nbytes, dtype=torch.uint8)
         # On a CPU they come to where they stay.
         size = 0 if on_cpu else min(layout.bucket_bytes, layout.nbytes)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        sums = torch.zeros(layout.buckets, dtype=torch.int64, device=self._device)
+        sums = torch.zeros(layout.num_buckets, dtype=torch.int64, device=self._device)
         before: tuple[int, Tensor] | None = None
-        for bucket in range(layout.buckets):
-            span = layout.span(bucket)
+        for bucket in range(layout.num_buckets):
+            span = layout.bucket_slice(bucket)
             length = span.stop - span.start
             part = flat[span] if on_cpu else buffers[bucket % 2][:length]
             work = self._start(part)
@@ -153,17 +157,17 @@ class Broadcast:
         return flat, sums
 
     @staticmethod
-    def _put(layout: Layout, bucket: int, part: Tensor, flat: Tensor, sums: Tensor) -> None:
-        sums[bucket : bucket + 1] = checksum(part)
+    def _put(layout: BucketLayout, bucket: int, part: Tensor, flat: Tensor, sums: Tensor) -> None:
+        sums[bucket : bucket + 1] = bucket_checksum(part)
         if part.device.type != "cpu":
-            flat[layout.span(bucket)].copy_(part)
+            flat[layout.bucket_slice(bucket)].copy_(part)
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise TransferError(
+            raise WeightTransferError(
                 f"broadcast of weights: another rank is gone, stopped or cut off ({error})"
             ) from error
 
@@ -181,9 +185,9 @@ class Broadcast:
         if self._device.type != "cpu":
             # NCCL's own wait holds up the stream, not this thread: a peer that is gone would hold
             # up the stream for good.
-            deadline = time.monotonic() + TIMEOUT_S
+            deadline = time.monotonic() + BUCKET_TIMEOUT_S
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"no progress in {TIMEOUT_S:g} s")
+                    raise RuntimeError(f"no progress in {BUCKET_TIMEOUT_S:g} s")
                 time.sleep(_LOOK_S)
         work.wait()

@@ -17,10 +17,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rlinf.errors import TransferError
+from rlinf.errors import WeightTransferError
 
 BUCKET_BYTES = 4 << 20
-ALIGN = 64
+ALIGN_BYTES = 64
 """Tensors start, and buckets end, at multiples of this; no element is cut, whatever its type."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -43,7 +43,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor's elements, in row-major order, lie in the flat state."""
 
     name: str
@@ -59,33 +59,35 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """The table of a flat state. ``ties`` maps names to the entry whose tensor they share."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     ties: dict[str, str]
     bucket_bytes: int
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         tensors: Mapping[str, Tensor],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
-    ) -> Layout:
+    ) -> BucketLayout:
         """The layout of some tensors, float32 ones to be sent as ``dtype``; tied ones once.
 
         Raises:
             ValueError: a bucket size that is no multiple of 64.
         """
-        if bucket_bytes <= 0 or bucket_bytes % ALIGN:
-            raise ValueError(f"bucket_bytes {bucket_bytes} is not a positive multiple of {ALIGN}")
-        kept, ties = distinct(tensors)
+        if bucket_bytes <= 0 or bucket_bytes % ALIGN_BYTES:
+            raise ValueError(
+                f"bucket_bytes {bucket_bytes} is not a positive multiple of {ALIGN_BYTES}"
+            )
+        kept, ties = split_tied_tensors(tensors)
         entries, offset = [], 0
         for name, tensor in kept.items():
-            kind = str(sent_dtype(tensor.dtype, dtype)).removeprefix("torch.")
-            entries.append(Entry(name, kind, tuple(tensor.shape), offset))
+            kind = str(transfer_dtype(tensor.dtype, dtype)).removeprefix("torch.")
+            entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset))
             offset += _aligned(entries[-1].nbytes)
         return cls(tuple(entries), ties, bucket_bytes)
 
@@ -95,22 +97,22 @@ class Layout:
         return max((_aligned(e.offset + e.nbytes) for e in self.entries), default=0)
 
     @property
-    def buckets(self) -> int:
+    def num_buckets(self) -> int:
         """Number of buckets; the last may be shorter."""
         return -(-self.nbytes // self.bucket_bytes)
 
-    def span(self, bucket: int) -> slice:
+    def bucket_slice(self, bucket: int) -> slice:
         """The bytes of the flat state that make up a bucket."""
         start = bucket * self.bucket_bytes
         return slice(start, min(start + self.bucket_bytes, self.nbytes))
 
-    def pack(self, bucket: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+    def pack_bucket(self, bucket: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
         """Write a bucket into ``out``, uint8 and at least as long, on any device; casts."""
         for entry, elements, part in self._pieces(bucket):
             source = tensors[entry.name].detach().reshape(-1)[elements]
             out[part].view(DTYPES[entry.dtype]).copy_(source)
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
+    def tensor_views(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors in a flat state, uint8 ``[nbytes]``, without a copy; tied names share one."""
         kept = {
             e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
@@ -124,40 +126,44 @@ class Layout:
         return json.dumps({"bucket_bytes": self.bucket_bytes, "ties": self.ties, "entries": table})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Layout:
+    def from_json(cls, text: str | bytes) -> BucketLayout:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            TransferError: not a layout: unknown types, sizes below zero, entries that overlap.
+            WeightTransferError: not a layout: unknown types, sizes below zero, entries that overlap.
         """
         try:
             values = json.loads(text)
             entries = tuple(
-                Entry(str(name), str(dtype), tuple(int(n) for n in shape), int(offset))
+                TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), int(offset))
                 for name, dtype, shape, offset in values["entries"]
             )
             ties = {str(name): str(kept) for name, kept in values["ties"].items()}
             layout = cls(entries, ties, int(values["bucket_bytes"]))
             end = 0
             for entry in entries:
-                if entry.offset < end or entry.offset % ALIGN or min(entry.shape, default=0) < 0:
+                if (
+                    entry.offset < end
+                    or entry.offset % ALIGN_BYTES
+                    or min(entry.shape, default=0) < 0
+                ):
                     raise ValueError(f"entry {entry.name!r} is out of place")
                 end = entry.offset + entry.nbytes
-            if layout.bucket_bytes <= 0 or layout.bucket_bytes % ALIGN:
+            if layout.bucket_bytes <= 0 or layout.bucket_bytes % ALIGN_BYTES:
                 raise ValueError(f"bucket size {layout.bucket_bytes}")
             if not set(ties.values()) <= {entry.name for entry in entries}:
                 raise ValueError("a name is tied to none of the entries")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise TransferError(f"damaged layout of weights ({error})") from None
+            raise WeightTransferError(f"damaged layout of weights ({error})") from None
         return layout
 
     @cached_property
     def _offsets(self) -> list[int]:
         return [entry.offset for entry in self.entries]
 
-    def _pieces(self, bucket: int) -> Iterator[tuple[Entry, slice, slice]]:
+    def _pieces(self, bucket: int) -> Iterator[tuple[TensorEntry, slice, slice]]:
         """What a bucket holds: entry, its elements, and their bytes within the bucket."""
-        span = self.span(bucket)
+        span = self.bucket_slice(bucket)
         first = max(0, bisect_right(self._offsets, span.start) - 1)
         for entry in self.entries[first:]:
             if entry.offset >= span.stop:
@@ -170,12 +176,12 @@ class Layout:
                 yield entry, elements, slice(start - span.start, stop - span.start)
 
 
-def sent_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def transfer_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The type a tensor travels in: float32 as ``wanted``, all else (statistics, counts) as is."""
     return wanted if wanted is not None and own == torch.float32 else own
 
 
-def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors in order of their names, each once, and ``{left out: kept}`` for tied ones."""
     kept: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -191,7 +197,7 @@ def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return kept, ties
 
 
-def checksum(data: Tensor) -> Tensor:
+def bucket_checksum(data: Tensor) -> Tensor:
     """64-bit checksum of a bucket, int64 ``[1]`` on its device.
 
     On a CPU xxh3. Elsewhere the sum of words times odd numbers that differ by position, modulo
@@ -211,7 +217,7 @@ def weighted_sum(data: Tensor) -> Tensor:
     return (words * factors).sum().reshape(1)
 
 
-def digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
+def version_digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
     """Of a version that travels: its number, its table as JSON and the checksums of its buckets."""
     return xxhash.xxh3_128_hexdigest(repr((version, layout, list(sums))).encode())
 
@@ -221,4 +227,4 @@ _ODD = 0x1E3779B97F4A7C15
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES

@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlinf.errors import TransferError
-from rlinf.tensors import TensorFile
-from rlinf.weights.buckets import distinct, sent_dtype
+from rlinf.errors import WeightTransferError
+from rlinf.safetensors_io import SafetensorsReader
+from rlinf.weights.buckets import split_tied_tensors, transfer_dtype
 
 FORMAT = "rlinf-delta-2"
 _SKIP = 255
@@ -32,20 +32,22 @@ _SKIP = 255
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class WeightSnapshot:
     """Weights of one version as they are sent, on the CPU; not to be written to."""
 
-    kept: dict[str, Tensor]
+    distinct: dict[str, Tensor]
     """The distinct tensors."""
     ties: dict[str, str]
     """Names that share one of them, and which."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Snapshot:
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> WeightSnapshot:
         """That of some weights, float32 ones as ``dtype``; what need not be copied is shared."""
-        kept, ties = distinct(tensors)
+        kept, ties = split_tied_tensors(tensors)
         cast = {
-            name: tensor.detach().to("cpu", sent_dtype(tensor.dtype, dtype)).contiguous()
+            name: tensor.detach().to("cpu", transfer_dtype(tensor.dtype, dtype)).contiguous()
             for name, tensor in kept.items()
         }
         return cls(cast, ties)
@@ -53,18 +55,18 @@ class Snapshot:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name."""
-        return self.kept | {name: self.kept[other] for name, other in self.ties.items()}
+        return self.distinct | {name: self.distinct[other] for name, other in self.ties.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.kept.values())
+        return sum(tensor.nbytes for tensor in self.distinct.values())
 
     @cached_property
     def digest(self) -> str:
         """xxh3-128, hex, of names, types, shapes and bits."""
         total = xxhash.xxh3_128(repr(sorted(self.ties.items())).encode())
-        for name, tensor in sorted(self.kept.items()):
+        for name, tensor in sorted(self.distinct.items()):
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
             if tensor.numel():
                 total.update(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -72,7 +74,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Delta:
+class WeightDelta:
     """The difference of two snapshots; ``start`` and ``end`` are their digests.
 
     ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) of a tensor with few
@@ -83,8 +85,8 @@ class Delta:
     tensors: dict[str, Tensor]
     changed: dict[str, int]
     removed: tuple[str, ...]
-    start: str
-    end: str
+    base_digest: str
+    target_digest: str
 
     @property
     def nbytes(self) -> int:
@@ -96,21 +98,21 @@ class Delta:
         table = {
             "changed": self.changed,
             "removed": self.removed,
-            "start": self.start,
-            "end": self.end,
+            "start": self.base_digest,
+            "end": self.target_digest,
         }
         save_file(self.tensors, path, metadata={"format": FORMAT, "table": json.dumps(table)})
 
     @classmethod
-    def load(cls, path: Path) -> Delta:
+    def load(cls, path: Path) -> WeightDelta:
         """Read what :meth:`save` wrote.
 
         Raises:
-            TransferError: not such a file.
+            WeightTransferError: not such a file.
             ArtifactError: it is committed and damaged.
         """
         try:
-            file = TensorFile(path)
+            file = SafetensorsReader(path)
             tensors = dict(file.tensors())
             if file.metadata.get("format") != FORMAT:
                 raise ValueError(f"format {file.metadata.get('format')!r} is not {FORMAT!r}")
@@ -119,46 +121,46 @@ class Delta:
             ends = str(table["start"]), str(table["end"])
             return cls(tensors, changed, tuple(table["removed"]), *ends)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TransferError(f"{path}: not a delta of weights ({error})") from None
+            raise WeightTransferError(f"{path}: not a delta of weights ({error})") from None
 
 
-def diff(old: Snapshot, new: Snapshot) -> Delta:
+def compute_delta(old: WeightSnapshot, new: WeightSnapshot) -> WeightDelta:
     """What leads from ``old`` to ``new``."""
     tensors: dict[str, Tensor] = {}
     changed: dict[str, int] = {}
-    for name, tensor in new.kept.items():
-        count, parts = _encode(old.kept.get(name), tensor)
+    for name, tensor in new.distinct.items():
+        count, parts = _encode(old.distinct.get(name), tensor)
         if parts:
             changed[name] = count
             tensors |= {f"{kind}/{name}": part for kind, part in parts.items()}
-    removed = tuple(sorted(set(old.kept) - set(new.kept)))
-    return Delta(tensors, changed, removed, old.digest, new.digest)
+    removed = tuple(sorted(set(old.distinct) - set(new.distinct)))
+    return WeightDelta(tensors, changed, removed, old.digest, new.digest)
 
 
-def patch(old: Snapshot, delta: Delta) -> Snapshot:
+def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
     """The snapshot that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
 
     Raises:
-        TransferError: the delta does not start from ``old``, is malformed, or leads elsewhere than
+        WeightTransferError: the delta does not start from ``old``, is malformed, or leads elsewhere than
             it says.
     """
-    if delta.start != old.digest:
-        raise TransferError("the delta does not start from these weights")
-    new = {name: tensor for name, tensor in old.kept.items() if name not in delta.removed}
+    if delta.base_digest != old.digest:
+        raise WeightTransferError("the delta does not start from these weights")
+    new = {name: tensor for name, tensor in old.distinct.items() if name not in delta.removed}
     for name, count in delta.changed.items():
         try:
             if f"whole/{name}" in delta.tensors:
                 new[name] = delta.tensors[f"whole/{name}"]
             else:
                 gaps, steps = delta.tensors[f"gaps/{name}"], delta.tensors[f"steps/{name}"]
-                new[name] = _decode(old.kept[name], count, gaps, steps)
+                new[name] = _decode(old.distinct[name], count, gaps, steps)
         except (KeyError, ValueError, IndexError, zlib.error) as error:
-            raise TransferError(
+            raise WeightTransferError(
                 f"the delta of {name!r} does not belong to these weights ({error})"
             ) from None
-    end = Snapshot(new, old.ties)
-    if end.digest != delta.end:
-        raise TransferError("the delta leads to other weights than it says")
+    end = WeightSnapshot(new, old.ties)
+    if end.digest != delta.target_digest:
+        raise WeightTransferError("the delta leads to other weights than it says")
     return end
 
 

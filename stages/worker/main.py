@@ -23,56 +23,52 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlinf import machine, segments
-from rlinf.artifacts import DATA, MANIFEST
-from rlinf.channels.base import ChannelClosed, ChannelFailed
-from rlinf.channels.control import Link
-from rlinf.channels.world import ParallelLayout, World
+from rlinf import process_tuning, shared_memory
+from rlinf.artifacts import DATA_PREFIX, MANIFEST
+from rlinf.channels.channel import ChannelClosed, ChannelFailed
+from rlinf.channels.control_link import WorkerLink
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import RunConfig
-from rlinf.errors import EXIT_REQUEUE, RlinfError, last_line, told_of_exhaustion
-from rlinf.user_code import exit_of, reporting_user_errors
-from slurm.deadline import stop_in
-from slurm.signals import StopFlag
-from stages.activity import Activity
-from stages.board import Board, Output
-from stages.context import Input, Live, Writer
-from stages.deltas import Deltas
-from stages.layout import CHANNELS, CONFIG
-from stages.names import worker_name
-from stages.parts import WEIGHTS, sent_type
-from stages.ranks import Ranks
-from stages.resident import Resident
-from stages.runner import Attempt, StageCall, load_config, withdrawing
-from stages.turns import Aside, Turn, Turns
-from stages.worker.answers import Desk
-from stages.worker.asks import Askers
-from stages.worker.generate import Generator
-from stages.worker.inbox import Inbox, Outbox
+from rlinf.errors import EXIT_REQUEUE, RlinfError, exception_line, translate_resource_errors
+from rlinf.user_code import exit_code_and_message, translate_user_errors
+from slurm.stop_signals import StopFlag, seconds_until_stop
+from stages.context import LiveContext, RecordWriter, StageInput
+from stages.device_schedule import DeviceSchedule, DeviceSlot, Unscheduled
+from stages.factory import WEIGHTS, weight_sync_dtype
+from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, worker_name
+from stages.live_store import LiveOutput, LiveStore
+from stages.rank_reports import AttemptRanks
+from stages.runner import StageAttempt, StageCall, load_config, withdraw_on_damage
+from stages.weight_deltas import WeightDeltas
 from stages.worker.messages import (
-    Answer,
-    Claim,
-    ClaimEnded,
-    Cut,
-    Drop,
-    Gathered,
-    HandOver,
-    HasWeights,
-    Leave,
-    Over,
-    Run,
-    Said,
-    Send,
+    AttemptEnded,
+    CancelWork,
+    CollectedPrompts,
+    ConnectionLost,
+    GenerateStarts,
+    ReassignWork,
+    RunStages,
+    SendOutput,
+    ServePolicy,
+    ShutDown,
     StageEnded,
     StageOrder,
+    WeightsAvailable,
+    WorkerReport,
+    WorkItemEnded,
     read_order,
 )
-from stages.worker.relays import Relays
-from stages.worker.weights import Arrivals, Publisher
+from stages.worker.policy_client import PolicyClients
+from stages.worker.policy_server import PolicyServer
+from stages.worker.record_transfer import RecordForwarder, RecordReceiver, RecordSender
+from stages.worker.rollout_worker import RolloutWorker
+from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
+from stages.worker_state import ActivityTracker, WorkerState
 
-STATUS_S = 1.0
-STOP_S, LEAVE_S = 30.0, 5.0
+STATUS_INTERVAL_S = 1.0
+STOP_GRACE_S, SHUTDOWN_GRACE_S = 30.0, 5.0
 """How long what is under way may take to end when Slurm wants the nodes, and when told to leave."""
-GIVE_WAY_S = 0.1
+COMMIT_DELAY_S = 0.1
 """A commit begins so much later. It is Python for the most part, as is what the next stages do
 before the next kernel: one after the other, both end sooner than side by side."""
 log = logging.getLogger("rlinf")
@@ -80,8 +76,8 @@ log = logging.getLogger("rlinf")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to leave (0), or asked to stop by Slurm (75)."""
-    machine.apply()
-    segments.sweep()
+    process_tuning.tune_process()
+    shared_memory.remove_orphaned_segments()
     parser = argparse.ArgumentParser(prog="python -m stages.worker.main", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory")
     parser.add_argument("--name", required=True, help="name of the pool")
@@ -99,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Where does it hang? The log tells, after kill -QUIT.
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
-        config = load_config(arguments.run / CONFIG)
-        with told_of_exhaustion(), StopFlag() as stop, reporting_user_errors():
-            worker = Worker(
+        config = load_config(arguments.run / CONFIG_FILE)
+        with translate_resource_errors(), StopFlag() as stop, translate_user_errors():
+            worker = PoolWorker(
                 arguments.run,
                 config,
                 arguments.name,
@@ -115,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-class Worker:
+class PoolWorker:
     """See the module."""
 
     def __init__(
@@ -129,32 +125,32 @@ class Worker:
         deltas: bool,
     ) -> None:
         self._run, self._config, self._stop = run, config, stop
-        self._world = World.from_environment(run / CHANNELS)
+        self._world = ProcessGroupInfo.from_environment(run / CHANNELS_FOLDER)
         self._name = worker_name(pool, self._world.rank)
-        dtype = None if uncast else sent_type(config)
-        held = Deltas(dtype) if deltas else None
-        self._resident = Resident(progress=self._progress, deltas=held)
-        self._board, self._turns, self._activity = Board(), Turns(), Activity()
+        dtype = None if uncast else weight_sync_dtype(config)
+        held = WeightDeltas(dtype) if deltas else None
+        self._resident = WorkerState(on_progress=self._progress, weight_deltas=held)
+        self._board, self._turns, self._activity = LiveStore(), DeviceSchedule(), ActivityTracker()
         self._busy: dict[str, threading.Thread] = {}
         self._commits: set[str] = set()
         """Stages that are computed and not on disk yet."""
         self._leaving = threading.Event()
         self._moved = time.monotonic()
         self._lock = threading.Lock()
-        self._outbox = Outbox(run / CHANNELS, self._cut, self._name)
+        self._outbox = RecordSender(run / CHANNELS_FOLDER, self._cut, self._name)
         behind = config.rollout.staleness
-        self._relays = Relays(self._outbox)
-        self._publisher = Publisher(self._outbox, dtype)
-        arrivals = Arrivals(self._board, self._publisher, behind, self._tell_of_weights)
-        takers = {WEIGHTS: arrivals.take}
-        self._inbox = Inbox(
-            run / CHANNELS,
+        self._relays = RecordForwarder(self._outbox)
+        self._publisher = WeightPublisher(self._outbox, dtype)
+        arrivals = WeightReceiver(self._board, self._publisher, behind, self._tell_of_weights)
+        takers = {WEIGHTS: arrivals.handle_record}
+        self._inbox = RecordReceiver(
+            run / CHANNELS_FOLDER,
             self._name,
             self._board,
             takers,
-            passing=self._relays.arrived if self._world.size > 1 else lambda *_: None,
+            forward=self._relays.forward if self._world.size > 1 else lambda *_: None,
         )
-        self._generator = Generator(
+        self._generator = RolloutWorker(
             run,
             config,
             self._board,
@@ -166,9 +162,9 @@ class Worker:
             self._stopping,
         )
         shared = (self._board, self._turns, self._resident, self._activity)
-        self._desk = Desk(run, config, self._name, *shared, self._stopping)
-        self._askers = Askers(run / CHANNELS, self._name)
-        left = stop_in()
+        self._desk = PolicyServer(run, config, self._name, *shared, self._stopping)
+        self._askers = PolicyClients(run / CHANNELS_FOLDER, self._name)
+        left = seconds_until_stop()
         about = {
             "pool": pool,
             "rank": self._world.rank,
@@ -178,46 +174,50 @@ class Worker:
             "host": os.uname().nodename,
             "ends": None if left is None else time.time() + left,
         }
-        self._link = Link(run / CHANNELS, self._name, about)
+        self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, about)
 
     def serve(self, orphan_s: float) -> int:
         """Carry out orders; returns the exit code."""
         code, told, commits_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
-                if time.monotonic() - told > STATUS_S:
+                if time.monotonic() - told > STATUS_INTERVAL_S:
                     told = time.monotonic()
                     self._tell()
                 if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
                     break
-                orders = [read_order(content) for content in self._link.orders(0.2)]
-                leave = next((order for order in orders if isinstance(order, Leave)), None)
+                orders = [read_order(content) for content in self._link.receive_orders(0.2)]
+                leave = next((order for order in orders if isinstance(order, ShutDown)), None)
                 if leave is not None:
-                    commits_s = leave.commits_s
+                    commits_s = leave.commit_timeout_s
                     break
                 for order in orders:
                     match order:
-                        case Send():
+                        case SendOutput():
                             self._wanted(order)
-                        case Answer():
-                            self._desk.answer(order)
-                        case Over():
-                            self._desk.over(order)
-                            self._askers.over(order)
+                        case ServePolicy():
+                            self._desk.serve(order)
+                        case AttemptEnded():
+                            self._desk.end_attempt(order)
+                            self._askers.end_attempt(order)
                 # All places are taken before any stage begins: all ranks see the same order.
-                begun = [stage for o in orders if isinstance(o, Run) for stage in o.stages]
+                begun = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
                     if thread is not None:
-                        (self._generator.submit(thread.run) if stage.queued else thread.start())
+                        (
+                            self._generator.submit(thread.run)
+                            if stage.in_engine_thread
+                            else thread.start()
+                        )
                 for order in orders:
                     match order:
-                        case Claim():
-                            self._generator.claim(order)
-                        case HandOver():
-                            self._generator.hand_over(order.claim, order.to)
-                        case Drop():
-                            self._generator.drop()
+                        case GenerateStarts():
+                            self._generator.enqueue(order)
+                        case ReassignWork():
+                            self._generator.reassign(order.work_item, order.successor)
+                        case CancelWork():
+                            self._generator.cancel()
             else:
                 code = EXIT_REQUEUE
         except ChannelFailed as error:
@@ -228,14 +228,14 @@ class Worker:
 
     def _idle(self, seconds: float) -> bool:
         """Nothing is under way, or all that is waits for what does not come."""
-        under_way = self._busy or self._desk.busy
+        under_way = self._busy or self._desk.is_busy
         return not under_way or time.monotonic() - self._moved > seconds
 
     def _stopping(self) -> bool:
         return self._stop.is_set() or self._leaving.is_set()
 
     def _end(self, code: int, commits_s: float) -> None:
-        """Let what runs come to an end: soon, what is being written in ``commits_s``.
+        """Let what runs come to an end: soon, what is being written in ``commit_timeout_s``.
 
         A stage that is computed but waits for the commit of an input does not get that time: the
         worker that makes the input may be the one that was lost.
@@ -244,7 +244,10 @@ class Worker:
         with self._lock:
             # Those of a generator run in its thread and were never started.
             running = {node: thread for node, thread in self._busy.items() if thread.is_alive()}
-        began, patience_s = time.monotonic(), STOP_S if code == EXIT_REQUEUE else LEAVE_S
+        began, patience_s = (
+            time.monotonic(),
+            STOP_GRACE_S if code == EXIT_REQUEUE else SHUTDOWN_GRACE_S,
+        )
         for node, thread in running.items():
             while thread.is_alive():
                 longest = max(patience_s, commits_s) if node in self._commits else patience_s
@@ -264,89 +267,95 @@ class Worker:
     def _cut(self, worker: str) -> None:
         """Another worker does not take records any more: the driver knows what that means."""
         with contextlib.suppress(ChannelClosed, ChannelFailed):
-            self._tell_driver(Cut(worker=worker))
+            self._tell_driver(ConnectionLost(worker=worker))
 
-    def _tell_driver(self, said: Said) -> None:
-        self._link.report(said.packed())
+    def _tell_driver(self, said: WorkerReport) -> None:
+        self._link.send_report(said.to_dict())
 
-    def _wanted(self, order: Send) -> None:
+    def _wanted(self, order: SendOutput) -> None:
         """Other workers wait for something that is made here, or is to be passed on."""
-        out, channel, maker, ways = order.out, order.channel, order.maker, order.to
+        out, channel, maker, ways = order.output, order.channel, order.producer, order.transports
         self._board.output(out)  # what is kept for it goes with it
         if channel == WEIGHTS:
-            self._publisher.want(out, ways)
+            self._publisher.subscribe(out, ways)
         elif maker == self._name:
-            self._outbox.want(f"{out}:{channel}", ways)
+            self._outbox.subscribe(f"{out}:{channel}", ways)
         else:
-            self._relays.want(f"{out}:{channel}", maker, ways)
+            self._relays.subscribe(f"{out}:{channel}", maker, ways)
 
     def _enter(self, order: StageOrder) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = order.node
-        self._askers.ordered(order)
-        if order.gathers:
+        self._askers.update_order(order)
+        if order.receives_trajectories:
             self._tell_what_arrived(order)
         with self._lock:
             if node in self._busy:
                 return None
-            aside = order.gathers or order.queued
-            turn = Aside() if aside else self._turns.enter(order.position)
+            aside = order.receives_trajectories or order.in_engine_thread
+            turn = Unscheduled() if aside else self._turns.add(order.position)
             thread = threading.Thread(target=self._work, args=(order, turn), name=node, daemon=True)
             self._busy[node] = thread
             self._moved = time.monotonic()
         live = [folder for folder, live in order.inputs.values() if live]
-        self._board.hold(node, [order.out, *live])
-        self._activity.ordered(node, order.stage)
-        output = self._board.output(order.out)
-        output.retried()
+        self._board.pin(node, [order.output, *live])
+        self._activity.add(node, order.stage)
+        output = self._board.output(order.output)
+        output.reset()
         self._tell()
         return thread
 
-    def _work(self, order: StageOrder, turn: Turn | Aside) -> None:
-        output = self._board.output(order.out)
+    def _work(self, order: StageOrder, turn: DeviceSlot | Unscheduled) -> None:
+        output = self._board.output(order.output)
         # Others may wait for this one while it waits for its turn.
-        ranks = Ranks(self._run / order.out / f"{DATA}{order.attempt}", self._among(order))
+        ranks = AttemptRanks(
+            self._run / order.output / f"{DATA_PREFIX}{order.attempt}", self._among(order)
+        )
         try:
-            with withdrawing(), ranks.attempting():
+            with withdraw_on_damage(), ranks.attempt_scope():
                 with turn:
                     attempt = self._attempt(order, output, turn)
-                    self._activity.begins(order.node, lambda: attempt.ctx.doing)
-                    with self._askers.asking(order.node):
+                    self._activity.start(order.node, lambda: attempt.ctx.status)
+                    with self._askers.client_scope(order.node):
                         attempt.compute()
-                    self._activity.computed(order.node)
-                    name = attempt.ctx.data.name
-                    output.done(name)
-                    made = (order.out, name, order.iteration)
+                    self._activity.mark_computed(order.node)
+                    name = attempt.ctx.data_folder.name
+                    output.mark_complete(name)
+                    made = (order.output, name, order.iteration)
                     self._publisher.publish(*made, output.objects)
                     if WEIGHTS in output.objects:
                         self._tell_of_weights(*made)
-                    self._board.trim(2 + self._config.rollout.staleness)
+                    self._board.evict_objects(2 + self._config.rollout.staleness)
                     self._commits.add(order.node)
-                time.sleep(GIVE_WAY_S)
+                time.sleep(COMMIT_DELAY_S)
                 # It may wait for an input whose stage has to run here once more.
                 manifest = attempt.commit()
-            if manifest.data != attempt.ctx.data.name:
+            if manifest.data != attempt.ctx.data_folder.name:
                 log.warning("%s: another attempt was first", order.node)
             self._report(order, 0, "")
         except BaseException as error:
             self._failed(order, output, error)
 
-    def _attempt(self, order: StageOrder, output: Output, turn: Turn | Aside) -> Attempt:
-        world, out = self._among(order), order.out
+    def _attempt(
+        self, order: StageOrder, output: LiveOutput, turn: DeviceSlot | Unscheduled
+    ) -> StageAttempt:
+        world, out = self._among(order), order.output
         inputs = {}
         for name, (folder, live) in order.inputs.items():
             source = self._board.output(folder) if live else None
-            inputs[name] = Input(self._run / folder, None, source, self._stopping)
+            inputs[name] = StageInput(self._run / folder, None, source, self._stopping)
 
-        def sinks(channel: str) -> Writer:
-            made = partial(output.arrived, channel)
-            return self._outbox.stream(f"{out}:{channel}", world.data_rank, world.data_size, made)
+        def sinks(channel: str) -> RecordWriter:
+            made = partial(output.available_records, channel)
+            return self._outbox.open_stream(
+                f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, made
+            )
 
         now = time.time()
-        return Attempt(
+        return StageAttempt(
             StageCall(
                 order.stage,
-                self._run / CONFIG,
+                self._run / CONFIG_FILE,
                 self._run / out,
                 order.iteration,
                 {name: entry.folder for name, entry in inputs.items()},
@@ -356,30 +365,30 @@ class Worker:
             inputs,
             self._resident,
             self._stopping,
-            began=now,
+            process_start=now,
             start=now,
             name=order.attempt,
-            live=Live(output, turn, sinks, order.parts),
+            live=LiveContext(output, turn, sinks, order.num_chunks),
             worker=self._name,
-            gathers=order.gathers,
-            asks=self._askers.begin(order, world.rank),
+            receives_trajectories=order.receives_trajectories,
+            remote_policy=self._askers.create_client(order, world.rank),
         )
 
-    def _among(self, order: StageOrder) -> World:
+    def _among(self, order: StageOrder) -> ProcessGroupInfo:
         """Which process this is of those that compute a stage."""
         ranks, own = order.ranks, self._world
         if len(ranks) == 1:
-            return World()
+            return ProcessGroupInfo()
         if len(ranks) == own.size:
             return replace(own, layout=ParallelLayout.parse(order.layout))
         # They form no process group: the others of the pool compute something else.
-        shares = own.shares and tuple(own.shares[rank] for rank in ranks)
-        return World(ranks.index(own.rank), len(ranks), own.local_rank, shares)
+        shares = own.speed_weights and tuple(own.speed_weights[rank] for rank in ranks)
+        return ProcessGroupInfo(ranks.index(own.rank), len(ranks), own.local_rank, shares)
 
-    def _failed(self, order: StageOrder, output: Output, error: BaseException) -> None:
+    def _failed(self, order: StageOrder, output: LiveOutput, error: BaseException) -> None:
         node = order.node
-        code, reason = exit_of(error)
-        output.fail(f"{node} failed: {last_line(reason)}")
+        code, reason = exit_code_and_message(error)
+        output.fail(f"{node} failed: {exception_line(reason)}")
         log.warning("%s: %s", node, reason)
         self._report(order, code, reason)
 
@@ -388,19 +397,19 @@ class Worker:
         with self._lock:
             self._busy.pop(node, None)
             self._commits.discard(node)
-            self._board.release(node)
+            self._board.unpin(node)
         self._moved = time.monotonic()
-        self._activity.ended(node)
-        self._tell_driver(StageEnded(node=node, code=code, reason=reason[-8000:]))
+        self._activity.remove(node)
+        self._tell_driver(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
         self._tell()
         self._let_go()
 
     def _let_go(self) -> None:
         """Free what is on disk and no stage here is to read: there is no other use for it."""
-        gone = self._board.let_go(self._committed)
-        self._outbox.forget(gone)
-        self._relays.forget(gone)
-        self._publisher.forget(gone)
+        gone = self._board.release_committed(self._committed)
+        self._outbox.drop_outputs(gone)
+        self._relays.drop_outputs(gone)
+        self._publisher.drop_subscribers(gone)
 
     def _committed(self, folder: str) -> bool:
         try:
@@ -412,32 +421,32 @@ class Worker:
     def _tell_what_arrived(self, order: StageOrder) -> None:
         """The starts of a rollout that need not be generated again."""
         size = self._config.rollout.group_size
-        records = self._board.output(order.out).arrived("trajectories")
+        records = self._board.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
         there = sorted(start for start, samples in count.items() if samples == size)
-        self._tell_driver(Gathered(node=order.node, starts=tuple(there)))
+        self._tell_driver(CollectedPrompts(node=order.node, starts=tuple(there)))
 
     def _tell_of_weights(self, out: str, attempt: str, iteration: int) -> None:
         """These are on the board: claims need not wait for their commit."""
-        self._tell_driver(HasWeights(out=out, attempt=attempt, iteration=iteration))
+        self._tell_driver(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
-    def _tell_of_claim(self, said: ClaimEnded) -> None:
+    def _tell_of_claim(self, said: WorkItemEnded) -> None:
         self._tell_driver(said)
         self._let_go()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
         self._moved = time.monotonic()
-        self._activity.progress(stage, done, total, what)
+        self._activity.update(stage, done, total, what)
         self._tell()
 
     def _tell(self) -> None:
         engine = self._resident.engine
-        self._link.status(
+        self._link.send_status(
             {
                 "doing": self._activity.rows(),
                 "version": None if engine is None else engine.version,
-                "queue": self._board.waiting,
-                "malformed": self._inbox.malformed,
+                "queue": self._board.num_unread,
+                "malformed": self._inbox.num_malformed,
             }
         )
 

@@ -1,7 +1,7 @@
 """What a driver and its resident workers say to each other, and workers of weights.
 
-Orders go to a worker, reports to the driver (:mod:`rlinf.channels.control`); what workers say to
-each other travels with their records (:mod:`stages.worker.weights`). All are maps, and ``what``
+Orders go to a worker, reports to the driver (:mod:`rlinf.channels.control_link`); what workers say to
+each other travels with their records (:mod:`stages.worker.weight_transfer`). All are maps, and ``what``
 says which it is.
 """
 
@@ -15,328 +15,350 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rlinf.errors import DataError
 
 
-class Message(BaseModel):
+class WorkerMessage(BaseModel):
     """An order or a report. Folders are relative to the run's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def packed(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As it travels."""
         return self.model_dump()
 
 
-class StageOrder(Message):
+class StageOrder(WorkerMessage):
     """A stage instance to compute."""
 
     node: str
     stage: str
     iteration: int
     position: tuple[int, int, int]
-    """Its place in the order of turns (:mod:`stages.turns`)."""
-    parts: int
+    """Its place in the order of turns (:mod:`stages.device_schedule`)."""
+    num_chunks: int
     """In how many its batch is taken and made."""
-    out: str
+    output: str
     attempt: str
     ranks: tuple[int, ...]
     """Those of the pool that compute it; the first one speaks for all."""
     layout: str = ""
-    """How they share a model; see :meth:`rlinf.channels.world.ParallelLayout.parse`."""
+    """How they share a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
     """By name: the folder, and whether it comes by memory."""
-    gathers: bool = False
+    receives_trajectories: bool = False
     """Others generate; this worker gathers their trajectories."""
-    queued: bool = False
+    in_engine_thread: bool = False
     """It waits for its turn in the thread of the engine."""
-    asks: tuple[str, ...] = ()
+    policy_workers: tuple[str, ...] = ()
     """The workers that have its policy, where that is apart: each process asks one of them."""
 
 
-class Run(Message):
+class RunStages(WorkerMessage):
     """Compute stages; all of them take their places before any begins."""
 
-    what: Literal["run"] = "run"
+    type: Literal["run"] = "run"
     stages: tuple[StageOrder, ...]
 
 
-class Send(Message):
+class SendOutput(WorkerMessage):
     """Send what an output holds, made or still to be made, to other workers."""
 
-    what: Literal["send"] = "send"
-    out: str
+    type: Literal["send"] = "send"
+    output: str
     channel: str
-    to: dict[str, str]
+    transports: dict[str, str]
     """By worker: which way it gets it."""
-    maker: str
+    producer: str
     """The worker that makes it; another one passes it on."""
 
 
-class Begun(Message):
+class PartialSamples(WorkerMessage):
     """Samples of a claim that another worker has begun."""
 
-    claim: int
+    work_item: int
     channel: str
     """Where they come in."""
-    samples: int
-    attempt: str | None
+    num_samples: int
+    weights_attempt: str | None
     """By which their weights were made, while these were not committed."""
 
 
-class Claim(Message):
+class GenerateStarts(WorkerMessage):
     """Generate some starts of a rollout."""
 
-    what: Literal["claim"] = "claim"
-    claim: str
-    name: str
+    type: Literal["claim"] = "claim"
+    work_item: str
+    label: str
     """For people."""
     iteration: int
-    out: str
+    output: str
     weights: str
-    attempt: str | None
+    weights_attempt: str | None
     """By which the weights were made, while they are not committed."""
-    to: str
+    receiver: str
     """The worker that gathers the trajectories."""
     starts: tuple[int, ...]
-    begun: Begun | None = None
+    partial: PartialSamples | None = None
 
 
-class Answer(Message):
+class ServePolicy(WorkerMessage):
     """Answer what the simulators of a stage observe, as long as they ask."""
 
-    what: Literal["answer"] = "answer"
+    type: Literal["answer"] = "answer"
     node: str
     stage: str
     iteration: int
     position: tuple[int, int, int]
     """That of the stage."""
-    out: str
+    output: str
     attempt: str
     """Of the stage; simulators that ask name it."""
     weights: tuple[str, bool]
     """As :attr:`StageOrder.inputs`."""
-    askers: tuple[str, ...]
+    clients: tuple[str, ...]
     """The workers with the simulators."""
 
 
-class Over(Message):
+class AttemptEnded(WorkerMessage):
     """An attempt at a stage whose policy is apart has ended, there or here: so has the rest."""
 
-    what: Literal["over"] = "over"
+    type: Literal["over"] = "over"
     node: str
     attempt: str
     """The newest, by which the driver knows it."""
     reason: str
 
 
-class HandOver(Message):
+class ReassignWork(WorkerMessage):
     """Have another worker go on with a claim once little of it is left."""
 
-    what: Literal["hand_over"] = "hand_over"
-    claim: str
-    to: str
+    type: Literal["hand_over"] = "hand_over"
+    work_item: str
+    successor: str
 
 
-class Drop(Message):
+class CancelWork(WorkerMessage):
     """The claims of until now are no longer wanted."""
 
-    what: Literal["drop"] = "drop"
+    type: Literal["drop"] = "drop"
 
 
-class Leave(Message):
+class ShutDown(WorkerMessage):
     """End; what is being written may take so long."""
 
-    what: Literal["leave"] = "leave"
-    commits_s: float = 0.0
+    type: Literal["leave"] = "leave"
+    commit_timeout_s: float = 0.0
 
 
-class StageEnded(Message):
+class StageEnded(WorkerMessage):
     """A stage was committed (exit code 0), or failed."""
 
-    what: Literal["stage_ended"] = "stage_ended"
+    type: Literal["stage_ended"] = "stage_ended"
     node: str
-    code: int
+    exit_code: int
     reason: str = ""
 
 
-class Gathered(Message):
+class CollectedPrompts(WorkerMessage):
     """The starts of a rollout whose trajectories the gatherer has already."""
 
-    what: Literal["gathered"] = "gathered"
+    type: Literal["gathered"] = "gathered"
     node: str
     starts: tuple[int, ...]
 
 
-class HasWeights(Message):
+class WeightsAvailable(WorkerMessage):
     """Weights are in the worker's memory: claims need not wait for their commit."""
 
-    what: Literal["has_weights"] = "has_weights"
-    out: str
+    type: Literal["has_weights"] = "has_weights"
+    output: str
     attempt: str
     iteration: int
 
 
-class Cut(Message):
+class ConnectionLost(WorkerMessage):
     """Another worker no longer takes what is sent to it."""
 
-    what: Literal["cut"] = "cut"
+    type: Literal["cut"] = "cut"
     worker: str
 
 
-class ClaimEnded(Message):
+class WorkItemEnded(WorkerMessage):
     """A claim was done (exit code 0), or was not."""
 
-    what: Literal["claim_ended"] = "claim_ended"
-    claim: str
+    type: Literal["claim_ended"] = "claim_ended"
+    work_item: str
     host: str
-    code: int = 0
+    exit_code: int = 0
     reason: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
     """Name, start and end; none where nothing was done."""
-    rest: tuple[int, ...] = ()
+    unfinished_starts: tuple[int, ...] = ()
     """Starts that are not finished."""
-    to: str = ""
+    successor: str = ""
     """The worker that has their samples and goes on with them, if one has."""
-    samples: int = 0
+    num_partial_samples: int = 0
     """How many it has."""
-    fell: bool = False
+    used_disk_fallback: bool = False
     """Whether it read weights from disk that were to come by memory."""
 
 
-class InSegment(Message):
+class WeightsInSharedMemory(WorkerMessage):
     """Weights lie in shared memory of this node."""
 
-    what: Literal["in_segment"] = "in_segment"
+    type: Literal["in_segment"] = "in_segment"
     attempt: str
     segment: str
 
 
-class Begins(Message):
+class WeightsStart(WorkerMessage):
     """The buckets of these weights follow; the data is their table."""
 
-    what: Literal["begins"] = "begins"
+    type: Literal["begins"] = "begins"
     attempt: str
 
 
-class Bucket(Message):
+class WeightsBucket(WorkerMessage):
     """A part of the weights that were begun; the data is its bytes."""
 
-    what: Literal["bucket"] = "bucket"
+    type: Literal["bucket"] = "bucket"
     attempt: str
     checksum: str
 
 
-class Ends(Message):
+class WeightsEnd(WorkerMessage):
     """That was the last bucket."""
 
-    what: Literal["ends"] = "ends"
+    type: Literal["ends"] = "ends"
     attempt: str
     digest: str
 
 
-class GroupForms(Message):
+class GroupFormed(WorkerMessage):
     """These workers form a process group, the first of which sends; they meet by its name."""
 
-    what: Literal["group_forms"] = "group_forms"
+    type: Literal["group_forms"] = "group_forms"
     group: str
     members: str
     """Divided by commas."""
     backend: str
 
 
-class GroupSends(Message):
+class GroupSendStarted(WorkerMessage):
     """Weights come by a group."""
 
-    what: Literal["group_sends"] = "group_sends"
+    type: Literal["group_sends"] = "group_sends"
     group: str
     attempt: str
 
 
-class GroupSent(Message):
+class GroupSendDone(WorkerMessage):
     """They have arrived at all members."""
 
-    what: Literal["group_sent"] = "group_sent"
+    type: Literal["group_sent"] = "group_sent"
     group: str
     digest: str
 
 
-class GroupEnds(Message):
+class GroupClosed(WorkerMessage):
     """Nothing more comes by a group."""
 
-    what: Literal["group_ends"] = "group_ends"
+    type: Literal["group_ends"] = "group_ends"
     group: str
 
 
-class Opens(Message):
+class RequestSlot(WorkerMessage):
     """Simulators are about to begin, and ask for the policy's turn."""
 
-    what: Literal["opens"] = "opens"
+    type: Literal["opens"] = "opens"
 
 
-class Granted(Message):
+class SlotOffered(WorkerMessage):
     """The policy has its turn, and keeps it for a moment."""
 
-    what: Literal["granted"] = "granted"
+    type: Literal["granted"] = "granted"
     number: int
 
 
-class Ready(Message):
+class SlotAccepted(WorkerMessage):
     """The simulators have their turn too."""
 
-    what: Literal["ready"] = "ready"
+    type: Literal["ready"] = "ready"
     number: int
 
 
-class Answers(Message):
+class SlotConfirmed(WorkerMessage):
     """Both keep their turns, until the simulators are through."""
 
-    what: Literal["answers"] = "answers"
-    weights: str
+    type: Literal["answers"] = "answers"
+    weights_attempt: str
     """By which attempt these were made; empty: they are newer ones, which were committed."""
-    fell: bool = False
+    used_disk_fallback: bool = False
     """Whether they were to come by memory, and were read from disk."""
 
 
-class Void(Message):
+class SlotExpired(WorkerMessage):
     """The policy has given its turn up: ask anew."""
 
-    what: Literal["void"] = "void"
+    type: Literal["void"] = "void"
 
 
-class Closes(Message):
+class ReleaseSlot(WorkerMessage):
     """The simulators are through."""
 
-    what: Literal["closes"] = "closes"
+    type: Literal["closes"] = "closes"
 
 
-class Closed(Message):
+class SlotReleased(WorkerMessage):
     """What the policy did for them."""
 
-    what: Literal["closed"] = "closed"
+    type: Literal["closed"] = "closed"
     spans: str
     """JSON: a list of name, start and end each."""
     host: str
 
 
-class Failed(Message):
+class PolicyFailure(WorkerMessage):
     """The policy's part has failed."""
 
-    what: Literal["failed"] = "failed"
-    code: int
+    type: Literal["failed"] = "failed"
+    exit_code: int
     reason: str
 
 
-OfGroup = GroupForms | GroupSends | GroupSent | GroupEnds
-OfWeights = InSegment | Begins | Bucket | Ends | OfGroup
-OfAsking = Opens | Granted | Ready | Answers | Void | Closes | Closed | Failed
-Order = Run | Send | Answer | Over | Claim | HandOver | Drop | Leave
-Said = StageEnded | Gathered | HasWeights | Cut | ClaimEnded
+GroupMessage = GroupFormed | GroupSendStarted | GroupSendDone | GroupClosed
+WeightMessage = WeightsInSharedMemory | WeightsStart | WeightsBucket | WeightsEnd | GroupMessage
+PolicyMessage = (
+    RequestSlot
+    | SlotOffered
+    | SlotAccepted
+    | SlotConfirmed
+    | SlotExpired
+    | ReleaseSlot
+    | SlotReleased
+    | PolicyFailure
+)
+WorkerOrder = (
+    RunStages
+    | SendOutput
+    | ServePolicy
+    | AttemptEnded
+    | GenerateStarts
+    | ReassignWork
+    | CancelWork
+    | ShutDown
+)
+WorkerReport = StageEnded | CollectedPrompts | WeightsAvailable | ConnectionLost | WorkItemEnded
 
-_ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="what")])
-_OF_WEIGHTS: TypeAdapter[OfWeights] = TypeAdapter(Annotated[OfWeights, Field(discriminator="what")])
-_OF_ASKING: TypeAdapter[OfAsking] = TypeAdapter(Annotated[OfAsking, Field(discriminator="what")])
-_SAID: TypeAdapter[Said] = TypeAdapter(Annotated[Said, Field(discriminator="what")])
+_ORDER: TypeAdapter[WorkerOrder] = TypeAdapter(Annotated[WorkerOrder, Field(discriminator="type")])
+_OF_WEIGHTS: TypeAdapter[WeightMessage] = TypeAdapter(
+    Annotated[WeightMessage, Field(discriminator="type")]
+)
+_OF_ASKING: TypeAdapter[PolicyMessage] = TypeAdapter(
+    Annotated[PolicyMessage, Field(discriminator="type")]
+)
+_SAID: TypeAdapter[WorkerReport] = TypeAdapter(Annotated[WorkerReport, Field(discriminator="type")])
 
 
-def read_order(content: Mapping[str, Any]) -> Order:
+def read_order(content: Mapping[str, Any]) -> WorkerOrder:
     """An order that arrived.
 
     Raises:
@@ -345,7 +367,7 @@ def read_order(content: Mapping[str, Any]) -> Order:
     return _read(_ORDER, content)
 
 
-def read_report(content: Mapping[str, Any]) -> Said:
+def read_report(content: Mapping[str, Any]) -> WorkerReport:
     """A report that arrived.
 
     Raises:
@@ -354,7 +376,7 @@ def read_report(content: Mapping[str, Any]) -> Said:
     return _read(_SAID, content)
 
 
-def read_of_weights(content: Mapping[str, Any]) -> OfWeights:
+def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
     """What another worker says of weights.
 
     Raises:
@@ -363,7 +385,7 @@ def read_of_weights(content: Mapping[str, Any]) -> OfWeights:
     return _read(_OF_WEIGHTS, content)
 
 
-def read_of_asking(content: Mapping[str, Any]) -> OfAsking:
+def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
     """What simulators and policy say beside what is observed and chosen.
 
     Raises:

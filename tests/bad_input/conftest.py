@@ -34,7 +34,7 @@ def composed() -> dict[str, dict[str, Any]]:
                 "experiment=jsonl_grpo",
                 *QUIET,
                 "++run.name=tiny",
-                "++rollout.batch=4",
+                "++rollout.batch_size=4",
                 "++rollout.group_size=4",
                 "++rollout.horizon=8",
                 "++evaluate.samples=4",

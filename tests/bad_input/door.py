@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import prepare
+from pipeline.commands.experiment import prepare_run
 from rlinf.errors import EXIT_BAD_INPUT, RlinfError
 
 Base = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -44,7 +44,7 @@ def refused(values: dict[str, Any], *words: str) -> str:
     root = Path(run["root"]) if isinstance(run, dict) and isinstance(run["root"], str) else None
     before = tree(root)
     with pytest.raises(RlinfError) as caught:
-        prepare(values)
+        prepare_run(values)
     assert caught.value.exit_code == EXIT_BAD_INPUT, repr(caught.value)
     message = str(caught.value)
     assert tree(root) == before, "something was written"

@@ -30,9 +30,9 @@ LINES: list[tuple[str, Words, Words]] = [
     ("cluster-list", ["cluster=[]"], ["cluster"]),
     ("key", ["experiment=arithmetic_grpo", "sede=1"], ["sede: unknown key", "'seed'"]),
     ("misspelt-group", ["experimnt=arithmetic_grpo"], ["experimnt: unknown key"]),
-    ("flag", ["rollout.batch=true"], ["rollout.batch", "integer"]),
-    ("quoted", ["rollout.batch='8'"], ["rollout.batch", "integer"]),
-    ("clip", ["algorithm.clip_low=5"], ["algorithm.clip_low"]),
+    ("flag", ["rollout.batch_size=true"], ["rollout.batch_size", "integer"]),
+    ("quoted", ["rollout.batch_size='8'"], ["rollout.batch_size", "integer"]),
+    ("clip", ["algorithm.clip_ratio_low=5"], ["algorithm.clip_ratio_low"]),
     ("bracket", ["task.digits=[1,2"], ["task.digits"]),
     ("interpolation", ["seed=${nothing.here}"], ["nothing"]),
     ("deletion", ["~nothing"], ["nothing"]),
@@ -40,7 +40,7 @@ LINES: list[tuple[str, Words, Words]] = [
     ("missing", ["experiment=jsonl_grpo"], ["must be given"]),
     ("both", ["--redo", "--keep"], ["--redo", "--keep"]),
     ("sweep", ["-m", "algorithm=grpo,trpo"], ["algorithm=trpo"]),
-    ("sweep-value", ["-m", "rollout.batch=4,0"], ["rollout.batch"]),
+    ("sweep-value", ["-m", "rollout.batch_size=4,0"], ["rollout.batch_size"]),
 ]
 SHOWN = 8
 """So many of these, and of those below, are given to a process as a user would."""

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.check import check
-from pipeline.fitting import check_held_out
+from pipeline.validate_config import check_train_test_overlap, validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.envs import environments
-from rlinf.envs.problem_set import ProblemSet
-from rlinf.envs.problems import Problem
+from rlinf.envs.problem_set import ChatProblem, ProblemSetEnvironment
 from rlinf.errors import DataError
 from tests.bad_input.conftest import problems
 from tests.bad_input.door import GONE, Base, refused
@@ -102,18 +100,18 @@ SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("missing-path", {"task.train": GONE}, ["task.train"]),
     ("no-field", {"task.prompt_field": "problem"}, ["task.train", "line 1", "task.prompt_field"]),
     ("no-answers", {"task.answer_field": "final"}, ["line 1", "task.answer_field"]),
-    ("template", {"task.template": "Solve it!"}, ["task.template", "{prompt}"]),
-    ("empty-template", {"task.template": ""}, ["task.template", "{prompt}"]),
-    ("template-typo", {"task.template": "{promt}"}, ["task.template", "{prompt}"]),
-    ("template-number", {"task.template": 3}, ["task.template"]),
-    ("too-long", {"task.max_prompt_tokens": 3}, ["task.train", "task.max_prompt_tokens=3"]),
-    ("no-length", {"task.max_prompt_tokens": 0}, ["task.max_prompt_tokens"]),
-    ("workers", {"task.workers": 0}, ["task.workers"]),
+    ("template", {"task.prompt_template": "Solve it!"}, ["task.prompt_template", "{prompt}"]),
+    ("empty-template", {"task.prompt_template": ""}, ["task.prompt_template", "{prompt}"]),
+    ("template-typo", {"task.prompt_template": "{promt}"}, ["task.prompt_template", "{prompt}"]),
+    ("template-number", {"task.prompt_template": 3}, ["task.prompt_template"]),
+    ("too-long", {"task.max_prompt_length": 3}, ["task.train", "task.max_prompt_length=3"]),
+    ("no-length", {"task.max_prompt_length": 0}, ["task.max_prompt_length"]),
+    ("workers", {"task.grader_workers": 0}, ["task.grader_workers"]),
     ("timeout", {"task.timeout_s": 0}, ["task.timeout_s"]),
-    ("few-train", {"rollout.batch": 16}, ["rollout.batch", "task.train has 8"]),
+    ("few-train", {"rollout.batch_size": 16}, ["rollout.batch_size", "task.train has 8"]),
     ("few-test", {"evaluate.samples": 9}, ["evaluate.samples", "task.test has 8"]),
     ("horizon", {"rollout.horizon": 512}, ["rollout.horizon", "512 positions"]),
-    ("long-prompts", {"task.template": "a" * 600 + "{prompt}"}, ["positions"]),
+    ("long-prompts", {"task.prompt_template": "a" * 600 + "{prompt}"}, ["positions"]),
     ("ppo", {"algorithm": {"name": "ppo"}}, ["algorithm.name: 'ppo'", "dapo, grpo"]),
 ]
 
@@ -165,10 +163,12 @@ def test_held_out_rows_that_are_trained_on(
 
     def judge(run: RunConfig, test: Path, **more: Any) -> None:
         options = cls.Config(train=rows(0, 8), test=test, **documents, **more)
-        check_held_out(run, cls.held_out_overlap(options), options)
+        check_train_test_overlap(run, cls.held_out_overlap(options), options)
 
     for test, count in ((rows(0, 8), 8), (rows(3, 6), 3)):
-        with pytest.raises(DataError, match=rf"^task\.test: .* all {count} .*task\.allow_overlap"):
+        with pytest.raises(
+            DataError, match=rf"^task\.test: .* all {count} .*task\.allow_train_test_overlap"
+        ):
             judge(config, test)
         judge(alone, test)
         assert not caplog.text
@@ -185,7 +185,7 @@ def test_held_out_rows_that_are_trained_on(
 def test_one_file_for_evaluation_alone(base: Base, files: Path) -> None:
     same = str(files / "train.jsonl")
     nothing = {"iterations": 0, "warm_start.max_steps": 0}
-    check(validate(RunConfig, base("jsonl", {"task.test": same, **nothing})))
+    validate_config(validate(RunConfig, base("jsonl", {"task.test": same, **nothing})))
 
 
 def test_grading_without_its_package(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +202,9 @@ def test_messages_without_a_chat_template(base: Base, files: Path) -> None:
 
 
 def test_a_system_message_without_a_chat_template(base: Base, files: Path) -> None:
-    values = base("jsonl", {"task.system": "Be brief."})
+    values = base("jsonl", {"task.system_prompt": "Be brief."})
     (files / "model/chat_template.jinja").unlink()
-    refused(values, "task.system", "no chat template")
+    refused(values, "task.system_prompt", "no chat template")
 
 
 @pytest.mark.parametrize("name", ["jsonl", "conversations", "search"])
@@ -235,17 +235,19 @@ def test_held_out_questions_that_differ_in_form_alone(name: str, tmp_path: Path)
     assert cls.held_out_overlap(options) == ((3, 4) if name == "search" else (5, 7))
 
 
-class Riddles(ProblemSet):
+class Riddles(ProblemSetEnvironment):
     """A task of somebody's own, whose problems are in no file."""
 
     @classmethod
-    def describe(cls, config: Any) -> dict[str, Any]:
+    def model_spec(cls, config: Any) -> dict[str, Any]:
         return {}
 
     @classmethod
-    def read(cls, config: Any, split: str) -> list[Problem]:
+    def load_problems(cls, config: Any, split: str) -> list[ChatProblem]:
         texts = ["a", "b c", "d"] if split == "train" else ["b  c", "d "]
-        return [Problem((by("user", text),), "1", f"{split} {i}") for i, text in enumerate(texts)]
+        return [
+            ChatProblem((by("user", text),), "1", f"{split} {i}") for i, text in enumerate(texts)
+        ]
 
 
 def test_an_own_task_that_trains_on_its_held_out_problems(
@@ -253,8 +255,8 @@ def test_an_own_task_that_trains_on_its_held_out_problems(
 ) -> None:
     config = validate(RunConfig, composed["arithmetic"])
     options = Riddles.Config()
-    with pytest.raises(DataError, match=r"all 2 .*task\.allow_overlap"):
-        check_held_out(config, Riddles.held_out_overlap(options), options)
-    options = Riddles.Config(allow_overlap=True)
-    check_held_out(config, Riddles.held_out_overlap(options), options)
+    with pytest.raises(DataError, match=r"all 2 .*task\.allow_train_test_overlap"):
+        check_train_test_overlap(config, Riddles.train_test_overlap(options), options)
+    options = Riddles.Config(allow_train_test_overlap=True)
+    check_train_test_overlap(config, Riddles.train_test_overlap(options), options)
     assert "2 of 2 held-out problems" in caplog.text

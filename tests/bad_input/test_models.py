@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlinf.models import chat
+from rlinf.models import chat_template
 from tests.bad_input.door import Base, refused
 
 WEIGHTS = "model.safetensors"
@@ -154,7 +154,7 @@ TEMPLATES: list[tuple[str, str, list[str]]] = [
 def test_a_bad_chat_template(
     base: Base, files: Path, template: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "START_S", 2.0)
+    monkeypatch.setattr(chat_template, "FIRST_RENDER_S", 2.0)
     values = base("jsonl", {})
     (files / "model/chat_template.jinja").write_text(template)
     refused(values, "model.path", *words)
@@ -174,7 +174,7 @@ def test_a_bad_chat_template(
 def test_a_chat_template_without_a_system_message(
     base: Base, files: Path, template: str, words: str
 ) -> None:
-    values = base("jsonl", {"task.system": "Be brief."})
+    values = base("jsonl", {"task.system_prompt": "Be brief."})
     (files / "model/chat_template.jinja").write_text(template)
     refused(values, "model.path", "chat template", words)
 

@@ -14,7 +14,7 @@ ALL = ["rollout", "reward", "inference", "train"]
 
 
 def pools(*given: dict[str, Any], **further: Any) -> dict[str, Any]:
-    return {"grain": "segment", "pools": list(given), **further}
+    return {"execution": "segment", "pools": list(given), **further}
 
 
 def pool(*stages: str, **further: Any) -> dict[str, Any]:
@@ -32,19 +32,19 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("flag", {"defaults": {"nodes": True}}, ["plan.defaults.nodes"]),
     ("gpus", {"defaults": {"gpus": -1}}, ["plan.defaults.gpus"]),
     ("memory", {"defaults": {"mem_mb": "4G"}}, ["plan.defaults.mem_mb"]),
-    ("time", {"defaults": {"time_min": 0}}, ["plan.defaults.time_min"]),
-    ("clock", {"defaults": {"time_min": "1:30"}}, ["plan.defaults.time_min"]),
+    ("time", {"defaults": {"time_limit_min": 0}}, ["plan.defaults.time_limit_min"]),
+    ("clock", {"defaults": {"time_limit_min": "1:30"}}, ["plan.defaults.time_limit_min"]),
     ("share", {"defaults": {"processes": 2, "shares": [1.0]}}, ["plan.defaults", "shares"]),
-    ("negative-share", {"defaults": {"shares": [-1.0]}}, ["plan.defaults.shares"]),
-    ("grain", {"grain": "stages"}, ["plan.grain"]),
-    ("chunks", {"chunks": 0}, ["plan.chunks"]),
+    ("negative-share", {"defaults": {"shares": [-1.0]}}, ["plan.defaults.speed_weights"]),
+    ("grain", {"execution": "stages"}, ["plan.execution"]),
+    ("chunks", {"num_chunks": 0}, ["plan.num_chunks"]),
     ("stages", {"stages": []}, ["plan.stages"]),
     ("edge", {"transports": {"rollout -> rewards": "file"}}, ["did you mean 'rollout -> reward'"]),
     ("way", {"transports": {"rollout -> reward": "http"}}, ["rollout -> reward", "'socket'"]),
     ("weights", {"transports": {"rollout -> reward": "nccl"}}, ["carries weights alone"]),
-    ("no-pools", {"grain": "segment"}, ["pools", "grain: segment"]),
-    ("no-grain", {"pools": [pool()]}, ["pools", "grain: segment"]),
-    ("in-process", pools(pool()), ["grain: segment", "cluster=local"]),
+    ("no-pools", {"execution": "segment"}, ["pools", "execution: segment"]),
+    ("no-grain", {"pools": [pool()]}, ["pools", "execution: segment"]),
+    ("in-process", pools(pool()), ["execution: segment", "cluster=local"]),
     ("twice", pools(pool(), pool("train")), ["plan.pools", "'train' is in two"]),
     ("unknown", pools(pool("rolout", "train")), ["pools[0].stages", "did you mean 'rollout'"]),
     ("empty", pools({"stages": [], "gpus": {"cpu": 1}}), ["plan.pools.0.stages"]),
@@ -52,9 +52,9 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("no-device", pools(pool(gpus={"cpu": 0})), ["plan.pools.0.gpus.cpu"]),
     ("no-train", pools(pool("rollout", "reward")), ["plan.pools", "no pool holds train"]),
     ("no-rollout", pools(pool("train", "reward")), ["plan.pools", "no pool holds rollout"]),
-    ("helps", HELPS, ["pools[0].helps_rollout: needs an elastic pool"]),
+    ("helps", HELPS, ["pools[0].also_generates: needs an elastic pool"]),
     ("workers", pools(pool(workers=2)), ["workers", "elastic"]),
-    ("alone", pools(pool(), together=True), ["plan.together"]),
+    ("alone", pools(pool(), together=True), ["plan.hetjob"]),
     ("number", 5, ["plan"]),
     ("file", "/no/plan.yaml", ["plan", "no file /no/plan.yaml"]),
     ("folder", "/tmp", ["plan", "/tmp is a folder"]),
@@ -81,7 +81,7 @@ FILES: list[tuple[str, bytes, list[str]]] = [
     ("itself", b"defaults: &a {cpus: *a}", ["plan.yaml"]),
     ("twice", b"defaults: {cpus: 1, cpus: 2}", ["line 1", "'cpus' stands there twice"]),
     ("twice-deep", b"stages:\n  train: {}\n  train: {}\n", ["line 3", "'train'"]),
-    ("clock", b"defaults: {time_min: 1:30}", ["defaults.time_min", "'1:30'"]),
+    ("clock", b"defaults: {time_limit_min: 1:30}", ["defaults.time_limit_min", "'1:30'"]),
     ("date", b"defaults: {partition: 3}", ["defaults.partition"]),
     ("sequence-key", b"? [a]\n: 1\n", ["plan.yaml"]),
 ]
@@ -105,7 +105,7 @@ SITES: list[tuple[str, bytes, list[str]]] = [
     ("deep", b"partitions: {a: {acount: x}}", ["partitions.a.acount", "'account'"]),
     ("signal", b"defaults: {signal_delay_s: -5}", ["defaults.signal_delay_s"]),
     ("signal-text", b"defaults: {signal_delay_s: 1:30}", ["defaults.signal_delay_s"]),
-    ("losses", b"defaults: {losses_per_hour: -1}", ["defaults.losses_per_hour"]),
+    ("losses", b"defaults: {interruptions_per_hour: -1}", ["defaults.interruptions_per_hour"]),
     ("slowdown", b"defaults: {slowdown: 0}", ["defaults.slowdown"]),
     ("memory", b"defaults: {gpu_memory_gib: 80GB}", ["defaults.gpu_memory_gib"]),
     ("gpu", b"defaults: {gpu_model: b9000}", ["defaults.gpu_model", "b9000"]),
@@ -133,8 +133,8 @@ def test_a_folder_as_site(base: Base, tmp_path: Path) -> None:
 
 def test_no_slurm(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    from pipeline.commands.experiment import prepare
+    from pipeline.commands.experiment import prepare_run
 
     with pytest.raises(SlurmError, match="this machine has no Slurm"):
-        prepare(base("arithmetic", {"cluster.launcher": "slurm"}))
+        prepare_run(base("arithmetic", {"cluster.launcher": "slurm"}))
     assert not (tmp_path / "runs").exists()

@@ -8,8 +8,8 @@ import pytest
 
 from rlinf.errors import EXIT_BAD_INPUT, ConfigError
 from rlinf.rewards import rewards
-from rlinf.rewards.score import ScoreReward
-from rlinf.track import sinks
+from rlinf.rewards.task_rewards import ScoreReward
+from rlinf.track import trackers
 from tests.bad_input.door import Base, judged, refused
 
 GOOD = """
@@ -83,8 +83,8 @@ def test_a_tracker_can_be_a_target_too(own: Path) -> None:
     (own / "registered" / "tracks.py").write_text(
         "class Mine:\n    def log(self, step, metrics): ...\n    def close(self): ...\n"
     )
-    assert sinks.get("registered.tracks:Mine").__name__ == "Mine"
+    assert trackers.get("registered.tracks:Mine").__name__ == "Mine"
     with pytest.raises(ConfigError) as caught:
-        sinks.get("registered.odd:Mine", "log.trackers.0")
+        trackers.get("registered.odd:Mine", "log.trackers.0")
     assert caught.value.exit_code == EXIT_BAD_INPUT
     judged(str(caught.value), "log.trackers.0", "is no tracker")

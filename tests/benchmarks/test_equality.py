@@ -6,28 +6,28 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.equality import CUTS, RELATIVE, TOLERANCE, WAYS, compared
-from benchmarks.kept import Kept, made_by
+from benchmarks.equality import BATCH_SPLITS, RELATIVE, TOLERANCE, TRAINER_SETUPS, compared
+from benchmarks.result_cache import ResultCache, result_key
 
 
 def test_results_are_kept_until_what_they_were_made_by_changes(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
-    first, other = made_by(None, lr=1.0), made_by(None, lr=2.0)
-    assert first == made_by(None, lr=1.0)
-    assert len({first, other, made_by("deepspeed", lr=1.0), made_by("vllm", lr=1.0)}) == 4
-    kept = Kept(path)
+    first, other = result_key(None, lr=1.0), result_key(None, lr=2.0)
+    assert first == result_key(None, lr=1.0)
+    assert len({first, other, result_key("deepspeed", lr=1.0), result_key("vllm", lr=1.0)}) == 4
+    kept = ResultCache(path)
     kept[first], kept[other] = {"a": 1}, {"a": 2}
-    again = Kept(path)
+    again = ResultCache(path)
     assert again[first] == {"a": 1}
-    again.only([other])
-    assert first not in Kept(path)
-    assert Kept(path)[other] == {"a": 2}
+    again.discard_others([other])
+    assert first not in ResultCache(path)
+    assert ResultCache(path)[other] == {"a": 2}
 
 
 def test_only_what_is_within_the_tolerance_is_the_same() -> None:
     zero, near = torch.zeros(2), torch.tensor([0.0, TOLERANCE / 2])
     right = ([[-0.2, 0.6]], {"v": zero, "w": zero})
-    assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good(WAYS[0])
+    assert compared([[-0.2, 0.6]], {"v": zero, "w": near}, right).good(TRAINER_SETUPS[0])
     for said, weights in (
         ([[-0.2, 0.6]], {"v": zero, "w": 4 * near}),
         ([[-0.2 - 3 * RELATIVE, 0.6]], {"v": zero, "w": near}),
@@ -36,5 +36,5 @@ def test_only_what_is_within_the_tolerance_is_the_same() -> None:
         ([[-0.2, 0.6]], {"v": zero}),
     ):
         result = compared(said, weights, right)
-        assert not result.good(WAYS[0])
-        assert result.line(WAYS[0], CUTS[0]).endswith("differs")
+        assert not result.good(TRAINER_SETUPS[0])
+        assert result.line(TRAINER_SETUPS[0], BATCH_SPLITS[0]).endswith("differs")

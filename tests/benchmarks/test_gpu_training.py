@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu_training
 from benchmarks.gpu_training import QWEN, training_flops
-from pipeline.planning.cost.model import from_hf_config
+from pipeline.planning.cost.model_shape import from_hf_config
 from rlinf.errors import ConfigError
 
 SMALL: dict[str, Any] = {

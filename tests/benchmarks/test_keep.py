@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import benchmarks.__main__ as bench
-from benchmarks.row import Row
+from benchmarks.row import BenchmarkRow
 
 
 def test_no_measured_row_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "results.json")
     names = ["of_no_table", "plan_gap", "plan_128x4_ms"]
-    rows = {name: asdict(Row(name, 1.0, "x", None, "higher", 1, 0.0)) for name in names}
+    rows = {name: asdict(BenchmarkRow(name, 1.0, "x", None, "higher", 1, 0.0)) for name in names}
     kept = bench.keep(rows)
     assert [row["name"] for row in kept] == ["plan_128x4_ms", "plan_gap", "of_no_table"]
     bench.keep({"plan_gap": rows["plan_gap"]})

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.learning import BEGIN, PAGE, cell, curves, goal_of, table, words_of, write_prior
 from benchmarks.learning_rows import ROWS
-from pipeline.check import check
-from pipeline.commands.experiment import compose, execute
-from rlinf.composing import forced
+from pipeline.commands.experiment import compose, run_experiment
+from pipeline.validate_config import validate_config
 from rlinf.config import RunConfig, validate
+from rlinf.hydra_config import force_add
 from tests.conftest import QUIET
 
 
@@ -31,9 +31,9 @@ def prior(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("metaworld")])
 def test_every_row_would_begin(name: str, prior: Path) -> None:
-    words = [forced(word) for word in words_of(name, 3, prior)]
+    words = [force_add(word) for word in words_of(name, 3, prior)]
     config = validate(RunConfig, compose(words))
-    check(config)
+    validate_config(config)
     row = ROWS[name]
     assert row.algorithm == config.algorithm.name
     assert row.column.removesuffix("_numbered") == config.model.name
@@ -111,7 +111,7 @@ def test_a_cell_says_what_all_seeds_reached(
 def test_prior_data_are_the_newest_transitions_of_a_run(tmp_path: Path) -> None:
     words = ["experiment=pendulum_sac", "iterations=2", "rollout.horizon=20", "run.name=before"]
     words += ["evaluate.every=0", "evaluate.samples=1", f"run.root={tmp_path}"]
-    execute(compose([*map(forced, words), *QUIET]))
+    run_experiment(compose([*map(force_add, words), *QUIET]))
     write_prior(tmp_path / "before", tmp_path / "newest.hdf5", 25)
     with h5py.File(tmp_path / "newest.hdf5") as file:
         assert file["observations"].shape == (25, 3)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.artifacts import read_manifest
 from rlinf.errors import ArtifactError
 from tests.pipeline.helpers import start_driver
@@ -336,7 +336,10 @@ def _restart(*pid_files: Path) -> None:
     time.sleep(0.5)
     # Starts what does not run, and brings nodes back.
     subprocess.run(
-        [tree.ROOT / "slurm/devcluster/up.sh"], capture_output=True, timeout=120, check=True
+        [package_paths.ROOT / "slurm/devcluster/up.sh"],
+        capture_output=True,
+        timeout=120,
+        check=True,
     )
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from launchers.submitit import SubmititLauncher
-from rlinf import tree
+from rlinf import package_paths
 from slurm.client import SlurmClient
 
-SCRIPTS = tree.ROOT / "slurm" / "devcluster"
+SCRIPTS = package_paths.ROOT / "slurm" / "devcluster"
 LIMITS = (
     (("user", "root"), "MaxSubmitJobs=-1", "MaxWall=-1"),
     (("account", "root"), "GrpSubmitJobs=-1"),
@@ -62,5 +62,5 @@ def runs(pid_file: Path) -> bool:
 
 @pytest.fixture
 def launcher(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
-    monkeypatch.setenv("PYTHONPATH", str(tree.ROOT))
-    return SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)
+    monkeypatch.setenv("PYTHONPATH", str(package_paths.ROOT))
+    return SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)

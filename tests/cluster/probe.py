@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurm.signals import StopFlag
+from slurm.stop_signals import StopFlag
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RLINF_GROUP", "RLINF_ATTEMPT")
 

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from launchers.sbatch import sbatch_lasting
+from launchers.sbatch import submit_restarting
 from launchers.submitit import SubmititLauncher
-from rlinf import tree
+from rlinf import package_paths
 from slurm.client import SlurmClient
-from slurm.jobs import State
+from slurm.jobs import JobState
 from tests.cluster.helpers import finish_all, job, several, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nothing to bind"),
 ]
-SCRIPTS = tree.ROOT / "slurm" / "devcluster"
+SCRIPTS = package_paths.ROOT / "slurm" / "devcluster"
 STATE = Path("/tmp/rlinf-binding")
 SETTINGS = {
     "RLINF_DEVCLUSTER_DIR": str(STATE),
@@ -52,8 +52,8 @@ def binding(cluster: Path) -> Iterator[Path]:
 @pytest.fixture
 def launcher(binding: Path, monkeypatch: pytest.MonkeyPatch) -> SubmititLauncher:
     monkeypatch.setenv("SLURM_CONF", str(binding))
-    monkeypatch.setenv("PYTHONPATH", str(tree.ROOT))
-    return SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)
+    monkeypatch.setenv("PYTHONPATH", str(package_paths.ROOT))
+    return SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
 
 
 def cpus(out: Path, ranks: int = 1) -> list[set[int]]:
@@ -83,19 +83,19 @@ def test_every_way_to_start_a_process_gives_it_all_of_its_cpus(
     array = several(tmp_path / "array", "pass", 2, cpus_per_task=2)
     pools = [job(tmp_path / name, "pass", cpus_per_task=2) for name in ("one", "other")]
     driver = job(tmp_path / "driver", "pass", cpus_per_task=2)
-    ids = [launcher.submit(stage), *launcher.submit_array(array), *launcher.submit_together(pools)]
-    sbatch_lasting(driver)
-    assert {status.state for status in finish_all(launcher, ids, 90)} == {State.DONE}
-    wait_until(driver.out / "manifest.json")
+    ids = [launcher.submit(stage), *launcher.submit_array(array), *launcher.submit_hetjob(pools)]
+    submit_restarting(driver)
+    assert {status.state for status in finish_all(launcher, ids, 90)} == {JobState.DONE}
+    wait_until(driver.output_dir / "manifest.json")
     for wanted in (stage, *array, *pools, driver):
-        (own,) = cpus(wanted.out)
-        assert len(own) == 2, wanted.logs
+        (own,) = cpus(wanted.output_dir)
+        assert len(own) == 2, wanted.log_dir
 
 
 def test_ranks_of_a_node_have_cpus_of_their_own(launcher: SubmititLauncher, tmp_path: Path) -> None:
     wanted = job(tmp_path, "pass", tasks_per_node=2)
-    assert finish_all(launcher, [launcher.submit(wanted)])[0].state is State.DONE
-    first, second = cpus(wanted.out, ranks=2)
+    assert finish_all(launcher, [launcher.submit(wanted)])[0].state is JobState.DONE
+    first, second = cpus(wanted.output_dir, ranks=2)
     assert len(first) == len(second) == 1
     assert first != second
 
@@ -117,8 +117,10 @@ def test_an_environment_of_an_interactive_job_changes_nothing(
     stage = job(tmp_path / "stage", "pass", cpus_per_task=2)
     driver = job(tmp_path / "driver", "pass", cpus_per_task=2)
     identity = launcher.submit(stage)
-    sbatch_lasting(replace(driver, resources=replace(driver.resources, sbatch={"export": "NONE"})))
-    assert finish_all(launcher, [identity])[0].state is State.DONE
-    wait_until(driver.out / "manifest.json")
+    submit_restarting(
+        replace(driver, resources=replace(driver.resources, sbatch={"export": "NONE"}))
+    )
+    assert finish_all(launcher, [identity])[0].state is JobState.DONE
+    wait_until(driver.output_dir / "manifest.json")
     for wanted in (stage, driver):
-        assert [len(own) for own in cpus(wanted.out)] == [2]
+        assert [len(own) for own in cpus(wanted.output_dir)] == [2]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlinf.artifacts import read_manifest, verify
+from rlinf.artifacts import read_manifest, verify_output
 from rlinf.errors import ArtifactError
 from tests.cluster.chaos import FAULTS, Storm, restart_nodes
 from tests.cluster.test_runs import PLAN, words
@@ -28,12 +28,12 @@ from tests.pipeline.helpers import contents, run_here, same_samples
 pytestmark = pytest.mark.cluster
 ITERATIONS = {"segment": 40, "elastic": 40, "ranks": 40, "stage": 5}
 SHORT = ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"]
-REFUSED = {"segment": {"requeue_job"}, "elastic": {"requeue_job"}, "ranks": {"requeue_job"}}
+REFUSED = {"segment": {"requeue_job"}, "elastic": {"requeue_job"}, "stage_ranks": {"requeue_job"}}
 """Kinds of faults that jobs of a shape refuse: those of pools are not started again by Slurm."""
 SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
 POOLS: dict[str, Any] = {
-    "grain": "segment",
-    "defaults": {"partition": "cpu", "mem_mb": 2000, "time_min": 30},
+    "execution": "segment",
+    "defaults": {"partition": "cpu", "mem_mb": 2000, "time_limit_min": 30},
     "pools": [
         {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
@@ -46,12 +46,12 @@ POOLS: dict[str, Any] = {
 ELASTIC = POOLS | {
     "pools": [
         {"stages": ["rollout"], "workers": 2, "gpus": {"spot:a100": 1, "h100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}, "helps_rollout": True},
+        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}, "also_generates": True},
     ]
 }
 """Generators of two kinds, and a trainer that leaves them the tail."""
 RANKS = POOLS | {
-    "chunks": 2,
+    "num_chunks": 2,
     "pools": [
         {"stages": ["rollout"], "gpus": {"spot:a100": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"h100": 2}},
@@ -118,7 +118,7 @@ def unaltered(run: Path, iteration: int) -> bool:
     manifest = read_manifest(folder)
     assert manifest is not None
     try:
-        verify(folder, manifest, checksums=True)
+        verify_output(folder, manifest, checksums=True)
     except ArtifactError:
         return False
     return True
@@ -138,8 +138,10 @@ def disk(cluster: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def storm(root: Path, state: Path, shape: str, seed: int, logs: Path) -> Storm:
-    call = words(root, f"iterations={ITERATIONS[shape]}", "cluster=slurm", "cluster.poll_s=0.2")
-    call += ["cluster.retries=30", f"plan={plan_of(shape, root)}"]
+    call = words(
+        root, f"iterations={ITERATIONS[shape]}", "cluster=slurm", "cluster.poll_interval_s=0.2"
+    )
+    call += ["cluster.max_retries=30", f"plan={plan_of(shape, root)}"]
     return Storm(call, root, state, random.Random(seed), logs)
 
 

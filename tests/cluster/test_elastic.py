@@ -17,13 +17,13 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
     cluster: Path, tmp_path: Path
 ) -> None:
     """Each kind has a worker, and both do a part of what the trainer leaves."""
-    longer = ["rollout.horizon=96", "engine.max_rows=4", "retention.trajectories=500"]
-    longer += ["optimizer.schedule_iterations=500"]  # however many iterations there are
+    longer = ["rollout.horizon=96", "engine.max_num_seqs=4", "retention.keep_trajectories=500"]
+    longer += ["optimizer.lr_decay_iterations=500"]  # however many iterations there are
     log, run = tmp_path / "log", tmp_path / "tiny"
     train = {"partition": "h100", "gpus": 1}
     plan = {
-        "grain": "segment",
-        "chunks": 2,
+        "execution": "segment",
+        "num_chunks": 2,
         "defaults": {"mem_mb": 1500},
         "stages": {"rollout": train, "reward": train, "inference": train, "train": train},
         "pools": [
@@ -31,13 +31,13 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
             {
                 "stages": ["reward", "inference", "train"],
                 "gpus": {"h100": 1},
-                "helps_rollout": True,
+                "also_generates": True,
             },
         ],
     }
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(plan))
-    call = [*longer, "cluster=slurm", "cluster.poll_s=0.2", f"plan={path}"]
+    call = [*longer, "cluster=slurm", "cluster.poll_interval_s=0.2", f"plan={path}"]
     # The cluster decides when a worker comes: the run goes on until each has had a part.
     driver = start_driver(single.words(tmp_path, *call, "iterations=500"), log)
     until(lambda: len(hosts(run)) == 3, driver, log)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlinf import tree
+from rlinf import package_paths
 from tests.pipeline.helpers import contents
 from tests.test_extending import EXAMPLES, JOBS, clean, shortened
 from tests.wheel import Installed, call
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
-DEVCLUSTER = tree.ROOT / "configs" / "plans" / "devcluster.yaml"
+DEVCLUSTER = package_paths.ROOT / "configs" / "plans" / "devcluster.yaml"
 
 
 @pytest.mark.parametrize("words", JOBS, ids=" ".join)
@@ -22,7 +22,7 @@ def test_a_command_of_the_page_runs_as_slurm_jobs_and_gives_the_same_bytes(
 ) -> None:
     mine = Path(shutil.copytree(EXAMPLES, tmp_path / "mine"))
     short = shortened(words)
-    jobs = [*short, f"plan={DEVCLUSTER}", "cluster.poll_s=0.2"]
+    jobs = [*short, f"plan={DEVCLUSTER}", "cluster.poll_interval_s=0.2"]
     call(installed.rlinf, *jobs, cwd=mine, env=clean())
     here = [word for word in short if not word.startswith(("cluster=", "run.name="))]
     call(installed.rlinf, *here, "run.name=here", cwd=mine, env=clean())

@@ -15,7 +15,7 @@ import pytest
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import SlurmError
 from slurm.client import SlurmClient
-from slurm.jobs import State
+from slurm.jobs import JobState
 from tests.cluster.helpers import finish, job, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -39,7 +39,7 @@ def test_ranks_on_two_nodes_agree_where_to_meet(launcher: SubmititLauncher, tmp_
         gpus_per_node=2,
         gpu_type="h100",
     )
-    assert finish(launcher, launcher.submit(wanted)).state is State.DONE
+    assert finish(launcher, launcher.submit(wanted)).state is JobState.DONE
     found = notes(tmp_path, ranks=4)
     assert [note["RANK"] for note in found] == ["0", "1", "2", "3"]
     assert {note["node"] for note in found} == {"h100-1", "h100-2"}
@@ -59,7 +59,7 @@ def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
         constraint="[a100*1&h100*1]",
         shares={"h100": 2.0, "a100": 1.0},
     )
-    assert finish(launcher, launcher.submit(wanted)).state is State.DONE
+    assert finish(launcher, launcher.submit(wanted)).state is JobState.DONE
     found = notes(tmp_path, ranks=4)
     speeds = [2.0 if note["node"].startswith("h100") else 1.0 for note in found]
     assert sorted(speeds) == [1.0, 1.0, 2.0, 2.0]
@@ -70,7 +70,7 @@ def test_a_failure_brings_its_code_and_its_words(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
     status = finish(launcher, launcher.submit(job(tmp_path, "fail")))
-    assert (status.state, status.exit_code) == (State.FAILED, 65)
+    assert (status.state, status.exit_code) == (JobState.FAILED, 65)
     assert "the reason of the failure" in status.reason
 
 
@@ -78,7 +78,7 @@ def test_a_cancelled_job_is_noticed(launcher: SubmititLauncher, tmp_path: Path) 
     identity = launcher.submit(job(tmp_path, "sleep"))
     wait_until(tmp_path / "out" / "rank-0.0.json")
     subprocess.run(["scancel", identity], check=True)
-    assert finish(launcher, identity).state is State.CANCELLED
+    assert finish(launcher, identity).state is JobState.CANCELLED
 
 
 def test_a_cancelled_stage_that_stops_by_itself_stays_cancelled(
@@ -88,16 +88,16 @@ def test_a_cancelled_stage_that_stops_by_itself_stays_cancelled(
     identity = launcher.submit(job(tmp_path, "stoppable"))
     wait_until(tmp_path / "out" / "ready")
     subprocess.run(["scancel", identity], check=True)
-    assert finish(launcher, identity).state is State.CANCELLED
+    assert finish(launcher, identity).state is JobState.CANCELLED
     assert "not requeued" in (tmp_path / "logs" / f"{identity}_0_log.err").read_text()
     time.sleep(1)
-    assert SlurmClient().queue()[identity].state is State.CANCELLED
+    assert SlurmClient().queue()[identity].state is JobState.CANCELLED
 
 
 def test_any_rank_may_be_the_first_to_stop(launcher: SubmititLauncher, tmp_path: Path) -> None:
     """The others wait for it, so it alone can have the job requeued."""
     identity = launcher.submit(job(tmp_path, "last-stops", nodes=1, tasks_per_node=2))
-    assert finish(launcher, identity, 60).state is State.DONE
+    assert finish(launcher, identity, 60).state is JobState.DONE
     first, second = notes(tmp_path, ranks=2, restart=1)
     assert first["RLINF_ATTEMPT"] == second["RLINF_ATTEMPT"] == f"{identity}-1"
 
@@ -106,7 +106,7 @@ def test_a_job_nobody_knows_has_vanished(launcher: SubmititLauncher, tmp_path: P
     identity = launcher.submit(job(tmp_path, "sleep"))
     ghost = "999999"
     launcher._watched[ghost] = replace(launcher._watched[identity], id=ghost)
-    assert finish(launcher, ghost).state is State.VANISHED
+    assert finish(launcher, ghost).state is JobState.VANISHED
     launcher.cancel([identity])
 
 
@@ -114,7 +114,7 @@ def test_a_job_that_asks_for_it_is_requeued_once(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
     identity = launcher.submit(job(tmp_path, "requeue"))
-    assert finish(launcher, identity, 60).state is State.DONE
+    assert finish(launcher, identity, 60).state is JobState.DONE
     (note,) = notes(tmp_path, restart=1)
     assert note["RLINF_ATTEMPT"] == f"{identity}-1"
 
@@ -123,7 +123,7 @@ def test_the_warning_signal_reaches_the_stage(launcher: SubmititLauncher, tmp_pa
     identity = launcher.submit(job(tmp_path, "warned"))
     wait_until(tmp_path / "out" / "ready")
     subprocess.run(["scancel", "--signal=USR2", identity], check=True)
-    assert finish(launcher, identity, 60).state is State.DONE
+    assert finish(launcher, identity, 60).state is JobState.DONE
     assert notes(tmp_path, restart=1)
 
 
@@ -133,8 +133,8 @@ def test_a_preempted_job_runs_again(launcher: SubmititLauncher, tmp_path: Path) 
     # It gets the whole node only when what ran there before has ended.
     wait_until(tmp_path / "low" / "out" / "ready", 90)
     high = launcher.submit(job(tmp_path / "high", "pass", partition="a100", **where))
-    assert finish(launcher, high, 60).state is State.DONE
-    assert finish(launcher, low, 90).state is State.DONE
+    assert finish(launcher, high, 60).state is JobState.DONE
+    assert finish(launcher, low, 90).state is JobState.DONE
     assert notes(tmp_path / "low", restart=1)
 
 
@@ -149,10 +149,10 @@ def test_a_new_driver_finds_the_job_of_the_old_one(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
     first = launcher.submit(job(tmp_path, "sleep"))
-    again = SubmititLauncher(SlurmClient(poll_s=0.2))
+    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
     assert again.submit(job(tmp_path, "sleep")) == first
     again.cancel([first])
-    assert finish(again, first).state is State.CANCELLED
+    assert finish(again, first).state is JobState.CANCELLED
     assert again.submit(job(tmp_path, "pass")) != first, "a dead job is not adopted"
     assert os.environ["SLURM_CONF"], "submitting keeps the environment"
 
@@ -161,18 +161,18 @@ def test_a_submission_to_a_controller_that_stands_still_leaves_one_job(
     cluster: Path, launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
     """It takes the request when it goes on; nobody waits for its answer any more."""
-    launcher._backlog.shows_s = 5.0
+    launcher._backlog.visibility_timeout_s = 5.0
     warm = launcher.submit(job(tmp_path / "warm", "pass"))
-    assert finish(launcher, warm).state is State.DONE
+    assert finish(launcher, warm).state is JobState.DONE
     controller = int((cluster / "run" / "slurmctld.pid").read_text())
     os.kill(controller, signal.SIGSTOP)
     try:
-        name = launcher.submit(job(tmp_path, "pass", time_min=4))
+        name = launcher.submit(job(tmp_path, "pass", time_limit_min=4))
         assert name.startswith("waiting-")
-        assert launcher.poll([name])[name].state is State.PENDING
+        assert launcher.poll([name])[name].state is JobState.PENDING
     finally:
         os.kill(controller, signal.SIGCONT)
-    assert finish(launcher, name, 90).state is State.DONE
+    assert finish(launcher, name, 90).state is JobState.DONE
     own = launcher._watched[name].id  # its manifest shows before Slurm has seen its end
-    others = [i for i, job in launcher.client.queue().items() if job.state.active and i != own]
+    others = [i for i, job in launcher.client.queue().items() if job.state.is_active and i != own]
     assert not others, "what the controller took while nobody listened is cancelled"

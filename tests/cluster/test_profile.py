@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.submitit import SubmititLauncher
-from pipeline.commands.experiment import compose, prepare, warm_start
-from pipeline.planning.profile.measure import Options, profile
-from rlinf import tree
+from pipeline.commands.experiment import compose, prepare_run, run_warm_start
+from pipeline.planning.profile.profile_pass import ProfileOptions, profile_run
+from rlinf import package_paths
 from slurm.client import SlurmClient
-from slurm.jobs import Resources, State
+from slurm.jobs import JobResources, JobState
 from stages.flow import on_policy
 from tests.cluster.test_runs import words
 
 pytestmark = pytest.mark.cluster
-SITE = tree.ROOT / "slurm" / "devcluster" / "site.yaml"
+SITE = package_paths.ROOT / "slurm" / "devcluster" / "site.yaml"
 BUSY = """
 import os, sys, time
 from pathlib import Path
@@ -43,24 +43,24 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "busy_of_test.py").write_text(BUSY)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{tree.ROOT}")
-    launcher = SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=5.0)
-    needs = Resources(
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{package_paths.ROOT}")
+    launcher = SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=5.0)
+    needs = JobResources(
         partition="gpu",
         nodes=2,
         constraint="[h100*1&a100*1]",
         mem_mb=300,
-        time_min=5,
+        time_limit_min=5,
         duty_cycle={"a100": 0.1},
     )
     out = tmp_path / "out"
-    job = Job("test/busy", (str(out),), out, tmp_path / "logs", needs, "busy_of_test")
+    job = JobSpec("test/busy", (str(out),), out, tmp_path / "logs", needs, "busy_of_test")
     identity = launcher.submit(job)
     deadline = time.monotonic() + 60
-    while (status := launcher.poll([identity])[identity]).state.active:
+    while (status := launcher.poll([identity])[identity]).state.is_active:
         assert time.monotonic() < deadline, status
         time.sleep(0.2)
-    assert status.state is State.DONE, status
+    assert status.state is JobState.DONE, status
     seconds = {p.name[:4]: float(p.read_text()) for p in out.glob("?100-?")}
     # Of a core that others use the other one has more than a tenth too.
     assert seconds["a100"] > 0.5 / 0.1 * 0.95
@@ -70,17 +70,19 @@ def test_the_slow_node_of_a_mixed_job_is_slow_and_the_other_is_not(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_partition_of_two_kinds_is_measured_kind_by_kind(cluster: Path, tmp_path: Path) -> None:
-    wanted = words(tmp_path, "cluster=slurm", f"cluster.site={SITE}", "cluster.poll_s=0.2")
+    wanted = words(tmp_path, "cluster=slurm", f"cluster.site={SITE}", "cluster.poll_interval_s=0.2")
     wanted += ["warm_start.max_steps=0", "plan.defaults.mem_mb=2000", "plan.defaults.partition=cpu"]
-    run = prepare(
+    run = prepare_run(
         compose([f"++{w}" if not w.startswith(("experiment", "cluster=")) else w for w in wanted])
     )
-    made = profile(run, Options(partitions=("gpu",), minutes=3, processes=1), warm_start)
+    made = profile_run(
+        run, ProfileOptions(partitions=("gpu",), minutes=3, processes=1), run_warm_start
+    )
     assert list(made.kinds) == ["gpu:a100", "gpu:h100"]
     for name, kind in made.kinds.items():
         gpu = name.removeprefix("gpu:")
         assert all(host.startswith(gpu) for host in kind.hosts)
-        assert {(p.nodes, p.processes) for p in kind.points if p.ok} == {(1, 1), (2, 2)}
+        assert {(p.nodes, p.processes) for p in kind.points if p.succeeded} == {(1, 1), (2, 2)}
         assert {link.path for link in kind.links} == {"inter_node", "write", "read"}
         assert {entry.name for entry in kind.overheads} >= {"submission", "startup", "trainer_load"}
         assert kind.overhead_s("submission", 1) < 30

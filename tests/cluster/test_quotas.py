@@ -14,8 +14,8 @@ import pytest
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from slurm.client import SlurmClient
-from slurm.jobs import State
-from slurm.quotas import Quotas, read_quotas
+from slurm.job_limits import Quotas, read_quotas
+from slurm.jobs import JobState
 from tests.cluster.helpers import finish, finish_all, job, several
 
 pytestmark = pytest.mark.cluster
@@ -26,7 +26,7 @@ def nothing_queued(cluster: Path) -> None:
     """Jobs of this user count against its limits."""
     subprocess.run(["scancel", "-u", "root"], check=True)
     client, deadline = SlurmClient(), time.monotonic() + 30
-    while any(status.state.active for status in client.queue().values()):
+    while any(status.state.is_active for status in client.queue().values()):
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
@@ -53,7 +53,7 @@ def test_jobs_over_max_submit_jobs_wait_and_all_are_run(
         assert ids[2:] == ["waiting-0", "waiting-1", "waiting-2"]
         assert "waits to be submitted: MaxSubmitJobs of account root is 2" in caplog.text
         found = finish_all(launcher, ids, 90)
-    assert [status.state for status in found] == [State.DONE] * 5
+    assert [status.state for status in found] == [JobState.DONE] * 5
     assert caplog.text.count("waits to be submitted") <= 3, "said once of each"
 
 
@@ -68,7 +68,7 @@ def test_a_refusal_for_now_is_tried_again(
         assert ids[1] == "waiting-0"
         assert "AssocGrpSubmitJobsLimit" in caplog.text
         found = finish_all(launcher, ids, 90)
-    assert [status.state for status in found] == [State.DONE] * 2
+    assert [status.state for status in found] == [JobState.DONE] * 2
 
 
 def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: Path) -> None:
@@ -77,26 +77,26 @@ def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: 
         launcher.cancel([waiting])
         launcher.cancel([first])
         states = [status.state for status in finish_all(launcher, [first, waiting])]
-    assert states == [State.CANCELLED] * 2
+    assert states == [JobState.CANCELLED] * 2
     assert not (tmp_path / "out-1" / "job.json").exists()
 
 
 def test_no_array_is_larger_than_allowed(launcher: SubmititLauncher, tmp_path: Path) -> None:
-    launcher._backlog.quotas = replace(read_quotas(launcher.client), array_size=2)
+    launcher._backlog.quotas = replace(read_quotas(launcher.client), max_array_size=2)
     ids = launcher.submit_array(several(tmp_path, "pass", 3))
     assert [identity.count("_") for identity in ids] == [1, 1, 0]
-    assert [status.state for status in finish_all(launcher, ids)] == [State.DONE] * 3
+    assert [status.state for status in finish_all(launcher, ids)] == [JobState.DONE] * 3
 
 
 def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     with limited("user", "root", "MaxSubmitJobs=7", "MaxWall=01:00:00"):
         quotas = read_quotas(SlurmClient())
-    assert quotas.array_size == 10001
+    assert quotas.max_array_size == 10001
     assert quotas.default_partition == "cpu"
     needs = job(cluster, "pass").resources
-    assert [quota.most for quota in quotas.of(needs)] == [7, 20000]
+    assert [quota.max_jobs for quota in quotas.quotas_for(needs)] == [7, 20000]
     with pytest.raises(PlanError, match="61 minutes asked, account root allows 60"):
-        quotas.check(replace(needs, time_min=61), "stages.train")
+        quotas.check(replace(needs, time_limit_min=61), "stages.train")
 
 
 def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -> None:
@@ -122,30 +122,30 @@ def test_the_rules_and_the_unlike_nodes_of_a_partition_are_read(cluster: Path) -
 def test_a_job_that_can_never_start_is_given_up_with_words(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    launcher.patience_s = 0.5
+    launcher.stuck_timeout_s = 0.5
     with limited("qos", "normal", "MaxTRESPerJob=cpu=1"):
         identity = launcher.submit(job(tmp_path, "pass", cpus_per_task=2))
         status = finish(launcher, identity)
-        assert (status.state, status.exit_code) == (State.FAILED, EXIT_BAD_INPUT)
+        assert (status.state, status.exit_code) == (JobState.FAILED, EXIT_BAD_INPUT)
         assert "could never start and was cancelled: QOSMaxCpuPerJobLimit" in status.reason
         assert "ask for less" in status.reason
-        assert SlurmClient().queue()[identity].state is State.CANCELLED
+        assert SlurmClient().queue()[identity].state is JobState.CANCELLED
 
 
 def test_a_held_job_is_given_up_but_stays_and_is_found_again(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    launcher.hold_patience_s = 0.5
+    launcher.hold_timeout_s = 0.5
     wanted = job(tmp_path, "pass", sbatch={"hold": True})
     identity = launcher.submit(wanted)
     status = finish(launcher, identity)
-    assert (status.state, status.exit_code) == (State.FAILED, EXIT_BAD_INPUT)
+    assert (status.state, status.exit_code) == (JobState.FAILED, EXIT_BAD_INPUT)
     assert "JobHeldUser: held by you" in status.reason
     assert f"scontrol release {identity}" in status.reason
     subprocess.run(["scontrol", "release", identity], check=True)
-    again = SubmititLauncher(SlurmClient(poll_s=0.2))
+    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2))
     assert again.submit(wanted) == identity
-    assert finish(again, identity).state is State.DONE
+    assert finish(again, identity).state is JobState.DONE
 
 
 def test_cancelling_tolerates_jobs_that_are_gone(
@@ -157,4 +157,4 @@ def test_cancelling_tolerates_jobs_that_are_gone(
     client.cancel(["999998", "999999_3", f"{array}_[0-1]"])
     launcher.cancel(ids)
     launcher.cancel(ids)
-    assert {status.state for status in finish_all(launcher, ids)} == {State.CANCELLED}
+    assert {status.state for status in finish_all(launcher, ids)} == {JobState.CANCELLED}

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlinf import tree
+from rlinf import package_paths
 from tests.conftest import TINY
 from tests.pipeline.helpers import contents, start_driver
 
 pytestmark = pytest.mark.cluster
-PLAN = tree.ROOT / "configs" / "plans" / "devcluster.yaml"
+PLAN = package_paths.ROOT / "configs" / "plans" / "devcluster.yaml"
 
 
 def words(root: Path, *more: str) -> list[str]:
@@ -31,7 +31,7 @@ def reference(tiny_run: Path) -> dict[str, str]:
 def test_slurm_jobs_give_the_same_bytes_though_the_driver_is_killed(
     cluster: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    call = words(tmp_path, "cluster=slurm", "cluster.poll_s=0.2", f"plan={PLAN}")
+    call = words(tmp_path, "cluster=slurm", "cluster.poll_interval_s=0.2", f"plan={PLAN}")
     driver = start_driver(call, tmp_path / "log")
     time.sleep(12)
     driver.kill()
@@ -51,21 +51,21 @@ def test_a_killed_snakemake_goes_on_with_the_same_command(
     call = [sys.executable, "-m", "snakemake", "--profile", "slurm", "--config", *settings]
     call.append(f"plan={PLAN}")
     with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(call, cwd=tree.ROOT, stdout=log, stderr=log)
+        first = subprocess.Popen(call, cwd=package_paths.ROOT, stdout=log, stderr=log)
         deadline = time.monotonic() + 240
         notes = tmp_path / "tiny/logs/snakemake/slurm/rollout"
         while not notes.exists() and time.monotonic() < deadline:
             assert first.poll() is None, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.05)
         second = subprocess.run(
-            call, cwd=tree.ROOT, capture_output=True, text=True, timeout=120, check=False
+            call, cwd=package_paths.ROOT, capture_output=True, text=True, timeout=120, check=False
         )
         assert second.returncode != 0
         assert "driven by process" in second.stdout + second.stderr
         first.kill()
         first.wait()
     done = subprocess.run(
-        call, cwd=tree.ROOT, capture_output=True, text=True, timeout=280, check=False
+        call, cwd=package_paths.ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(tmp_path / "tiny") == reference
@@ -81,7 +81,7 @@ def test_snakemake_survives_a_cancelled_job(cluster: Path, tmp_path: Path, profi
     with (tmp_path / "log").open("w") as log:
         workflow = subprocess.Popen(
             [sys.executable, "-m", "snakemake", "--profile", profile, "--config", *words],
-            cwd=tree.ROOT,
+            cwd=package_paths.ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -117,7 +117,7 @@ def test_a_sweep_runs_its_points_as_jobs(
     call = [word for word in plain if word != "optimizer.lr=1e-2" and "run.name" not in word]
     done = subprocess.run(
         [sys.executable, "-m", "rlinf.launch", "-m", *call],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         timeout=280,
@@ -134,7 +134,7 @@ def test_a_sweep_runs_its_points_as_jobs(
 def test_doctor_finds_the_cluster_fit(cluster: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlinf", "doctor", "--folder", str(tmp_path)],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         timeout=120,

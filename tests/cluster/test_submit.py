@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.commands.driver_job import noted_job
+from pipeline.commands.driver_job import last_driver_job_id
 from pipeline.run import Run
-from rlinf import tree
+from rlinf import package_paths
 from tests.cluster.helpers import wait_until
 from tests.cluster.test_chaos import POOLS as PLAN
 from tests.cluster.test_pools import shown
@@ -30,7 +30,7 @@ def rlinf(*command: str, code: int = 0) -> str:
     """What a command says; its process and session end with it."""
     done = subprocess.run(
         [sys.executable, "-m", "rlinf", *command],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -44,7 +44,7 @@ def rlinf(*command: str, code: int = 0) -> str:
 def call(root: Path, *more: str) -> list[str]:
     path = root / "plan.yaml"
     path.write_text(yaml.safe_dump({**PLAN, "stages": ON_SPOT}))
-    return words(root, "cluster=slurm", "cluster.poll_s=0.2", f"plan={path}", *more)
+    return words(root, "cluster=slurm", "cluster.poll_interval_s=0.2", f"plan={path}", *more)
 
 
 def queued(run: Path) -> set[str]:
@@ -72,8 +72,10 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     tell.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
     tell.chmod(0o700)
     run = tmp_path / "tiny"
-    rlinf("submit", *call(tmp_path, LONGER, f"cluster.notify=[{tell}]"), "--partition", "cpu")
-    job = str(noted_job(Run.open(run)))
+    rlinf(
+        "submit", *call(tmp_path, LONGER, f"cluster.notify_command=[{tell}]"), "--partition", "cpu"
+    )
+    job = str(last_driver_job_id(Run.open(run)))
     strikes = [["scancel", "-s", "KILL", f"{job}.0"], ["scontrol", "requeue", job]]
     for number, strike in [(2, strikes[0]), (7, strikes[1]), (12, strikes[0])]:
         iteration(run, number)
@@ -95,7 +97,7 @@ def test_a_submitted_run_ends_as_the_undisturbed_one(cluster: Path, tmp_path: Pa
     assert (tmp_path / "told").read_text() == "tiny finished\n"
     assert contents(run) == contents(tmp_path / "reference" / "tiny")
     assert (run / "report" / "report.html").exists()
-    last = str(noted_job(Run.open(run)))
+    last = str(last_driver_job_id(Run.open(run)))
     deadline = time.monotonic() + 60
     while not (mails := [line for line in mailed() if f"Job_id={last} " in line]):
         assert time.monotonic() < deadline, mailed()
@@ -112,8 +114,10 @@ def test_a_driver_at_the_end_of_its_time_is_requeued_and_goes_on(
 ) -> None:
     """A minute is the shortest limit of a job; its second life finds its pools as they were."""
     run = tmp_path / "tiny"
-    rlinf("submit", *call(tmp_path, "iterations=400"), "--partition", "cpu", "--time-min", "1")
-    job = str(noted_job(Run.open(run)))
+    rlinf(
+        "submit", *call(tmp_path, "iterations=400"), "--partition", "cpu", "--time-limit-min", "1"
+    )
+    job = str(last_driver_job_id(Run.open(run)))
     iteration(run, 2)
     leases = sorted((run / "pools").glob("*/*/job.json"))
     deadline = time.monotonic() + 120
@@ -131,7 +135,9 @@ def test_a_driver_at_the_end_of_its_time_is_requeued_and_goes_on(
 
 def test_pools_without_a_driver_end_when_their_grace_is_over(cluster: Path, tmp_path: Path) -> None:
     log, run = tmp_path / "log", tmp_path / "tiny"
-    driver = start_driver(call(tmp_path, "iterations=2000", "cluster.pool_grace_s=6"), log)
+    driver = start_driver(
+        call(tmp_path, "iterations=2000", "cluster.driver_reconnect_timeout_s=6"), log
+    )
     until((run / "it/0002/sync/manifest.json").exists, driver, log)
     driver.kill()
     driver.wait()
@@ -154,7 +160,7 @@ def test_a_dry_run_writes_what_slurm_would_take(cluster: Path, tmp_path: Path) -
     for script in folder.glob("*.sh"):
         subprocess.run(["sbatch", "--test-only", script], check=True, capture_output=True)
     assert not (tmp_path / "tiny").exists()
-    plan = tree.ROOT / "configs" / "plans" / "devcluster.yaml"
+    plan = package_paths.ROOT / "configs" / "plans" / "devcluster.yaml"
     rlinf("run", *words(tmp_path, "cluster=slurm", f"plan={plan}", "run.name=stages"), "--dry-run")
     scripts = (tmp_path / "stages.dry-run").glob("*.sh")
     assert {path.stem for path in scripts} >= {"warm_start", "rollout", "train", "evaluate"}

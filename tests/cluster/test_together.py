@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.submitit import SubmititLauncher
 from rlinf.errors import EXIT_REQUEUE
 from slurm.client import SlurmClient
-from slurm.ids import whole_of
-from slurm.jobs import State
-from stages.layout import POOLS
+from slurm.jobs import JobState, parent_job_id
+from stages.layout import POOLS_FOLDER
 from tests.cluster.helpers import finish_all, job, wait_until
 from tests.cluster.test_quotas import limited, nothing_queued  # noqa: F401
 from tests.cluster.test_runs import words
@@ -28,12 +27,12 @@ A100 = {"partition": "a100", "gpus_per_node": 1, "gpu_type": "a100"}
 H100 = {"partition": "h100", "gpus_per_node": 2, "gpu_type": "h100", "tasks_per_node": 2}
 
 
-def both(folder: Path, *what: str) -> list[Job]:
+def both(folder: Path, *what: str) -> list[JobSpec]:
     """One process on an a100, two on h100, with the logs of one run."""
     jobs = [job(folder, what[0], **A100), job(folder, what[-1], **H100)]
     outs = [folder / f"out-{i}" for i in range(2)]
     return [
-        replace(one, argv=(one.argv[0], str(out)), out=out)
+        replace(one, argv=(one.argv[0], str(out)), output_dir=out)
         for one, out in zip(jobs, outs, strict=True)
     ]
 
@@ -41,10 +40,10 @@ def both(folder: Path, *what: str) -> list[Job]:
 def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    ids = launcher.submit_together(both(tmp_path, "pass"))
-    leader = whole_of(ids[0])
+    ids = launcher.submit_hetjob(both(tmp_path, "pass"))
+    leader = parent_job_id(ids[0])
     assert ids == [f"{leader}+0", f"{leader}+1"]
-    assert [status.state for status in finish_all(launcher, ids)] == [State.DONE] * 2
+    assert [status.state for status in finish_all(launcher, ids)] == [JobState.DONE] * 2
     notes = []
     for path in ("out-0/rank-0.0.json", "out-1/rank-0.0.json", "out-1/rank-1.0.json"):
         wait_until(tmp_path / path)
@@ -56,12 +55,12 @@ def test_each_component_has_its_own_ranks_devices_and_way_to_meet(
 
 
 def test_they_are_found_again(launcher: SubmititLauncher, tmp_path: Path) -> None:
-    ids = launcher.submit_together(both(tmp_path, "sleep"))
+    ids = launcher.submit_hetjob(both(tmp_path, "sleep"))
     wait_until(tmp_path / "out-1/rank-1.0.json")
-    again = SubmititLauncher(SlurmClient(poll_s=0.2), grace_s=3.0)
-    assert again.submit_together(both(tmp_path, "sleep")) == ids
+    again = SubmititLauncher(SlurmClient(poll_interval_s=0.2), unknown_job_timeout_s=3.0)
+    assert again.submit_hetjob(both(tmp_path, "sleep")) == ids
     again.cancel(ids)
-    assert [status.state for status in finish_all(again, ids)] == [State.CANCELLED] * 2
+    assert [status.state for status in finish_all(again, ids)] == [JobState.CANCELLED] * 2
 
 
 def test_when_one_fails_the_other_ends_and_both_are_failures(
@@ -69,17 +68,17 @@ def test_when_one_fails_the_other_ends_and_both_are_failures(
 ) -> None:
     jobs = both(tmp_path, "sleep", "fail")
     patient = [replace(one, resources=replace(one.resources, signal_delay_s=2)) for one in jobs]
-    ids = launcher.submit_together(patient)
+    ids = launcher.submit_hetjob(patient)
     first, second = finish_all(launcher, ids)
-    assert first.state is State.FAILED
-    assert (second.state, second.exit_code) == (State.FAILED, 65)
+    assert first.state is JobState.FAILED
+    assert (second.state, second.exit_code) == (JobState.FAILED, 65)
     assert "the reason of the failure" in second.reason
 
 
 def test_when_one_fails_the_other_may_end_what_it_does(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    ids = launcher.submit_together(both(tmp_path, "slow", "fail"))
+    ids = launcher.submit_hetjob(both(tmp_path, "slow", "fail"))
     finish_all(launcher, ids)
     wait_until(tmp_path / "out-0" / "manifest.json")
 
@@ -92,20 +91,20 @@ def test_one_that_waits_is_cancelled_with_the_other(
         replace(one, resources=replace(one.resources, sbatch={"hold": True}))
         for one in both(tmp_path, "pass")
     ]
-    ids = launcher.submit_together(held)
+    ids = launcher.submit_hetjob(held)
     launcher.cancel([ids[1]])
-    assert [status.state for status in finish_all(launcher, ids)] == [State.CANCELLED] * 2
+    assert [status.state for status in finish_all(launcher, ids)] == [JobState.CANCELLED] * 2
 
 
 def test_one_that_is_asked_to_stop_leaves_the_other_its_time(
     launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
-    ids = launcher.submit_together(
-        [replace(one, requeues=False) for one in both(tmp_path, "requeue", "slow")]
+    ids = launcher.submit_hetjob(
+        [replace(one, allow_requeue=False) for one in both(tmp_path, "requeue", "slow")]
     )
     first, second = finish_all(launcher, ids, 60)
     assert first.exit_code == EXIT_REQUEUE
-    assert second.state is State.DONE
+    assert second.state is JobState.DONE
 
 
 @pytest.mark.usefixtures("nothing_queued")
@@ -114,11 +113,11 @@ def test_they_wait_until_there_is_room_for_all(
 ) -> None:
     with limited("user", "root", "MaxSubmitJobs=2"):
         first = launcher.submit(job(tmp_path / "first", "pass"))
-        ids = launcher.submit_together(both(tmp_path, "pass"))
+        ids = launcher.submit_hetjob(both(tmp_path, "pass"))
         assert ids == ["waiting-0", "waiting-1"]
         assert "waits to be submitted: MaxSubmitJobs of account root is 2" in caplog.text
         found = finish_all(launcher, [first, *ids], 90)
-    assert [status.state for status in found] == [State.DONE] * 3
+    assert [status.state for status in found] == [JobState.DONE] * 3
 
 
 def test_ranks_of_one_job_go_on_in_another_partition(
@@ -127,10 +126,10 @@ def test_ranks_of_one_job_go_on_in_another_partition(
     """Two on an h100 node, then one on an a100, all in one world that knows its speeds."""
     first, second = both(tmp_path, "pass")
     shares = {"h100": 2.0, "a100": 1.0}
-    resources = replace(second.resources, shares=shares)
-    wanted = replace(second, resources=resources, further=(first.resources,))
+    resources = replace(second.resources, speed_weights=shares)
+    wanted = replace(second, resources=resources, extra_components=(first.resources,))
     identity = launcher.submit(wanted)
-    assert [status.state for status in finish_all(launcher, [identity])] == [State.DONE]
+    assert [status.state for status in finish_all(launcher, [identity])] == [JobState.DONE]
     notes = []
     for rank in range(3):
         wait_until(tmp_path / f"out-1/rank-{rank}.0.json")
@@ -147,7 +146,7 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
     run_here(words(tmp_path / "reference"))
     train = {"partition": "h100", "processes": 2, "gpus": 2, "shares": {"h100": 2.0, "a100": 1.0}}
     plan = {
-        "grain": "segment",
+        "execution": "segment",
         "defaults": {"mem_mb": 1500},
         "stages": {
             "rollout": {"partition": "cpu"},
@@ -161,7 +160,7 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
         ],
     }
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    call = words(tmp_path, "cluster=slurm", "cluster.poll_s=0.2")
+    call = words(tmp_path, "cluster=slurm", "cluster.poll_interval_s=0.2")
     driver = start_driver([*call, f"plan={tmp_path / 'plan.yaml'}"], tmp_path / "log")
     assert driver.wait(timeout=250) == 0, (tmp_path / "log").read_text()
     assert_like(tmp_path / "tiny", tmp_path / "reference" / "tiny")
@@ -173,8 +172,8 @@ def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
 ) -> None:
     run_here(words(tmp_path / "reference", "iterations=12"))
     plan = {
-        "grain": "segment",
-        "together": True,
+        "execution": "segment",
+        "hetjob": True,
         "defaults": {"mem_mb": 1500},
         "stages": {
             "rollout": {"partition": "a100", "gpus": 1},
@@ -191,19 +190,19 @@ def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
     site = tmp_path / "site.yaml"
     # Long enough to be struck.
     site.write_text(yaml.safe_dump({"defaults": {"duty_cycle": 0.5}}))
-    call = words(tmp_path, "iterations=12", "cluster=slurm", "cluster.poll_s=0.2")
+    call = words(tmp_path, "iterations=12", "cluster=slurm", "cluster.poll_interval_s=0.2")
     call += [f"plan={tmp_path / 'plan.yaml'}", f"cluster.site={site}"]
     run, log = tmp_path / "tiny", tmp_path / "log"
     driver = start_driver(call, log)
     until((run / "it/0002/sync/manifest.json").exists, driver, log)
     leases = [identity(run, pool, 0) for pool in "01"]
-    assert leases == [f"{whole_of(leases[0])}+0", f"{whole_of(leases[0])}+1"]
+    assert leases == [f"{parent_job_id(leases[0])}+0", f"{parent_job_id(leases[0])}+1"]
     subprocess.run(["scancel", leases[1]], check=True)
     assert driver.wait(timeout=250) == 0, log.read_text()
     assert contents(run) == contents(tmp_path / "reference" / "tiny")
     later = [identity(run, pool, 1) for pool in "01"]
-    assert whole_of(later[0]) == whole_of(later[1]) != whole_of(leases[0])
+    assert parent_job_id(later[0]) == parent_job_id(later[1]) != parent_job_id(leases[0])
 
 
 def identity(run: Path, pool: str, lease: int) -> str:
-    return str(json.loads((run / POOLS / pool / str(lease) / "job.json").read_text())["id"])
+    return str(json.loads((run / POOLS_FOLDER / pool / str(lease) / "job.json").read_text())["id"])

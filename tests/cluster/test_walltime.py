@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.submitit import SubmititLauncher
-from pipeline.commands.experiment import prepare
+from pipeline.commands.experiment import prepare_run
 from slurm.client import SlurmClient
-from slurm.jobs import Resources
-from stages.layout import CONFIG
+from slurm.jobs import JobResources
+from stages.layout import CONFIG_FILE
 
 pytestmark = pytest.mark.cluster
 Compose = Callable[..., dict[str, Any]]
@@ -27,14 +27,14 @@ def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
     launcher: SubmititLauncher, compose: Compose, tmp_path: Path
 ) -> None:
     """Side by side: one job is warned by Slurm, the other has only the clock."""
-    run = prepare(compose("warm_start.max_steps=1000000", "warm_start.stop_at=1.0"))
-    config = run.folder / CONFIG
+    run = prepare_run(compose("warm_start.max_steps=1000000", "warm_start.target_score=1.0"))
+    config = run.folder / CONFIG_FILE
 
-    def fine_tuning(name: str, **sbatch: str) -> Job:
+    def fine_tuning(name: str, **sbatch: str) -> JobSpec:
         out = tmp_path / name
         argv = ("warm_start", "--config", str(config), "--out", str(out))
-        needs = Resources("cpu", mem_mb=1000, time_min=1, sbatch=sbatch)
-        return Job(f"test/{name}", argv, out, tmp_path / f"logs-{name}", needs)
+        needs = JobResources("cpu", mem_mb=1000, time_limit_min=1, sbatch=sbatch)
+        return JobSpec(f"test/{name}", argv, out, tmp_path / f"logs-{name}", needs)
 
     jobs = {"warned": fine_tuning("warned"), "unwarned": fine_tuning("unwarned", **LOST)}
     ids = {name: launcher.submit(job) for name, job in jobs.items()}
@@ -44,7 +44,7 @@ def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
             after = longer(job, before[name])
             assert after[: len(before[name])] == before[name], "finished steps are not done again"
             state = SlurmClient().accounting([ids[name]])[ids[name]].state
-            assert state.active, "the same job goes on"
+            assert state.is_active, "the same job goes on"
         assert "no signal came yet" not in log(jobs["warned"])
         assert "no signal came yet" in log(jobs["unwarned"])
         for job in jobs.values():
@@ -53,7 +53,7 @@ def test_a_stage_at_its_wall_time_limit_is_requeued_and_goes_on(
         launcher.cancel(list(ids.values()))
 
 
-def curve_at_the_stop(job: Job, identity: str, timeout_s: float = 75) -> list[Any]:
+def curve_at_the_stop(job: JobSpec, identity: str, timeout_s: float = 75) -> list[Any]:
     """The fine-tuning's curve when the stage has asked to be started again."""
     deadline = time.monotonic() + timeout_s
     while "stopping " not in log(job):
@@ -62,7 +62,7 @@ def curve_at_the_stop(job: Job, identity: str, timeout_s: float = 75) -> list[An
     return curve(job)
 
 
-def longer(job: Job, before: list[Any], timeout_s: float = 40) -> list[Any]:
+def longer(job: JobSpec, before: list[Any], timeout_s: float = 40) -> list[Any]:
     """The curve as soon as it has grown."""
     deadline = time.monotonic() + timeout_s
     while len(found := curve(job)) <= len(before):
@@ -71,10 +71,10 @@ def longer(job: Job, before: list[Any], timeout_s: float = 40) -> list[Any]:
     return found
 
 
-def curve(job: Job) -> list[Any]:
-    found: list[Any] = json.loads((job.out / "progress" / "curve.json").read_text())["curve"]
+def curve(job: JobSpec) -> list[Any]:
+    found: list[Any] = json.loads((job.output_dir / "progress" / "curve.json").read_text())["curve"]
     return found
 
 
-def log(job: Job) -> str:
-    return "".join(path.read_text() for path in job.logs.glob("*_log.err"))
+def log(job: JobSpec) -> str:
+    return "".join(path.read_text() for path in job.log_dir.glob("*_log.err"))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launchers.sbatch import sbatch_lasting
+from launchers.sbatch import submit_restarting
 from launchers.submitit import SubmititLauncher
 from slurm.client import SlurmClient
-from slurm.jobs import State
-from slurm.survey import ask, read
+from slurm.discovery import build_inventory, query_slurm
+from slurm.jobs import JobState
 from tests.cluster.helpers import finish_all, job, several, wait_until
-from tests.slurm.test_survey import NOW
+from tests.slurm.test_discovery import NOW
 from tests.slurm.wrapped import BANNER, FOOTER, write_command
 
 pytestmark = pytest.mark.cluster
@@ -46,18 +46,18 @@ def test_jobs_are_submitted_watched_and_cancelled(
     unlike = job(tmp_path / "unlike", "pass", shares={"h100": 2.0, "a100": 1.0}, **ranks)
     ids = [
         *launcher.submit_array(several(tmp_path / "array", "pass", 2)),
-        *launcher.submit_together([one, two]),
+        *launcher.submit_hetjob([one, two]),
         launcher.submit(job(tmp_path / "requeue", "requeue")),
         launcher.submit(unlike),
     ]
     driver = job(tmp_path / "driver", "pass")
-    assert sbatch_lasting(driver).isdigit()
+    assert submit_restarting(driver).isdigit()
     sleeps = launcher.submit(replace(job(tmp_path / "sleep", "sleep"), name="test/sleep"))
-    assert {status.state for status in finish_all(launcher, ids, 120)} == {State.DONE}
-    wait_until(driver.out / "manifest.json")
+    assert {status.state for status in finish_all(launcher, ids, 120)} == {JobState.DONE}
+    wait_until(driver.output_dir / "manifest.json")
     launcher.cancel([sleeps])
-    assert finish_all(launcher, [sleeps])[0].state is State.CANCELLED
-    assert '"shares": "2.0,1.0"' in (unlike.out / "rank-0.0.json").read_text().replace(
+    assert finish_all(launcher, [sleeps])[0].state is JobState.CANCELLED
+    assert '"shares": "2.0,1.0"' in (unlike.output_dir / "rank-0.0.json").read_text().replace(
         "1.0,2.0", "2.0,1.0"
     )
 
@@ -65,13 +65,13 @@ def test_jobs_are_submitted_watched_and_cancelled(
 def test_the_inventory_is_that_of_the_plain_commands(
     cluster: Path, wrapped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = read(ask(SlurmClient()), NOW)
+    found = build_inventory(query_slurm(SlurmClient()), NOW)
     monkeypatch.setenv("PATH", os.environ["PATH"].removeprefix(f"{wrapped}{os.pathsep}"))
     assert "Welcome" not in subprocess.check_output(["sinfo"], text=True)
-    plain = read(ask(SlurmClient()), NOW)
+    plain = build_inventory(query_slurm(SlurmClient()), NOW)
     assert set(found.partitions) == set(plain.partitions)
     for name, partition in plain.partitions.items():
-        shapes = [(g.kind, g.nodes) for g in partition.groups]
-        assert [(g.kind, g.nodes) for g in found.partitions[name].groups] == shapes
+        shapes = [(g.description, g.nodes) for g in partition.groups]
+        assert [(g.description, g.nodes) for g in found.partitions[name].groups] == shapes
     assert found.limits == plain.limits
     assert found.slurm_version == plain.slurm_version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.registry import Registry
 
 EXAMPLES = {
@@ -15,7 +15,7 @@ EXAMPLES = {
 
 def parts(registry: Registry) -> list[str]:
     """Names of all parts that are to be tried."""
-    folder = str(tree.ROOT / "docs" / "examples")
+    folder = str(package_paths.ROOT / "docs" / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
     return [*registry.names(), *EXAMPLES[registry.kind]]

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.learner import Learner
+from rlinf.algorithms.losses import loss_agg_weights
 from rlinf.algorithms.policy_gradient import PolicyGradient
-from rlinf.algorithms.shares import step_shares
-from rlinf.channels.world import World
+from rlinf.capabilities import TRANSITION_REPLAY, VALUE_ESTIMATES
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.batch import Sample, StepBatch
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
-from rlinf.fit import REPLAY, VALUES
+from rlinf.data.batch import StepBatch, TrainingSample
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
+from rlinf.models.tanh_normal_q import MLPQConfig, MLPQPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.own import parts
 
@@ -102,7 +102,7 @@ def outputs_of(batch: StepBatch, seed: int) -> StepOutputs:
 
 def chosen(batch: StepBatch, index: Sequence[int]) -> StepBatch:
     length = batch.mask.shape[1]
-    return batch.spans([Span(row, 0, length) for row in index], length, CPU)
+    return batch.select_spans([StepSpan(row, 0, length) for row in index], length, CPU)
 
 
 def rows(outputs: StepOutputs, index: Sequence[int]) -> StepOutputs:
@@ -119,8 +119,8 @@ def test_padding_changes_no_advantage(name: str, seed: int, more: int) -> None:
         for f in fields(batch)
         if (value := getattr(batch, f.name)) is not None
     }
-    short, length = algorithm.judged(batch), batch.mask.shape[1]
-    long = algorithm.judged(StepBatch(**padded))
+    short, length = algorithm.with_advantages(batch), batch.mask.shape[1]
+    long = algorithm.with_advantages(StepBatch(**padded))
     for column in ("advantages", "returns"):
         one, other = getattr(short, column), getattr(long, column)
         if one is not None:
@@ -135,15 +135,15 @@ def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(batch)).tolist()
     moved = chosen(batch, order)
     torch.testing.assert_close(
-        algorithm.judged(moved).advantages,
-        algorithm.judged(batch).require("advantages")[order],
+        algorithm.with_advantages(moved).advantages,
+        algorithm.with_advantages(batch).require("advantages")[order],
         atol=1e-5,
         rtol=1e-4,
     )
     scores, groups = batch.rewards.sum(-1).numpy(), batch.groups.numpy()
-    kept = algorithm.keep(scores, groups)
+    kept = algorithm.select_samples(scores, groups)
     assert kept.dtype == bool
-    assert np.array_equal(algorithm.keep(scores[order], groups[order]), kept[order])
+    assert np.array_equal(algorithm.select_samples(scores[order], groups[order]), kept[order])
 
 
 @each
@@ -158,10 +158,10 @@ def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None
 
     columns = ("values", "old_logprobs", "rollout_logprobs", "reference_logprobs")
     other = replace(batch, **{n: spoiled(batch.require(n)) for n in columns})
-    first, second = algorithm.judged(batch), algorithm.judged(other)
+    first, second = algorithm.with_advantages(batch), algorithm.with_advantages(other)
     assert not (first.require("advantages") * hidden).any()
     torch.testing.assert_close(first.advantages, second.advantages)
-    weights, _ = step_shares(batch.mask, "token_mean")
+    weights, _ = loss_agg_weights(batch.mask, "token_mean")
     said = outputs_of(batch, seed)
     unlike = StepOutputs(
         *(spoiled(c.detach()) for c in (said.logprobs, said.entropy, said.values) if c is not None)
@@ -181,7 +181,7 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
     algorithm, batch = made(name), batch_of(seed)
     indifferent = (torch.rand(batch.mask.shape) < 0.5) & (batch.mask > 0)
     advantages = torch.where(indifferent, 0.0, batch.mask)
-    batch = replace(algorithm.judged(batch), advantages=advantages)
+    batch = replace(algorithm.with_advantages(batch), advantages=advantages)
     said = outputs_of(batch, seed)
     loss, _ = algorithm.total_loss(said, batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, said.logprobs)
@@ -193,8 +193,8 @@ def test_a_step_without_advantage_has_no_gradient(name: str, seed: int) -> None:
 def test_the_first_step_follows_the_policy_gradient(name: str, seed: int) -> None:
     """Where the policy is the old one, ``d loss / d log-prob`` is minus weight times advantage."""
     algorithm, batch = made(name), batch_of(seed)
-    batch = replace(algorithm.judged(batch), rollout_logprobs=batch.old_logprobs)
-    weights, _ = step_shares(batch.mask, "seq_mean_token_mean")
+    batch = replace(algorithm.with_advantages(batch), rollout_logprobs=batch.old_logprobs)
+    weights, _ = loss_agg_weights(batch.mask, "seq_mean_token_mean")
     same = batch.old_logprobs.clone().requires_grad_()
     loss, _ = algorithm.total_loss(StepOutputs(same, None, batch.values), batch, weights)
     (gradient,) = torch.autograd.grad(loss, same)
@@ -207,8 +207,8 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     name: str, seed: int, aggregation: Any, data: st.DataObject
 ) -> None:
     algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1, aggregation=aggregation)
-    batch = algorithm.judged(batch_of(seed))
-    weights, _ = step_shares(batch.mask, aggregation)
+    batch = algorithm.with_advantages(batch_of(seed))
+    weights, _ = loss_agg_weights(batch.mask, aggregation)
     said = outputs_of(batch, seed)
     whole, metrics = algorithm.total_loss(said, batch, weights)
     (gradient,) = torch.autograd.grad(whole, said.logprobs, retain_graph=True)
@@ -233,16 +233,16 @@ def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
 @given(seed=seeds)
 def test_what_is_said_to_be_by_group_is(name: str, seed: int) -> None:
     algorithm, batch = made(name, whiten_advantages=False), batch_of(seed)
-    if not algorithm.by_group:
+    if not algorithm.has_group_local_advantages:
         return
-    every = algorithm.judged(batch).require("advantages")
+    every = algorithm.with_advantages(batch).require("advantages")
     scores, groups = batch.rewards.sum(-1).numpy(), batch.groups.numpy()
     for group in np.unique(groups):
         index = np.flatnonzero(groups == group).tolist()
-        alone = algorithm.judged(chosen(batch, index))
+        alone = algorithm.with_advantages(chosen(batch, index))
         torch.testing.assert_close(alone.advantages, every[index])
-        kept = algorithm.keep(scores, groups)[index]
-        assert np.array_equal(algorithm.keep(scores[index], groups[index]), kept)
+        kept = algorithm.select_samples(scores, groups)[index]
+        assert np.array_equal(algorithm.select_samples(scores[index], groups[index]), kept)
 
 
 class Update:
@@ -250,8 +250,8 @@ class Update:
 
     def __init__(self, name: str, folder: Path, **settings: Any) -> None:
         self.algorithm = made(name, **settings)
-        self.valued, self.folder = VALUES in self.algorithm.needs, folder / "model"
-        self.replays = REPLAY in self.algorithm.needs
+        self.valued, self.folder = VALUE_ESTIMATES in self.algorithm.requires, folder / "model"
+        self.replays = TRANSITION_REPLAY in self.algorithm.requires
         self.folder.mkdir()
         if self.replays:
             MLPQPolicy.create(MLPQConfig(**Q_OPTIONS.get(name, Q_SMALL)), BOX, 0, self.folder)
@@ -266,19 +266,19 @@ class Update:
         policy = MLPQPolicy.load(self.folder, MLPQConfig()) if self.replays else policy
         return FSDPTrainer(
             policy or CausalLM.load(self.folder, SMALL),
-            FSDPConfig(device="cpu", token_budget=40),
+            FSDPConfig(device="cpu", max_tokens_per_microbatch=40),
             OptimizerSection(),
-            World(),
+            ProcessGroupInfo(),
         )
 
-    def weights(self, batch: Iterable[list[Sample]]) -> dict[str, Tensor]:
+    def weights(self, batch: Iterable[list[TrainingSample]]) -> dict[str, Tensor]:
         """The weights after an update by samples that come in these parts."""
         trainer = self.trainer()
-        rates = dict.fromkeys(trainer.policy.groups, 1e-2)
+        rates = dict.fromkeys(trainer.policy.parameter_groups, 1e-2)
         self.algorithm.update(Learner(trainer, rates, seed=3), batch)
-        return {name: tensor.clone() for name, tensor in trainer.full_state().items()}
+        return {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
 
-    def _samples(self, groups: int = 3, size: int = 4) -> list[Sample]:
+    def _samples(self, groups: int = 3, size: int = 4) -> list[TrainingSample]:
         random, found = np.random.default_rng(1), []
         for number in range(groups * size):
             length = int(random.integers(1, 7))
@@ -292,21 +292,24 @@ class Update:
                 seen = random.normal(size=(length + 1, 4)).astype(np.float32)
                 steps["observations"], cut = seen[:-1], seen[-1:] if number % 2 else seen[:0]
                 steps["actions"] = random.uniform(-1, 1, (length, 2))
-                context = {CUT_STEPS: np.arange(length)[length - len(cut) :], CUT_OBSERVATIONS: cut}
-            found.append(Record(Identity(0, number), steps, context, info))
+                context = {
+                    TRUNCATION_STEPS: np.arange(length)[length - len(cut) :],
+                    FINAL_OBSERVATIONS: cut,
+                }
+            found.append(Record(RecordId(0, number), steps, context, info))
         samples = []
         for row, said in self.trainer().forward(found, 1.0):
             record, old = found[row], said.logprobs.numpy()
             record.steps["logprobs"] = old
             record.steps["terminated"] = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
-            if self.replays and len(record.context[CUT_STEPS]):
+            if self.replays and len(record.context[TRUNCATION_STEPS]):
                 record.steps["terminated"][-1] = 0
             rewards = random.normal(size=len(old)).astype(np.float32)
             columns = {"logprobs": old, "reference_logprobs": old - 0.1}
             if said.values is not None:
                 columns["values"] = said.values.numpy()
             reward = Record(record.identity, {"rewards": rewards}, info={"keep": 1})
-            samples.append(Sample(record, reward, Record(record.identity, columns)))
+            samples.append(TrainingSample(record, reward, Record(record.identity, columns)))
         return samples
 
 
@@ -322,7 +325,7 @@ def test_an_update_follows_from_the_samples_alone(name: str, tmp_path: Path) -> 
     samples = update.samples
     whole, again = update.weights([samples]), update.weights([samples])
     alike(whole, again)
-    untouched = update.trainer().full_state()
+    untouched = update.trainer().full_state_dict()
     assert any(not torch.equal(untouched[name], tensor) for name, tensor in whole.items())
     # The first steps of Adam are as long as the rate whatever the gradient: rounding shows there.
     alike(whole, update.weights([samples[:4], samples[4:8], samples[8:]]), 1e-2 / 50)
@@ -336,6 +339,6 @@ def test_samples_that_are_not_kept_teach_nothing(name: str, tmp_path: Path) -> N
         assert sample.reward is not None
         reward = replace(sample.reward, info={"keep": 0})
         dropped.append(sample._replace(reward=reward))
-    alike(update.trainer().full_state(), update.weights([dropped]))
+    alike(update.trainer().full_state_dict(), update.weights([dropped]))
     some, alone = update.samples[:4], update.weights([update.samples[:4]])
     alike(alone, update.weights([[*some, *dropped]]))

@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from benchmarks.combinations import ALGORITHMS, COLUMNS, composed, refusal
+from benchmarks.combinations import ALGORITHMS, COLUMNS, compose_config, find_refusal
 from benchmarks.learning import PAGE
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics
 from rlinf.algorithms import algorithms
 
 
@@ -42,7 +42,7 @@ def told(algorithm: str, column: str) -> str:
 def test_what_does_not_fit_is_refused_and_the_page_says_so(
     algorithm: str, column: str, prior: Path
 ) -> None:
-    why = refusal(algorithm, column, prior)
+    why = find_refusal(algorithm, column, prior)
     assert (told(algorithm, column) == "no") == (why is not None)
     assert why is None or "needs" in why
 
@@ -52,9 +52,9 @@ def test_what_does_not_fit_is_refused_and_the_page_says_so(
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_fits_runs(algorithm: str, column: str, prior: Path, tmp_path: Path) -> None:
-    if refusal(algorithm, column, prior) is not None:
+    if find_refusal(algorithm, column, prior) is not None:
         return
-    execute(composed(algorithm, column, prior, f"run.root={tmp_path}"))
-    (row,) = collect(tmp_path / "small")
+    run_experiment(compose_config(algorithm, column, prior, f"run.root={tmp_path}"))
+    (row,) = read_metrics(tmp_path / "small")
     assert np.isfinite(row["train/loss"])
     assert row["train/grad_norm"] >= 0

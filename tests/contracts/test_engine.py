@@ -22,26 +22,25 @@ import pytest
 import torch
 from scipy import stats
 
-from rlinf.channels.base import ChannelFailed
-from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
+from rlinf.capabilities import LANGUAGE_MODEL
+from rlinf.channels.channel import ChannelFailed, LocalChannel
+from rlinf.data.record import Record, RecordId
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.engines import engines
 from rlinf.engines.base import (
-    ACTION_REPLY,
+    ACTION_REPLY_COLUMNS,
     NO_HOOKS,
-    TOKEN_REPLY,
+    TOKEN_REPLY_COLUMNS,
     Engine,
-    Hooks,
+    RolloutHooks,
     check_columns,
 )
 from rlinf.engines.external import ExternalEngine
 from rlinf.engines.server import ServerEngine
 from rlinf.errors import DataError
-from rlinf.fit import LANGUAGE_MODEL
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.models.published_folder import PublishedFolder
-from rlinf.residency import Residency
+from rlinf.models.hf_folder import HFFolder
 from tests.environments import need_environment
 
 TOKENS = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -54,7 +53,7 @@ Rows = dict[int, dict[str, np.ndarray]]
 def part(name: str) -> tuple[Any, dict[str, Any]]:
     """The class of a case's engine and how it is configured: ``NAME*2`` is two servers."""
     name, _, replicas = name.partition("*")
-    settings = {"replicas": int(replicas), "cache_gib": 0.25} if replicas else {}
+    settings = {"replicas": int(replicas), "kv_cache_gib": 0.25} if replicas else {}
     return engines.get(name), settings
 
 
@@ -76,7 +75,7 @@ def case(name: str, kind: str) -> Any:
     """Those without their packages in this environment wait for one that has them
     (:mod:`tests.contracts.test_environments`)."""
     cls = part(name)[0]
-    packages = cls.packages(cls.Config())
+    packages = cls.required_packages(cls.Config())
     there = all(importlib.util.find_spec(package) for package in packages)
     marks = [pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")]
     if served(name):
@@ -116,13 +115,13 @@ class Tried:
             ]
             steps["prompt_length"] = np.array([len(g) for g in given], dtype=np.int64)
             steps["prompt"] = np.array([np.pad(g, (0, 9 - len(g))) for g in given])
-            return Record(Identity(0, 0), steps, info={"horizon": 12, "temperature": 1.0, **info})
+            return Record(RecordId(0, 0), steps, info={"horizon": 12, "temperature": 1.0, **info})
         rows = [np.random.default_rng(n).normal(size=4) for n in shown.tolist()]
         steps["observation"] = np.array(rows, dtype=np.float32)
         usual = {"time": 0, "horizon": 5, "temperature": 1.0}
-        return Record(Identity(0, 0), steps, info={**usual, **info})
+        return Record(RecordId(0, 0), steps, info={**usual, **info})
 
-    def answers(self, *requests: Record, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
+    def answers(self, *requests: Record, seed: int = 7, hooks: RolloutHooks = NO_HOOKS) -> Rows:
         """Replies to requests that are there from the beginning, by sample."""
         channel = LocalChannel()
         for request in requests:
@@ -130,10 +129,12 @@ class Tried:
         channel.close()
         return self.read(channel, seed, hooks)
 
-    def read(self, channel: LocalChannel, seed: int = 7, hooks: Hooks = NO_HOOKS) -> Rows:
+    def read(self, channel: LocalChannel, seed: int = 7, hooks: RolloutHooks = NO_HOOKS) -> Rows:
         found: Rows = {}
         for reply in self.engine.generate(channel, seed=seed, stage="rollout", hooks=hooks):
-            check_columns(reply, TOKEN_REPLY if self.kind == "tokens" else ACTION_REPLY)
+            check_columns(
+                reply, TOKEN_REPLY_COLUMNS if self.kind == "tokens" else ACTION_REPLY_COLUMNS
+            )
             assert reply.info["version"] == self.engine.version
             for i, number in enumerate(reply.steps["sample"].tolist()):
                 assert number not in found
@@ -153,10 +154,10 @@ class Tried:
         for i, steps in enumerate(actions):
             if self.kind == "tokens":
                 prompt = request.steps["prompt"][i, : request.steps["prompt_length"][i]]
-                records.append(Record(Identity(0, i), {"actions": steps}, {"prompt": prompt}))
+                records.append(Record(RecordId(0, i), {"actions": steps}, {"prompt": prompt}))
             else:
                 seen = request.steps["observation"][[i]]
-                records.append(Record(Identity(0, i), {"observations": seen, "actions": steps}))
+                records.append(Record(RecordId(0, i), {"observations": seen, "actions": steps}))
         with torch.no_grad():
             batch = self.policy.collate(records)
             logprobs = self.policy.evaluate(batch, temperature).logprobs.numpy()
@@ -382,7 +383,7 @@ def test_seeds_stages_iterations_and_samples_differ(tried: Tried) -> None:
     def drawn(**changes: Any) -> bytes:
         asked = tried.request([changes.pop("sample", 0)], same=True, **changes.pop("info", {}))
         channel = LocalChannel()
-        channel.put(Record(Identity(changes.pop("iteration", 0), 0), asked.steps, info=asked.info))
+        channel.put(Record(RecordId(changes.pop("iteration", 0), 0), asked.steps, info=asked.info))
         channel.close()
         address = {"seed": 7, "stage": "rollout", **changes}
         (reply,) = tried.engine.generate(channel, **address)
@@ -433,7 +434,7 @@ def test_no_sample_ends_before_its_least_tokens(talker: Tried) -> None:
 
 def test_a_stop_string_ends_a_sample_wherever_its_tokens_divide_it(talker: Tried) -> None:
     """Every token is one character here, or none, so that strings of two lie across two tokens."""
-    tokenizer = PublishedFolder(talker.folder).tokenizer
+    tokenizer = HFFolder(talker.folder).tokenizer
     plain = talker.answers(talker.request(range(40)))
     texts = {
         n: tokenizer.decode(talker.taken(row)[0], skip_special_tokens=True)
@@ -473,7 +474,7 @@ def test_requests_that_arrive_late_join(tried: Tried) -> None:
             channel.close()
 
     channel.put(first)
-    got = tried.read(channel, hooks=Hooks(newer=newer))
+    got = tried.read(channel, hooks=RolloutHooks(newer_weights=newer))
     alone = tried.answers(first) | tried.answers(late)
     assert_alike(got, alone, tried)
     if tried.kind == "tokens":
@@ -507,7 +508,7 @@ def test_samples_that_are_given_up_come_as_far_as_they_are(talker: Tried) -> Non
         asked.append((left, of))
         return len(asked) == looks
 
-    got = talker.answers(request, hooks=Hooks(gives_up=gives_up))
+    got = talker.answers(request, hooks=RolloutHooks(should_abort=gives_up))
     assert got.keys() == whole.keys()
     given_up = [number for number, row in got.items() if row.get("unfinished")]
     assert asked[looks - 1] == (10, 10)
@@ -527,7 +528,7 @@ def test_what_a_hook_raises_ends_it(tried: Tried) -> None:
         raise KeyError("asked to stop")
 
     with pytest.raises(KeyError, match="asked to stop"):
-        tried.answers(tried.request(), hooks=Hooks(newer=newer))
+        tried.answers(tried.request(), hooks=RolloutHooks(newer_weights=newer))
     assert len(tried.answers(tried.request())) == 6, "it is fit to go on"
 
 
@@ -598,24 +599,24 @@ def test_weights_are_taken_one_at_a_time_and_served(tried: Tried, tmp_path: Path
 
 
 def test_what_left_the_device_comes_back_as_it_was(tried: Tried) -> None:
-    before, whole = tried.answers(tried.request()), tried.engine.size()
-    assert not any(size.away for size in whole.values())
-    residency = Residency(tried.engine.device, sys.maxsize)
-    residency.need(tried.engine)
-    residency.clear()
-    for group, size in tried.engine.size().items():
-        assert (size.here, size.away) == (0, whole[group].here)
-    residency.need(tried.engine)
-    assert tried.engine.size() == whole
+    before, whole = tried.answers(tried.request()), tried.engine.group_sizes()
+    assert not any(size.on_host for size in whole.values())
+    residency = DeviceMemoryManager(tried.engine.device, sys.maxsize)
+    residency.acquire(tried.engine)
+    residency.offload_all()
+    for group, size in tried.engine.group_sizes().items():
+        assert (size.on_device, size.on_host) == (0, whole[group].on_device)
+    residency.acquire(tried.engine)
+    assert tried.engine.group_sizes() == whole
     assert_alike(tried.answers(tried.request()), before, tried)
 
 
 def test_weights_may_be_replaced_while_they_are_away(tried: Tried) -> None:
     before = tried.answers(tried.request())
-    residency = Residency(tried.engine.device, sys.maxsize)
-    residency.need(tried.engine)
-    residency.clear()
-    residency.need(tried.engine, filled=False)
+    residency = DeviceMemoryManager(tried.engine.device, sys.maxsize)
+    residency.acquire(tried.engine)
+    residency.offload_all()
+    residency.acquire(tried.engine, copy_data=False)
     tried.engine.load_state(tried.policy.module.state_dict().items(), 3)
     assert_alike(tried.answers(tried.request()), before, tried)
 
@@ -646,7 +647,7 @@ def test_close_frees_its_memory_and_processes_and_it_can_be_loaded_again(
     tried.engine.close()
     gc.collect()
     assert tried.engine.version == -1
-    assert tried.engine.size() == {}
+    assert tried.engine.group_sizes() == {}
     assert not any(ref() is not None for ref in storages)
     assert children() <= processes - own
     tried.engine.load(tried.folder, 3)
@@ -657,7 +658,7 @@ def test_an_engine_that_was_never_loaded_holds_nothing_and_can_be_closed(tried: 
     cls = type(tried.engine)
     config = TOKENS if tried.kind == "tokens" else ACTIONS
     fresh = cls(cls.Config(), type(tried.policy), config)
-    assert fresh.size() == {}
+    assert fresh.group_sizes() == {}
     fresh.close()
 
 
@@ -667,7 +668,7 @@ def test_weights_come_in_memory_after_some_that_came_on_the_way(tried: Tried) ->
     requests = LocalChannel()
     requests.put(tried.request())
     requests.close()
-    hooks = Hooks(newer=lambda: next(told, None))
+    hooks = RolloutHooks(newer_weights=lambda: next(told, None))
     assert list(tried.engine.generate(requests, seed=7, stage="rollout", hooks=hooks))
     assert tried.engine.version == 4
     state = {name: tensor.clone() for name, tensor in tried.policy.module.state_dict().items()}

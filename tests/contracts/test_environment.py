@@ -12,18 +12,18 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from rlinf.data.counted import counted
+from rlinf.capabilities import OBSERVATIONS, STEP_REWARDS, VISION
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs import environments
-from rlinf.envs.base import Environment, Episodes
+from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.envs.dialogue import is_failed
-from rlinf.fit import OBSERVATIONS, STEP_REWARDS, VISION
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM
-from rlinf.models.mlp import MLPConfig, MLPPolicy
 from rlinf.models.qwen2_5_vl import Qwen25VL
-from stages.collect import collect
+from stages.rollout_loop import local_rollout_iter
 
 GROUP = 2
 LETTERS = "0123456789+-*=? errobad"
@@ -51,9 +51,9 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     generated = {"dataset": "gcd", "settings": {"max_value": 99}, "train_size": 32, "test_size": 8}
     small = {
         "gym": CARTPOLE,
-        "calculator": {"turn_tokens": 4},
+        "calculator": {"max_turn_tokens": 4},
         "reasoning_gym": generated,
-        "search": {"turn_tokens": 4, "instruction": "Find:", "index": str(folder / "index")},
+        "search": {"max_turn_tokens": 4, "instruction": "Find:", "index": str(folder / "index")},
     }
     return small.get(name, {})
 
@@ -80,14 +80,14 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
     folder = tmp_path / "policy"
     folder.mkdir()
     spec = cls.describe(config)
-    if OBSERVATIONS in cls.offers:
+    if OBSERVATIONS in cls.provides:
         small = MLPConfig(hidden=(8,))
         MLPPolicy.create(small, spec, 0, folder)
         engine: Any = DirectEngine(DirectConfig(), MLPPolicy, small)
         processor = None
     else:
         sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 64}
-        policy = Qwen25VL if VISION in cls.needs else CausalLM
+        policy = Qwen25VL if VISION in cls.requires else CausalLM
         tiny = policy.Config(**sizes)
         policy.create(tiny, {"alphabet": spec.get("alphabet", LETTERS)}, 0, folder)
         engine = TransformersEngine(TransformersConfig(), policy, tiny)
@@ -98,8 +98,8 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
     def play(
         starts: range = range(4), split: Literal["train", "test"] = "train", iteration: int = 2
     ) -> list[Record]:
-        episodes = Episodes(1, iteration, split, starts, 4, GROUP, 12, 1.0)
-        records = list(collect(environment, engine, episodes, "rollout"))
+        episodes = RolloutRequest(1, iteration, split, starts, 4, GROUP, 12, 1.0)
+        records = list(local_rollout_iter(environment, engine, episodes, "rollout"))
         return sorted(records, key=lambda record: record.identity)
 
     yield environment, play
@@ -128,8 +128,8 @@ def test_every_sample_is_there_once_with_what_the_algorithms_need(
         assert record.info["policy_version"] == 5
         assert isinstance(record.info["stop_reason"], str)
         assert np.isfinite(record.steps["logprobs"]).all()
-        assert counted(record).any()
-        assert ("rewards" in record.steps) == (STEP_REWARDS in environment.offers)
+        assert loss_mask(record).any()
+        assert ("rewards" in record.steps) == (STEP_REWARDS in environment.provides)
 
 
 def test_the_same_address_gives_the_same_experience(made: tuple[Environment, Play]) -> None:
@@ -185,7 +185,7 @@ def test_a_crash_costs_one_episode(
 ) -> None:
     """Of what others do beside the policy: tasks of one prompt and one response have no such."""
     environment, play = made
-    if OBSERVATIONS in environment.offers:
+    if OBSERVATIONS in environment.provides:
         whole, worlds = play(), environment._worlds._worlds  # type: ignore[attr-defined]
         step, calls = worlds[2].step, iter(range(99))
 
@@ -195,7 +195,7 @@ def test_a_crash_costs_one_episode(
             return step(action)
 
         monkeypatch.setattr(worlds[2], "step", fails)
-    elif STEP_REWARDS in environment.offers:
+    elif STEP_REWARDS in environment.provides:
         whole = play()
         begin = environment.begin  # type: ignore[attr-defined]
         numbers = iter(range(99))
@@ -214,11 +214,13 @@ def test_a_crash_costs_one_episode(
     environment.score(struck, counts)
     # Lost dialogues are counted by the stage, which knows those of other processes too.
     lost = (
-        sum(counts.values()) if OBSERVATIONS in environment.offers else sum(map(is_failed, struck))
+        sum(counts.values())
+        if OBSERVATIONS in environment.provides
+        else sum(map(is_failed, struck))
     )
     assert lost == 1
     for before, after in zip(whole, struck, strict=True):
         if after.identity.sample == 2:
-            assert not counted(after)[:3].any()
+            assert not loss_mask(after)[:3].any()
         else:
             assert before.digest() == after.digest()

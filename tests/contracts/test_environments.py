@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.engines import engines
 from rlinf.trainers import trainers
 from tests.environments import need_environment
@@ -21,7 +21,9 @@ def elsewhere(registry: Any) -> list[str]:
         name
         for name in registry.names()
         for cls in [registry.get(name)]
-        if not all(importlib.util.find_spec(package) for package in cls.packages(cls.Config()))
+        if not all(
+            importlib.util.find_spec(package) for package in cls.required_packages(cls.Config())
+        )
     ]
 
 
@@ -30,7 +32,7 @@ def passes(environment: str, files: list[str], which: str) -> None:
     program = [need_environment(environment), "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     done = subprocess.run(
         [*program, *(f"tests/{file}" for file in files), "-k", which],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -54,7 +56,9 @@ def test_a_trainer_keeps_the_whole_contract_in_its_environment(name: str) -> Non
 
 def environment_of(engine: str) -> str:
     """The one that the engine's YAML names."""
-    settings = yaml.safe_load((tree.ROOT / "configs" / "engine" / f"{engine}.yaml").read_text())
+    settings = yaml.safe_load(
+        (package_paths.ROOT / "configs" / "engine" / f"{engine}.yaml").read_text()
+    )
     return str(settings["python"])
 
 

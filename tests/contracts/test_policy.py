@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.channels.local import LocalChannel
-from rlinf.data.padding import pad
-from rlinf.data.record import Identity, Record
+from rlinf.capabilities import LANGUAGE_MODEL, SINGLE_PASS_ACTIONS
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.batch import pad_right
+from rlinf.data.record import Record, RecordId
 from rlinf.engines import engines
 from rlinf.engines.external import ExternalEngine
-from rlinf.envs.loop import COLUMN_OF
-from rlinf.fit import ACTS, LANGUAGE_MODEL
+from rlinf.envs.episode_runner import TRAJECTORY_NAMES
 from rlinf.models import policies
 from rlinf.models.base import copy_weights
-from rlinf.models.images import PIXELS, SIZES, columns_of
+from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN, pack_images
 from rlinf.seeding import generator
 from tests.contracts.own import parts
 
@@ -56,7 +56,7 @@ VECTORS = ("mlp_q", "vla", "flow", "smolvla")
 
 
 def kinds(name: str) -> list[str]:
-    if LANGUAGE_MODEL in policies.get(name).offers:
+    if LANGUAGE_MODEL in policies.get(name).provides:
         return ["tokens"]
     if name in VECTORS:
         return ["box"]
@@ -117,7 +117,7 @@ class Tried:
 
     @property
     def acts(self) -> bool:
-        return ACTS in self.cls.offers
+        return SINGLE_PASS_ACTIONS in self.cls.provides
 
     def record(self, number: int, steps: int) -> Record:
         """A trajectory that follows from its number; a shorter one is the beginning of it."""
@@ -125,20 +125,20 @@ class Tried:
         if self.kind == "tokens":
             prompt, actions = random.integers(2, 14, 3 + number % 4), random.integers(2, 14, 20)
             context = {"prompt": prompt}
-            if (images := self.cls.image_settings(self.first)) is not None:
+            if (images := self.cls.image_processor(self.first)) is not None:
                 shape = (images.side * (1 + number % 2), images.side * 2, 3)
                 image = random.integers(0, 256, shape, dtype=np.uint8)
                 seen = np.full(images.tokens(image), images.token)
                 context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}
-                context |= columns_of([image])
-            return Record(Identity(0, number), {"actions": actions[:steps]}, context)
+                context |= pack_images([image])
+            return Record(RecordId(0, number), {"actions": actions[:steps]}, context)
         columns = {
             "observations": random.normal(size=(20, 4)).astype(np.float32),
             "images.front": random.integers(0, 256, (20, 36, 40, 3), np.uint8),
         }
-        noise = self.policy.noise(random, 20)
-        whole = Record(Identity(0, number), columns | self.acted(columns, noise, 1.0))
-        return whole.part(0, steps)
+        noise = self.policy.draw_noise(random, 20)
+        whole = Record(RecordId(0, number), columns | self.acted(columns, noise, 1.0))
+        return whole.slice_steps(0, steps)
 
     def acted(
         self, columns: dict[str, np.ndarray], noise: np.ndarray, temperature: float
@@ -150,7 +150,7 @@ class Tried:
             found = self.policy.act(
                 {name: torch.tensor(column) for name, column in seen.items()}, drawn, temperature
             )
-        return {COLUMN_OF.get(name, name): column.numpy() for name, column in found.items()}
+        return {TRAJECTORY_NAMES.get(name, name): column.numpy() for name, column in found.items()}
 
     def judged(self, records: Sequence[Record], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probs, entropies and values of the steps of each record: ``[T, columns]``."""
@@ -175,7 +175,7 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
     if tried.acts:
         records = [tried.record(number, 6) for number in range(5)]
         for record in records:
-            noise = tried.policy.noise(generator(1, record.identity.sample), 6)
+            noise = tried.policy.draw_noise(generator(1, record.identity.sample), 6)
             shown = {n: record.steps[n] for n in ("observations", "images.front")}
             record.steps |= tried.acted(shown, noise, temperature)
     else:
@@ -213,15 +213,15 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
     prompts = [context["prompt"] for context in contexts]
     steps = {
         "sample": np.arange(5),
-        "prompt": pad(prompts, max(map(len, prompts))).numpy(),
+        "prompt": pad_right(prompts, max(map(len, prompts))).numpy(),
         "prompt_length": np.array([len(prompt) for prompt in prompts]),
     }
-    for name in (PIXELS, SIZES):
+    for name in (PIXELS_COLUMN, SIZES_COLUMN):
         if name in contexts[0]:
             columns = [context[name] for context in contexts]
-            steps[name] = pad(columns, max(map(len, columns))).numpy()
+            steps[name] = pad_right(columns, max(map(len, columns))).numpy()
     channel, records = LocalChannel(), []
-    channel.put(Record(Identity(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
+    channel.put(Record(RecordId(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
     channel.close()
     for reply in engine.generate(channel, seed=1, stage="rollout"):
         for i, sample in enumerate(reply.steps["sample"].tolist()):
@@ -230,7 +230,7 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
                 "actions": reply.steps["tokens"][i, :length],
                 "logprobs": reply.steps["logprobs"][i, :length],
             }
-            records.append(Record(Identity(0, sample), columns, contexts[sample]))
+            records.append(Record(RecordId(0, sample), columns, contexts[sample]))
     engine.close()
     return records
 
@@ -266,7 +266,7 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
         actions = np.zeros((1, *rest), np.int64)
         actions[(0,) * actions.ndim] = action
         steps = {**record.steps, "actions": actions}
-        every.append(Record(Identity(0, action), steps, record.context))
+        every.append(Record(RecordId(0, action), steps, record.context))
     rows = np.stack(tried.judged(every, temperature))[:, 0].astype(np.float64)
     assert np.exp(rows[:, 0]).sum() == pytest.approx(1, abs=1e-5)
     entropy = rows[0, 1 if not rest else rest[0]]
@@ -312,6 +312,8 @@ def test_every_weight_that_judges_actions_can_be_trained(tried: Tried) -> None:
     # Values of actions, and what weighs the entropy, have no part in what is said of a step.
     named = tried.policy.module.named_parameters()
     apart = {"critic", "temperature"}
-    trained = [t for n, t in named if t.requires_grad and tried.policy.group(n) not in apart]
+    trained = [
+        t for n, t in named if t.requires_grad and tried.policy.parameter_group(n) not in apart
+    ]
     assert trained
     assert all(t.grad is not None and torch.isfinite(t.grad).all() for t in trained)

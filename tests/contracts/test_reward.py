@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.algorithms.advantages import generalised, group_relative
+from rlinf.algorithms.advantages import compute_gae, group_relative_advantages
 from rlinf.config import Section
-from rlinf.data.batch import Sample, assemble, join
-from rlinf.data.counted import counted
-from rlinf.data.record import Identity, Record
+from rlinf.data.batch import TrainingSample, build_step_batch, join_by_identity
+from rlinf.data.loss_mask import loss_mask
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import InputError
 from rlinf.rewards import rewards
-from rlinf.rewards.base import Judgement, Resources, Reward
+from rlinf.rewards.base import Reward, RewardResources, RewardResult
 from tests.rlinf.rewards.chat_server import Reply, chat_server
 from tests.rlinf.rewards.folders import write_reward_model
 
@@ -54,7 +54,7 @@ def reward(
     cls = rewards.get(request.param)
     config = cls.Config(**needed.get(request.param, dict)())
     cls.check(config)
-    made: Reward = cls(config, Resources())
+    made: Reward = cls(config, RewardResources())
     yield made
     made.close()
 
@@ -73,7 +73,7 @@ def trajectories(first: int = 0) -> list[Record]:
             steps["mask"] = np.array(mask, np.float32)
         text = "12345"[: number + 1]
         info = {"group": number // 2, "text": text, "answer": "12345", "prompt_text": "1+2="}
-        out.append(Record(Identity(0, first + number), steps, info=info))
+        out.append(Record(RecordId(0, first + number), steps, info=info))
     return out
 
 
@@ -83,48 +83,50 @@ def scores(reward: Reward) -> list[float]:
 
 def batch_of(given: Sequence[Record], judged: Sequence[np.ndarray]) -> Any:
     columns = [Record(t.identity, {"rewards": r}) for t, r in zip(given, judged, strict=True)]
-    rows = join(given, columns, [Record(t.identity) for t in given])
-    return assemble([Sample(*row) for row in rows])
+    rows = join_by_identity(given, columns, [Record(t.identity) for t in given])
+    return build_step_batch([TrainingSample(*row) for row in rows])
 
 
 def test_there_is_one_float32_for_each_step(reward: Reward) -> None:
     given = trajectories()
-    for trajectory, steps in zip(given, reward.rewards(given, scores(reward)), strict=True):
+    for trajectory, steps in zip(
+        given, reward.compute_step_rewards(given, scores(reward)), strict=True
+    ):
         assert steps.dtype == np.float32
         assert steps.shape == (len(trajectory),)
 
 
 def test_nothing_lies_on_a_step_that_does_not_count(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.rewards(given, scores(reward))
+    judged = reward.compute_step_rewards(given, scores(reward))
     for trajectory, steps in zip(given, judged, strict=True):
-        assert not steps[~counted(trajectory)].any()
+        assert not steps[~loss_mask(trajectory)].any()
     batch_of(given, judged)  # raises where one is masked away
 
 
 def test_a_reward_for_the_whole_is_on_the_last_step_that_counts(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.judge(given, scores(reward))
-    placed = reward.rewards(given, scores(reward))
+    judged = reward.compute(given, scores(reward))
+    placed = reward.compute_step_rewards(given, scores(reward))
     for trajectory, said, steps in zip(given, judged, placed, strict=True):
-        worth = said.worth if isinstance(said, Judgement) else said
+        worth = said.reward if isinstance(said, RewardResult) else said
         assert float(steps.sum()) == pytest.approx(float(np.sum(worth)))
         if not np.ndim(worth):
-            assert steps[np.flatnonzero(counted(trajectory))[-1]] == np.float32(worth)
+            assert steps[np.flatnonzero(loss_mask(trajectory))[-1]] == np.float32(worth)
 
 
 def test_the_algorithms_see_all_of_it(reward: Reward) -> None:
     given = trajectories()
-    judged = reward.rewards(given, scores(reward))
+    judged = reward.compute_step_rewards(given, scores(reward))
     batch = batch_of(given, judged)
     # In the gradient of GRPO the masked steps count nothing: the score must be on the others.
     assert (batch.rewards * batch.mask).sum(-1).tolist() == pytest.approx(
         [float(steps.sum()) for steps in judged]
     )
-    assert group_relative(batch.rewards.sum(-1), batch.groups).any()
+    assert group_relative_advantages(batch.rewards.sum(-1), batch.groups).any()
     zero = torch.zeros_like(batch.mask)
-    gae, _ = generalised(batch.rewards, zero, zero, zero, zero, batch.mask, 1.0, 1.0)
-    firsts = [int(np.flatnonzero(counted(trajectory))[0]) for trajectory in given]
+    gae, _ = compute_gae(batch.rewards, zero, zero, zero, zero, batch.mask, 1.0, 1.0)
+    firsts = [int(np.flatnonzero(loss_mask(trajectory))[0]) for trajectory in given]
     # Undiscounted and without a critic the first choice is credited with everything behind it.
     assert [float(row[at]) for row, at in zip(gae, firsts, strict=True)] == pytest.approx(
         [float(steps.sum()) for steps in judged]
@@ -133,8 +135,11 @@ def test_the_algorithms_see_all_of_it(reward: Reward) -> None:
 
 def test_a_sample_is_judged_alike_beside_others(reward: Reward) -> None:
     given, every = trajectories(), scores(reward)
-    whole = reward.rewards(given, every)
-    halves = [*reward.rewards(given[:2], every[:2]), *reward.rewards(given[2:], every[2:])]
+    whole = reward.compute_step_rewards(given, every)
+    halves = [
+        *reward.compute_step_rewards(given[:2], every[:2]),
+        *reward.compute_step_rewards(given[2:], every[2:]),
+    ]
     for one, other in zip(whole, halves, strict=True):
         # A network rounds otherwise where other rows are computed beside it.
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
@@ -143,7 +148,7 @@ def test_a_sample_is_judged_alike_beside_others(reward: Reward) -> None:
 def test_a_trajectory_without_a_step_that_counts_earns_nothing(reward: Reward) -> None:
     none = trajectories()[0]
     none.steps["mask"] = np.zeros(len(none))
-    (steps,) = reward.rewards([none], scores(reward)[:1])
+    (steps,) = reward.compute_step_rewards([none], scores(reward)[:1])
     assert steps.tolist() == [0.0] * len(none)
 
 
@@ -154,10 +159,10 @@ class Given(Reward):
     needs_score = False
 
     def __init__(self, *judgements: Any) -> None:
-        super().__init__(Section(), Resources())
+        super().__init__(Section(), RewardResources())
         self.given = judgements
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
         return self.given
 
 
@@ -169,7 +174,7 @@ class Given(Reward):
         ([np.zeros(3), 1.0], r"sample 7 got rewards of shape \[3\].*its 4 steps"),
         ([1.0, None], "sample 8 got None, which is no number"),
         ([1.0, "0.5"], "sample 8 got str '0.5', which is no number"),
-        ([Judgement("good"), 1.0], "sample 7 got str 'good', which is no number"),  # type: ignore[arg-type]
+        ([RewardResult("good"), 1.0], "sample 7 got str 'good', which is no number"),  # type: ignore[arg-type]
         ([{"score": 1.0}, 1.0], "sample 7 got dict .*, which is no number"),
         ([[0.0, [1.0], 0.0, 0.0], 1.0], r"sample 7 got list .*, which is no number"),
         ([1j, 1.0], "sample 7 got complex 1j, which is no number"),
@@ -177,7 +182,7 @@ class Given(Reward):
 )
 def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Given(*judgements).rewards(trajectories(7)[:2], [])
+        Given(*judgements).compute_step_rewards(trajectories(7)[:2], [])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def test_what_is_no_list_of_rewards_is_refused(returned: Any, said: str) -> None
     reward = Given()
     reward.given = returned
     with pytest.raises(InputError, match=said):
-        reward.rewards(trajectories(7)[:2], [])
+        reward.compute_step_rewards(trajectories(7)[:2], [])
 
 
 @pytest.mark.parametrize(
@@ -202,24 +207,24 @@ def test_what_is_no_list_of_rewards_is_refused(returned: Any, said: str) -> None
     [1, True, Fraction(1, 2), Decimal("0.5"), np.float16(0.5), torch.tensor(0.5), np.array(0.5)],
 )
 def test_whatever_is_a_number_is_a_reward(number: Any) -> None:
-    found = Given(number, 0.0).rewards(trajectories(7)[:2], [])
+    found = Given(number, 0.0).compute_step_rewards(trajectories(7)[:2], [])
     assert found[0].sum() == float(number)
 
 
 def test_an_error_of_a_reward_says_which_fields_there_are() -> None:
     class Broken(Given):
-        def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
+        def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
             return [trajectory.info["nowhere"] for trajectory in trajectories]
 
     with pytest.raises(KeyError) as caught:
-        Broken().rewards(trajectories(7)[:2], [])
+        Broken().compute_step_rewards(trajectories(7)[:2], [])
     (note,) = caught.value.__notes__
     assert note.startswith("a trajectory has the fields info: ")
     assert "; steps: actions" in note
 
 
 def test_what_could_not_be_judged_says_so_beside_its_worth() -> None:
-    given = Given(Judgement(0.0, kept=False, trouble="late"), 2.0)
-    first, second = given.judgements(trajectories()[:2], [])
-    assert (first.kept, first.trouble, np.sum(first.worth)) == (False, "late", 0)
-    assert (second.kept, second.trouble, np.sum(second.worth)) == (True, "", 2)
+    given = Given(RewardResult(0.0, valid=False, failure="late"), 2.0)
+    first, second = given.compute_results(trajectories()[:2], [])
+    assert (first.valid, first.failure, np.sum(first.reward)) == (False, "late", 0)
+    assert (second.valid, second.failure, np.sum(second.reward)) == (True, "", 2)

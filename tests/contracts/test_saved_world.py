@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.envs.gym import GymConfig, simulator_process
-from rlinf.envs.processes import Process
-from rlinf.envs.worlds import worlds
-from rlinf.envs.worlds.needs import needs_of
+from rlinf.envs.gym import GymConfig, create_simulator_process
+from rlinf.envs.simulators import simulators
+from rlinf.envs.simulators.requirements import get_requirements
+from rlinf.envs.subprocess_env import SubprocessVectorEnv
 from tests.environments import need_environment
 
 OWN = {
@@ -32,7 +32,7 @@ def config_of(world: str, id: str) -> GymConfig:
     if world == "gymnasium":
         return GymConfig(id=id)
     need_environment(world)
-    return GymConfig(world=world, id=id, python=world)
+    return GymConfig(simulator=world, id=id, python=world)
 
 
 def drawn(space: dict[str, Any], steps: int) -> np.ndarray:
@@ -43,7 +43,9 @@ def drawn(space: dict[str, Any], steps: int) -> np.ndarray:
     return random.uniform(-1, 1, (steps, 1, *space["shape"])).astype(np.float32)
 
 
-def played(process: Process, number: int, actions: np.ndarray) -> list[dict[str, bytes]]:
+def played(
+    process: SubprocessVectorEnv, number: int, actions: np.ndarray
+) -> list[dict[str, bytes]]:
     """All that comes of the steps of an episode, and of those that follow it."""
     found = []
     for action in actions:
@@ -57,14 +59,14 @@ def played(process: Process, number: int, actions: np.ndarray) -> list[dict[str,
 
 
 def test_every_world_that_says_so_is_tried() -> None:
-    assert {name for name in worlds.names() if needs_of(name).saves} == OWN.keys()
+    assert {name for name in simulators.names() if get_requirements(name).saves} == OWN.keys()
 
 
 @pytest.mark.parametrize(("world", "id"), [(w, id) for w, ids in OWN.items() for id in ids])
 def test_it_goes_on_to_the_bit(world: str, id: str) -> None:
     """Beside other worlds, and where another episode was played before."""
     config = config_of(world, id)
-    with closing(simulator_process(config)) as process:
+    with closing(create_simulator_process(config)) as process:
         actions = drawn(process.spaces()["action"], BEFORE + AFTER)
         process.reset([0], [3])
         for action in actions[:BEFORE]:
@@ -73,7 +75,7 @@ def test_it_goes_on_to_the_bit(world: str, id: str) -> None:
         assert not errors
         assert [state.tobytes() for state in process.save([0])[0]] == [saved[0].tobytes()]
         last = played(process, 0, actions[BEFORE:])
-    with closing(simulator_process(config)) as process:
+    with closing(create_simulator_process(config)) as process:
         first = process.reset([0, 1], [4, 5])
         process.step([0, 1], np.repeat(actions[0], 2, axis=0))
         seen, errors = process.restore([1], saved)

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.models.causal_lm import CausalLM
-from rlinf.residency import Residency
 from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
 LR = 1e-3
@@ -41,7 +41,12 @@ OPTIONS = {
         f"stage=1 {LORA}",
     ],
     "fsdp": ["", LORA],
-    "megatron": ["", "distributed_optimizer=true", LORA, f"distributed_optimizer=true {LORA}"],
+    "megatron": [
+        "",
+        "use_distributed_optimizer=true",
+        LORA,
+        f"use_distributed_optimizer=true {LORA}",
+    ],
 }
 """Ways in which a trainer works that are all to keep the contract; the first are its defaults."""
 
@@ -53,7 +58,7 @@ def kinds() -> list[Any]:
     for name in trainers.names():
         cls = trainers.get(name)
         for options in OPTIONS.get(name, [""]):
-            packages = cls.packages(cls.Config.model_validate(told(options)))
+            packages = cls.required_packages(cls.Config.model_validate(told(options)))
             there = all(importlib.util.find_spec(package) for package in packages)
             skip = pytest.mark.skipif(not there, reason=f"{packages} are not in this environment")
             found.append(pytest.param(f"{name} {options}".strip(), marks=skip))
@@ -78,9 +83,9 @@ ALL_WEIGHTS = [param for param in NAMES if LORA not in param.values[0]]
 class Halves(CausalLM):
     """A policy whose parameters are in two groups."""
 
-    groups = ("layers", "rest")
+    parameter_groups = ("layers", "rest")
 
-    def group(self, parameter: str) -> str:
+    def parameter_group(self, parameter: str) -> str:
         return "layers" if "layers" in parameter else "rest"
 
 
@@ -88,18 +93,20 @@ def make(
     name: str,
     folder: Path,
     budget: int = 40,
-    world: World | None = None,
+    world: ProcessGroupInfo | None = None,
     policy: type[CausalLM] = CausalLM,
     optimizer: Any = "adamw",
     decay: float = 0.0,
 ) -> Trainer:
     name, _, options = name.partition(" ")
     cls = trainers.get(name)
-    world = world or World()
-    load = policy.outline if world.size > 1 else policy.load
+    world = world or ProcessGroupInfo()
+    load = policy.meta_from_folder if world.size > 1 else policy.load
     trainer: Trainer = cls(
         load(folder, CONFIG),
-        cls.Config.model_validate({"device": "cpu", "token_budget": budget, **told(options)}),
+        cls.Config.model_validate(
+            {"device": "cpu", "max_tokens_per_microbatch": budget, **told(options)}
+        ),
         OptimizerSection(name=optimizer, lr=LR, weight_decay=decay),
         world,
     )
@@ -107,7 +114,7 @@ def make(
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.full_state().items()}
+    return {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
 
 
 def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> None:
@@ -119,13 +126,13 @@ def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor], atol: float =
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_does_not_depend_on_the_cut(name: str, folder: Path) -> None:
     few, many, parts = make(name, folder, 10_000), make(name, folder, 1), make(name, folder)
-    many.limit(20)
+    many.set_max_tokens(20)
     data = records()
     one, other = few.step(data, loss, lr=LR), many.step(data, loss, lr=LR)
     assert other == pytest.approx(one, rel=1e-5)
     # The first step of Adam is as long as LR whatever the gradient: rounding shows at its zeros.
     assert_alike(weights(few), weights(many), LR / 50)
-    if parts.accumulates:
+    if parts.supports_accumulation:
         parts.accumulate(data[:5], loss)
         parts.accumulate(data[5:], loss)
         assert parts.update(lr=LR) == pytest.approx(one, rel=1e-5)
@@ -148,15 +155,15 @@ def test_the_largest_of_a_metric_is_kept_and_not_scaled(name: str, folder: Path)
 
 def streamed(trainer: Trainer, folder: Path) -> None:
     """What a new trainer streams is what is in the folder, each tensor once, and its file."""
-    state, right = trainer.stream(), CausalLM.load(folder, CONFIG).module.state_dict()
-    assert {n: (t.shape, t.dtype) for n, t in state.like.items()} == {
+    state, right = trainer.stream_weights(), CausalLM.load(folder, CONFIG).module.state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.templates.items()} == {
         n: (t.shape, t.dtype) for n, t in right.items()
     }
-    came = list(state.each)
-    assert len(came) == len({id(like) for like in state.like.values()}) == len(right) - 1
+    came = list(state.stream)
+    assert len(came) == len({id(like) for like in state.templates.values()}) == len(right) - 1
     assert all(torch.equal(tensor, right[name]) for name, tensor in came)
     with tempfile.TemporaryDirectory() as copy:
-        trainer.policy.save_state(Path(copy), trainer.stream())
+        trainer.policy.save_state(Path(copy), trainer.stream_weights())
         for path in folder.iterdir():
             assert (Path(copy) / path.name).read_bytes() == path.read_bytes(), path
 
@@ -169,28 +176,28 @@ def test_its_streamed_state_is_the_whole(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_its_whole_state_is_the_policys(name: str, folder: Path) -> None:
     trainer = make(name, folder)
-    assert_alike(trainer.full_state(), dict(CausalLM.load(folder, CONFIG).module.state_dict()))
-    own = trainer.full_state(copy=True)
+    assert_alike(trainer.full_state_dict(), dict(CausalLM.load(folder, CONFIG).module.state_dict()))
+    own = trainer.full_state_dict(copy=True)
     before = {key: tensor.clone() for key, tensor in own.items()}
     trainer.step(records(), loss, lr=LR)
     assert_alike(own, before)
-    if trainer.takes_weights:
+    if trainer.can_load_weights:
         other = make(name, folder)
-        other.load_weights(trainer.full_state().items())
-        assert_alike(other.full_state(), trainer.full_state())
+        other.load_weights(trainer.full_state_dict().items())
+        assert_alike(other.full_state_dict(), trainer.full_state_dict())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_leaving_the_device_loses_nothing(name: str, folder: Path) -> None:
     stays, moves, data = make(name, folder), make(name, folder), records()
-    residency = Residency(moves.device, sys.maxsize)
+    residency = DeviceMemoryManager(moves.device, sys.maxsize)
     for _ in range(2):
-        residency.need(moves)
-        residency.clear()
-        assert not any(size.here for size in moves.size().values())
-        residency.need(moves)
+        residency.acquire(moves)
+        residency.offload_all()
+        assert not any(size.on_device for size in moves.group_sizes().values())
+        residency.acquire(moves)
         assert stays.step(data, loss, lr=LR) == moves.step(data, loss, lr=LR)
-    assert_alike(stays.full_state(), moves.full_state())
+    assert_alike(stays.full_state_dict(), moves.full_state_dict())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -207,7 +214,7 @@ def test_closing_frees_the_weights_and_a_snapshot_can_still_be_written(
     assert held() is None
     trainer.save(tmp_path, state)
     other.load(tmp_path)
-    assert_alike(other.full_state(), expected)
+    assert_alike(other.full_state_dict(), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -243,19 +250,19 @@ def test_an_update_of_a_group_changes_no_byte_of_the_others(
     name: str, optimizer: str, folder: Path, tmp_path: Path
 ) -> None:
     """Neither of the weights nor of the moments, whether there were any before or not."""
-    if "distributed_optimizer" in name and optimizer != "adamw":
+    if "use_distributed_optimizer" in name and optimizer != "adamw":
         pytest.skip("it steps by AdamW alone")
     settings: Any = {"policy": Halves, "optimizer": optimizer, "decay": 0.1}
     trainer, again = (make(name, folder, **settings) for _ in range(2))
     for number, group in enumerate(["rest", "layers", "rest"]):
         before = trainer.snapshot()
-        trainer.step(records(), loss, lr=LR, only=[group])
-        after, (other,) = trainer.snapshot(), set(Halves.groups) - {group}
+        trainer.step(records(), loss, lr=LR, groups=[group])
+        after, (other,) = trainer.snapshot(), set(Halves.parameter_groups) - {group}
         if number:
             assert_alike(of_group(before, other), of_group(after, other))
         moved = of_group(after, group)
         assert any(not torch.equal(before[n], t) for n, t in moved.items() if n in before)
-        again.step(records(), loss, lr=LR, only=[group])
+        again.step(records(), loss, lr=LR, groups=[group])
         trainer.save(tmp_path / str(number))
         again.load(tmp_path / str(number))
     for one in (trainer, again):
@@ -267,7 +274,7 @@ def test_an_update_of_a_group_changes_no_byte_of_the_others(
 def test_groups_have_their_own_learning_rates(name: str, folder: Path) -> None:
     start, even, same, uneven = (make(name, folder, policy=Halves) for _ in range(4))
     even.step(records(), loss, lr=LR)
-    same.step(records(), loss, lr=dict.fromkeys(Halves.groups, LR))
+    same.step(records(), loss, lr=dict.fromkeys(Halves.parameter_groups, LR))
     uneven.step(records(), loss, lr={"layers": LR / 10, "rest": LR})
     first, full, less = weights(start), weights(even), weights(uneven)
     assert_alike(full, weights(same))
@@ -298,23 +305,23 @@ def test_rows_that_belong_together_are_in_one_micro_batch(name: str, folder: Pat
         seen.append([span.row for span in spans])
         return loss(policy, inputs, spans)
 
-    trainer.accumulate(data, watched, together=pairs)
+    trainer.accumulate(data, watched, row_groups=pairs)
     assert len(seen) > 1
     assert sorted(row for rows in seen for row in rows) == list(range(10))
     assert all(any(set(pair) <= set(rows) for rows in seen) for pair in pairs)
     assert trainer.update(lr=LR) == pytest.approx(apart.step(data, loss, lr=LR), rel=1e-5)
     with pytest.raises(ValueError, match="each row"):
-        trainer.accumulate(data, loss, together=[[0, 1]])
+        trainer.accumulate(data, loss, row_groups=[[0, 1]])
 
 
 RANKS = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from tests.contracts.test_trainer import Halves, assert_alike, loss_with_largest, make, peer
 from tests.contracts.test_trainer import streamed, weights, LORA, LR
-from tests.rlinf.trainers.test_lanes import CONFIG, loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, loss, records
 
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 root = Path(sys.argv[4])
@@ -356,7 +363,7 @@ def test_ranks_update_alike_and_take_the_states_of_others(
         pytest.skip("it is itself")
     (tmp_path / "channels").mkdir()
     alone = make(name if writer == "itself" else peer(name), folder, policy=Halves)
-    alone.step(records(), loss, lr=LR, only=["layers"])
+    alone.step(records(), loss, lr=LR, groups=["layers"])
     alone.save(tmp_path / "alone")
     processes = [
         subprocess.Popen(

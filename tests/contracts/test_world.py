@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.commands.experiment import composed
+from pipeline.commands.experiment import compose_words
 from rlinf.envs.gym import GymConfig
-from rlinf.envs.worlds import worlds
-from rlinf.envs.worlds.needs import needs_of
+from rlinf.envs.simulators import simulators
+from rlinf.envs.simulators.requirements import get_requirements
 
 OF_GYMNASIUM = "cartpole"
 GIVEN = {"franka": ["task.kwargs.host=127.0.0.1", "task.kwargs.box=[[0,0,0],[1,1,1]]"]}
@@ -21,7 +21,7 @@ GIVEN = {"franka": ["task.kwargs.host=127.0.0.1", "task.kwargs.box=[[0,0,0],[1,1
 
 
 def file_of(world: str) -> Path:
-    module = importlib.import_module(worlds.target(world).partition(":")[0])
+    module = importlib.import_module(simulators.target(world).partition(":")[0])
     assert module.__file__ is not None
     return Path(module.__file__)
 
@@ -45,20 +45,20 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("world", worlds.names())
+@pytest.mark.parametrize("world", simulators.names())
 def test_it_imports_only_numpy_and_the_standard_library_and_is_python_3_9(world: str) -> None:
     assert imported(file_of(world)) <= {"numpy", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("world", worlds.names())
+@pytest.mark.parametrize("world", simulators.names())
 def test_it_says_what_it_needs_and_has_a_configuration(world: str) -> None:
-    needs = needs_of(world)
+    needs = get_requirements(world)
     assert needs.packages
     task = OF_GYMNASIUM if world == "gymnasium" else world
-    values = composed([f"task={task}", *GIVEN.get(world, [])])["task"]
+    values = compose_words([f"task={task}", *GIVEN.get(world, [])])["task"]
     config = GymConfig.model_validate({k: v for k, v in values.items() if k != "name"})
-    assert config.world == world
+    assert config.simulator == world
     assert needs.assets.keys() <= config.kwargs.keys(), "keys to fill in are there to be seen"
     assert len(needs.missing_assets(config.kwargs)) == len(needs.assets)
     if needs.batched:
-        assert config.halves == 1
+        assert config.double_buffer == 1

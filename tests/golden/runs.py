@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlinf.composing import forced
+from rlinf.hydra_config import force_add
 from tests.conftest import QUIET, TINY
 
 HERE = Path(__file__).parent
@@ -30,11 +30,11 @@ PORTABLE = {
 }
 
 SMALL_MODEL = [word for word in TINY if "model." in word]
-SMALL_ROLLOUT = ["rollout.batch=4", "evaluate.samples=4", "evaluate.every=1", "iterations=2"]
+SMALL_ROLLOUT = ["rollout.batch_size=4", "evaluate.samples=4", "evaluate.every=1", "iterations=2"]
 SMALL_WARM_START = [
     "warm_start.max_steps=3",
-    "warm_start.batch=16",
-    "warm_start.evaluate_every=2",
+    "warm_start.batch_size=16",
+    "warm_start.eval_every=2",
 ]
 
 RUNS: Mapping[str, list[str]] = {
@@ -46,15 +46,15 @@ RUNS: Mapping[str, list[str]] = {
         *SMALL_WARM_START,
         "rollout.horizon=6",
         "algorithm.minibatches=2",
-        "algorithm.entropy_bonus=0.1",
+        "algorithm.entropy_coeff=0.1",
         "algorithm.critic_warmup=1",
     ],
     "arithmetic_dapo": [
         "experiment=arithmetic_dapo",
         *TINY,
-        "algorithm.drop_equal_groups=true",
-        "reward.overlong_from=2",
-        "reward.overlong_to=6",
+        "algorithm.filter_zero_variance_groups=true",
+        "reward.overlong_penalty_start=2",
+        "reward.overlong_penalty_end=6",
     ],
     "calculator_grpo": [
         "experiment=calculator_grpo",
@@ -62,7 +62,7 @@ RUNS: Mapping[str, list[str]] = {
         *SMALL_ROLLOUT,
         *SMALL_WARM_START,
         "rollout.group_size=2",
-        "algorithm.entropy_bonus=0.1",
+        "algorithm.entropy_coeff=0.1",
     ],
     "cartpole_ppo": [
         "experiment=cartpole_ppo",
@@ -75,9 +75,9 @@ RUNS: Mapping[str, list[str]] = {
     "pendulum_sac": [
         "experiment=pendulum_sac",
         *SMALL_ROLLOUT,
-        "rollout.batch=2",
+        "rollout.batch_size=2",
         "rollout.horizon=40",
-        "algorithm.min_transitions=40",
+        "algorithm.learning_starts=40",
         "algorithm.batch_size=16",
         "evaluate.horizon=20",
         "model.hidden=[16, 16]",
@@ -91,14 +91,14 @@ RUNS: Mapping[str, list[str]] = {
         "task.images={corner: [24, 24]}",
         *SMALL_MODEL,
         "model.vision_hidden=16",
-        "model.patch=8",
+        "model.patch_size=8",
         "model.vision_heads=2",
         "warm_start.max_steps=4",
-        "warm_start.batch=1",
+        "warm_start.batch_size=1",
         "warm_start.lr=3e-3",
-        "warm_start.lr_warmup=0",
-        "warm_start.scored=false",
-        "rollout.batch=2",
+        "warm_start.lr_warmup_steps=0",
+        "warm_start.eval_generation=false",
+        "rollout.batch_size=2",
         "rollout.group_size=2",
         "rollout.horizon=3",
         "algorithm.minibatches=2",
@@ -112,9 +112,9 @@ RUNS: Mapping[str, list[str]] = {
         f"task.train={CHAT / 'train.jsonl'}",
         f"task.test={CHAT / 'test.jsonl'}",
         "warm_start.max_steps=6",
-        "warm_start.batch=16",
-        "warm_start.evaluate_every=3",
-        "warm_start.held_out=12",
+        "warm_start.batch_size=16",
+        "warm_start.eval_every=3",
+        "warm_start.eval_samples=12",
         "rollout.horizon=8",
         "evaluate.samples=4",
     ],
@@ -132,7 +132,7 @@ WAYS: Mapping[str, list[str]] = {
 def pool_plan(stages: list[str]) -> str:
     """A plan in which one resident worker executes all stages in turn, as an override."""
     pool = f"{{stages: [{', '.join(stages)}], gpus: {{local: 1}}}}"
-    return f"plan={{grain: segment, pools: [{pool}]}}"
+    return f"plan={{execution: segment, pools: [{pool}]}}"
 
 
 def command(name: str, way: str, root: Path) -> list[str]:
@@ -140,7 +140,7 @@ def command(name: str, way: str, root: Path) -> list[str]:
     stages = OFF_POLICY if name == "pendulum_sac" else ON_POLICY
     plan = [pool_plan(stages)] if way == "pools" else []
     words = [*RUNS[name], *WAYS[way], *plan, *QUIET, f"run.root={root}", "run.name=run"]
-    return [forced(word.removeprefix("++")) for word in words]
+    return [force_add(word.removeprefix("++")) for word in words]
 
 
 def environment() -> dict[str, str]:

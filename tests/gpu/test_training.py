@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rlinf.trainers.fsdp import FSDPTrainer
-from tests.rlinf.trainers.test_lanes import folder, loss, records
 from tests.rlinf.trainers.test_options import LR, make
+from tests.rlinf.trainers.test_threaded_data_parallel import folder, loss, records
 
 __all__ = ["folder"]
 pytestmark = [
@@ -42,8 +42,8 @@ def assert_like_cpu(folder: Path, relative: float, rates: float, **options: Any)
     for right, mine in zip(steps(cpu), steps(gpu), strict=True):
         assert mine["loss"] == pytest.approx(right["loss"], rel=relative)
         assert mine["grad_norm"] == pytest.approx(right["grad_norm"], rel=relative)
-    theirs = cpu.full_state()
-    for name, tensor in gpu.full_state().items():
+    theirs = cpu.full_state_dict()
+    for name, tensor in gpu.full_state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=rates * LR, msg=name)
     return gpu
 
@@ -61,7 +61,7 @@ def test_an_update_in_half_precision_by_fsdp2_is_close(folder: Path, dtype: str)
 
 
 def test_layers_are_computed_again_and_moments_wait_on_the_host(folder: Path) -> None:
-    options = {"activation_checkpointing": True, "offload_optimizer": True}
+    options = {"gradient_checkpointing": True, "offload_optimizer": True}
     gpu = assert_like_cpu(folder, 1e-5, 0.02, **options)
     moments = [t for state in gpu.optimizer.state.values() for t in state.values() if t.dim()]
     assert moments
@@ -98,14 +98,14 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.world import World
-from tests.rlinf.trainers.test_lanes import loss, records
+from rlinf.channels.process_group import World
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 world = World(rank, 2, rank, meeting=folder.parent / "channels" / "group-n.json")
 alone = make(folder)
-both = make(folder, world, unit_mb=0, device=f"cuda:{rank}")
+both = make(folder, world, fsdp_wrap_min_mb=0, device=f"cuda:{rank}")
 assert "nccl" in dist.get_backend_config()
 for _ in range(2):
     right, mine = (trainer.step(records(), loss, lr=LR) for trainer in (alone, both))

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
-from launchers.sbatch import parameters
-from slurm.jobs import Resources, State, Status
+from launchers.sbatch import submitit_parameters
+from slurm.jobs import JobResources, JobState, JobStatus
 
 PROGRAM = """
 import os, sys, time, pathlib
@@ -33,20 +33,20 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(folder: Path, what: str, ranks: int = 1) -> Job:
-    return Job(
+def job(folder: Path, what: str, ranks: int = 1) -> JobSpec:
+    return JobSpec(
         what,
         (what, str(folder)),
         folder,
         folder / "logs",
-        Resources(tasks_per_node=ranks),
+        JobResources(tasks_per_node=ranks),
         "program_of_test",
     )
 
 
-def finish(launcher: LocalLauncher, identity: str, timeout_s: float = 20) -> Status:
+def finish(launcher: LocalLauncher, identity: str, timeout_s: float = 20) -> JobStatus:
     deadline = time.monotonic() + timeout_s
-    while (status := launcher.poll([identity])[identity]).state.active:
+    while (status := launcher.poll([identity])[identity]).state.is_active:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return status
@@ -55,7 +55,7 @@ def finish(launcher: LocalLauncher, identity: str, timeout_s: float = 20) -> Sta
 def test_ranks_share_the_names_of_their_attempt_and_group(program: Path) -> None:
     launcher = LocalLauncher()
     status = finish(launcher, launcher.submit(job(program, "pass", ranks=2)))
-    assert status.state is State.DONE
+    assert status.state is JobState.DONE
     notes = [(program / f"rank-{r}").read_text().split() for r in range(2)]
     assert notes[0][1:] == notes[1][1:]
     assert notes[0][1] == "2"
@@ -64,7 +64,7 @@ def test_ranks_share_the_names_of_their_attempt_and_group(program: Path) -> None
 def test_a_failing_rank_takes_the_others_down_and_says_why(program: Path) -> None:
     launcher = LocalLauncher()
     status = finish(launcher, launcher.submit(job(program, "fail", ranks=2)))
-    assert (status.state, status.exit_code) == (State.FAILED, 66)
+    assert (status.state, status.exit_code) == (JobState.FAILED, 66)
     assert "the reason" in status.reason
     assert not psutil.pid_exists(int((program / "rank-0").read_text().split()[0]))
 
@@ -81,9 +81,9 @@ def test_closing_ends_what_runs(program: Path) -> None:
 
 
 def test_settings_are_quoted_for_the_batch_script() -> None:
-    found = parameters(
+    found = submitit_parameters(
         "a/b",
-        Resources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
+        JobResources(env={"X": "a b; rm -rf /"}, gpus_per_node=2, gpu_type="h100"),
     )
     assert "export X='a b; rm -rf /'" in found["setup"]
     assert found["additional_parameters"]["gres"] == "gpu:h100:2"

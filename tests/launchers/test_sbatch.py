@@ -12,35 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from launchers.base import Job
-from launchers.job import ModuleCall
+from launchers.job_entrypoint import ModuleCall
+from launchers.launcher import JobSpec
 from launchers.sbatch import (
-    check_components,
-    lasting_script,
-    marked,
-    new_mark,
-    sbatch,
-    sbatch_lasting,
-    sbatch_together,
-    script,
-    slurm_executor,
-    together_script,
+    batch_script,
+    check_hetjob_options,
+    hetjob_script,
+    new_tag,
+    patched_slurm_executor,
+    restarting_script,
+    submit_hetjob,
+    submit_jobs,
+    submit_restarting,
+    with_tag,
 )
 from rlinf.errors import PlanError, SlurmError
-from slurm.jobs import Resources
+from slurm.jobs import JobResources
 from tests.slurm.wrapped import wrap, write_command
 
 ODD = """a 'b' "c" $HOME; `d` * \\n"""
-A100 = Resources("a100", gpus_per_node=1, gpu_type="a100", env={"X": ODD}, setup=("module load x",))
-CPU = Resources("cpu")
+A100 = JobResources(
+    "a100", gpus_per_node=1, gpu_type="a100", env={"X": ODD}, setup=("module load x",)
+)
+CPU = JobResources("cpu")
 
 
-def job(folder: Path, *further: Resources) -> Job:
-    return Job("pool/one", ("--name", ODD), folder / "o", folder / "l o", A100, "m", further)
+def job(folder: Path, *further: JobResources) -> JobSpec:
+    return JobSpec("pool/one", ("--name", ODD), folder / "o", folder / "l o", A100, "m", further)
 
 
 def test_calls_and_settings_survive_the_shell(tmp_path: Path) -> None:
-    script = together_script([job(tmp_path, CPU), job(tmp_path)])
+    script = hetjob_script([job(tmp_path, CPU), job(tmp_path)])
     options, body = script.split("\n\n", 1)
     assert options.count("#SBATCH hetjob") == 2
     assert options.count("#SBATCH --gres=gpu:a100:1") == 2
@@ -55,7 +57,7 @@ def test_calls_and_settings_survive_the_shell(tmp_path: Path) -> None:
     for step, groups in zip(steps, ("0,1", "0,1", "2"), strict=True):
         *setup, last = step.split("\n")
         assert f"export RLINF_HET_GROUPS={groups}" in setup
-        call = ModuleCall.load(shlex.split(last)[-1])
+        call = ModuleCall.from_json(shlex.split(last)[-1])
         assert (call.module, call.argv) == ("m", ("--name", ODD))
     assert f"export X={shlex.quote(ODD)}" in steps[0]
     assert "module load x" in steps[0]
@@ -64,29 +66,29 @@ def test_calls_and_settings_survive_the_shell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "option"),
-    [({"time_min": 60}, "time"), ({"mem_mb": 300}, "mem"), ({"sbatch": {"nice": 7}}, "nice")],
+    [({"time_limit_min": 60}, "time"), ({"mem_mb": 300}, "mem"), ({"sbatch": {"nice": 7}}, "nice")],
 )
 def test_what_one_component_would_take_over_is_refused(
     change: dict[str, object], option: str
 ) -> None:
     more = replace(A100, **change)  # type: ignore[arg-type]
-    check_components([("pools[0]", A100), ("pools[1]", CPU)])
-    check_components([("pools[0]", A100), ("pools[1]", more)])
+    check_hetjob_options([("pools[0]", A100), ("pools[1]", CPU)])
+    check_hetjob_options([("pools[0]", A100), ("pools[1]", more)])
     with pytest.raises(PlanError, match=rf"pools\[0\] and pools\[1\].*--{option} "):
-        check_components([("pools[0]", more), ("pools[1]", CPU)])
+        check_hetjob_options([("pools[0]", more), ("pools[1]", CPU)])
 
 
 SITE = {"mem-per-cpu": "2G", "exclusive": True, "comment": "of a site"}
-STAGE = Resources("a100", tasks_per_node=2, cpus_per_task=3, mem_mb=700, sbatch=SITE)
+STAGE = JobResources("a100", tasks_per_node=2, cpus_per_task=3, mem_mb=700, sbatch=SITE)
 
 
 def scripts(folder: Path) -> dict[str, str]:
     """The script of each writer: one process, several that start together, a driver."""
-    job = Job("a/b", ("--x",), folder / "o", folder / "l", STAGE, "m")
+    job = JobSpec("a/b", ("--x",), folder / "o", folder / "l", STAGE, "m")
     return {
-        "alone": script([job]),
-        "together": together_script([job, job]),
-        "lasting": lasting_script(job),
+        "alone": batch_script([job]),
+        "hetjob": hetjob_script([job, job]),
+        "lasting": restarting_script(job),
     }
 
 
@@ -120,12 +122,14 @@ def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
 def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
     tmp_path: Path, writer: str
 ) -> None:
-    needs = replace(STAGE, sbatch={"comment": "it's $HOME `touch x` #"}, python=("a b", "$c\nd"))
-    one = Job("a/b", ("--x",), tmp_path / "o", tmp_path / "l 'o' $(touch x)", needs, "m")
+    needs = replace(
+        STAGE, sbatch={"comment": "it's $HOME `touch x` #"}, python_command=("a b", "$c\nd")
+    )
+    one = JobSpec("a/b", ("--x",), tmp_path / "o", tmp_path / "l 'o' $(touch x)", needs, "m")
     text = {
-        "alone": lambda: script([one]),
-        "together": lambda: together_script([one, one]),
-        "lasting": lambda: lasting_script(one),
+        "alone": lambda: batch_script([one]),
+        "hetjob": lambda: hetjob_script([one, one]),
+        "lasting": lambda: restarting_script(one),
     }[writer]()
     head = text.split("\nexport ")[0].split("\nsrun ")[0]
     assert all(not line or line.startswith("#") for line in head.splitlines())
@@ -136,7 +140,7 @@ def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
     (tmp_path / "script").write_text(text)
     subprocess.run(["bash", tmp_path / "script"], cwd=here, check=True, timeout=20)
     assert not list(here.iterdir())
-    assert str(one.logs) in (tmp_path / "words").read_text()
+    assert str(one.log_dir) in (tmp_path / "words").read_text()
 
 
 def test_jobs_that_could_not_write_their_logs_are_not_submitted(
@@ -174,20 +178,22 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def submissions(folder: Path) -> dict[str, Callable[[], list[str]]]:
     """Every way to submit, each of which returns ids."""
-    one = marked(Job("a/b", (), folder / "o", folder / "l", Resources("cpu"), "m"), new_mark())
-    two = replace(one, out=folder / "p")
+    one = with_tag(
+        JobSpec("a/b", (), folder / "o", folder / "l", JobResources("cpu"), "m"), new_tag()
+    )
+    two = replace(one, output_dir=folder / "p")
     return {
-        "alone": lambda: sbatch([one]),
-        "array": lambda: sbatch([one, two]),
-        "together": lambda: sbatch_together([one, two]),
-        "lasting": lambda: [sbatch_lasting(one)],
+        "alone": lambda: submit_jobs([one]),
+        "array": lambda: submit_jobs([one, two]),
+        "hetjob": lambda: submit_hetjob([one, two]),
+        "lasting": lambda: [submit_restarting(one)],
     }
 
 
 WAYS = {
     "alone": ["71"],
     "array": ["71_0", "71_1"],
-    "together": ["71+0", "71+1"],
+    "hetjob": ["71+0", "71+1"],
     "lasting": ["71"],
 }
 
@@ -256,7 +262,7 @@ def test_a_sweep_is_submitted_in_the_same_way(
     """Hydra's launcher makes its executor by submitit's AutoExecutor."""
     import submitit
 
-    slurm_executor()
+    patched_slurm_executor()
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "7")
     executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
     executor.update_parameters(cpus_per_task=3, mem_gb=4)
@@ -289,7 +295,7 @@ def test_a_sweep_with_an_option_of_several_lines_is_refused(
 ) -> None:
     import submitit
 
-    slurm_executor()
+    patched_slurm_executor()
     executor = submitit.AutoExecutor(tmp_path, cluster="slurm")
     executor.update_parameters(slurm_setup=["a\nb"], **odd)
     with pytest.raises(PlanError, match=r"hydra\.launcher.*control character"):
@@ -304,7 +310,7 @@ def test_the_job_of_a_sweep_whose_id_is_not_told_is_cancelled(
 ) -> None:
     import submitit
 
-    slurm_executor()
+    patched_slurm_executor()
     (slurm / "answer").write_text("Your job was accepted.\n")
     marks = set()
     for _ in range(2):
@@ -329,7 +335,7 @@ def test_the_job_of_a_sweep_whose_id_is_not_told_is_cancelled(
 
 def test_a_job_without_a_mark_is_not_said_to_be_gone(tmp_path: Path, slurm: Path) -> None:
     (slurm / "answer").write_text("Your job was accepted.\n")
-    needs = Resources("cpu", sbatch={"comment": "rlinf-team"})
+    needs = JobResources("cpu", sbatch={"comment": "rlinf-team"})
     with pytest.raises(SlurmError, match="has no mark to look for it by and may be queued"):
-        sbatch_lasting(Job("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
+        submit_restarting(JobSpec("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
     assert not (slurm / "cancelled").exists()

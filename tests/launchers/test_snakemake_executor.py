@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from snakemake_executor_plugin_rlinf import Executor, resources
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from slurm.client import Partition
 
 
@@ -17,15 +17,17 @@ class Launcher:
     """Notes jobs; ``cpu`` is the cluster's default partition."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[JobSpec] = []
         self.asked = 0
         self.client = self
 
     def partitions(self) -> dict[str, Partition]:
         self.asked += 1
-        return {name: Partition(name, None, (), default=name == "cpu") for name in ("gpu", "cpu")}
+        return {
+            name: Partition(name, None, (), is_default=name == "cpu") for name in ("gpu", "cpu")
+        }
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: JobSpec) -> str:
         self.jobs.append(job)
         return "1"
 

@@ -11,38 +11,38 @@ from types import SimpleNamespace
 
 import pytest
 
-import launchers.backlog
-from launchers.backlog import Entry, noted
-from launchers.base import Job
+import launchers.submission_queue
+from launchers.launcher import JobSpec
+from launchers.submission_queue import PendingSubmission, read_job_note
 from launchers.submitit import SubmititLauncher
-from rlinf.errors import SlurmError, SlurmSilent
-from slurm.client import Queued, SlurmClient, failure
-from slurm.jobs import Resources, State, Status
-from slurm.quotas import Quotas
+from rlinf.errors import SlurmError, SlurmUnresponsiveError
+from slurm.client import QueuedJob, SlurmClient, classify_failure
+from slurm.job_limits import Quotas
+from slurm.jobs import JobResources, JobState, JobStatus
 
 
 class Empty(SlurmClient):
     """A controller that has lost all jobs, and its accounting too."""
 
-    def queue(self) -> dict[str, Status]:  # type: ignore[override]
+    def queue(self) -> dict[str, JobStatus]:  # type: ignore[override]
         return {}
 
-    def accounting(self, jobs: Iterable[str]) -> dict[str, Status]:
+    def accounting(self, jobs: Iterable[str]) -> dict[str, JobStatus]:
         return {}
 
 
 def test_a_job_that_is_gone_is_given_up_though_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = SubmititLauncher(Empty(), grace_s=0.3)
-    job = Job("train/0", (sys.executable,), tmp_path, tmp_path)
-    launcher._watched["69"] = Entry(job, "69")
+    launcher = SubmititLauncher(Empty(), unknown_job_timeout_s=0.3)
+    job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
+    launcher._watched["69"] = PendingSubmission(job, "69")
     launcher._backlog = SimpleNamespace(admit=lambda queue: None)  # type: ignore[assignment]
-    assert launcher.poll(["69"])["69"].state is State.RUNNING
+    assert launcher.poll(["69"])["69"].state is JobState.RUNNING
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     time.sleep(0.4)
-    assert launcher.poll(["69"])["69"].state is State.VANISHED
+    assert launcher.poll(["69"])["69"].state is JobState.VANISHED
 
 
 class Restarting(SlurmClient):
@@ -50,32 +50,32 @@ class Restarting(SlurmClient):
 
     silent = True
 
-    def queue(self) -> dict[str, Status]:  # type: ignore[override]
+    def queue(self) -> dict[str, JobStatus]:  # type: ignore[override]
         if self.silent:
             raise SlurmError("squeue: Unable to contact slurm controller")
-        return {"69": Status(State.RUNNING)}
+        return {"69": JobStatus(JobState.RUNNING)}
 
 
 def test_a_controller_that_restarts_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Restarting()
-    launcher = SubmititLauncher(client, silence_s=0.3)
-    job = Job("train/0", (sys.executable,), tmp_path, tmp_path)
-    launcher._watched["69"] = Entry(job, "69")
+    launcher = SubmititLauncher(client, no_answer_timeout_s=0.3)
+    job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
+    launcher._watched["69"] = PendingSubmission(job, "69")
     launcher._backlog = SimpleNamespace(admit=lambda queue: None)  # type: ignore[assignment]
-    assert launcher.poll(["69"])["69"].state.active
-    assert launcher.poll(["69"])["69"].state.active
+    assert launcher.poll(["69"])["69"].state.is_active
+    assert launcher.poll(["69"])["69"].state.is_active
     assert caplog.text.count("Slurm does not answer") == 1
     client.silent = False
-    assert launcher.poll(["69"])["69"].state is State.RUNNING
+    assert launcher.poll(["69"])["69"].state is JobState.RUNNING
     client.silent = True
-    assert launcher.poll(["69"])["69"].state is State.RUNNING, "what was known last"
+    assert launcher.poll(["69"])["69"].state is JobState.RUNNING, "what was known last"
     time.sleep(0.4)
     with pytest.raises(SlurmError, match="Unable to contact"):
         launcher.poll(["69"])
     (tmp_path / "manifest.json").touch()
-    assert launcher.poll(["69"])["69"].state is State.DONE, "which the filesystem tells"
+    assert launcher.poll(["69"])["69"].state is JobState.DONE, "which the filesystem tells"
 
 
 class Controller(SlurmClient):
@@ -84,54 +84,57 @@ class Controller(SlurmClient):
     def __init__(self) -> None:
         super().__init__()
         self.silent = self.deaf = False
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, JobSpec] = {}
         self.cancelled: list[str] = []
 
     def answers(self) -> None:
         if self.silent:
-            raise SlurmSilent("Unable to contact slurm controller")
+            raise SlurmUnresponsiveError("Unable to contact slurm controller")
 
-    def queue(self) -> dict[str, Queued]:
+    def queue(self) -> dict[str, QueuedJob]:
         self.answers()
         there = {i: i in self.cancelled for i in self.jobs}
-        return {i: Queued(State.CANCELLED if over else State.RUNNING) for i, over in there.items()}
+        return {
+            i: QueuedJob(JobState.CANCELLED if over else JobState.RUNNING)
+            for i, over in there.items()
+        }
 
-    def with_comment(self, word: str) -> list[str]:
+    def find_by_comment(self, text: str) -> list[str]:
         self.answers()
         comments = {i: str(job.resources.sbatch["comment"]) for i, job in self.jobs.items()}
-        return [i for i, comment in comments.items() if word in comment.split()]
+        return [i for i, comment in comments.items() if text in comment.split()]
 
     def cancel(self, ids: Collection[str]) -> None:
         self.answers()
         self.cancelled += [i for i in ids if i not in self.cancelled]
 
-    def sbatch(self, jobs: Sequence[Job]) -> list[str]:
+    def sbatch(self, jobs: Sequence[JobSpec]) -> list[str]:
         """Deaf: the job is taken, and the answer lost."""
         self.answers()
         ids = [str(len(self.jobs) + n) for n in range(len(jobs))]
         self.jobs.update(zip(ids, jobs, strict=True))
         if self.deaf:
-            raise SlurmSilent("Socket timed out on send/recv operation")
+            raise SlurmUnresponsiveError("Socket timed out on send/recv operation")
         return ids
 
 
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     made = Controller()
-    monkeypatch.setattr(launchers.backlog, "sbatch", made.sbatch)
+    monkeypatch.setattr(launchers.submission_queue, "submit_jobs", made.sbatch)
     return made
 
 
 def launcher_of(controller: Controller) -> SubmititLauncher:
     launcher = SubmititLauncher(controller, Quotas(()))
-    launcher._backlog.shows_s = 0.2
+    launcher._backlog.visibility_timeout_s = 0.2
     return launcher
 
 
-def wanted(folder: Path, number: int = 0, **values: str) -> Job:
+def wanted(folder: Path, number: int = 0, **values: str) -> JobSpec:
     out = folder / str(number)
     out.mkdir(exist_ok=True)
-    return Job(f"train/{number}", (), out, folder, **values)  # type: ignore[arg-type]
+    return JobSpec(f"train/{number}", (), out, folder, **values)  # type: ignore[arg-type]
 
 
 def test_what_is_submitted_to_a_silent_controller_waits(
@@ -139,15 +142,15 @@ def test_what_is_submitted_to_a_silent_controller_waits(
 ) -> None:
     launcher, controller.silent = launcher_of(controller), True
     (name,) = launcher.submit_array([wanted(tmp_path)])
-    assert launcher.poll([name])[name].state is State.PENDING
+    assert launcher.poll([name])[name].state is JobState.PENDING
     controller.silent = False
-    assert launcher.poll([name])[name].state.active
-    assert launcher.poll([name])[name].state is State.RUNNING
+    assert launcher.poll([name])[name].state.is_active
+    assert launcher.poll([name])[name].state is JobState.RUNNING
     assert list(controller.jobs) == ["0"]
     controller.silent = True
-    launcher.silence_s = 0.0
+    launcher.no_answer_timeout_s = 0.0
     launcher.poll([name])
-    with pytest.raises(SlurmSilent):
+    with pytest.raises(SlurmUnresponsiveError):
         launcher.submit(wanted(tmp_path, 1))
 
 
@@ -156,18 +159,18 @@ def test_a_submission_without_an_answer_leaves_one_job(
 ) -> None:
     """The controller may have taken it; what it took cannot run, for its files have no name yet."""
     launcher, controller.deaf = launcher_of(controller), True
-    own = Resources(sbatch={"comment": "of a user"})
+    own = JobResources(sbatch={"comment": "of a user"})
     name = launcher.submit(replace(wanted(tmp_path), resources=own))
     assert str(controller.jobs["0"].resources.sbatch["comment"]).startswith("of a user rlinf-")
     assert not controller.cancelled
     controller.deaf = False
-    assert launcher.poll([name])[name].state is State.PENDING
+    assert launcher.poll([name])[name].state is JobState.PENDING
     assert list(controller.jobs) == ["0"], "it may show later"
     time.sleep(0.3)
     launcher.poll([name])
     assert (list(controller.jobs), controller.cancelled) == (["0", "1"], ["0"])
-    assert launcher.poll([name])[name].state is State.RUNNING
-    note = noted(tmp_path / "0")
+    assert launcher.poll([name])[name].state is JobState.RUNNING
+    note = read_job_note(tmp_path / "0")
     assert note is not None
     assert note.id == "1"
 
@@ -176,23 +179,23 @@ def test_a_submission_without_an_answer_leaves_one_job(
 def test_a_job_whose_submitter_died_before_it_had_the_id_is_not_left(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    def dies(jobs: Sequence[Job]) -> list[str]:
+    def dies(jobs: Sequence[JobSpec]) -> list[str]:
         controller.sbatch(jobs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launchers.backlog, "sbatch", dies)
+    monkeypatch.setattr(launchers.submission_queue, "submit_jobs", dies)
     with pytest.raises(KeyboardInterrupt):
         launcher_of(controller).submit_array([wanted(tmp_path, n) for n in (0, 1)])
-    monkeypatch.setattr(launchers.backlog, "sbatch", controller.sbatch)
+    monkeypatch.setattr(launchers.submission_queue, "submit_jobs", controller.sbatch)
     launcher = launcher_of(controller)
     if how == "withdrawn":
-        launcher.withdraw([tmp_path / "0"])
+        launcher.cancel_for_outputs([tmp_path / "0"])
         assert sorted(controller.cancelled) == ["0", "1"], "one submission has one mark"
         return
     ids = launcher.submit_array([wanted(tmp_path, n) for n in (0, 1)])
     assert sorted(controller.cancelled) == ["0", "1"]
     assert ids == ["2", "3"]
-    assert [noted(tmp_path / name).id for name in "01"] == ids  # type: ignore[union-attr]
+    assert [read_job_note(tmp_path / name).id for name in "01"] == ids  # type: ignore[union-attr]
 
 
 def test_a_job_is_found_again_unless_it_is_of_another_key(
@@ -217,7 +220,7 @@ def test_found_jobs_may_be_many_while_the_controller_is_silent(
     controller.silent = False
     for _ in range(2):
         status = launcher.poll([name])[name]
-    assert status.state is State.RUNNING
+    assert status.state is JobState.RUNNING
     assert list(controller.jobs) == [first], "the job of the driver before"
 
 
@@ -233,7 +236,7 @@ def test_what_cannot_be_cancelled_now_is_cancelled_later(
     controller.silent = False
     launcher.poll(ids[1:])
     assert controller.cancelled == ids[:1]
-    launcher.withdraw([tmp_path / "1", tmp_path / "other"])
+    launcher.cancel_for_outputs([tmp_path / "1", tmp_path / "other"])
     assert controller.cancelled == ids
 
 
@@ -248,4 +251,4 @@ def test_what_cannot_be_cancelled_now_is_cancelled_later(
     ],
 )
 def test_silence_is_no_refusal(said: str, silent: bool) -> None:
-    assert (failure(said) is SlurmSilent) == silent
+    assert (classify_failure(said) is SlurmUnresponsiveError) == silent

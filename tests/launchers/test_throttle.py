@@ -16,15 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
-from launchers.throttle import PERIOD_S, QUOTAS, begin_s, duty_here, own_group, throttle
-from rlinf import tree
+from launchers.throttle import (
+    CPU_CGROUP_ROOT,
+    SIGNAL_PERIOD_S,
+    current_cpu_cgroup,
+    node_duty_cycle,
+    run_phase_s,
+    throttle_by_signals,
+)
+from rlinf import package_paths
 from rlinf.errors import PlanError
-from slurm.jobs import Resources, State
+from slurm.jobs import JobResources, JobState
 from slurm.site import load_site
 
-QUOTAS_WORK = os.access(QUOTAS / own_group(), os.W_OK)
+QUOTAS_WORK = os.access(CPU_CGROUP_ROOT / current_cpu_cgroup(), os.W_OK)
 BUSY = """
 import sys, time
 start, spent = time.perf_counter(), time.process_time()
@@ -37,7 +44,7 @@ print(time.perf_counter() - start)
 def throttled(duty: float, *command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "launchers.throttle", str(duty), *command],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -70,7 +77,7 @@ else:
     # Less where others want the cores too; now and then one of them is seen with more.
     assert len(shares) == 3
     assert sorted(shares)[1] < duty + 0.15
-    assert not list((QUOTAS / own_group()).glob(f"rlinf-{process.pid}*"))
+    assert not list((CPU_CGROUP_ROOT / current_cpu_cgroup()).glob(f"rlinf-{process.pid}*"))
 
 
 @pytest.mark.parametrize("duty", [0.25, 0.5, 0.8])
@@ -80,7 +87,7 @@ def test_without_quotas_a_command_stands_still_for_the_rest_of_the_time(
     """Counted is how often it is found stopped; where others want the cores too, who stops it and
     lets it go on wakes late, both times."""
     process = subprocess.Popen([sys.executable, "-c", BUSY, "600"], process_group=0)
-    thread = threading.Thread(target=throttle, args=(process, duty))
+    thread = threading.Thread(target=throttle_by_signals, args=(process, duty))
     thread.start()
     share = standing(psutil.Process(process.pid))
     process.kill()
@@ -92,10 +99,13 @@ def test_jobs_of_one_machine_run_one_after_the_other(monkeypatch: pytest.MonkeyP
     begins = []
     for job in range(117, 121):
         monkeypatch.setenv("SLURM_JOB_ID", str(job))
-        begins.append(begin_s())
+        begins.append(run_phase_s())
     begins.sort()
-    gaps = [after - before for before, after in itertools.pairwise([*begins, begins[0] + PERIOD_S])]
-    assert min(gaps) > PERIOD_S / 10
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise([*begins, begins[0] + SIGNAL_PERIOD_S])
+    ]
+    assert min(gaps) > SIGNAL_PERIOD_S / 10
 
 
 def standing(process: psutil.Process) -> float:
@@ -133,7 +143,7 @@ helper.kill()
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR2)
-    time.sleep(4 * PERIOD_S)
+    time.sleep(4 * SIGNAL_PERIOD_S)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "USR2 TERM None\n"
     assert process.returncode == 0
@@ -158,11 +168,11 @@ def test_a_site_with_a_duty_cycle_slows_local_jobs(
     (tmp_path / "busy_of_test.py").write_text(BUSY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     launcher = LocalLauncher()
-    needs = Resources(duty_cycle=0.25)
-    identity = launcher.submit(Job("busy", ("0.3",), tmp_path, tmp_path, needs, "busy_of_test"))
-    while (state := launcher.poll([identity])[identity].state).active:
+    needs = JobResources(duty_cycle=0.25)
+    identity = launcher.submit(JobSpec("busy", ("0.3",), tmp_path, tmp_path, needs, "busy_of_test"))
+    while (state := launcher.poll([identity])[identity].state).is_active:
         time.sleep(0.05)
-    assert state is State.DONE
+    assert state is JobState.DONE
     (printed,) = tmp_path.glob("*.log")
     # 0.3 s of a core in four times as long, less what is left of a slice at either end.
     assert float(printed.read_text().split()[-1]) > 0.9
@@ -170,16 +180,22 @@ def test_a_site_with_a_duty_cycle_slows_local_jobs(
 
 def test_a_duty_cycle_by_kind_of_node_holds_on_nodes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    assert duty_here("0.5") == 0.5
-    assert duty_here("a100=0.5,h100=0.9") == 1.0
+    assert node_duty_cycle("0.5") == 0.5
+    assert node_duty_cycle("a100=0.5,h100=0.9") == 1.0
 
 
 def test_a_site_says_the_duty_cycle_of_partitions_or_of_kinds(tmp_path: Path) -> None:
-    site = load_site(tree.ROOT / "slurm" / "devcluster" / "site.yaml")
-    assert site.of("gpu").duty_of("a100") == site.of("a100").duty_of("a100") == 0.5
-    assert site.of("gpu").duty_of("h100") == 1.0
-    needs = Resources(duty_cycle=site.of("gpu").duty_cycle, python=("apptainer",))
-    assert needs.prefix[1:] == ("-m", "launchers.throttle", "a100=0.5", "apptainer")
+    site = load_site(package_paths.ROOT / "slurm" / "devcluster" / "site.yaml")
+    assert (
+        site.settings_for("gpu").duty_cycle_for("a100")
+        == site.settings_for("a100").duty_cycle_for("a100")
+        == 0.5
+    )
+    assert site.settings_for("gpu").duty_cycle_for("h100") == 1.0
+    needs = JobResources(
+        duty_cycle=site.settings_for("gpu").duty_cycle, python_command=("apptainer",)
+    )
+    assert needs.command_prefix[1:] == ("-m", "launchers.throttle", "a100=0.5", "apptainer")
     path = tmp_path / "site.yaml"
     path.write_text("defaults: {duty_cycle: {a100: 1.5}}")
     with pytest.raises(PlanError, match=r"duty_cycle"):

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import compose, execute
-from pipeline.committed import SET_ASIDE
-from rlinf import tree
+from pipeline.commands.experiment import compose, run_experiment
+from pipeline.run_state import ARCHIVE
+from rlinf import package_paths
 from rlinf.artifacts import Manifest, read_manifest
-from rlinf.channels.file import FileReader
-from rlinf.composing import forced
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.data.record import Record
+from rlinf.hydra_config import force_add
 
 
 def contents(run: Path) -> dict[str, str]:
@@ -31,7 +31,7 @@ def contents(run: Path) -> dict[str, str]:
     return {
         str(path.relative_to(run).parent): json.loads(path.read_text())["content"]
         for path in sorted(run.rglob("manifest.json"))
-        if SET_ASIDE not in path.parts
+        if ARCHIVE not in path.parts
     }
 
 
@@ -61,7 +61,7 @@ def no_report() -> Iterator[None]:
 def run_here(words: list[str]) -> None:
     """The run of a command line, in this process and without a report."""
     with no_report():
-        execute(compose([forced(word) for word in words]))
+        run_experiment(compose([force_add(word) for word in words]))
 
 
 def start_driver(
@@ -71,7 +71,7 @@ def start_driver(
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, "-m", "rlinf.launch", *words],
-            cwd=tree.ROOT,
+            cwd=package_paths.ROOT,
             stdout=stream,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
@@ -135,7 +135,7 @@ def _trajectories(run: Path, iteration: int) -> list[Record]:
     folder = run / "it" / f"{iteration:04d}" / "rollout"
     manifest = read_manifest(folder)
     assert manifest is not None
-    return list(FileReader((folder / manifest.data).glob("trajectories-r*.h5")))
+    return list(RecordFileReader((folder / manifest.data).glob("trajectories-r*.h5")))
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stages.flow import Flow, Source, Stage, on_policy
+from stages.flow import Flow, InputSource, StageSpec, on_policy
 
 NAMES = {
     "warm_start": "prepare",
@@ -16,17 +16,17 @@ NAMES = {
 }
 
 
-def _source(source: Source) -> Source:
-    otherwise = source.otherwise and NAMES[source.otherwise]
-    return replace(source, stage=NAMES[source.stage], otherwise=otherwise)
+def _source(source: InputSource) -> InputSource:
+    otherwise = source.initial and NAMES[source.initial]
+    return replace(source, stage=NAMES[source.stage], initial=otherwise)
 
 
-def _stage(name: str, stage: Stage) -> Stage:
+def _stage(name: str, stage: StageSpec) -> StageSpec:
     return replace(
         stage,
         inputs={key: _source(source) for key, source in stage.inputs.items()},
-        like=stage.like and NAMES[stage.like],
-        program=stage.program or f"stages.{name}",
+        colocate_with=stage.colocate_with and NAMES[stage.colocate_with],
+        module=stage.module or f"stages.{name}",
     )
 
 

@@ -12,22 +12,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from rlinf.channels.local import LocalChannel
-from rlinf.channels.world import World
+from rlinf.channels.channel import LocalChannel
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Hooks, Requests
+from rlinf.device_memory import allocate_parameters, move_buffers
+from rlinf.engines.base import NO_HOOKS, RequestReceiver, RolloutHooks
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.models.base import Policy
-from rlinf.residency import buffers_to, give_memory
-from rlinf.sharded import local
+from rlinf.sharded_tensors import local_shard
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.trainers.optimizer import GROUP
+from rlinf.trainers.optimizer import GROUP_KEY
 
 
-def split(module: nn.Module, world: World) -> None:
+def split(module: nn.Module, world: ProcessGroupInfo) -> None:
     """Give each process of a copy of the model its rows of every matrix in the blocks."""
-    shape = (world.data_size, world.layout.tp)
+    shape = (world.data_parallel_size, world.layout.tp)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))["tp"]
     matrices = {
         name: ColwiseParallel(output_layouts=Replicate())
@@ -41,10 +41,14 @@ def split(module: nn.Module, world: World) -> None:
 class ParallelTrainer(FSDPTrainer):
     """Its copies of the model each belong to ``layout.tp`` processes."""
 
-    layouts = frozenset({"tp"})
+    parallel_dims = frozenset({"tp"})
 
     def __init__(
-        self, policy: Policy, config: FSDPConfig, optimizer: OptimizerSection, world: World
+        self,
+        policy: Policy,
+        config: FSDPConfig,
+        optimizer: OptimizerSection,
+        world: ProcessGroupInfo,
     ) -> None:
         super().__init__(policy, config, optimizer, world)
         for group in self.optimizer.param_groups:
@@ -52,11 +56,11 @@ class ParallelTrainer(FSDPTrainer):
 
     def _shard(self, policy: Policy) -> None:
         split(policy.module, self.world)
-        buffers_to(policy.module, self.device)
-        give_memory(policy.module, self.device)
-        policy.fill()
+        move_buffers(policy.module, self.device)
+        allocate_parameters(policy.module, self.device)
+        policy.load_weights()
         tp = self.world.layout.tp
-        self._copy, self._part = self.world.data_rank, (self.world.rank % tp, tp)
+        self._copy, self._part = self.world.data_parallel_rank, (self.world.rank % tp, tp)
         self._root, self._in_one = None, False
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
@@ -65,15 +69,17 @@ class ParallelTrainer(FSDPTrainer):
             return super()._gradient_norm(groups)
         total = torch.zeros(())
         group = init_device_mesh(
-            "cpu", (self.world.data_size, self.world.layout.tp), mesh_dim_names=("data", "tp")
+            "cpu",
+            (self.world.data_parallel_size, self.world.layout.tp),
+            mesh_dim_names=("data", "tp"),
         )["data"].get_group()
-        mine = [g["params"] for g in self.optimizer.param_groups if g[GROUP] in groups]
+        mine = [g["params"] for g in self.optimizer.param_groups if g[GROUP_KEY] in groups]
         for parameter in (parameter for parameters in mine for parameter in parameters):
             if parameter.grad is None:
                 continue
-            dist.all_reduce(local(parameter.grad), group=group)
-            local(parameter.grad).div_(self.world.data_size)
-            squares = local(parameter.grad).square().sum()
+            dist.all_reduce(local_shard(parameter.grad), group=group)
+            local_shard(parameter.grad).div_(self.world.data_parallel_size)
+            squares = local_shard(parameter.grad).square().sum()
             if isinstance(parameter, DTensor):
                 dist.all_reduce(squares, group=parameter.device_mesh.get_group())
             total += squares
@@ -83,19 +89,19 @@ class ParallelTrainer(FSDPTrainer):
 class ParallelEngine(TransformersEngine):
     """The process that speaks tells the others of its copy of each request."""
 
-    layouts = frozenset({"tp"})
+    supported_layouts = frozenset({"tp"})
 
     def load(self, folder: Path, version: int) -> None:
         self._module = None
         super().load(folder, version)
-        if self.world.layout.split():
-            self.world.connect("cpu")
+        if self.world.layout.parallel_dims():
+            self.world.init_process_group("cpu")
             split(self._module, self.world)
 
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
-        if not self.world.layout.split():
+        if not self.world.layout.parallel_dims():
             yield from super().generate(requests, seed=seed, stage=stage, hooks=hooks)
             return
         for request in requests:
@@ -103,7 +109,7 @@ class ParallelEngine(TransformersEngine):
             yield from super().generate(one(request), seed=seed, stage=stage)
         self._tell(None)
 
-    def assist(self, *, seed: int, stage: str) -> None:
+    def run_follower(self, *, seed: int, stage: str) -> None:
         while (request := self._tell(None)) is not None:
             for _ in super().generate(one(request), seed=seed, stage=stage):
                 pass

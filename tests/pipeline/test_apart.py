@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.commands.experiment import checked, execute, prepare
+from pipeline.commands.experiment import prepare_run, run_experiment, validate_experiment
 from pipeline.commands.workflow import Workflow
-from pipeline.fitting import check_apart
 from pipeline.plan import parse_plan
-from pipeline.planning.planner.propose import assess
-from pipeline.settle import Choice
-from rlinf.channels.file import FileReader
+from pipeline.planning.planner.plan_command import assess_plan
+from pipeline.resume import OnMismatch
+from pipeline.validate_config import check_separate_policy
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_BAD_INPUT, PlanError, RlinfError
-from stages.flow import flow_named, on_policy
+from stages.flow import get_flow, on_policy
 from tests.pipeline.helpers import contents, output, run_here, start_driver, until
 from tests.pipeline.planning.planner.test_propose import ask
 from tests.pipeline.pools.test_executor import _hydra, rows, workers
@@ -33,18 +33,18 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 LATER = ["reward", "inference", "train"]
 ITERATIONS = 3
 SMALL = [
-    *(f"iterations={ITERATIONS}", "rollout.batch=8", "rollout.horizon=32"),
+    *(f"iterations={ITERATIONS}", "rollout.batch_size=8", "rollout.horizon=32"),
     *("algorithm.minibatches=2", "algorithm.epochs=2"),
     *("evaluate.every=1", "evaluate.samples=4", "evaluate.horizon=16"),
 ]
-GOES_ON = ["task.continues=true", "task.halves=2"]
+GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=2"]
 
 
 def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
     """A plan by the stages and processes of its pools."""
     sizes = {stage: count for stages, count in held for stage in stages}
     return {
-        "grain": "segment",
+        "execution": "segment",
         "stages": {
             stage: {"processes": count} for stage, count in sizes.items() if stage != "reward"
         },
@@ -58,13 +58,13 @@ THREE = pools(
 )
 MANY = pools((["rollout"], 3), (["rollout.generate"], 2), (LATER, 1))
 BESIDE = {
-    "grain": "segment",
+    "execution": "segment",
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
     "pools": [
         {
             "stages": ["rollout", "rollout.generate", *LATER],
             "gpus": {"local": 2},
-            "ranks": {"rollout": [0], "rollout.generate": [1]},
+            "stage_ranks": {"rollout": [0], "rollout.generate": [1]},
         }
     ],
 }
@@ -90,12 +90,12 @@ def run_apart(
     compose: Compose, plan: dict[str, Any], *words: str, experiment: str = "cartpole_ppo"
 ) -> None:
     values = compose(*SMALL, *words, "run.name=apart", experiment=experiment)
-    execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
+    run_experiment(values | {"plan": plan, "cluster": {"launcher": "local"}})
 
 
 def records(run: Path, iteration: int) -> list[Record]:
     _, data = output(run, "it", f"{iteration:04d}", "rollout")
-    return list(FileReader(data.glob("trajectories-r*.h5")))
+    return list(RecordFileReader(data.glob("trajectories-r*.h5")))
 
 
 def assert_same_but_for_files(run: Path, reference: Path) -> None:
@@ -156,7 +156,7 @@ def test_side_by_side_in_one_job_they_end_as_in_one_process(
             "halfcheetah_ppo",
             [
                 *("algorithm=dapo", "++flow=dynamic_sampling"),
-                *("rollout.refills=1", "rollout.group_size=2"),
+                *("rollout.max_resamples=1", "rollout.group_size=2"),
             ],
         ),
     ],
@@ -164,7 +164,7 @@ def test_side_by_side_in_one_job_they_end_as_in_one_process(
 def test_rollouts_that_run_ahead_or_draw_anew_give_the_same_bytes(
     compose: Compose, tmp_path: Path, experiment: str, words: list[str]
 ) -> None:
-    execute(compose(*SMALL, *words, "run.name=one", experiment=experiment))
+    run_experiment(compose(*SMALL, *words, "run.name=one", experiment=experiment))
     run_apart(compose, APART, *words, experiment=experiment)
     assert contents(tmp_path / "apart") == contents(tmp_path / "one")
 
@@ -173,7 +173,7 @@ def test_rollouts_that_run_ahead_or_draw_anew_give_the_same_bytes(
 def test_newer_weights_come_to_the_policy_in_a_rollout(compose: Compose, tmp_path: Path) -> None:
     """Which ones chose a step depends on timing."""
     words = ["algorithm=async_ppo", "rollout.in_flight_updates=true", "evaluate.every=0"]
-    run_apart(compose, APART, *words, "retention.trajectories=9")
+    run_apart(compose, APART, *words, "retention.keep_trajectories=9")
     for iteration in range(ITERATIONS):
         for record in records(tmp_path / "apart", iteration):
             versions = record.steps["versions"].tolist()
@@ -187,7 +187,12 @@ LONG = ["rollout.horizon=300", "evaluate.every=0"]
 def words_of(root: Path, plan: dict[str, Any], *more: str) -> list[str]:
     """The command line of a driver."""
     words = ["experiment=cartpole_ppo", f"run.root={root}", "run.name=apart", "log.trackers=[]"]
-    words += ["cluster=local", "cluster.poll_s=0.2", "cluster.retries=3", f"plan={_hydra(plan)}"]
+    words += [
+        "cluster=local",
+        "cluster.poll_interval_s=0.2",
+        "cluster.max_retries=3",
+        f"plan={_hydra(plan)}",
+    ]
     return [*words, *SMALL, *more]
 
 
@@ -243,7 +248,9 @@ def test_killing_the_driver_in_a_rollout_changes_nothing(
 
 def refused(compose: Compose, plan: dict[str, Any], *words: str, experiment: str) -> str:
     with pytest.raises(RlinfError) as error:
-        checked({**compose("cluster=local", *words, experiment=experiment), "plan": plan})
+        validate_experiment(
+            {**compose("cluster=local", *words, experiment=experiment), "plan": plan}
+        )
     assert error.value.exit_code == EXIT_BAD_INPUT
     return str(error.value)
 
@@ -260,7 +267,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             {"stages": {"rollout.generate": {"gpus": 1}}},
-            r"plan\.stages\.rollout\.generate: a job of grain: stage has .* process; use grain",
+            r"plan\.stages\.rollout\.generate: a job of execution: stage has .* process; use grain",
         ),
         (
             pools((["rollout", *LATER], 1)) | {"stages": {"rollout.generate": {"cpus": 2}}},
@@ -269,7 +276,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         (pools((["rollout.generate", *LATER], 1)), "plan.pools: no pool holds rollout"),
         (
             {
-                "grain": "segment",
+                "execution": "segment",
                 "pools": [
                     {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1},
                     {"stages": ["rollout.generate", *LATER], "gpus": {"local": 1}},
@@ -283,12 +290,12 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             {
-                "grain": "segment",
+                "execution": "segment",
                 "pools": [
                     {
                         "stages": BOTH,
                         "gpus": {"local": 2},
-                        "ranks": {"rollout": [0], "rollout.generate": [1], "evaluate": [1]},
+                        "stage_ranks": {"rollout": [0], "rollout.generate": [1], "evaluate": [1]},
                     }
                 ],
                 "defaults": {"processes": 2},
@@ -317,27 +324,27 @@ def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simula
     compose: Compose,
 ) -> None:
     config = validate(RunConfig, compose(experiment="cartpole_ppo"))
-    evaluate = replace(on_policy.evaluate, program="stages.reward")
+    evaluate = replace(on_policy.evaluate, module="stages.reward")
     flow = replace(on_policy, evaluate=evaluate)
     with pytest.raises(PlanError, match=r"has no 'acting'.*evaluate in another pool than rollout"):
-        check_apart(config, parse_plan(APART, "plan", flow))
+        check_separate_policy(config, parse_plan(APART, "plan", flow))
     own = pools((["rollout"], 1), (["rollout.generate", *LATER], 1), (["evaluate"], 1))
-    check_apart(config, parse_plan(own, "plan", flow))
+    check_separate_policy(config, parse_plan(own, "plan", flow))
 
 
 def test_a_flow_without_rollouts_has_nothing_to_place_apart() -> None:
     plan = pools((["rollout.generate", "train"], 1))
     with pytest.raises(PlanError, match=r"'rollout\.generate': this flow collects nothing"):
-        parse_plan(plan, "plan", flow_named("offline"))
+        parse_plan(plan, "plan", get_flow("offline"))
 
 
 def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
     compose: Compose, tmp_path: Path
 ) -> None:
     values = compose("cluster=local", "run.name=flow", experiment="cartpole_ppo")
-    run = prepare(values | {"plan": APART})
+    run = prepare_run(values | {"plan": APART})
     with pytest.raises(PlanError, match=r"rollout\.generate: Snakemake makes .*rlinf run"):
-        Workflow(run, Choice.ASK)
+        Workflow(run, OnMismatch.ERROR)
 
 
 @pytest.mark.parametrize(
@@ -350,9 +357,9 @@ def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
 def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
     compose: Compose, experiment: str, said: str
 ) -> None:
-    config = validate(RunConfig, compose("rollout.batch=16", experiment=experiment))
+    config = validate(RunConfig, compose("rollout.batch_size=16", experiment=experiment))
     held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
     pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
-    plan = parse_plan({"grain": "segment", "pools": pools}, "plan.yaml")
+    plan = parse_plan({"execution": "segment", "pools": pools}, "plan.yaml")
     with pytest.raises(PlanError, match=said):
-        assess(ask(config, "a100", "h100", grain="segment"), plan, "plan.yaml")
+        assess_plan(ask(config, "a100", "h100", grain="segment"), plan, "plan.yaml")

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
-from pipeline.commands.experiment import execute
-from pipeline.commands.export import best_version, versions
-from pipeline.commands.status import page, read_status
-from pipeline.report.data import read
-from pipeline.report.page import html
-from pipeline.settle import Choice
-from pipeline.terminal import terminal
+from pipeline.commands.experiment import run_experiment
+from pipeline.commands.export import best_version, weight_versions
+from pipeline.commands.status import read_status, status_view
+from pipeline.console import create_console
+from pipeline.report.data import read_report_data
+from pipeline.report.page import report_html
+from pipeline.resume import OnMismatch
 from rlinf.artifacts import read_manifest
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, InputError
@@ -55,27 +55,29 @@ class Shuffled(GymEnvironment):
 POOL = "{stages: [rollout, reward, inference, train], gpus: {local: 1}}"
 GRAINS = {
     "jobs": ["cluster=local"],
-    "pools": ["cluster=local", f"++plan={{grain: segment, pools: [{POOL}]}}"],
+    "pools": ["cluster=local", f"++plan={{execution: segment, pools: [{POOL}]}}"],
 }
 SMALL = [
     "task.name=tests.pipeline.test_best:Peaked",
     "run.name=best",
     "iterations=6",
-    "rollout.batch=2",
+    "rollout.batch_size=2",
     "rollout.horizon=8",
     "algorithm.epochs=1",
     "algorithm.minibatches=1",
     "evaluate.every=1",
     f"evaluate.samples={HELD_OUT}",
     "evaluate.horizon=4",
-    "retention.last=1",
+    "retention.keep_last=1",
 ]
 
 
-def go(compose: Compose, scores: list[float], *words: str, choice: Choice = Choice.ASK) -> Path:
+def go(
+    compose: Compose, scores: list[float], *words: str, choice: OnMismatch = OnMismatch.ERROR
+) -> Path:
     Peaked.scores[:] = scores
     values = compose(*SMALL, *words, experiment="cartpole_ppo")
-    execute(values, choice)
+    run_experiment(values, choice)
     assert not Peaked.scores
     return Path(values["run"]["root"]) / "best"
 
@@ -90,16 +92,16 @@ def test_the_best_weights_stay_through_restarts_keep_and_redo(
 ) -> None:
     run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1])
     assert best_version(run) == (2, 0.5)
-    assert sorted(versions(run)) == [0, 2, 5, 6]
+    assert sorted(weight_versions(run)) == [0, 2, 5, 6]
     go(compose, [0.2, 0.2], "iterations=8")
-    assert 2 in versions(run)
-    go(compose, [0.4], "iterations=9", "optimizer.lr=0.5", choice=Choice.KEEP)
-    assert 2 in versions(run)
+    assert 2 in weight_versions(run)
+    go(compose, [0.4], "iterations=9", "optimizer.lr=0.5", choice=OnMismatch.KEEP)
+    assert 2 in weight_versions(run)
     # Version 0 does not depend on the rate, and stays as it was evaluated.
     scores = [0.1, 0.2, 0.3, 0.75, 0.2, 0.2, 0.2, 0.2, 0.2]
-    go(compose, scores, "iterations=9", "optimizer.lr=0.9", choice=Choice.REDO)
+    go(compose, scores, "iterations=9", "optimizer.lr=0.9", choice=OnMismatch.RECOMPUTE)
     assert best_version(run) == (4, 0.75)
-    assert sorted(versions(run)) == [0, 4, 8, 9]
+    assert sorted(weight_versions(run)) == [0, 4, 8, 9]
 
 
 def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path) -> None:
@@ -109,12 +111,12 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
     manifest = read_manifest(run / "it/0001/sync")
     assert manifest is not None
     assert weights(tmp_path / "out") == weights(run / "it/0001/sync" / manifest.data / "weights")
-    console = terminal()
+    console = create_console()
     console.width = 400
     with console.capture() as shown:
-        console.print(page(read_status(run)))
+        console.print(status_view(read_status(run)))
     assert f"0.500 of version 2: {run / 'it/0001/sync'}" in shown.get()
-    text = html(read(run))
+    text = report_html(read_report_data(run))
     assert "0.5 (version 2)" in text
     assert "version 2, held-out score 0.5: it/0001/sync of the run" in text
     both = CliRunner().invoke(app, ["export", str(run), "new", "--best", "--version", "6"])
@@ -122,24 +124,24 @@ def test_the_best_weights_are_said_and_exported(compose: Compose, tmp_path: Path
 
 
 def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> None:
-    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "retention.best=0")
-    assert sorted(versions(run)) == [0, 5, 6]
+    run = go(compose, [0.0, 0.1, 0.5, 0.3, 0.2, 0.1, 0.1], "retention.keep_best=0")
+    assert sorted(weight_versions(run)) == [0, 5, 6]
     with pytest.raises(InputError, match=r"version 2 .* removed it .*one of 0, 5, 6"):
         best_version(run)
-    assert "removed by the retention policy" in html(read(run))
+    assert "removed by the retention policy" in report_html(read_report_data(run))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("grain", GRAINS)
 def test_every_way_to_run_keeps_the_same_best_weights(
-    compose: Compose, tmp_path: Path, grain: str
+    compose: Compose, tmp_path: Path, execution: str
 ) -> None:
     found = {}
     for name, words in (("process", []), (grain, GRAINS[grain])):
         own = ["task.name=tests.pipeline.test_best:Shuffled", f"run.name={name}", *words]
-        execute(compose(*SMALL, *own, "iterations=5", experiment="cartpole_ppo"))
+        run_experiment(compose(*SMALL, *own, "iterations=5", experiment="cartpole_ppo"))
         found[name] = best_version(tmp_path / name)
-        assert found[name][0] in versions(tmp_path / name)
-        assert len(versions(tmp_path / name)) <= 5
+        assert found[name][0] in weight_versions(tmp_path / name)
+        assert len(weight_versions(tmp_path / name)) <= 5
     assert found[grain] == found["process"]

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import rlinf
-from pipeline.commands.experiment import execute
-from pipeline.settle import Choice
+from pipeline.commands.experiment import run_experiment
+from pipeline.resume import OnMismatch
 from rlinf.errors import MismatchError
-from stages.layout import KEPT
+from stages.layout import LEDGER_FILE
 from tests.environments import need_environment
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("undrawn")]
-STEADY = ["optimizer.schedule=constant", "optimizer.lr_warmup=0"]
+STEADY = ["optimizer.lr_scheduler_type=constant", "optimizer.lr_warmup_iterations=0"]
 """Rates that do not depend on how many iterations a start asks for."""
 SPLIT = {"processes": 2, "layout": {"tp": 2}}
 
@@ -37,7 +37,7 @@ def assert_alike(run: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "words", "stages"),
     [
-        ("deepspeed", ["trainer.stage=2"], {"train": {"processes": 2}}),
+        ("deepspeed", ["trainer.zero_stage=2"], {"train": {"processes": 2}}),
         ("megatron", [], {"train": SPLIT, "inference": SPLIT}),
     ],
 )
@@ -48,26 +48,26 @@ def test_a_run_changes_its_trainer_and_world_and_back(
     need_environment(trainer)
     two = {"plan": {"stages": {"train": {"processes": 2}}}}
     same = [*STEADY, "model.kv_heads=2"]
-    execute(compose(*same, "run.name=straight", "iterations=3"))
-    execute(compose(*same, "iterations=1"))
+    run_experiment(compose(*same, "run.name=straight", "iterations=3"))
+    run_experiment(compose(*same, "iterations=1"))
     run, first = tmp_path / "tiny", contents(tmp_path / "tiny")
 
     there = ["cluster=local", f"trainer={trainer}", f"trainer.python={trainer}", *words]
     other = compose(*same, *there, "iterations=2") | {"plan": {"stages": stages}}
     with pytest.raises(MismatchError, match=rf'trainer\.name: "fsdp" -> "{trainer}"'):
-        execute(other)
+        run_experiment(other)
     assert contents(run) == first, "nobody asked for it"
-    execute(other, Choice.KEEP)
+    run_experiment(other, OnMismatch.KEEP)
     second = contents(run)
     assert {name: second[name] for name in first} == first
-    execute(other)
+    run_experiment(other)
     assert contents(run) == second, "once is enough"
 
-    execute(compose(*same, "cluster=local", "iterations=3") | two, Choice.KEEP)
+    run_experiment(compose(*same, "cluster=local", "iterations=3") | two, OnMismatch.KEEP)
     third = contents(run)
     assert {name: third[name] for name in second} == second
     # What FSDP2 made is its own again; only what the other made is noted to count.
-    to, back = json.loads((run / KEPT).read_text())["kept"]
+    to, back = json.loads((run / LEDGER_FILE).read_text())["kept"]
     assert f'trainer.name: "fsdp" -> "{trainer}"' in to["why"]
     assert {"warm_start/0", "train/0"} <= set(to["outputs"])
     assert f'trainer.name: "{trainer}" -> "fsdp"' in back["why"]
@@ -80,20 +80,22 @@ def test_a_run_changes_its_engine_and_back(compose: Compose, tmp_path: Path) -> 
     need_environment("vllm")
     # Heads of 64, which vLLM takes on every CPU.
     wide = [*STEADY, "model.hidden=128", "cluster=inprocess"]
-    execute(compose("iterations=1", *wide))
+    run_experiment(compose("iterations=1", *wide))
     run, first = tmp_path / "tiny", contents(tmp_path / "tiny")
-    execute(compose("iterations=2", "engine=vllm", *wide), Choice.KEEP)
+    run_experiment(compose("iterations=2", "engine=vllm", *wide), OnMismatch.KEEP)
     second = contents(run)
     assert {name: second[name] for name in first} == first
-    execute(compose("iterations=3", *wide), Choice.KEEP)
+    run_experiment(compose("iterations=3", *wide), OnMismatch.KEEP)
     third = contents(run)
     assert {name: third[name] for name in second} == second
-    why = [entry["why"] for entry in json.loads((run / KEPT).read_text())["kept"]]
+    why = [entry["why"] for entry in json.loads((run / LEDGER_FILE).read_text())["kept"]]
     assert 'engine.name: "transformers" -> "vllm"' in why[0]
     assert 'engine.name: "vllm" -> "transformers"' in why[1]
     # Samples are drawn from the same weights by the same seeds, each engine by its own numbers.
     gaps = [
-        row["train/engine_gap"] for row in rlinf.load(run).metrics() if "train/engine_gap" in row
+        row["train/rollout_logprob_diff"]
+        for row in rlinf.load(run).metrics()
+        if "train/rollout_logprob_diff" in row
     ]
     assert len(gaps) == 3
     assert max(gaps) < 1e-5

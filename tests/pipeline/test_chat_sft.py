@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.commands.experiment import execute
-from pipeline.report.data import read
-from pipeline.report.plots import plots
+from pipeline.commands.experiment import run_experiment
+from pipeline.report.data import read_report_data
+from pipeline.report.interactive_charts import build_plots
 from pipeline.run import Run
 from rlinf.artifacts import Manifest, read_manifest
 from tests.conftest import TINY
@@ -28,11 +28,11 @@ SMALL = [
     f"task.train={DATA / 'train.jsonl'}",
     f"task.test={DATA / 'test.jsonl'}",
     "warm_start.max_steps=12",
-    "warm_start.batch=16",
+    "warm_start.batch_size=16",
     "warm_start.lr=1e-2",
-    "warm_start.lr_warmup=2",
-    "warm_start.evaluate_every=6",
-    "warm_start.held_out=12",
+    "warm_start.lr_warmup_steps=2",
+    "warm_start.eval_every=6",
+    "warm_start.eval_samples=12",
     "rollout.horizon=8",
     "evaluate.samples=4",
 ]
@@ -41,7 +41,7 @@ ADAPTERS = "trainer.lora={rank: 4, alpha: 8}"
 
 def tuned(compose: Compose, *words: str, **more: Any) -> tuple[Run, Manifest]:
     values = {**compose(*SMALL, *words, experiment="chat_sft"), **more}
-    execute(values)
+    run_experiment(values)
     run = Run.open(Path(values["run"]["root"]) / "sft")
     manifest = read_manifest(run.folder / "warm_start")
     assert manifest is not None
@@ -80,15 +80,15 @@ def test_held_out_loss_falls_and_is_that_of_the_saved_weights(
 ) -> None:
     run, manifest = tuned(compose, *words)
     curve = manifest.extra["curve"]
-    taken = [row["held_out_loss"] for row in curve if row["held_out_loss"] is not None]
-    assert [row["step"] for row in curve if row["held_out_loss"]] == [6, 12]
+    taken = [row["eval_loss"] for row in curve if row["eval_loss"] is not None]
+    assert [row["step"] for row in curve if row["eval_loss"]] == [6, 12]
     assert taken[1] < taken[0] < curve[0]["loss"]
-    assert manifest.metrics["held_out_loss"] == taken[1]
+    assert manifest.metrics["eval_loss"] == taken[1]
     assert "score" not in manifest.metrics
     assert taken[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
     (plot,) = [
         plot
-        for group in plots(read(run.folder))["groups"]
+        for group in build_plots(read_report_data(run.folder))["groups"]
         for plot in group["plots"]
         if plot["name"] == "warm-start-loss"
     ]
@@ -119,7 +119,7 @@ def test_two_processes_end_as_one_does(
     if trainer != "fsdp":
         need_environment(trainer)
         there.append(f"trainer.python={trainer}")
-    steps = ["warm_start.max_steps=4", "warm_start.evaluate_every=4", "model.kv_heads=2", *words]
+    steps = ["warm_start.max_steps=4", "warm_start.eval_every=4", "model.kv_heads=2", *words]
     run, alone = tuned(compose, *steps)
     run.folder.rename(tmp_path / "alone")
     plan = {"stages": {"warm_start": {"processes": 2, "layout": layout}}}
@@ -127,15 +127,19 @@ def test_two_processes_end_as_one_does(
     assert both.world == 2
     for one, other in zip(alone.extra["curve"], both.extra["curve"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
-    assert both.metrics["held_out_loss"] == pytest.approx(alone.metrics["held_out_loss"], abs=1e-4)
+    assert both.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], abs=1e-4)
     said = reckoned(weights(run, both), 12)
-    assert said == pytest.approx(both.metrics["held_out_loss"], abs=1e-5)
+    assert said == pytest.approx(both.metrics["eval_loss"], abs=1e-5)
 
 
 def test_reinforcement_learning_goes_on_from_it(compose: Compose) -> None:
-    words = ["warm_start.max_steps=2", "rollout.batch=2", "algorithm.drop_equal_groups=false"]
+    words = [
+        "warm_start.max_steps=2",
+        "rollout.batch_size=2",
+        "algorithm.filter_zero_variance_groups=false",
+    ]
     tuned(compose, *words)
     values = compose(*SMALL, *words, "iterations=1", experiment="chat_sft")
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "sft"
     assert read_manifest(run / "it/0000/sync") is not None

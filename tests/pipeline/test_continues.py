@@ -12,37 +12,37 @@ import pytest
 import torch
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.check import check
-from pipeline.commands.experiment import drive, execute
+from pipeline.commands.experiment import drive, run_experiment
 from pipeline.run import Run
+from pipeline.validate_config import validate_config
 from rlinf.artifacts import is_pruned
-from rlinf.channels.file import FileReader
-from rlinf.composing import forced
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, validate
-from rlinf.data.left_open import OPEN
+from rlinf.data.episodes import OPEN_EPISODES
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError
+from rlinf.hydra_config import force_add
 from tests.pipeline.helpers import contents, killed_until_it_ends, output, run_here
 
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 ITERATIONS, BATCH, HORIZON = 4, 4, 8
 SMALL = [
-    *("task.continues=true", f"iterations={ITERATIONS}", f"rollout.batch={BATCH}"),
+    *("task.carry_over_episodes=true", f"iterations={ITERATIONS}", f"rollout.batch_size={BATCH}"),
     *(f"rollout.horizon={HORIZON}", "algorithm.minibatches=2", "algorithm.epochs=1"),
     *("evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4"),
-    *("retention.trajectories=1", "optimizer.schedule_iterations=4"),
+    *("retention.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
 ]
 APART = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
     ],
 }
 RANKS = {
-    "grain": "segment",
-    "chunks": 2,
+    "execution": "segment",
+    "num_chunks": 2,
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 2}}],
 }
@@ -60,7 +60,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout(run: Path, iteration: int) -> tuple[list[Record], dict[int, Record]]:
     """Its trajectories, and what they left open."""
     _, data = output(run, "it", f"{iteration:04d}", "rollout")
-    found = [list(FileReader(data.glob(f"{name}-r*.h5"))) for name in ("trajectories", OPEN)]
+    found = [
+        list(RecordFileReader(data.glob(f"{name}-r*.h5")))
+        for name in ("trajectories", OPEN_EPISODES)
+    ]
     return found[0], {record.identity.sample: record for record in found[1]}
 
 
@@ -79,7 +82,7 @@ def test_episodes_are_longer_than_samples_and_what_is_needed_is_kept(reference: 
     for one, other in zip(before, after, strict=True):
         ended = one.steps["terminated"][-1] | one.steps["truncated"][-1]
         assert ended == (one.identity.sample not in left)
-        assert not any(name.startswith(OPEN) for name in one.context), "it is kept apart"
+        assert not any(name.startswith(OPEN_EPISODES) for name in one.context), "it is kept apart"
         if not ended:
             seen = one.context["cut_observations"][-1]
             assert other.steps["observations"][0].tolist() == seen.tolist()
@@ -97,7 +100,7 @@ def test_processes_and_pools_give_the_same_bytes(
 ) -> None:
     words = [*SMALL, "run.name=other", f"iterations={iterations}"]
     values = compose(*words, experiment="cartpole_ppo")
-    execute(values | {"plan": plan, "cluster": {"launcher": "local"}})
+    run_experiment(values | {"plan": plan, "cluster": {"launcher": "local"}})
     assert made(tmp_path / "other", iterations).items() <= contents(reference).items()
 
 
@@ -105,7 +108,7 @@ def test_processes_that_share_the_batch_go_on_with_the_same_episodes(
     reference: Path, compose: Compose, tmp_path: Path
 ) -> None:
     values = compose(*SMALL, "run.name=ranks", experiment="cartpole_ppo")
-    execute(values | {"plan": RANKS, "cluster": {"launcher": "local"}})
+    run_experiment(values | {"plan": RANKS, "cluster": {"launcher": "local"}})
     for one, other in zip(rollout(reference, 3)[0], rollout(tmp_path / "ranks", 3)[0], strict=True):
         assert one.info["episode_length"] == other.info["episode_length"]
         torch.testing.assert_close(*(torch.tensor(r.steps["observations"]) for r in (one, other)))
@@ -116,7 +119,7 @@ def test_a_run_that_is_ended_and_begun_again_gives_the_same_bytes(
 ) -> None:
     for iterations in (1, 3, ITERATIONS):
         words = [*SMALL, "run.name=cut", f"iterations={iterations}"]
-        execute(compose(*words, experiment="cartpole_ppo"))
+        run_experiment(compose(*words, experiment="cartpole_ppo"))
     assert made(tmp_path / "cut", ITERATIONS) == made(reference, ITERATIONS)
 
 
@@ -129,7 +132,7 @@ def test_a_damaged_rollout_is_made_again_from_the_one_before(
         shutil.rmtree(run / f"it/0003/{later}")
     shutil.rmtree(run / "evaluate/0004")
     _, data = output(run, "it", "0003", "rollout")
-    (file,) = data.glob(f"{OPEN}-r*.h5")
+    (file,) = data.glob(f"{OPEN_EPISODES}-r*.h5")
     file.write_bytes(file.read_bytes()[:-7])
     drive(Run.open(run))
     assert contents(run) == contents(reference)
@@ -140,9 +143,9 @@ def test_stale_rollouts_go_on_with_the_episodes_of_the_last(
 ) -> None:
     """In pools, where they run ahead, as stage by stage."""
     words = [*SMALL, "algorithm=async_ppo", "iterations=3"]
-    execute(compose(*words, "run.name=alone", experiment="cartpole_ppo"))
+    run_experiment(compose(*words, "run.name=alone", experiment="cartpole_ppo"))
     pools = compose(*words, "run.name=pools", experiment="cartpole_ppo")
-    execute(pools | {"plan": APART, "cluster": {"launcher": "local"}})
+    run_experiment(pools | {"plan": APART, "cluster": {"launcher": "local"}})
     assert contents(tmp_path / "alone") == contents(tmp_path / "pools")
 
 
@@ -152,7 +155,9 @@ def test_episodes_go_on_while_newer_weights_come_in(
 ) -> None:
     """Which weights chose a step depends on timing; what the next rollout takes is on disk."""
     words = [*SMALL, "algorithm=async_ppo", "rollout.in_flight_updates=true", "run.name=flight"]
-    execute(compose(*words, "retention.trajectories=9", experiment="cartpole_ppo") | where)
+    run_experiment(
+        compose(*words, "retention.keep_trajectories=9", experiment="cartpole_ppo") | where
+    )
     went_on = 0
     for n in range(1, ITERATIONS):
         (before, left), (after, _) = (rollout(tmp_path / "flight", i) for i in (n - 1, n))
@@ -168,9 +173,14 @@ def test_episodes_go_on_while_newer_weights_come_in(
 
 
 def test_transitions_of_episodes_that_go_on_are_replayed(compose: Compose, tmp_path: Path) -> None:
-    words = ["task.continues=true", "iterations=3", "rollout.batch=2", "rollout.horizon=8"]
+    words = [
+        "task.carry_over_episodes=true",
+        "iterations=3",
+        "rollout.batch_size=2",
+        "rollout.horizon=8",
+    ]
     words += ["evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4", "run.name=sac"]
-    execute(compose(*words, experiment="pendulum_sac"))
+    run_experiment(compose(*words, experiment="pendulum_sac"))
     _, left = rollout(tmp_path / "sac", 2)
     assert {record.context["open_measured"][1] for record in left.values()} == {24}
 
@@ -179,7 +189,7 @@ def test_transitions_of_episodes_that_go_on_are_replayed(compose: Compose, tmp_p
 @pytest.mark.timeout(900)
 def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: Path) -> None:
     words = ["experiment=cartpole_ppo", "log.trackers=[]", "run.name=killed"]
-    words += [f"run.root={tmp_path}", *map(forced, SMALL)]
+    words += [f"run.root={tmp_path}", *map(force_add, SMALL)]
     chance = random.Random(0)
     killed_until_it_ends(
         words, tmp_path / "log", chance, seconds=(3.0, 5.0), attempts=14, last_s=120
@@ -192,14 +202,14 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
     [
         (["rollout.group_size=2"], r"task\.continues: the samples of a group .*group_size=1"),
         (
-            ["++flow=dynamic_sampling", "rollout.refills=1"],
+            ["++flow=dynamic_sampling", "rollout.max_resamples=1"],
             r"task\.continues: flow=dynamic_sampling takes nothing from .*flow=on_policy",
         ),
-        (["task.world=genesis"], r"task\.continues: this simulator does not say"),
-        (["task.continues=1"], r"task\.continues: .*boolean"),
+        (["task.simulator=genesis"], r"task\.continues: this simulator does not say"),
+        (["task.carry_over_episodes=1"], r"task\.continues: .*boolean"),
     ],
 )
 def test_what_cannot_go_on_is_refused(compose: Compose, words: list[str], said: str) -> None:
     values = compose(*SMALL, *words, experiment="cartpole_ppo")
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))

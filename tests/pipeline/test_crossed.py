@@ -12,15 +12,15 @@ import psutil
 import pytest
 import yaml
 
-from stages.layout import POOLS, STATUS
+from stages.layout import POOLS_FOLDER, STATUS_FILE
 from tests.conftest import TINY
 from tests.pipeline.helpers import start_driver, until
 from tests.pipeline.pools.test_executor import assert_like, samples
 
 Compose = Callable[..., dict[str, Any]]
 PLAN = {
-    "grain": "segment",
-    "chunks": 4,
+    "execution": "segment",
+    "num_chunks": 4,
     "pools": [
         {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
         {"stages": ["inference"], "gpus": {"local": 1}},
@@ -48,7 +48,7 @@ def reference(tiny_run: Path) -> Path:
 def doing(run: Path, node: str) -> str | None:
     """What a worker says of a node; None while none has got it."""
     try:
-        rows = json.loads((run / POOLS / STATUS).read_text())["workers"]
+        rows = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
     except (OSError, ValueError):
         return None
     return next((now["doing"] for r in rows for now in r["doing"] if now["node"] == node), None)

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.commands.experiment import execute
-from pipeline.flow import Graph
-from pipeline.launch import ClusterConfig, resources
-from pipeline.needs import pool_needs, with_gpus
+from pipeline.commands.experiment import run_experiment
+from pipeline.graph import Graph
+from pipeline.job_executor import ClusterConfig, job_resources
 from pipeline.plan import Plan, parse_plan
-from rlinf import tree
+from pipeline.resources import pool_resources, with_default_gpus
+from rlinf import package_paths
 from rlinf.config import RunConfig, validate
-from slurm.client import LikeNodes, Partition
+from slurm.client import NodeType, Partition
 
 Compose = Callable[..., dict[str, Any]]
 NO_PLANS = {"kinds", "duty_cycle"}
 """Keys of what else the pages show as YAML: problems of the simulator, site files."""
 PARTITIONS = {
-    name: Partition(name, None, (LikeNodes(8, 64, 10**6, gpus),))
+    name: Partition(name, None, (NodeType(8, 64, 10**6, gpus),))
     for name, gpus in {
         "cpu": {},
         "spot": {"a100": 4},
@@ -35,7 +35,7 @@ PARTITIONS = {
 def blocks() -> dict[str, dict[str, Any]]:
     """The plans by page and place on it."""
     found = {}
-    pages = sorted((tree.ROOT / "docs").glob("*.md"))
+    pages = sorted((package_paths.ROOT / "docs").glob("*.md"))
     # What the pages of extensions show is run by tests/test_extending.py.
     for page in [page for page in pages if not page.stem.startswith("extending")]:
         for number, text in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)):
@@ -62,12 +62,12 @@ JOBS: dict[str, list[tuple[str, int, int]]] = {
 
 
 def jobs(plan: Plan) -> list[tuple[str | None, int, int]]:
-    plan = with_gpus(plan, PARTITIONS)
+    plan = with_default_gpus(plan, PARTITIONS)
     asked = []
     for number, pool in enumerate(plan.pools):
         for slot in range(pool.workers or 1):
-            for part in pool_needs(plan, number, slot):
-                needs = resources(part, ClusterConfig())
+            for part in pool_resources(plan, number, slot):
+                needs = job_resources(part, ClusterConfig())
                 asked.append((needs.partition, needs.nodes, needs.gpus_per_node))
     return asked
 
@@ -77,13 +77,13 @@ def test_a_plan_on_a_page_becomes_the_jobs_that_the_page_speaks_of(
     name: str, compose: Compose
 ) -> None:
     plan = parse_plan(PLANS[name], name)
-    plan.check_edges(Graph(validate(RunConfig, compose())).edges())
+    plan.check_transports(Graph(validate(RunConfig, compose())).edges())
     assert jobs(plan) == JOBS.get(name, [])
 
 
 def test_no_page_lost_its_plan() -> None:
     assert JOBS.keys() <= PLANS.keys()
-    train = parse_plan(PLANS["running-0"], "running").of("train")
+    train = parse_plan(PLANS["running-0"], "running").stage_plan("train")
     assert (train.partition, train.nodes, train.processes, train.gpus) == ("h100", 2, 4, 4)
 
 
@@ -93,4 +93,4 @@ def test_no_page_lost_its_plan() -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_the_plans_for_one_machine_run_on_it(name: str, compose: Compose) -> None:
     values = compose("cluster=local", "iterations=1", f"run.name={name}")
-    execute({**values, "plan": PLANS[name]})
+    run_experiment({**values, "plan": PLANS[name]})

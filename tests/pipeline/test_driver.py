@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.commands.experiment import drive, execute, prepare
-from pipeline.lock import LOCK, Owner
+from pipeline.commands.experiment import drive, prepare_run, run_experiment
+from pipeline.lock import LOCK_FILE, LockOwner
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
 from rlinf.errors import InputError, RunLockedError, StageError
@@ -37,12 +37,12 @@ def reference(tiny_run: Path) -> Path:
 def test_a_run_leaves_everything_a_user_looks_for(reference: Path) -> None:
     rows = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [0, 1]
-    assert {"reward/mean", "train/loss", "train/kl_old", "rollout/steps"} <= rows[0].keys()
-    assert rows[0]["train/kl_old"] == pytest.approx(0, abs=1e-6), "the first step is on policy"
-    assert rows[0]["train/engine_gap"] < 1e-4
+    assert {"reward/mean", "train/loss", "train/approx_kl", "rollout/steps"} <= rows[0].keys()
+    assert rows[0]["train/approx_kl"] == pytest.approx(0, abs=1e-6), "the first step is on policy"
+    assert rows[0]["train/rollout_logprob_diff"] < 1e-4
     assert (reference / "report" / "report.html").stat().st_size > 10_000
     assert reference.stat().st_mode & 0o077 == 0, "strangers must not read a run"
-    assert not (reference / LOCK).exists()
+    assert not (reference / LOCK_FILE).exists()
 
 
 def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_result_is_an_ordinary_model_folder(reference: Path, tmp_path: Path)
 
 def test_processes_give_the_same_bytes_as_one_process(reference: Path, compose: Compose) -> None:
     values = compose("cluster=local")
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
     assert contents(run) == contents(reference)
     assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
@@ -79,7 +79,7 @@ def test_two_ranks_make_the_same_update_as_one(
     values = compose("cluster=local", "iterations=1")
     resources = {"processes": 2, "shares": shares}
     values["plan"] = {"stages": dict.fromkeys(("rollout", "inference", "train"), resources)}
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
     one, two = (weights(folder, 0) for folder in (reference, run))
     for name, tensor in one.items():
@@ -96,7 +96,7 @@ def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
     """Its spread is a parameter of the outermost module, which is freed after the forward pass;
     networks that a flow has beside its velocity are reached through that module alone."""
     small = (
-        "rollout.batch=4",
+        "rollout.batch_size=4",
         "rollout.horizon=16",
         "algorithm.minibatches=2",
         "algorithm.epochs=1",
@@ -111,7 +111,7 @@ def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
         if name == "two":
             ranks = {"processes": 2}
             values["plan"] = {"stages": dict.fromkeys(("inference", "train"), ranks)}
-        execute(values)
+        run_experiment(values)
         runs.append(weights(tmp_path / name, 0))
     for name, tensor in runs[0].items():
         torch.testing.assert_close(tensor, runs[1][name], atol=1e-5, rtol=1e-4)
@@ -119,9 +119,9 @@ def test_two_ranks_make_the_same_update_of_a_policy_with_continuous_actions(
 
 @pytest.mark.slow
 def test_ranks_beyond_the_batch_have_nothing_to_do(compose: Compose) -> None:
-    values = compose("cluster=local", "iterations=1", "rollout.batch=1", "evaluate.samples=1")
+    values = compose("cluster=local", "iterations=1", "rollout.batch_size=1", "evaluate.samples=1")
     values["plan"] = {"stages": {stage: {"processes": 2} for stage in ("rollout", "evaluate")}}
-    execute(values)
+    run_experiment(values)
     manifest = read_manifest(Path(values["run"]["root"]) / "tiny/it/0000/rollout")
     assert manifest is not None
     assert manifest.metrics["samples"] == 4
@@ -135,27 +135,27 @@ def weights(run: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 
 def test_more_iterations_go_on_from_where_the_run_is(reference: Path, compose: Compose) -> None:
-    values = compose("iterations=1", "optimizer.schedule=constant")
-    execute(values)
+    values = compose("iterations=1", "optimizer.lr_scheduler_type=constant")
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
     before = (run / "it/0000/train/manifest.json").stat().st_mtime_ns
-    execute(compose("iterations=2", "optimizer.schedule=constant"))
+    run_experiment(compose("iterations=2", "optimizer.lr_scheduler_type=constant"))
     assert (run / "it/0000/train/manifest.json").stat().st_mtime_ns == before, "nothing is redone"
     assert contents(run).keys() == contents(reference).keys()
 
 
 def test_a_second_driver_is_refused(compose: Compose) -> None:
-    run = prepare(compose())
-    with run.driven(), pytest.raises(RunLockedError, match="driven by process"):
+    run = prepare_run(compose())
+    with run.lock(), pytest.raises(RunLockedError, match="driven by process"):
         drive(run)
 
 
 def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
-    run = prepare(compose())
-    gone = asdict(Owner.this()) | {"ticks": 1, "token": "of a dead one"}
-    (run.folder / LOCK).write_text(json.dumps(gone))
-    with run.driven():
-        assert Owner.read(run.folder / LOCK).pid == os.getpid()
+    run = prepare_run(compose())
+    gone = asdict(LockOwner.current()) | {"ticks": 1, "token": "of a dead one"}
+    (run.folder / LOCK_FILE).write_text(json.dumps(gone))
+    with run.lock():
+        assert LockOwner.read(run.folder / LOCK_FILE).pid == os.getpid()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])
@@ -197,15 +197,15 @@ def test_an_attempt_that_fails_after_its_update_is_not_built_upon(
 
     monkeypatch.setattr(FSDPTrainer, "save", unlucky)
     values = compose()
-    execute(values)
+    run_experiment(values)
     assert not failures
     assert contents(Path(values["run"]["root"]) / "tiny") == contents(reference)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(compose: Compose) -> None:
-    values = compose("algorithm.entropy_bonus=1e39")
+    values = compose("algorithm.entropy_coeff=1e39")
     with pytest.raises(StageError, match="not finite"):
-        execute(values)
+        run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
     assert read_manifest(run / "it/0000/rollout") is not None, "the iteration can be inspected"
     assert read_manifest(run / "it/0000/train") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.durations import duration
+from pipeline.console import format_duration
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from pipeline.durations import duration
     ],
 )
 def test_a_duration_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.pools.generators import CLAIMS
-from pipeline.pools.scaling import scale
-from pipeline.report.data import read
+from pipeline.pools.autoscaler import request_scale
+from pipeline.pools.rollout_scheduler import WORK_LOG
+from pipeline.report.data import read_report_data
 from pipeline.run import Run
-from stages.layout import POOLS
+from stages.layout import POOLS_FOLDER
 from tests.conftest import TINY
 from tests.pipeline.helpers import run_here, same_samples, start_driver, until
 from tests.pipeline.test_live_weights import arrived
@@ -27,7 +27,7 @@ BATCH, GROUP, ITERATIONS = 24, 4, 4
 
 def words(root: Path, *more: str) -> list[str]:
     small = [word.removeprefix("++") for word in TINY]
-    own = [f"rollout.batch={BATCH}", f"iterations={ITERATIONS}", "evaluate.every=0"]
+    own = [f"rollout.batch_size={BATCH}", f"iterations={ITERATIONS}", "evaluate.every=0"]
     return [
         "experiment=arithmetic_grpo",
         f"run.root={root}",
@@ -41,7 +41,7 @@ def words(root: Path, *more: str) -> list[str]:
 def pools(workers: int) -> str:
     train = "{stages: [reward, inference, train], gpus: {local: 1}}"
     generators = f"{{stages: [rollout], workers: {workers}, gpus: {{local: 1}}}}"
-    return f"plan={{grain: segment, chunks: 2, pools: [{generators}, {train}]}}"
+    return f"plan={{execution: segment, chunks: 2, pools: [{generators}, {train}]}}"
 
 
 def finish(driver: subprocess.Popen[bytes], log: Path) -> None:
@@ -50,7 +50,9 @@ def finish(driver: subprocess.Popen[bytes], log: Path) -> None:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in (run / POOLS / CLAIMS).read_text().splitlines()]
+        return [
+            json.loads(line) for line in (run / POOLS_FOLDER / WORK_LOG).read_text().splitlines()
+        ]
     except FileNotFoundError:
         return []
 
@@ -78,20 +80,20 @@ def test_generators_make_the_run_of_one_process(
             for s in r["starts"]
         ]
         assert sorted(done) == list(range(BATCH)), "nothing is generated twice without need"
-    shown = read(tmp_path / "tiny")
+    shown = read_report_data(tmp_path / "tiny")
     for worker in range(workers):
         # One that starts late may find nothing left.
         did = any(r["starts"] and f"-0w{worker}-" in r["worker"] for r in rows(tmp_path / "tiny"))
-        mine = [p for p in shown.pieces if p.lane.startswith(f"pool 0 · worker {worker} · ")]
-        assert {p.stage for p in mine if p.computes} - {"evaluate"} == (
+        mine = [p for p in shown.segments if p.lane.startswith(f"pool 0 · worker {worker} · ")]
+        assert {p.stage for p in mine if p.is_computing} - {"evaluate"} == (
             {"rollout"} if did else set()
         )
     came = arrived(tmp_path / "tiny")
     most = workers * (ITERATIONS - 1)
     assert ITERATIONS - 1 <= came <= most, "who is there gets all weights a rollout is made with"
-    gathers = [p for p in shown.pieces if p.lane.startswith("pool 1") and p.stage == "rollout"]
+    gathers = [p for p in shown.segments if p.lane.startswith("pool 1") and p.stage == "rollout"]
     assert gathers, "the rollout is seen where it is ordered"
-    assert sum(p.seconds for p in gathers if p.computes) < 0.1 * sum(p.seconds for p in gathers)
+    assert sum(p.seconds for p in gathers if p.is_computing) < 0.1 * sum(p.seconds for p in gathers)
 
 
 def reads(row: dict[str, Any]) -> bool:
@@ -133,7 +135,7 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
 ) -> None:
     """No stage fails for it: claims go back, and everybody waits for the weights."""
     log, run = tmp_path / "log", tmp_path / "tiny"
-    started = words(tmp_path, "cluster=local", pools(1), "retention.last=9")
+    started = words(tmp_path, "cluster=local", pools(1), "retention.keep_last=9")
     finish(start_driver(started, log), log)
     for later in ("it/0002", "it/0003", "evaluate/0004"):
         shutil.rmtree(run / later)
@@ -152,10 +154,10 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
     # Samples end by chance, so that some of a claim are much longer than others; and there is time
     # for the generator to come.
     many = 8
-    long = ["rollout.horizon=128", "engine.max_rows=4", f"iterations={many}"]
-    long += [f"retention.trajectories={many}", f"rollout.staleness={staleness}"]
+    long = ["rollout.horizon=128", "engine.max_num_seqs=4", f"iterations={many}"]
+    long += [f"retention.keep_trajectories={many}", f"rollout.staleness={staleness}"]
     run_here(words(tmp_path / "one", *long))
-    plan = pools(1).replace("train]", "train], helps_rollout: true")
+    plan = pools(1).replace("train]", "train], also_generates: true")
     handed: list[dict[str, Any]] = []
     # On a busy machine the generator may come late, or be idle at no tail: what is right is so in
     # every run, that a tail is handed over in one of a few.
@@ -217,10 +219,10 @@ def test_a_worker_that_is_added_takes_part_and_one_taken_away_leaves(
     try:
         until(lambda: rows(run), driver, log)
         assert {row["worker"] for row in rows(run)} == {"pool-0w0-0-r0"}
-        scale(Run.open(run), "rollout+1")
+        request_scale(Run.open(run), "rollout+1")
         until(lambda: {row["worker"] for row in rows(run)} >= {"pool-0w1-0-r0"}, driver, log)
         second = pid(run, "pool-0w1-0-r0")
-        scale(Run.open(run), "rollout-1")
+        request_scale(Run.open(run), "rollout-1")
         until(lambda: not Path(f"/proc/{second}").exists(), driver, log)
         count = len(rows(run))
         until(lambda: len(rows(run)) > count + 2, driver, log)
@@ -232,7 +234,7 @@ def test_a_worker_that_is_added_takes_part_and_one_taken_away_leaves(
 
 def test_the_pool_grows_by_itself_where_that_pays(tmp_path: Path) -> None:
     log, run = tmp_path / "log", tmp_path / "tiny"
-    generates = ["rollout.horizon=48", "engine.ignore_eos=true", "engine.max_rows=8"]
+    generates = ["rollout.horizon=48", "engine.ignore_eos=true", "engine.max_num_seqs=8"]
     plan = pools(1).replace("workers: 1", "workers: 1, max_workers: 2")
     driver = start_driver(words(tmp_path, "cluster=local", plan, "iterations=400", *generates), log)
     try:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.commands.experiment import drive, execute, prepare
+from pipeline.commands.experiment import drive, prepare_run, run_experiment
 from pipeline.run import Run
 from rlinf.errors import ConfigError, MismatchError
-from stages.layout import CONFIG, PLAN, RUN
+from stages.layout import CONFIG_FILE, PLAN_FILE, RUN_FILE
 from tests.pipeline.helpers import contents
 from tests.pipeline.test_orders import forget_code
 
@@ -24,7 +24,7 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = [
     "iterations=2",
-    "rollout.batch=2",
+    "rollout.batch_size=2",
     "rollout.horizon=8",
     "algorithm.epochs=1",
     "algorithm.minibatches=1",
@@ -33,7 +33,7 @@ SMALL = [
     "run.name=first",
 ]
 POLICY = """
-from rlinf.models.mlp import MLPPolicy
+from rlinf.models.actor_critic import MLPPolicy
 
 class Picky(MLPPolicy):
     @classmethod
@@ -72,7 +72,7 @@ def test_what_can_be_seen_before_is_refused_before_the_folder_is_made(
     compose: Compose, tmp_path: Path, word: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        execute(small(compose, word))
+        run_experiment(small(compose, word))
     assert not (tmp_path / "first").exists()
 
 
@@ -80,33 +80,37 @@ def test_a_policy_that_cannot_be_made_does_not_block_the_corrected_command(
     compose: Compose, own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (own / "picky.py").write_text(POLICY)
-    words = ["model.name=picky:Picky", "cluster.retries=0"]
+    words = ["model.name=picky:Picky", "cluster.max_retries=0"]
     with pytest.raises(Exception, match="cannot be loaded so"):
-        execute(small(compose, *words, "model.hidden=[4]", "optimizer.lr=0.5", "iterations=3"))
+        run_experiment(
+            small(compose, *words, "model.hidden=[4]", "optimizer.lr=0.5", "iterations=3")
+        )
     run = tmp_path / "first"
-    failed = json.loads((run / RUN).read_text())["id"]
+    failed = json.loads((run / RUN_FILE).read_text())["id"]
     caplog.set_level(logging.WARNING, "rlinf")
     corrected = small(compose, *words, "model.hidden=[8]")
-    prepare(corrected)
+    prepare_run(corrected)
     (line,) = [r.getMessage() for r in caplog.records if "replaces" in r.getMessage()]
     assert "nothing was finished there" in line
     assert "model.hidden: [4] -> [8]" in line
-    execute(corrected)
-    execute(small(compose, *words, "model.hidden=[8]", "run.name=fresh"))
+    run_experiment(corrected)
+    run_experiment(small(compose, *words, "model.hidden=[8]", "run.name=fresh"))
     assert contents(run) == contents(tmp_path / "fresh")
     found, fresh = (Run.open(tmp_path / name).config for name in ("first", "fresh"))
-    assert found.semantic() == fresh.semantic(), "the schedule spans the new iterations too"
-    assert json.loads((run / RUN).read_text())["id"] != failed
+    assert found.semantic_values() == fresh.semantic_values(), (
+        "the schedule spans the new iterations too"
+    )
+    assert json.loads((run / RUN_FILE).read_text())["id"] != failed
 
 
 def test_a_frozen_configuration_that_was_mended_by_hand_is_resumed(
     compose: Compose, own: Path, tmp_path: Path
 ) -> None:
     (own / "picky.py").write_text(POLICY)
-    words = ["model.name=picky:Picky", "cluster.retries=0", "model.hidden=[4]"]
+    words = ["model.name=picky:Picky", "cluster.max_retries=0", "model.hidden=[4]"]
     with pytest.raises(Exception, match="cannot be loaded so"):
-        execute(small(compose, *words))
-    path = tmp_path / "first" / CONFIG
+        run_experiment(small(compose, *words))
+    path = tmp_path / "first" / CONFIG_FILE
     values = yaml.safe_load(path.read_text())
     values["model"]["hidden"] = [8]
     path.write_text(yaml.safe_dump(values))
@@ -118,17 +122,17 @@ def test_a_frozen_configuration_that_was_mended_by_hand_is_resumed(
 def test_the_plan_of_a_failed_start_is_not_that_of_the_corrected_command(
     compose: Compose, tmp_path: Path
 ) -> None:
-    path = tmp_path / "first" / PLAN
-    prepare(small(compose))
+    path = tmp_path / "first" / PLAN_FILE
+    prepare_run(small(compose))
     usual = path.read_text()
-    prepare({**small(compose), "plan": {"defaults": {"cpus": 1, "mem_mb": 900}}})
+    prepare_run({**small(compose), "plan": {"defaults": {"cpus": 1, "mem_mb": 900}}})
     assert yaml.safe_load(path.read_text())["defaults"]["mem_mb"] == 900
-    prepare(small(compose))
+    prepare_run(small(compose))
     assert path.read_text() == usual
     assert Run.open(path.parent).config.plan is None
     own = "# by hand\ndefaults: {cpus: 1, mem_mb: 1500}\n"
     path.write_text(own)
-    prepare(small(compose))
+    prepare_run(small(compose))
     assert path.read_text() == own, "nobody named another"
 
 
@@ -136,20 +140,22 @@ def test_a_start_that_was_killed_lends_its_identity_to_no_other(
     compose: Compose, tmp_path: Path
 ) -> None:
     """It had written ``run.json``, but no configuration."""
-    prepare(small(compose, "seed=1"))
-    prepare(small(compose, "seed=2", "run.name=fresh"))
-    (tmp_path / "first" / CONFIG).unlink()
-    prepare(small(compose, "seed=2"))
-    found, fresh = (json.loads((tmp_path / name / RUN).read_text()) for name in ("first", "fresh"))
+    prepare_run(small(compose, "seed=1"))
+    prepare_run(small(compose, "seed=2", "run.name=fresh"))
+    (tmp_path / "first" / CONFIG_FILE).unlink()
+    prepare_run(small(compose, "seed=2"))
+    found, fresh = (
+        json.loads((tmp_path / name / RUN_FILE).read_text()) for name in ("first", "fresh")
+    )
     assert found["id"] == found["frozen"] == fresh["id"]
 
 
 def test_a_damaged_configuration_of_a_failed_start_is_replaced(
     compose: Compose, tmp_path: Path
 ) -> None:
-    run = prepare(small(compose, "optimizer.lr=0.5"))
-    (run.folder / CONFIG).write_bytes(b"\xff")
-    assert prepare(small(compose)).config.optimizer.lr == pytest.approx(1e-3)
+    run = prepare_run(small(compose, "optimizer.lr=0.5"))
+    (run.folder / CONFIG_FILE).write_bytes(b"\xff")
+    assert prepare_run(small(compose)).config.optimizer.lr == pytest.approx(1e-3)
 
 
 def test_a_later_stage_that_fails_does_not_block_what_it_needs(
@@ -157,19 +163,19 @@ def test_a_later_stage_that_fails_does_not_block_what_it_needs(
 ) -> None:
     """The warm start and a rollout are finished, and do not depend on what is corrected."""
     forget_code()
-    text = "from rlinf.rewards.environment import EnvironmentReward\n"
+    text = "from rlinf.rewards.task_rewards import EnvironmentReward\n"
     text += "class Mine(EnvironmentReward):\n    def judge(self, trajectories, scores):\n"
     text += "        if self.config.scale != 1: raise ValueError('no such scale')\n"
     text += "        return super().judge(trajectories, scores)\n"
     (own / "reward_of_orders.py").write_text(text)
-    words = ["reward.name=reward_of_orders:Mine", "cluster.retries=0"]
+    words = ["reward.name=reward_of_orders:Mine", "cluster.max_retries=0"]
     with pytest.raises(Exception, match="no such scale"):
-        execute(small(compose, *words, "reward.scale=2.0"))
+        run_experiment(small(compose, *words, "reward.scale=2.0"))
     before = contents(tmp_path / "first")
     assert before
-    execute(small(compose, *words, "reward.scale=1.0"))
+    run_experiment(small(compose, *words, "reward.scale=1.0"))
     after = contents(tmp_path / "first")
     assert {name: after[name] for name in before} == before
     with pytest.raises(MismatchError, match=r"reward\.scale: 1\.0 -> 2\.0"):
-        execute(small(compose, *words, "reward.scale=2.0"))
+        run_experiment(small(compose, *words, "reward.scale=2.0"))
     forget_code()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from benchmarks.combinations import composed
-from pipeline.check import check
+from benchmarks.combinations import compose_config
+from pipeline.validate_config import validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
 
@@ -35,7 +35,7 @@ def prior(tmp_path: Path) -> Path:
     [
         (
             "pendulum_sac",
-            ["flow=offline", "algorithm.prior={prior}", "algorithm.prior_share=1.0"],
+            ["flow=offline", "algorithm.offline_data={prior}", "algorithm.offline_ratio=1.0"],
             r"algorithm\.updates: .*flow=offline collects none",
         ),
         (
@@ -45,8 +45,8 @@ def prior(tmp_path: Path) -> Path:
         ),
         (
             "pendulum_bc",
-            ["algorithm.prior={prior}", "model.normalise_observations=true"],
-            r"model\.normalise_observations: bc follows no statistics",
+            ["algorithm.offline_data={prior}", "model.normalize_observations=true"],
+            r"model\.normalize_observations: bc follows no statistics",
         ),
     ],
 )
@@ -55,13 +55,15 @@ def test_what_would_learn_nothing_is_refused(
 ) -> None:
     values = compose(*(word.format(prior=prior) for word in words), experiment=experiment)
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))
 
 
 def test_a_tail_that_nobody_judged_is_not_learned_from_as_worth_nothing(prior: Path) -> None:
     def checked(*further: str, algorithm: str = "reinforce_plus_plus") -> None:
         words = ["reward=score", "rollout.group_size=1", *further]
-        check(validate(RunConfig, composed(algorithm, "mlp_numbered", prior, *words)))
+        validate_config(
+            validate(RunConfig, compose_config(algorithm, "mlp_numbered", prior, *words))
+        )
 
     with pytest.raises(ConfigError, match=r"^reward\.name: 'score' judges an episode when it ends"):
         checked()
@@ -80,18 +82,18 @@ def test_a_tail_that_nobody_judged_is_not_learned_from_as_worth_nothing(prior: P
 def test_samples_that_begin_differently_are_not_compared(
     compose: Compose, words: list[str], said: str
 ) -> None:
-    words = [*words, "rollout.group_size=4", "task.world=isaaclab"]
+    words = [*words, "rollout.group_size=4", "task.simulator=isaaclab"]
     values = compose(*words, experiment="halfcheetah_ppo")
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))
     values["task"]["world"] = "gymnasium"
-    check(validate(RunConfig, values))
+    validate_config(validate(RunConfig, values))
 
 
 def test_what_learns_offline_is_accepted(compose: Compose, prior: Path) -> None:
-    words = ["flow=offline", f"algorithm.prior={prior}", "algorithm.prior_share=1.0"]
-    values = compose(*words, "algorithm.updates=3", experiment="pendulum_sac")
-    check(validate(RunConfig, values))
+    words = ["flow=offline", f"algorithm.offline_data={prior}", "algorithm.offline_ratio=1.0"]
+    values = compose(*words, "algorithm.gradient_steps=3", experiment="pendulum_sac")
+    validate_config(validate(RunConfig, values))
 
 
 @pytest.mark.parametrize(
@@ -112,11 +114,11 @@ def test_heads_that_do_not_divide_are_refused(
     more = ["reward=environment", "engine=direct", "algorithm=grpo", "rollout.group_size=2"]
     values = compose(*seen, *more, *words, experiment="inverted_pendulum_flow")
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))
 
 
 def test_training_in_half_precision_is_said(
     compose: Compose, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check(validate(RunConfig, compose("model.dtype=bfloat16")))
+    validate_config(validate(RunConfig, compose("model.dtype=bfloat16")))
     assert "model.dtype=bfloat16: weights and moments are trained in it" in caplog.text

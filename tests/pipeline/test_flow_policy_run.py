@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands.experiment import execute
-from pipeline.commands.results import Results
-from pipeline.metrics import collect
+from pipeline.commands.experiment import run_experiment
+from pipeline.commands.results import RunResults
+from pipeline.metrics import read_metrics
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
-SMALL = ["rollout.batch=8", "rollout.horizon=24", "algorithm.epochs=2", "iterations=2"]
-SMALL += ["evaluate.every=0", "evaluate.samples=2", "evaluate.horizon=20", "model.steps=3"]
+SMALL = ["rollout.batch_size=8", "rollout.horizon=24", "algorithm.epochs=2", "iterations=2"]
+SMALL += [
+    "evaluate.every=0",
+    "evaluate.samples=2",
+    "evaluate.horizon=20",
+    "model.denoising_steps=3",
+]
 POOLS = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
@@ -31,12 +36,12 @@ POOLS = {
 def test_chains_go_from_the_rollout_to_the_trainer(
     compose: Compose, tmp_path: Path, noise: str
 ) -> None:
-    words = [*SMALL, f"model.noise={noise}", "algorithm.entropy_bonus=0.01"]
-    execute(compose(*words, "run.name=alone", experiment="inverted_pendulum_flow"))
-    run = Results.of(tmp_path / "alone")
-    rows = collect(run.folder)
+    words = [*SMALL, f"model.noise_method={noise}", "algorithm.entropy_coeff=0.01"]
+    run_experiment(compose(*words, "run.name=alone", experiment="inverted_pendulum_flow"))
+    run = RunResults.open(tmp_path / "alone")
+    rows = read_metrics(run.folder)
     # Recomputed along the chain, log-probabilities are those that were drawn with.
-    assert all(row["train/engine_gap"] < 1e-4 for row in rows)
+    assert all(row["train/rollout_logprob_diff"] < 1e-4 for row in rows)
     sample = next(iter(run.trajectories(0)))
     assert sample.steps["chain"].shape == (24, 4, 1)
     np.testing.assert_array_equal(sample.steps["actions"], sample.steps["chain"][:, -1])
@@ -45,5 +50,5 @@ def test_chains_go_from_the_rollout_to_the_trainer(
     assert moved == {"velocity", "value"} | ({"spread"} if noise == "learned" else set())
     if noise == "sde":
         pools = compose(*words, "run.name=pools", experiment="inverted_pendulum_flow")
-        execute(pools | {"plan": POOLS, "cluster": {"launcher": "local"}})
+        run_experiment(pools | {"plan": POOLS, "cluster": {"launcher": "local"}})
         assert contents(run.folder) == contents(tmp_path / "pools")

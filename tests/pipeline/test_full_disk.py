@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import drive, execute
+from pipeline.commands.experiment import drive, run_experiment
 from pipeline.run import Run
-from rlinf.artifacts import read_manifest, verify
-from rlinf.errors import StorageError, storage_error
+from rlinf.artifacts import read_manifest, verify_output
+from rlinf.errors import StorageError, to_resource_error
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -32,16 +32,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_run_stops_and_goes_on_once_there_is_room(compose: Compose, small_disk: Path) -> None:
-    values = compose("iterations=2", "retention.trajectories=50")
+    values = compose("iterations=2", "retention.keep_trajectories=50")
     values["run"]["root"] = str(small_disk)
     (small_disk / "ballast").write_bytes(b"x" * (2 << 20))
     with pytest.raises(StorageError, match="no space left"):
-        execute(values)
+        run_experiment(values)
     run = small_disk / "tiny"
     for path in run.rglob("manifest.json"):
         manifest = read_manifest(path.parent)
         assert manifest is not None
-        verify(path.parent, manifest, checksums=True)
+        verify_output(path.parent, manifest, checksums=True)
     (small_disk / "ballast").unlink()
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     drive(Run.open(run))
@@ -51,6 +51,6 @@ def test_the_run_stops_and_goes_on_once_there_is_room(compose: Compose, small_di
 def test_a_full_disk_is_recognised_behind_other_errors() -> None:
     behind = RuntimeError("checkpoint failed")
     behind.__cause__ = OSError(28, "No space left on device")
-    assert storage_error(behind) is not None
-    assert storage_error(RuntimeError("h5: No space left on device")) is not None
-    assert storage_error(ValueError("something else")) is None
+    assert to_resource_error(behind) is not None
+    assert to_resource_error(RuntimeError("h5: No space left on device")) is not None
+    assert to_resource_error(ValueError("something else")) is None

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import rlinf
-from launchers.base import Job
+from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
-from launchers.sbatch import script
-from pipeline.commands.experiment import execute
-from pipeline.launch import interpreter_of
+from launchers.sbatch import batch_script
+from pipeline.commands.experiment import run_experiment
+from pipeline.job_executor import stage_interpreter
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
-from rlinf.interpreters import TABLE, interpreter, missing_modules
-from slurm.jobs import Resources, State
+from rlinf.interpreters import INTERPRETERS_VARIABLE, missing_modules, resolve_interpreter
+from slurm.jobs import JobResources, JobState
 from stages.flow import on_policy
 from tests.environments import need_environment
 from tests.pipeline.helpers import contents
@@ -51,11 +51,11 @@ def test_stages_run_under_the_interpreter_of_what_they_compute_with(
     site = tmp_path / "site.yaml"
     site.write_text(f"interpreters:\n  small: {python}\n")
     monkeypatch.setenv("TOLD", str(told))
-    monkeypatch.setenv(TABLE, "{}")
-    execute(compose("cluster=local", "iterations=1", "run.name=plain"))
+    monkeypatch.setenv(INTERPRETERS_VARIABLE, "{}")
+    run_experiment(compose("cluster=local", "iterations=1", "run.name=plain"))
     assert not told.exists()
     names = ["engine.python=small", f"cluster.site={site}", "run.name=named"]
-    execute(compose("cluster=local", "iterations=1", *names))
+    run_experiment(compose("cluster=local", "iterations=1", *names))
     told_of = [line.split() for line in told.read_text().splitlines()]
     # Others of its processes look whether it is fit.
     ran = {words[words.index("stages") + 1] for words in told_of if "stages" in words}
@@ -72,10 +72,15 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
 ) -> None:
     """ZeRO with two processes, and the engine in this one's: what FSDP2 makes of it."""
     need_environment("deepspeed")
-    words = ["cluster=local", "trainer=deepspeed", "trainer.python=deepspeed", "trainer.stage=1"]
+    words = [
+        "cluster=local",
+        "trainer=deepspeed",
+        "trainer.python=deepspeed",
+        "trainer.zero_stage=1",
+    ]
     plan = tmp_path / "plan.yaml"
     plan.write_text("stages: {train: {processes: 2}}\n")
-    execute(compose(*words, f"++plan={plan}"))
+    run_experiment(compose(*words, f"++plan={plan}"))
     one, other = (rlinf.load(folder) for folder in (tiny_run, tmp_path / "tiny"))
     right, found = one.weights(), other.weights()
     assert right.keys() == found.keys()
@@ -93,33 +98,35 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
     need_environment(environment)
     pool = tmp_path / "pool.yaml"
     stages = "[rollout, reward, inference, train]"
-    pool.write_text(f"grain: segment\npools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
+    pool.write_text(f"execution: segment\npools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
     wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
     refused = rf"warm_start\.scored: .*set trainer\.python={environment}"
     with pytest.raises(ConfigError, match=refused):
-        execute(compose(*wide))
-    execute(compose(*wide, "run.name=apart", "warm_start.scored=false"))
-    execute(compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}"))
+        run_experiment(compose(*wide))
+    run_experiment(compose(*wide, "run.name=apart", "warm_start.eval_generation=false"))
+    run_experiment(
+        compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}")
+    )
     for name in ("apart", "one"):
         rows = rlinf.load(tmp_path / name).metrics()
         assert len(rows) == 2
-        assert max(row["train/engine_gap"] for row in rows) < 1e-5
+        assert max(row["train/rollout_logprob_diff"] for row in rows) < 1e-5
 
 
 def test_a_stage_has_the_interpreter_of_what_it_computes_with(
     python: str, compose: Compose
 ) -> None:
     both = validate(RunConfig, compose(f"engine.python={python}", "trainer.python=/bin/sh"))
-    found = {name: interpreter_of(both, on_policy, name) for name in on_policy.table}
+    found = {name: stage_interpreter(both, on_policy, name) for name in on_policy.all_stages}
     engine, trainer = python, "/bin/sh"
     assert found == {
         **dict.fromkeys(("warm_start", "inference", "train", "sync"), trainer),
         **dict.fromkeys(("rollout", "evaluate"), engine),
         "reward": None,
     }
-    assert interpreter_of(both, on_policy, "inference", "train", "reward") == trainer
+    assert stage_interpreter(both, on_policy, "inference", "train", "reward") == trainer
     with pytest.raises(ConfigError, match="two interpreters") as error:
-        interpreter_of(both, on_policy, "rollout", "train")
+        stage_interpreter(both, on_policy, "rollout", "train")
     assert "engine.python of rollout and trainer.python of train" in str(error.value)
 
 
@@ -128,15 +135,15 @@ def test_a_process_starts_under_its_interpreter(
 ) -> None:
     told = tmp_path / "told"
     monkeypatch.setenv("TOLD", str(told))
-    needs = Resources(interpreter=python)
+    needs = JobResources(interpreter=python)
     launcher = LocalLauncher()
-    job = Job("one", (), tmp_path / "out", tmp_path / "logs", needs, module="this")
+    job = JobSpec("one", (), tmp_path / "out", tmp_path / "logs", needs, module="this")
     identity = launcher.submit(job)
-    while launcher.poll([identity])[identity].state.active:
+    while launcher.poll([identity])[identity].state.is_active:
         time.sleep(0.05)
-    assert launcher.poll([identity])[identity].state is State.DONE
+    assert launcher.poll([identity])[identity].state is JobState.DONE
     assert told.read_text().split() == [python, "-m", "this"]
-    assert f"{python} -u -m submitit" in script([job])
+    assert f"{python} -u -m submitit" in batch_script([job])
 
 
 def test_what_cannot_run_is_refused_before_anything_is_written(
@@ -161,16 +168,16 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     ):
         values = compose(*words)
         with pytest.raises(InputError, match=text) as error:
-            execute(values)
+            run_experiment(values)
         assert error.value.exit_code == 65
         assert not (Path(values["run"]["root"]) / values["run"]["name"]).exists()
 
 
 def test_a_table_of_interpreters_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TABLE, "{bad")
+    monkeypatch.setenv(INTERPRETERS_VARIABLE, "{bad")
     with pytest.raises(ConfigError, match="RLINF_INTERPRETERS: no JSON object"):
-        interpreter("any", "engine.python")
-    monkeypatch.delenv(TABLE)
+        resolve_interpreter("any", "engine.python")
+    monkeypatch.delenv(INTERPRETERS_VARIABLE)
     with pytest.raises(
         ConfigError, match=r"engine\.python: /bin/cat .*ended with 1: .*cat"
     ) as told:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.commands.cli import main
-from pipeline.inventory import table
+from pipeline.inventory import inventory_table
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
 
 GPU = NodeGroup(
@@ -27,14 +27,14 @@ GPU = NodeGroup(
 CPU = NodeGroup(count=2, cpus_per_node=64, mem_mb_per_node=262144)
 INVENTORY = Inventory(
     schema_version=1,
-    taken=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+    created_at=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
     slurm_version="23.11.4",
     partitions={
         "gpu": PartitionInventory(
             name="gpu",
             groups=(GPU, CPU),
             time_limit_min=1470,
-            default=True,
+            is_default=True,
             queued_jobs=3,
             queued_gpus=24,
         ),
@@ -43,7 +43,7 @@ INVENTORY = Inventory(
             groups=(),
             time_limit_min=None,
             preempt_mode="REQUEUE",
-            available=False,
+            is_available=False,
         ),
     },
 )
@@ -65,7 +65,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_the_table_has_a_row_for_each_group() -> None:
-    rows = zip(*(column.cells for column in table(INVENTORY).columns), strict=True)
+    rows = zip(*(column.cells for column in inventory_table(INVENTORY).columns), strict=True)
     assert list(rows) == [
         ("gpu*", "4 x a100", "1/4", "1", "6", "512", "24h30m", "no", "3", "24"),
         ("", "none", "0/2", "", "", "256", "", "", "", ""),
@@ -76,7 +76,7 @@ def test_the_table_has_a_row_for_each_group() -> None:
 @pytest.mark.parametrize("minutes", [0, 1, 59, 60, 1470, 20160])
 def test_a_time_limit_is_never_empty(minutes: int) -> None:
     gpu = INVENTORY.partitions["gpu"].model_copy(update={"time_limit_min": minutes})
-    limits = table(INVENTORY.model_copy(update={"partitions": {"gpu": gpu}})).columns[6]
+    limits = inventory_table(INVENTORY.model_copy(update={"partitions": {"gpu": gpu}})).columns[6]
     hours, rest = divmod(minutes, 60)
     assert next(iter(limits.cells)) in (f"{hours}h{rest}m", f"{hours}h", f"{rest}m")
 
@@ -97,7 +97,7 @@ def test_eighty_columns_hold_long_names_and_large_numbers() -> None:
     partition = INVENTORY.partitions["gpu"].model_copy(update=changes)
     wide = INVENTORY.model_copy(update={"partitions": {"gpu-a100-long-preemptible": partition}})
     console = Console(width=80, record=True, file=StringIO())
-    console.print(table(wide))
+    console.print(inventory_table(wide))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text, "nothing is cut off"

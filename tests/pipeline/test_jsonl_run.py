@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import execute
+from pipeline.commands.experiment import run_experiment
 from rlinf.artifacts import read_manifest
-from rlinf.channels.file import FileReader
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from tests.conftest import TINY
 
@@ -48,12 +48,12 @@ def test_problems_from_a_file_with_a_local_checkpoint(compose: Compose, tmp_path
         "rollout.horizon=8",
         experiment="jsonl_grpo",
     )
-    execute(values)
+    run_experiment(values)
     run = tmp_path / "tiny"
     folder = run / "it/0000/rollout"
     manifest = read_manifest(folder)
     assert manifest is not None
-    records = list(FileReader((folder / manifest.data).glob("*.h5")))
+    records = list(RecordFileReader((folder / manifest.data).glob("*.h5")))
     assert len(records) == 16
     assert all("write the final answer after ####" in str(r.info["prompt_text"]) for r in records)
     assert len({r.info["prompt_text"] for r in records}) == 4, "an epoch repeats no problem"

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-import pipeline.committed
-from pipeline.clean import temporary
+import pipeline.run_state
+from pipeline.cleanup import temporary_files
 from pipeline.commands import workflow
-from pipeline.commands.experiment import execute
-from pipeline.commands.overrides import reopen
-from pipeline.committed import Committed, left_out
+from pipeline.commands.experiment import reopen_run, run_experiment
 from pipeline.driver import Driver
-from pipeline.flow import Graph, Node
-from pipeline.lock import LOCK, Lock
-from pipeline.outcome import Outcome
+from pipeline.executors import Outcome
+from pipeline.graph import Graph, StageNode
+from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.run import Run
-from rlinf.artifacts import MANIFEST, is_pruned, quarantine, read_manifest
+from pipeline.run_state import RunState, is_skipped
+from rlinf.artifacts import MANIFEST, is_pruned, read_manifest, withdraw_manifest
 from rlinf.errors import InputError, RlinfError, RunLockedError
 from stages.runner import open_inputs
 
@@ -30,7 +29,7 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = [
     "iterations=6",
-    "rollout.batch=2",
+    "rollout.batch_size=2",
     "rollout.horizon=16",
     "algorithm.epochs=1",
     "algorithm.minibatches=1",
@@ -48,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("kept")
     words = [f"++{word}" for word in [*SMALL, f"run.root={root}", "log.trackers=[]"]]
-    execute(compose(["experiment=cartpole_ppo", *words]))
+    run_experiment(compose(["experiment=cartpole_ppo", *words]))
     assert is_pruned(root / "kept" / "it" / "0000" / "sync")
     return root / "kept"
 
@@ -68,7 +67,7 @@ def test_evaluations_of_weights_that_are_gone_are_left_out(
     """They would have iterations made again whose results are there."""
     before = manifests(run)
     words = [*SMALL, "evaluate.every=1"]
-    execute(compose(*words, experiment="cartpole_ppo"))
+    run_experiment(compose(*words, experiment="cartpole_ppo"))
     after = manifests(run)
     assert {name: after[name] for name in before} == before
     made = sorted(set(after) - set(before))
@@ -76,8 +75,8 @@ def test_evaluations_of_weights_that_are_gone_are_left_out(
     assert all(name.startswith("evaluate/") for name in made)
     assert capsys.readouterr().err.count("is left out, as are all evaluations of weights") == 1
     graph = Graph(Run.open(run).config)
-    assert left_out(graph, run, Node("evaluate", 1))
-    assert not left_out(graph, run, Node("evaluate", 6))
+    assert is_skipped(graph, run, StageNode("evaluate", 1))
+    assert not is_skipped(graph, run, StageNode("evaluate", 6))
 
 
 def test_an_output_that_is_pruned_while_one_looks_is_not_withdrawn(
@@ -85,48 +84,48 @@ def test_an_output_that_is_pruned_while_one_looks_is_not_withdrawn(
 ) -> None:
     """A network filesystem goes on saying that the mark is not there."""
     opened = Run.open(run)
-    monkeypatch.setattr(pipeline.committed, "is_pruned", lambda _: False)
+    monkeypatch.setattr(pipeline.run_state, "is_pruned", lambda _: False)
     before = manifests(run)
-    committed = Committed(opened, Graph(opened.config))
-    committed.recover()
+    committed = RunState(opened, Graph(opened.config))
+    committed.scan()
     assert manifests(run) == before
-    assert Node("sync", 0) in committed.done
+    assert StageNode("sync", 0) in committed.done
 
 
 class TwoReaders:
     """An executor in which the first reader of damaged weights withdraws them, and the second one
     finds nothing there."""
 
-    live, remains = False, ""
+    supports_streaming, interrupt_note = False, ""
 
     def __init__(self) -> None:
-        self.calls: dict[Node, Any] = {}
+        self.calls: dict[StageNode, Any] = {}
         self.started = list[str]()
 
-    def start(self, node: Node, call: Any) -> None:
+    def start(self, node: StageNode, call: Any) -> None:
         self.calls[node] = call
         self.started.append(node.name)
 
-    def ended(self) -> dict[Node, Outcome]:
+    def poll(self) -> dict[StageNode, Outcome]:
         stages = {node.stage: node for node in self.calls}
         if self.started.count("sync/5"):
             raise KeyboardInterrupt
         if "rollout" in stages:
             call = self.calls.pop(stages["rollout"])
-            quarantine(call.inputs["weights"] / MANIFEST)
+            withdraw_manifest(call.inputs["weights"] / MANIFEST)
             return {stages["rollout"]: Outcome(66, "damaged")}
         call = self.calls.pop(stages["evaluate"])
         with pytest.raises(InputError, match="is not there") as error:
             open_inputs(call)
         return {stages["evaluate"]: Outcome(error.value.exit_code, str(error.value))}
 
-    def stop(self, *, leave: bool = False) -> None: ...
+    def stop(self, *, keep_jobs: bool = False) -> None: ...
 
 
 def test_damage_that_two_stages_meet_is_mended(run: Path) -> None:
     shutil.rmtree(run / "evaluate" / "0006")
     executor = TwoReaders()
-    driver = Driver(reopen(run, ["iterations=7", "evaluate.every=6"]), executor)
+    driver = Driver(reopen_run(run, ["iterations=7", "evaluate.every=6"]), executor)
     with pytest.raises(KeyboardInterrupt):
         driver.drive()
     assert sorted(executor.started[:2]) == ["evaluate/6", "rollout/6"]
@@ -139,7 +138,7 @@ def driven(run: Path) -> Iterator[Path]:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["optimizer"]["lr"] = 0.5
     (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    lock = Lock(run / LOCK)
+    lock = RunLock(run / LOCK_FILE)
     yield run
     lock.release()
 
@@ -147,7 +146,7 @@ def driven(run: Path) -> Iterator[Path]:
 def test_snakemake_sets_nothing_aside_while_another_drives(driven: Path) -> None:
     before = manifests(driven)
     with pytest.raises(RunLockedError):
-        workflow.prepare({"run": str(driven), "redo": 1}).settle()
+        workflow.prepare_workflow({"run": str(driven), "redo": 1}).check_resumable()
     assert manifests(driven) == before
 
 
@@ -155,7 +154,7 @@ def test_a_dry_run_of_snakemake_changes_nothing(run: Path) -> None:
     before, config = manifests(run), (run / "config.yaml").read_bytes()
     settings = {word.split("=")[0].replace(".", "__"): word.split("=")[1] for word in SMALL}
     settings |= {"experiment": "cartpole_ppo", "run__root": str(run.parent), "optimizer__lr": "0.5"}
-    found = workflow.prepare({**settings, "redo": 1, "log__trackers": "[]"}, dry=True)
+    found = workflow.prepare_workflow({**settings, "redo": 1, "log__trackers": "[]"}, dry_run=True)
     assert found.folder == run
     assert manifests(run) == before
     assert (run / "config.yaml").read_bytes() == config
@@ -164,10 +163,10 @@ def test_a_dry_run_of_snakemake_changes_nothing(run: Path) -> None:
 def test_a_folder_that_goes_while_one_sweeps_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.clean.OLD_S", -1.0)
+    monkeypatch.setattr("pipeline.cleanup.MIN_AGE_S", -1.0)
     (tmp_path / ".one.123.0123abcd").touch()
     (tmp_path / "data-1" / "inner").mkdir(parents=True)
-    found = temporary(tmp_path)
+    found = temporary_files(tmp_path)
     assert next(found).name == ".one.123.0123abcd"
     shutil.rmtree(tmp_path / "data-1")
     assert list(found) == []

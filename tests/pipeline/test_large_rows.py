@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.commands.experiment import drive, execute, prepare
+from pipeline.commands.experiment import drive, prepare_run, run_experiment
 from rlinf.artifacts import read_manifest
 from rlinf.errors import RlinfError
-from stages.runner import FELL
+from stages.runner import DISK_FALLBACKS
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.test_driver import weights
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 SMALL = (
     "task.id=tests.pipeline.wide:Wide-v0",
     "task.observation=400",
-    "rollout.batch=4",
+    "rollout.batch_size=4",
     "rollout.horizon=64",
     "algorithm.minibatches=2",
     "algorithm.epochs=1",
@@ -32,8 +32,8 @@ SMALL = (
 RANKS = {"processes": 2}
 STAGES = ["rollout", "reward", "inference", "train"]
 POOL = {
-    "grain": "segment",
-    "chunks": 2,
+    "execution": "segment",
+    "num_chunks": 2,
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
     "pools": [{"stages": STAGES, "gpus": {"local": 2}}],
 }
@@ -70,7 +70,7 @@ def test_ranks_that_read_their_own_rows_make_the_update_of_one(
 ) -> None:
     values = compose(*SMALL, "run.name=two", "cluster=local", experiment="cartpole_ppo")
     values["plan"] = plan
-    execute(values)
+    run_experiment(values)
     for iteration in range(2):
         expected, found = weights(one, iteration), weights(tmp_path / "two", iteration)
         for name, tensor in expected.items():
@@ -81,13 +81,13 @@ def test_ranks_that_read_their_own_rows_make_the_update_of_one(
     for stage in STAGES[2:]:
         taken = read_manifest(tmp_path / f"two/it/0001/{stage}")
         assert taken is not None
-        assert FELL not in taken.extra, "that they are read from files is no loss"
+        assert DISK_FALLBACKS not in taken.extra, "that they are read from files is no loss"
 
 
 def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: Path) -> None:
     values = compose(*SMALL, "run.name=hurt", "iterations=1", experiment="cartpole_ppo")
     values["cluster"] = {**values["cluster"], "retries": 0}
-    run = prepare(values)
+    run = prepare_run(values)
     struck: list[Path] = []
 
     def strike(*_: Any) -> None:

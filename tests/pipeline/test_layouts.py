@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.commands.experiment import checked, execute
+from pipeline.commands.experiment import run_experiment, validate_experiment
 from rlinf.artifacts import read_manifest
-from rlinf.channels.file import FileReader
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.errors import ConfigError, RlinfError
 from tests.environments import need_environment
 from tests.pipeline.test_driver import weights
@@ -28,7 +28,7 @@ STAGES = ["rollout", "reward", "inference", "train"]
 SHARED = {"processes": 2, "layout": {"tp": 2}}
 JOBS = {"stages": dict.fromkeys(("rollout", "evaluate", "inference", "train"), SHARED)}
 POOLS = {
-    "grain": "segment",
+    "execution": "segment",
     "stages": {
         "rollout": SHARED,
         "train": {"processes": 4, "layout": {"tp": 2}},
@@ -50,7 +50,7 @@ def samples(run: Path, iteration: int) -> list[list[int]]:
     manifest = read_manifest(run / f"it/{iteration:04d}/rollout")
     assert manifest is not None
     files = (run / f"it/{iteration:04d}/rollout" / manifest.data).glob("*.h5")
-    return [record.steps["actions"].tolist() for record in FileReader(files)]
+    return [record.steps["actions"].tolist() for record in RecordFileReader(files)]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_processes_that_share_a_model_end_as_one_does(
     plan: dict[str, Any], processes: int, reference: Path, compose: Compose
 ) -> None:
     values = {**compose("cluster=local", "iterations=1", *PARTS), "plan": plan}
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
     assert samples(run, 0) == samples(reference, 0), "each sample once"
     manifest = read_manifest(run / "it/0000/train")
@@ -80,7 +80,11 @@ def test_processes_that_share_a_model_end_as_one_does(
 @pytest.mark.parametrize(
     ("experiment", "words", "text"),
     [
-        ("arithmetic_grpo", ["trainer.replicas=2"], r"^trainer\.replicas: 2 .* 3 .*stages\.train;"),
+        (
+            "arithmetic_grpo",
+            ["trainer.dp_replicate=2"],
+            r"^trainer\.replicas: 2 .* 3 .*stages\.train;",
+        ),
         (
             "arithmetic_grpo",
             ["trainer.lora={rank: 2, targets: [qproj]}"],
@@ -106,7 +110,9 @@ def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
         need_environment("deepspeed")
     plan = {"stages": {"train": {"processes": 3}}}
     with pytest.raises(ConfigError, match=text):
-        checked({**compose("cluster=local", *words, experiment=experiment), "plan": plan})
+        validate_experiment(
+            {**compose("cluster=local", *words, experiment=experiment), "plan": plan}
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -134,5 +140,5 @@ def test_what_cannot_be_laid_out_is_refused(
     parts: list[str], plan: dict[str, Any], text: str, compose: Compose
 ) -> None:
     with pytest.raises(RlinfError, match=text) as error:
-        checked({**compose("cluster=local", *parts), "plan": plan})
+        validate_experiment({**compose("cluster=local", *parts), "plan": plan})
     assert error.value.exit_code == 65

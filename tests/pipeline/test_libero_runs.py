@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands.experiment import execute
-from rlinf.channels.file import FileReader
-from rlinf.data.instructions import INSTRUCTION, decoded
-from rlinf.tensors import load_tensors
+from pipeline.commands.experiment import run_experiment
+from rlinf.channels.record_files import RecordFileReader
+from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
+from rlinf.safetensors_io import load_tensors
 from tests.environments import need_environment
 from tests.pipeline.helpers import output
 
@@ -20,9 +20,9 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.slow
 SMALL = [
     "iterations=1",
-    "task.processes=1",
+    "task.num_processes=1",
     "reward=environment",
-    "rollout.batch=1",
+    "rollout.batch_size=1",
     "rollout.group_size=2",
     "rollout.horizon=2",
     "algorithm.minibatches=1",
@@ -36,19 +36,19 @@ SMALL = [
 def test_an_iteration_on_libero(compose: Compose, policy: str) -> None:
     need_environment("libero")
     values = compose(*SMALL, f"run.name={policy}", experiment=f"libero_{policy}")
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / policy
     _, data = output(run, "it", "0000", "rollout")
-    records = list(FileReader(data.glob("*.h5")))
+    records = list(RecordFileReader(data.glob("*.h5")))
     assert len(records) == 2
     for record in records:
         steps = record.steps
         assert steps["images.agentview"].shape[1:] == (128, 128, 3)
         assert steps["images.robot0_eye_in_hand"].std() > 10, "a scene is seen"
         assert (steps["actions"].shape, len(record)) == ((2, 8, 7), 2)
-        assert "black bowl" in decoded(np.asarray(steps[INSTRUCTION])[0])
+        assert "black bowl" in decode_instruction(np.asarray(steps[INSTRUCTION_COLUMN])[0])
         assert (steps["executed"] == 8).all()
-    gap = output(run, "it", "0000", "inference")[0].metrics["logprob_gap_max"]
+    gap = output(run, "it", "0000", "inference")[0].metrics["logprob_diff_max"]
     assert gap < 1e-4, "the trainer's log-probabilities are those that actions were drawn with"
     for place in (("warm_start",), ("it", "0000", "sync")):
         assert load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")

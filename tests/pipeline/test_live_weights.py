@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from pipeline.commands.experiment import execute
-from pipeline.plan import FOR_WEIGHTS
+from pipeline.commands.experiment import run_experiment
+from pipeline.plan import WEIGHT_TRANSPORTS
 from rlinf.artifacts import Manifest, read_manifest
-from stages.deltas import FILE
 from stages.layout import stage_folder
-from stages.runner import FELL
+from stages.runner import DISK_FALLBACKS
+from stages.weight_deltas import DELTA_FILE
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 from tests.pipeline.pools.test_executor import assert_like, rows
@@ -45,9 +45,9 @@ def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[s
     """A tiny run of two pools whose weights and records go one way."""
     values = compose(f"run.name={name}", f"iterations={iterations}", "cluster=local")
     transports = dict.fromkeys(EDGES, way)
-    if way not in FOR_WEIGHTS:
+    if way not in WEIGHT_TRANSPORTS:
         transports |= dict.fromkeys(RECORDS, way)
-    values["plan"] = {"grain": "segment", "pools": POOLS, "transports": transports}
+    values["plan"] = {"execution": "segment", "pools": POOLS, "transports": transports}
     return values
 
 
@@ -63,7 +63,7 @@ def arrived(run: Path, pool: int = 0) -> int:
 def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     reference: Path, compose: Compose, tmp_path: Path, way: str
 ) -> None:
-    execute(pooled(compose, "sent", way))
+    run_experiment(pooled(compose, "sent", way))
     assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
     logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
@@ -86,9 +86,9 @@ def test_engines_of_another_type_are_sent_it_and_give_the_results_of_one_process
     compose: Compose, tmp_path: Path
 ) -> None:
     """The trainer keeps float32, and so does what is committed."""
-    execute(compose("run.name=one", HALF))
+    run_experiment(compose("run.name=one", HALF))
     values = compose("run.name=sent", HALF, "cluster=local")
-    execute({**values, "plan": {"grain": "segment", "pools": POOLS}})
+    run_experiment({**values, "plan": {"execution": "segment", "pools": POOLS}})
     assert contents(tmp_path / "sent") == contents(tmp_path / "one")
     assert arrived(tmp_path / "sent") == 2
     for path in (tmp_path / "sent" / "it").glob("*/sync/data-*/weights/model.safetensors"):
@@ -103,11 +103,13 @@ def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
     settings = ("iterations=3", f"engine.dtype={dtype}")
     one = reference
     if dtype != "float32":
-        execute(compose("run.name=one", *settings))
+        run_experiment(compose("run.name=one", *settings))
         one = tmp_path / "one"
     values = compose("run.name=deltas", *settings, "cluster=local")
     transports = dict.fromkeys(EDGES, "delta")
-    execute({**values, "plan": {"grain": "segment", "pools": POOLS, "transports": transports}})
+    run_experiment(
+        {**values, "plan": {"execution": "segment", "pools": POOLS, "transports": transports}}
+    )
     run = tmp_path / "deltas"
     assert contents(run) == contents(one)
     assert not arrived(run), "nothing is sent"
@@ -120,10 +122,12 @@ def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
     }
     by_delta = sorted(node.partition("/")[2] for node in spans if "delta" in spans[node])
     assert by_delta == ["2", "3"], "once each, by the first of the worker's stages to need them"
-    assert not [node for node, manifest in found.items() if manifest and FELL in manifest.extra]
+    assert not [
+        node for node, manifest in found.items() if manifest and DISK_FALLBACKS in manifest.extra
+    ]
     for iteration in range(3):
         manifest = manifest_of(run, f"sync/{iteration}")
-        assert (FILE in manifest.files) == (iteration > 0)
+        assert (DELTA_FILE in manifest.files) == (iteration > 0)
 
 
 def manifest_of(run: Path, node: str) -> Manifest | None:
@@ -137,22 +141,22 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
-    settings = ("iterations=3", "retention.last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
+    settings = ("iterations=3", "retention.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
     values = compose("run.name=apart", *settings, "cluster=local")
     values["plan"] = {
-        "grain": "segment",
+        "execution": "segment",
         "pools": [POOLS[0], *apart],
         **({"transports": {"sync -> inference": way}} if way else {}),
     }
-    execute(values)
-    execute(compose(*settings))
+    run_experiment(values)
+    run_experiment(compose(*settings))
     assert_like(tmp_path / "apart", tmp_path / "tiny")
     assert arrived(tmp_path / "apart", pool=0) == 3
     assert arrived(tmp_path / "apart", pool=2) == (0 if way else 2)
     last = manifest_of(tmp_path / "apart", "inference/2")
     assert last is not None
     assert ("delta" in [span["name"] for span in last.timing["spans"]]) == (way == "delta")
-    gaps = [row["inference/logprob_gap_mean"] for row in rows(tmp_path / "apart")]
+    gaps = [row["inference/logprob_diff_mean"] for row in rows(tmp_path / "apart")]
     assert min(gaps) > 1e-5, "what was generated in bfloat16 is evaluated in float32"
 
 
@@ -161,10 +165,10 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""
-    settings = ("iterations=3", "retention.last=3", "algorithm.old_logprobs=recompute")
+    settings = ("iterations=3", "retention.keep_last=3", "algorithm.old_logprobs=recompute")
     values = compose("run.name=apart", "cluster=local", *settings)
     values["plan"] = {
-        "grain": "segment",
+        "execution": "segment",
         "stages": {"inference": {"processes": 2}},
         "pools": [
             {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
@@ -172,8 +176,8 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
         ],
         **({"transports": {"sync -> inference": way}} if way else {}),
     }
-    execute(values)
-    execute(compose(*settings))
+    run_experiment(values)
+    run_experiment(compose(*settings))
     assert_like(tmp_path / "apart", tmp_path / "tiny")
     assert arrived(tmp_path / "apart", pool=1) == (2 * 2 if way else 0)
 
@@ -185,7 +189,7 @@ def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> 
     for way in ("file", "delta", "socket", "gloo"):
         values = pooled(compose, way, way)
         pools = [{**POOLS[0], "gpus": {"local": 3}}, *POOLS[1:]]
-        execute({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
+        run_experiment({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
     assert not arrived(tmp_path / "file")
     assert not arrived(tmp_path / "delta")
     assert contents(tmp_path / "delta") == contents(tmp_path / "file")
@@ -196,7 +200,7 @@ def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_weights_that_are_to_go_by_file_are_not_sent(compose: Compose, tmp_path: Path) -> None:
-    execute(pooled(compose, "file", "file", iterations=1))
+    run_experiment(pooled(compose, "file", "file", iterations=1))
     assert not arrived(tmp_path / "file")
 
 
@@ -206,7 +210,7 @@ def test_who_waits_for_weights_goes_on_after_their_sender_is_killed(
     run = tmp_path / "killed"
     killer = threading.Thread(target=kill_sender, args=(run,), daemon=True)
     killer.start()
-    execute(pooled(compose, "killed", "shared_memory"))
+    run_experiment(pooled(compose, "killed", "shared_memory"))
     killer.join(1)
     assert not killer.is_alive()
     assert contents(run) == contents(reference)

@@ -16,30 +16,30 @@ from pathlib import Path
 import pytest
 
 from pipeline import lock
-from pipeline.lock import LOCK, Lock, Owner, is_driven, sweep
+from pipeline.lock import LOCK_FILE, LockOwner, RunLock, living_owner, orphaned_lock_files
 from rlinf.errors import RunLockedError
 
 STARTS, ROUNDS = 8, 30
 
 
-def note(folder: Path, owner: Owner, age_s: float = 0) -> Path:
-    path = folder / LOCK
+def note(folder: Path, owner: LockOwner, age_s: float = 0) -> Path:
+    path = folder / LOCK_FILE
     path.write_text(json.dumps(asdict(owner)))
     os.utime(path, (time.time() - age_s, time.time() - age_s))
     return path
 
 
-def elsewhere(owner: Owner) -> Owner:
-    return replace(owner, host="another", boot="of another machine")
+def elsewhere(owner: LockOwner) -> LockOwner:
+    return replace(owner, host="another", boot_id="of another machine")
 
 
 def start(folder: Path, number: int, together: Barrier) -> None:
     for turn in range(ROUNDS):
-        path = folder / str(turn) / LOCK
+        path = folder / str(turn) / LOCK_FILE
         together.wait(60)
         held = None
         try:
-            held = Lock(path)
+            held = RunLock(path)
             (path.parent / f"has-{number}").touch()
         except RunLockedError:
             pass
@@ -50,7 +50,7 @@ def start(folder: Path, number: int, together: Barrier) -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a dead one's", "a damaged one", "a dead claim"])
 def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: str) -> None:
-    dead = replace(Owner.this(), ticks=1, token="dead")
+    dead = replace(LockOwner.current(), start_ticks=1, token="dead")
     for turn in range(ROUNDS):
         folder = tmp_path / str(turn)
         folder.mkdir()
@@ -60,7 +60,7 @@ def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: s
             path.write_text("{")
             os.utime(path, (0, 0))
         if before == "a dead claim":
-            (folder / f".{LOCK}.dead").write_text(json.dumps(asdict(replace(dead, token="x"))))
+            (folder / f".{LOCK_FILE}.dead").write_text(json.dumps(asdict(replace(dead, token="x"))))
     context = multiprocessing.get_context("fork")
     together = context.Barrier(STARTS)
     processes = [
@@ -78,9 +78,11 @@ def test_of_eight_that_start_at_once_one_is_the_driver(tmp_path: Path, before: s
 
 
 def test_a_process_that_has_the_number_of_a_dead_driver_is_none(tmp_path: Path) -> None:
-    path = note(tmp_path, replace(Owner.this(), ticks=Owner.this().ticks - 1))
-    assert is_driven(path) is None
-    Lock(path).release()
+    path = note(
+        tmp_path, replace(LockOwner.current(), start_ticks=LockOwner.current().start_ticks - 1)
+    )
+    assert living_owner(path) is None
+    RunLock(path).release()
     assert not path.exists()
 
 
@@ -89,18 +91,18 @@ def test_a_driver_of_another_machine_lives_while_it_touches_the_file(
 ) -> None:
     """By the filesystem's clock: this machine's may be wrong."""
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    path = note(tmp_path, elsewhere(Owner.this()))
+    path = note(tmp_path, elsewhere(LockOwner.current()))
     os.utime(path)
     with pytest.raises(RunLockedError, match="on another"):
-        Lock(path)
+        RunLock(path)
     monkeypatch.setattr(time, "time", lambda: 0.0)
     os.utime(path, ns=(0, path.stat().st_mtime_ns - int(lock.STALE_S * 1e9 + 1e9)))
-    Lock(path).release()
+    RunLock(path).release()
 
 
 def test_the_same_number_in_another_space_of_numbers_is_another_process(tmp_path: Path) -> None:
-    path = note(tmp_path, replace(Owner.this(), space=1, ticks=5))
-    assert is_driven(path) is not None, "its file was just touched"
+    path = note(tmp_path, replace(LockOwner.current(), pid_namespace=1, start_ticks=5))
+    assert living_owner(path) is not None, "its file was just touched"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +111,13 @@ def test_the_same_number_in_another_space_of_numbers_is_another_process(tmp_path
 def test_a_damaged_lock_is_named(
     tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / LOCK
+    path = tmp_path / LOCK_FILE
     path.write_bytes(text)
-    assert is_driven(path) is None
+    assert living_owner(path) is None
     with pytest.raises(RunLockedError, match=r"driver\.json: damaged"):
-        Lock(path)
+        RunLock(path)
     os.utime(path, (0, 0))
-    Lock(path).release()
+    RunLock(path).release()
     assert "it is replaced" in caplog.text
 
 
@@ -123,21 +125,21 @@ def test_who_was_replaced_leaves_the_others_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
-    mine = Lock(tmp_path / LOCK)
-    path = note(tmp_path, elsewhere(replace(Owner.this(), token="of another")))
+    mine = RunLock(tmp_path / LOCK_FILE)
+    path = note(tmp_path, elsewhere(replace(LockOwner.current(), token="of another")))
     time.sleep(0.2)
     with pytest.raises(RunLockedError, match="took over"):
         mine.check()
     mine.release()
-    assert Owner.read(path).token == "of another"
+    assert LockOwner.read(path).token == "of another"
 
 
 def test_what_dead_drivers_left_is_found_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
-    dead = asdict(replace(Owner.this(), ticks=1))
-    for name in (f".{LOCK}.new-1", f".{LOCK}.token", f"{LOCK}.stale"):
+    dead = asdict(replace(LockOwner.current(), start_ticks=1))
+    for name in (f".{LOCK_FILE}.new-1", f".{LOCK_FILE}.token", f"{LOCK_FILE}.stale"):
         (tmp_path / name).write_text(json.dumps(dead))
-    (tmp_path / f".{LOCK}.new-2").write_text(json.dumps(asdict(Owner.this())))
-    assert len(sweep(tmp_path)) == 3
+    (tmp_path / f".{LOCK_FILE}.new-2").write_text(json.dumps(asdict(LockOwner.current())))
+    assert len(orphaned_lock_files(tmp_path)) == 3
 
 
 def test_a_killed_driver_leaves_a_lock_that_does_not_hold(tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_a_killed_driver_leaves_a_lock_that_does_not_hold(tmp_path: Path) -> Non
 import sys, time
 from pathlib import Path
 from pipeline.lock import Lock
-Lock(Path({str(tmp_path / LOCK)!r}))
+Lock(Path({str(tmp_path / LOCK_FILE)!r}))
 print("has it", flush=True)
 time.sleep(60)
 """
@@ -153,7 +155,7 @@ time.sleep(60)
     assert child.stdout is not None
     assert child.stdout.readline() == b"has it\n"
     with pytest.raises(RunLockedError, match=f"process {child.pid}"):
-        Lock(tmp_path / LOCK)
+        RunLock(tmp_path / LOCK_FILE)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    Lock(tmp_path / LOCK).release()
+    RunLock(tmp_path / LOCK_FILE).release()

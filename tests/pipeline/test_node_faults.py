@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.commands.experiment import drive, prepare
+from pipeline.commands.experiment import drive, prepare_run
 from pipeline.run import Run
 from rlinf.errors import InputError
 from tests.pipeline.helpers import contents
@@ -101,7 +101,7 @@ def test_a_read_only_filesystem_is_one_clear_error_and_the_run_goes_on(
 ) -> None:
     values = compose("iterations=1")
     values["run"]["root"] = str(mounted)
-    run = prepare(values)
+    run = prepare_run(values)
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
     with pytest.raises(InputError, match=r"[Rr]ead-only"):
         drive(run)

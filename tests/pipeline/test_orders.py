@@ -20,17 +20,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.commands.experiment import compose, drive
-from pipeline.commands.export import versions
-from pipeline.driver import InProcess
-from pipeline.flow import Graph, Node
-from pipeline.freeze import create_run
+from pipeline.commands.export import weight_versions
+from pipeline.driver import InProcessExecutor
+from pipeline.graph import Graph, StageNode
+from pipeline.resume import OnMismatch, create_run
 from pipeline.run import Run
-from pipeline.settle import Choice
 from rlinf.artifacts import read_manifest
 from rlinf.config import RunConfig, validate
-from rlinf.errors import Interrupted, MismatchError
-from stages import code
-from stages.layout import KEPT, METRICS, stage_folder
+from rlinf.errors import InterruptedByUser, MismatchError
+from stages import identity
+from stages.layout import LEDGER_FILE, METRICS_FILE, stage_folder
 from stages.runner import StageCall
 from tests.pipeline.helpers import contents, no_report
 
@@ -39,20 +38,20 @@ WORDS = [
     "experiment=cartpole_ppo",
     "++log.trackers=[]",
     "++model.hidden=[4]",
-    "++rollout.batch=2",
+    "++rollout.batch_size=2",
     "++rollout.horizon=8",
     "++algorithm.epochs=1",
     "++algorithm.minibatches=1",
     "++evaluate.every=1",
     "++evaluate.samples=2",
     "++evaluate.horizon=4",
-    "++retention.last=1",
-    "++retention.trajectories=1",
+    "++retention.keep_last=1",
+    "++retention.keep_trajectories=1",
     "++reward.name=reward_of_orders:Mine",
     "++reward.scale=1.0",
 ]
 REWARD = """
-from rlinf.rewards.environment import EnvironmentReward
+from rlinf.rewards.task_rewards import EnvironmentReward
 
 class Mine(EnvironmentReward):
     def judge(self, trajectories, scores):
@@ -118,19 +117,19 @@ def same(setting: Setting) -> Setting:
     return setting
 
 
-Step = tuple[Choice, Callable[[Setting], Setting]]
+Step = tuple[OnMismatch, Callable[[Setting], Setting]]
 CHANGES = (longer, other_rate, other_scale, other_evaluation, edit)
 STEPS: list[Step] = [
-    (Choice.ASK, longer),
-    *((Choice.KEEP, change) for change in CHANGES),
-    *((Choice.REDO, change) for change in (*CHANGES, shorter, same)),
+    (OnMismatch.ERROR, longer),
+    *((OnMismatch.KEEP, change) for change in CHANGES),
+    *((OnMismatch.RECOMPUTE, change) for change in (*CHANGES, shorter, same)),
 ]
 FEW: list[Step] = [
-    (Choice.ASK, longer),
-    (Choice.KEEP, other_rate),
-    (Choice.KEEP, edit),
-    (Choice.REDO, other_scale),
-    (Choice.REDO, shorter),
+    (OnMismatch.ERROR, longer),
+    (OnMismatch.KEEP, other_rate),
+    (OnMismatch.KEEP, edit),
+    (OnMismatch.RECOMPUTE, other_scale),
+    (OnMismatch.RECOMPUTE, shorter),
 ]
 
 
@@ -145,7 +144,7 @@ class Lab:
     def place(self) -> Path:
         return self._root / f"r{next(self._count)}"
 
-    def go(self, setting: Setting, root: Path, choice: Choice = Choice.ASK) -> Path:
+    def go(self, setting: Setting, root: Path, choice: OnMismatch = OnMismatch.ERROR) -> Path:
         self._write_code(setting.edition)
         run = create_run(validate(RunConfig, setting.values(root)), {}, choice)
         drive(run)
@@ -166,12 +165,16 @@ class Lab:
         choice, change = step
         after = change(setting)
         before = contents(run)
-        if choice is Choice.ASK and after.iterations <= setting.iterations and after != setting:
+        if (
+            choice is OnMismatch.ERROR
+            and after.iterations <= setting.iterations
+            and after != setting
+        ):
             with pytest.raises(MismatchError):
                 self.go(after, root, choice)
             return setting
         self.go(after, root, choice)
-        if choice is Choice.REDO:
+        if choice is OnMismatch.RECOMPUTE:
             self._equals_a_fresh_run(run, after)
         else:
             consistent(run)
@@ -186,9 +189,9 @@ class Lab:
     def _equals_a_fresh_run(self, run: Path, setting: Setting) -> None:
         fresh = self.fresh(setting)
         assert contents(run) == contents(fresh)
-        assert (run / METRICS).read_bytes() == (fresh / METRICS).read_bytes()
-        assert not (run / KEPT).exists()
-        there, wanted = versions(run), versions(fresh)
+        assert (run / METRICS_FILE).read_bytes() == (fresh / METRICS_FILE).read_bytes()
+        assert not (run / LEDGER_FILE).exists()
+        there, wanted = weight_versions(run), weight_versions(fresh)
         assert there.keys() >= wanted.keys()
         for version in wanted:
             assert _bytes(there[version]) == _bytes(wanted[version])
@@ -197,7 +200,7 @@ class Lab:
     def _share(run: Path) -> float:
         """Further iterations run at the last rate of the schedule."""
         settings = Run.open(run).config.optimizer
-        return settings.rate(10**6, settings.schedule_iterations or 1) / settings.lr
+        return settings.learning_rate(10**6, settings.lr_decay_iterations or 1) / settings.lr
 
     def _write_code(self, edition: int) -> None:
         text = REWARD.format(factor=float(edition))
@@ -211,10 +214,10 @@ def consistent(run: Path) -> None:
     """Every result was made of the inputs that are there."""
     graph = Graph(Run.open(run).config)
     for node in graph.nodes():
-        manifest = read_manifest(graph.folder(run, node))
+        manifest = read_manifest(graph.output_folder(run, node))
         assert manifest is not None
         for name, source in graph.inputs(node).items():
-            made = read_manifest(graph.folder(run, source))
+            made = read_manifest(graph.output_folder(run, source))
             assert made is not None
             assert manifest.inputs[name] == made.content, f"{name} of {node.name}"
 
@@ -223,7 +226,7 @@ def forget_code() -> None:
     """Let this process read the user's module again, as the process of a new start would."""
     sys.modules.pop("reward_of_orders", None)
     importlib.invalidate_caches()
-    for cached in (code._module, code._file, code._path, code._recorded):
+    for cached in (identity._module, identity._file, identity._path, identity._recorded):
         cached.cache_clear()
 
 
@@ -264,17 +267,17 @@ def test_redo_after_keep_makes_anew_what_was_kept(lab: Lab) -> None:
     start = Setting(iterations=4)
     root = lab.copy(lab.fresh(start))
     run = root / "orders"
-    kept = lab.take(run, root, start, (Choice.KEEP, lambda s: longer(other_rate(s))))
-    after = lab.take(run, root, kept, (Choice.REDO, other_scale))
-    assert list((run / "set-aside").glob(f"*/{KEPT}")), "the ledger is not lost"
-    lab.take(run, root, after, (Choice.REDO, lambda s: replace(s, iterations=2)))
+    kept = lab.take(run, root, start, (OnMismatch.KEEP, lambda s: longer(other_rate(s))))
+    after = lab.take(run, root, kept, (OnMismatch.RECOMPUTE, other_scale))
+    assert list((run / "set-aside").glob(f"*/{LEDGER_FILE}")), "the ledger is not lost"
+    lab.take(run, root, after, (OnMismatch.RECOMPUTE, lambda s: replace(s, iterations=2)))
 
 
-class Interrupting(InProcess):
+class Interrupting(InProcessExecutor):
     """Ends the driver as a person does, when it comes to the second update."""
 
-    def start(self, node: Node, call: StageCall) -> None:
-        if node == Node("train", 1):
+    def start(self, node: StageNode, call: StageCall) -> None:
+        if node == StageNode("train", 1):
             raise KeyboardInterrupt
         super().start(node, call)
 
@@ -287,11 +290,11 @@ def test_a_redo_that_was_interrupted_can_be_kept_without_mixing(
     run, scaled = root / "orders", other_scale(start)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.commands.experiment.InProcess", Interrupting)
-        with pytest.raises(Interrupted):
-            lab.go(scaled, root, Choice.REDO)
+        with pytest.raises(InterruptedByUser):
+            lab.go(scaled, root, OnMismatch.RECOMPUTE)
     old = {name: digest for name, digest in contents(run).items() if "/train" in name}
     assert old.keys() == {"it/0000/train", "it/0002/train"}, "the second is of the old rewards"
-    lab.go(other_rate(scaled), root, Choice.KEEP)
+    lab.go(other_rate(scaled), root, OnMismatch.KEEP)
     consistent(run)
     now = contents(run)
     assert [now[name] == old[name] for name in sorted(old)] == [True, False]
@@ -304,7 +307,7 @@ def test_longer_sequences(lab: Lab, seed: int, steps: list[Step]) -> None:
     root = lab.copy(lab.fresh(setting))
     for step in steps:
         setting = lab.take(root / "orders", root, setting, step)
-    lab.take(root / "orders", root, setting, (Choice.REDO, same))
+    lab.take(root / "orders", root, setting, (OnMismatch.RECOMPUTE, same))
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ from pipeline.commands.experiment import compose
 from pipeline.commands.export import export_weights
 from pipeline.commands.status import read_status
 from pipeline.plan import Plan
-from pipeline.planning.profile.alone import like
-from pipeline.report.data import read
+from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.report.data import read_report_data
 from pipeline.run import Run
 from rlinf.config import RunConfig, validate
-from stages.parts import newer_weights
-from stages.resident import Resident
+from stages.factory import newer_weights_poller
+from stages.worker_state import WorkerState
 from tests.conftest import QUIET, TINY
 from tests.pipeline.helpers import contents, run_here
 
@@ -57,7 +57,7 @@ def test_status_and_report_say_what_they_say_of_other_flows(
     said, other = read_status(run), read_status(tiny_run)
     assert (said.finished, said.stage) == (2, "finished")
     assert said.reward == other.reward is not None
-    found, known = read(run), read(tiny_run)
+    found, known = read_report_data(run), read_report_data(tiny_run)
     assert found.warm_start == known.warm_start != []
     assert found.samples == known.samples != {}
     begun = tmp_path / "begun"
@@ -70,7 +70,7 @@ def test_status_and_report_say_what_they_say_of_other_flows(
 
 
 def test_a_profile_begins_with_what_the_run_made(run: Path, tmp_path: Path) -> None:
-    made = like(Run.open(run), Plan(), tmp_path, "alone", 1)
+    made = clone_run(Run.open(run), Plan(), tmp_path, "alone", 1)
     assert rlinf.load(made.folder).versions() == [0]
     graph_key = (made.folder / "prepare/manifest.json").read_text()
     assert (run / "prepare/manifest.json").read_text() != graph_key, "its own key"
@@ -79,9 +79,9 @@ def test_a_profile_begins_with_what_the_run_made(run: Path, tmp_path: Path) -> N
 def test_newer_weights_come_in_while_a_rollout_goes_on(run: Path) -> None:
     config = validate(RunConfig, compose(WORDS))
     engine: Any = SimpleNamespace(version=0)
-    resident = Resident(engine_weights="of version 0")
+    resident = WorkerState(engine_weights="of version 0")
     ctx: Any = SimpleNamespace(run=run, iteration=2, resident=resident, config=config)
-    found = newer_weights(ctx, engine)()
+    found = newer_weights_poller(ctx, engine)()
     assert found is not None
     folder, version = found
     assert version == 2

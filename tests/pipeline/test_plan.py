@@ -10,13 +10,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.needs import pool_needs
 from pipeline.plan import Plan, parse_plan, read_plan
-from rlinf import tree
+from pipeline.resources import pool_resources
+from rlinf import package_paths
 from rlinf.errors import PlanError
 from stages.flow import on_policy
 
-PLANS = tree.ROOT / "configs" / "plans"
+PLANS = package_paths.ROOT / "configs" / "plans"
 
 resources = st.fixed_dictionaries(
     {},
@@ -31,22 +31,22 @@ resources = st.fixed_dictionaries(
 )
 
 
-@given(resources, st.dictionaries(st.sampled_from(sorted(on_policy.table)), resources))
+@given(resources, st.dictionaries(st.sampled_from(sorted(on_policy.all_stages)), resources))
 def test_a_plan_says_the_same_after_it_was_written_and_read(
     defaults: dict[str, Any], stages: dict[str, dict[str, Any]]
 ) -> None:
     """Also of stages that leave something to the defaults."""
     plan = parse_plan({"defaults": defaults, "stages": stages}, "plan")
-    again = parse_plan(yaml.safe_load(yaml.safe_dump(plan.dump())), "plan")
+    again = parse_plan(yaml.safe_load(yaml.safe_dump(plan.to_dict())), "plan")
     assert again == plan
-    assert all(again.of(stage) == plan.of(stage) for stage in on_policy.table)
+    assert all(again.stage_plan(stage) == plan.stage_plan(stage) for stage in on_policy.all_stages)
 
 
 def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
     plan = parse_plan({"defaults": {"cpus": 4}, "stages": {"train": {"processes": 2}}}, "plan")
-    again = parse_plan(plan.dump(), "plan")
-    assert (again.of("train").cpus, again.of("train").processes) == (4, 2)
-    assert again.of("rollout").processes == 1
+    again = parse_plan(plan.to_dict(), "plan")
+    assert (again.stage_plan("train").cpus, again.stage_plan("train").processes) == (4, 2)
+    assert again.stage_plan("rollout").processes == 1
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
         ({"stages": {"train": {"proceses": 2}}}, "proceses.*did you mean 'processes'"),
         ({"stages": {"train": {"shares": [2, 1]}}}, "train.*2 numbers for 1 x 1"),
         ({"stages": {"train": {"shares": {"h100": 0}}}}, "shares.*h100.*greater than 0"),
-        ({"grain": "segment"}, "pools"),
+        ({"execution": "segment"}, "pools"),
         ({"pools": [{"stages": ["train"], "gpus": {"h100": 1}}]}, "pools"),
         (
             {
-                "grain": "segment",
+                "execution": "segment",
                 "pools": [
                     {"stages": ["train"], "gpus": {"h100": 1}},
                     {"stages": ["rollout", "train"], "gpus": {"h100": 1}},
@@ -69,12 +69,12 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
             "'train' is in two pools",
         ),
         (
-            {"grain": "segment", "pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
+            {"execution": "segment", "pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
             r"pools\[0\].*did you mean 'train'",
         ),
         (
             {
-                "grain": "segment",
+                "execution": "segment",
                 "pools": [
                     {"stages": ["rollout"], "workers": 1, "gpus": {"h100": 1}},
                     {"stages": ["train"], "gpus": {"h100": 1}},
@@ -94,9 +94,9 @@ def test_what_a_plan_cannot_mean_is_refused_with_the_key(values: Any, words: str
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
     plan = read_plan(path)
-    plan.check_edges({})
+    plan.check_transports({})
     for number, pool in enumerate(plan.pools):
-        parts = pool_needs(plan, number)
+        parts = pool_resources(plan, number)
         assert [needs.partition for needs in parts] == list(pool.gpus)
         if len(parts) == 1:
             (kind,) = pool.gpus
@@ -107,9 +107,9 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
 @pytest.mark.parametrize("said", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
 def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict[str, int]) -> None:
     pool = {"stages": ["rollout", "reward", "inference", "train"], "gpus": {"h100": 3}}
-    plan = parse_plan({"grain": "segment", "pools": [pool], "stages": {"train": said}}, "plan")
+    plan = parse_plan({"execution": "segment", "pools": [pool], "stages": {"train": said}}, "plan")
     with pytest.raises(PlanError, match=r"pools\[0\].gpus: 3 h100, but its stages ask for"):
-        pool_needs(plan, 0)
+        pool_resources(plan, 0)
 
 
 def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
 
 def test_reward_is_one_process_whatever_the_defaults_say() -> None:
     plan = Plan.model_validate({"defaults": {"nodes": 2, "processes": 2, "shares": [1, 1, 2, 2]}})
-    assert plan.of("reward").nodes == plan.of("reward").processes == 1
-    assert plan.of("reward").shares is None
-    assert plan.alone("reward")
-    assert not plan.alone("train")
+    assert plan.stage_plan("reward").nodes == plan.stage_plan("reward").processes == 1
+    assert plan.stage_plan("reward").speed_weights is None
+    assert plan.is_single_process("reward")
+    assert not plan.is_single_process("train")
 
 
 def test_reward_is_as_many_as_the_plan_gives_it_itself() -> None:
     plan = Plan.model_validate({"stages": {"reward": {"processes": 3}}})
-    assert plan.of("reward").processes == 3
-    assert not plan.alone("reward")
+    assert plan.stage_plan("reward").processes == 3
+    assert not plan.is_single_process("reward")

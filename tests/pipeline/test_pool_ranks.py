@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.commands.experiment import checked, execute
-from pipeline.metrics import manifest_of
+from pipeline.commands.experiment import run_experiment, validate_experiment
+from pipeline.metrics import stage_manifest
 from rlinf.errors import RlinfError
 from tests.pipeline.test_driver import weights
 from tests.pipeline.test_layouts import samples
@@ -23,8 +23,8 @@ ALL = {"processes": 3}
 
 def plan(**ranks: list[int]) -> dict[str, Any]:
     return {
-        "grain": "segment",
-        "chunks": 2,
+        "execution": "segment",
+        "num_chunks": 2,
         "stages": dict.fromkeys(("rollout", "inference", "train"), ALL),
         "pools": [{"stages": STAGES, "gpus": {"local": 3}, "ranks": ranks}],
     }
@@ -32,7 +32,7 @@ def plan(**ranks: list[int]) -> dict[str, Any]:
 
 def workers(run: Path, stage: str, iteration: int) -> list[int]:
     """The ranks that computed a stage."""
-    manifest = manifest_of(run, stage, iteration)
+    manifest = stage_manifest(run, stage, iteration)
     assert manifest is not None
     names = {span["worker"] for span in manifest.timing["spans"]}
     return sorted(int(name.rpartition("-r")[2]) for name in names)
@@ -44,7 +44,7 @@ def test_stages_side_by_side_end_as_in_one_process(
 ) -> None:
     values = compose("run.name=hybrid", "cluster=local", "iterations=2")
     values["plan"] = plan(rollout=[0, 2], reward=[1], evaluate=[1])
-    execute(values)
+    run_experiment(values)
     run = tmp_path / "hybrid"
     for iteration in range(2):
         assert workers(run, "rollout", iteration) == [0, 2]
@@ -71,14 +71,21 @@ def test_processes_that_a_stage_cannot_have_are_refused(
     ranks: dict[str, list[int]], text: str, compose: Compose
 ) -> None:
     with pytest.raises(RlinfError, match=text) as error:
-        checked({**compose("cluster=local"), "plan": plan(**ranks)})
+        validate_experiment({**compose("cluster=local"), "plan": plan(**ranks)})
     assert error.value.exit_code == 65
 
 
 def test_an_elastic_pool_has_none(compose: Compose) -> None:
     pools = [
-        {"stages": ["rollout"], "gpus": {"local": 2}, "workers": 2, "ranks": {"rollout": [0]}},
+        {
+            "stages": ["rollout"],
+            "gpus": {"local": 2},
+            "workers": 2,
+            "stage_ranks": {"rollout": [0]},
+        },
         {"stages": STAGES[1:], "gpus": {"local": 1}},
     ]
     with pytest.raises(RlinfError, match=r"pools\[0\]\.ranks: each worker is a job of one process"):
-        checked({**compose("cluster=local"), "plan": {"grain": "segment", "pools": pools}})
+        validate_experiment(
+            {**compose("cluster=local"), "plan": {"execution": "segment", "pools": pools}}
+        )

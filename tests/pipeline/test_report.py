@@ -18,18 +18,23 @@ import pytest
 import yaml
 
 from pipeline import metrics
-from pipeline.commands.experiment import execute, prepare
+from pipeline.commands.experiment import prepare_run, run_experiment
 from pipeline.commands.status import read_status
-from pipeline.notices import notices
+from pipeline.health_checks import run_warnings
 from pipeline.report import write_report
-from pipeline.report.charts import CHARTS
-from pipeline.report.data import read
-from pipeline.report.page import shown, stage_table, tiles
-from pipeline.report.transcripts import Sample, chosen, pack, samples_of
+from pipeline.report.data import read_report_data
+from pipeline.report.page import redact_yaml, stage_table, summary_tiles
+from pipeline.report.static_charts import CHARTS
+from pipeline.report.transcripts import (
+    TranscriptSample,
+    read_samples,
+    select_samples,
+    transcript_columns,
+)
 from pipeline.run import Run
-from rlinf import tree
-from rlinf.artifacts import content_digest, prune, read_manifest
-from rlinf.channels.file import read_records, write_records
+from rlinf import package_paths
+from rlinf.artifacts import content_digest, prune_output, read_manifest
+from rlinf.channels.record_files import read_records, write_records
 from tests.conftest import TINY
 
 Compose = Callable[..., dict[str, Any]]
@@ -41,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("runs")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", *TINY]
-    execute(hydra_compose([*words, "++log.trackers=[tensorboard]"]))
+    run_experiment(hydra_compose([*words, "++log.trackers=[tensorboard]"]))
     return root / "tiny"
 
 
@@ -123,13 +128,13 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
     page = write_report(run).read_text()
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     about = json.loads((run / "run.json").read_text())
-    assert facts["seed"] == str(read(run).run.config.seed)
+    assert facts["seed"] == str(read_report_data(run).run.config.seed)
     assert facts["started"] == about["created"]
     assert facts["started on"] == facts["hosts"] == socket.gethostname()
     assert {"python", "torch", "transformers", "rlinf", "commit"} <= facts.keys() | (
-        set() if (tree.ROOT / ".git").exists() else {"commit"}
+        set() if (package_paths.ROOT / ".git").exists() else {"commit"}
     )
-    table = {row["stage"]: row for row in stage_table(read(run))}
+    table = {row["stage"]: row for row in stage_table(read_report_data(run))}
     assert float(table["train"]["memory"]) > 0.05
     assert float(table["warm_start"]["cores"]) > 0
     (run / "run.json").write_text(json.dumps({"name": "of an earlier version"}))
@@ -138,9 +143,9 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
 
 def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [json.dumps({**row, "reward/kept_share": 0.0}) + "\n" for row in rows]
+    lines = [json.dumps({**row, "reward/used_fraction": 0.0}) + "\n" for row in rows]
     (run / "metrics.jsonl").write_text("".join(lines))
-    said = notices(Run.open(run))
+    said = run_warnings(Run.open(run))
     assert said
     page = write_report(run).read_text()
     top = page.partition('id="notices"')[2].partition("</ul>")[0]
@@ -149,15 +154,17 @@ def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
 
 def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
     many = [
-        Sample(i, 10, i / 1000, "length" if i == 555 else "stop", f"p{i // 8}", f"t{i}", "")
+        TranscriptSample(
+            i, 10, i / 1000, "length" if i == 555 else "stop", f"p{i // 8}", f"t{i}", ""
+        )
         for i in range(1000)
     ]
-    some = chosen(many, 40)
+    some = select_samples(many, 40)
     assert len(some) == len(set(some)) == 40
     assert {many[0], many[1], many[999], many[998], many[555]} <= set(some)
-    assert chosen(many[:3], 40) == [many[0], many[2], many[1]]
+    assert select_samples(many[:3], 40) == [many[0], many[2], many[1]]
     long = [s._replace(text="x" * 20_000) for s in many]
-    packed = pack({4: long, 9: many[:8]})
+    packed = transcript_columns({4: long, 9: many[:8]})
     texts = packed["columns"]["text"]
     assert packed["iterations"] == [5, 10]
     assert packed["total"] == 1008
@@ -170,10 +177,10 @@ def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
 
 def test_unfinished_and_pruned_runs_have_a_report(run: Path, compose: Compose) -> None:
     shutil.rmtree(run / "it/0001/train")
-    prune(run / "it/0000/rollout")
+    prune_output(run / "it/0000/rollout")
     shutil.rmtree(run / "evaluate")
     assert write_report(run).exists()
-    empty = prepare(compose())
+    empty = prepare_run(compose())
     assert write_report(empty.folder).exists()
 
 
@@ -186,7 +193,7 @@ def test_an_altered_file_of_trajectories_is_left_out_and_said(run: Path) -> None
         data = bytearray(whole)
         data[at] ^= 1 << int(random.integers(8))
         path.write_bytes(bytes(data))
-        if not samples_of(run, 1):
+        if not read_samples(run, 1):
             unreadable += 1
             last = bytes(data)
     assert unreadable
@@ -198,7 +205,7 @@ def test_an_altered_file_of_trajectories_is_left_out_and_said(run: Path) -> None
 def test_metrics_are_rebuilt_to_the_same_bytes(run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").unlink()
-    metrics.write(run)
+    metrics.rewrite_metrics(run)
     assert (run / "metrics.jsonl").read_bytes() == before
     timings = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
     assert len(timings) == 10
@@ -226,7 +233,7 @@ def test_the_status_of_a_run(run: Path) -> None:
 
 
 def test_the_tiles_name_the_scores(run: Path) -> None:
-    shown = dict(tiles(read(run)))
+    shown = dict(summary_tiles(read_report_data(run)))
     assert shown["iterations"] == "2 of 2"
     assert {"held-out score before RL", "held-out score now"} <= shown.keys()
 
@@ -240,10 +247,10 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
     wait = {**whole, "name": "wait", "end": (whole["start"] + whole["end"]) / 2}
     manifest.timing["spans"] = [wait, whole]
     (run / "it/0001/train/manifest.json").write_text(manifest.to_json())
-    data = read(run)
+    data = read_report_data(run)
     lane = f"pool 1 · rank 0 · {whole['host']}"
-    mine = [piece for piece in data.pieces if piece.lane == lane]
-    assert [piece.computes for piece in mine] == [False, True]
+    mine = [piece for piece in data.segments if piece.lane == lane]
+    assert [piece.is_computing for piece in mine] == [False, True]
     (entry,) = [s for s in data.stages if (s["stage"], s["iteration"]) == ("train", 1)]
     assert entry["seconds"] == pytest.approx((whole["end"] - whole["start"]) / 2, abs=1e-6)
     page = write_report(run).read_text()
@@ -273,12 +280,12 @@ def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:
 
 def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
     config = "run:\n  name: a\ncluster:\n  launcher: slurm\n  env: {JUDGE_KEY: sk-1, OTHER: x}\n"
-    told = shown(config)
+    told = redact_yaml(config)
     assert "sk-1" not in told
     assert yaml.safe_load(told)["cluster"] == {
         "launcher": "slurm",
         "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
     }
-    assert "hooks" not in shown("cluster: {notify: [curl, https://hooks.example/T/S]}\n")
+    assert "hooks" not in redact_yaml("cluster: {notify: [curl, https://hooks.example/T/S]}\n")
     plain = "# as it is\nrun: {name: a}\ncluster: {env: {}}\n"
-    assert shown(plain) == plain
+    assert redact_yaml(plain) == plain

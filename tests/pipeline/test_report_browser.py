@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.long_run import stretch
+from benchmarks.report import stretch_run
 from pipeline.report import write_report
 from tests.browser import Browser, browser, missing
 from tests.pipeline.test_report import HOSTILE, make_hostile
@@ -28,7 +28,9 @@ LOSS = "#plot-train-loss .u-over"
 
 @pytest.fixture(scope="module")
 def long_run(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stretch(tiny_run, tmp_path_factory.mktemp("long") / "long", ITERATIONS, workers=WORKERS)
+    return stretch_run(
+        tiny_run, tmp_path_factory.mktemp("long") / "long", ITERATIONS, workers=WORKERS
+    )
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.report import page
-from pipeline.report.charts import draw_line, fit_range
-from pipeline.report.plots import bin_edges, numbers
+from pipeline.report.interactive_charts import bin_edges, json_numbers
+from pipeline.report.static_charts import draw_line, set_axis_range
 
 CASES: dict[str, list[float]] = {
     "one point": [0.5],
@@ -41,7 +41,7 @@ def test_a_picture_shows_every_value_and_no_label_twice(name: str) -> None:
     values = np.array(CASES[name])
     figure, axis = plt.subplots(figsize=(3.3, 2.3))
     draw_line(axis, np.arange(1, len(values) + 1), values)
-    fit_range(axis)
+    set_axis_range(axis)
     axis.ticklabel_format(axis="y", scilimits=(-3, 4))
     figure.canvas.draw()
     low, high = axis.get_ylim()
@@ -63,15 +63,15 @@ def test_a_picture_shows_every_value_and_no_label_twice(name: str) -> None:
 def test_a_picture_without_a_finite_value_says_so() -> None:
     figure, axis = plt.subplots()
     draw_line(axis, np.arange(2), np.array([math.nan, math.inf]))
-    fit_range(axis)
+    set_axis_range(axis)
     assert [text.get_text() for text in axis.texts] == ["no finite value"]
     plt.close(figure)
 
 
 def test_the_page_keeps_small_differences() -> None:
-    assert numbers([1.0, 1.0 + 1e-9, None, math.nan]) == [1.0, 1.000000001, None, None]
-    assert numbers([0.123456789, 2.0]) == [0.123457, 2.0]
-    assert numbers([]) == []
+    assert json_numbers([1.0, 1.0 + 1e-9, None, math.nan]) == [1.0, 1.000000001, None, None]
+    assert json_numbers([0.123456789, 2.0]) == [0.123457, 2.0]
+    assert json_numbers([]) == []
 
 
 @given(st.floats(-1e300, 1e300), st.floats(0, 1e300))

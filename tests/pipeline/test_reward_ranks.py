@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import execute
-from pipeline.metrics import manifest_of
-from rlinf.channels.file import FileReader
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import stage_manifest
+from rlinf.channels.record_files import RecordFileReader
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 RANKS = {"reward": {"processes": 2}}
 POOLS = {
-    "grain": "segment",
+    "execution": "segment",
     "stages": RANKS,
     "pools": [
         {"stages": ["rollout", "train", "inference"], "gpus": {"local": 1}},
@@ -30,7 +30,7 @@ def rewards(run: Path) -> dict[int, int]:
     """Digests by sample."""
     folder = run / "it/0000/reward"
     (data,) = folder.glob("data-*")
-    records = FileReader(data.glob("rewards-*.h5"))
+    records = RecordFileReader(data.glob("rewards-*.h5"))
     return {record.identity.sample: record.digest() for record in records}
 
 
@@ -45,8 +45,8 @@ def test_several_processes_judge_as_one_does(
     plan: dict[str, Any], tiny_run: Path, compose: Compose, tmp_path: Path
 ) -> None:
     values = {**compose("run.name=two", "cluster=local", "iterations=1"), "plan": plan}
-    execute(values)
-    manifest = manifest_of(tmp_path / "two", "reward", 0)
+    run_experiment(values)
+    manifest = stage_manifest(tmp_path / "two", "reward", 0)
     assert manifest is not None
     assert manifest.world == 2
     assert rewards(tmp_path / "two") == rewards(tiny_run)

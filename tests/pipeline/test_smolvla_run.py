@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.commands.experiment import checked, execute
-from rlinf.channels.file import FileReader
-from rlinf.data.instructions import INSTRUCTION, decoded
+from pipeline.commands.experiment import run_experiment, validate_experiment
+from rlinf.channels.record_files import RecordFileReader
+from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
 from rlinf.errors import ConfigError
-from rlinf.tensors import load_tensors
+from rlinf.safetensors_io import load_tensors
 from tests.environments import need_environment
 from tests.pipeline.helpers import output
 
@@ -31,14 +31,14 @@ SMALL = [
     "model.kv_heads=1",
     "model.intermediate=64",
     "model.vision_hidden=16",
-    "model.patch=8",
+    "model.patch_size=8",
     "model.vision_heads=2",
     "warm_start.max_steps=12",
-    "warm_start.batch=1",
+    "warm_start.batch_size=1",
     "warm_start.lr=3e-3",
-    "warm_start.lr_warmup=0",
-    "warm_start.scored=false",
-    "rollout.batch=2",
+    "warm_start.lr_warmup_steps=0",
+    "warm_start.eval_generation=false",
+    "rollout.batch_size=2",
     "rollout.group_size=2",
     "rollout.horizon=3",
     "algorithm.minibatches=2",
@@ -52,21 +52,23 @@ SMALL = [
 def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Compose) -> None:
     need_environment("metaworld")
     values = compose(*SMALL, experiment="metaworld_smolvla")
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "smolvla"
     losses = [row["loss"] for row in output(run, "warm_start")[0].extra["curve"]]
     assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
     for iteration in range(2):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
-        records = list(FileReader(data.glob("*.h5")))
+        records = list(RecordFileReader(data.glob("*.h5")))
         assert len(records) == 4
         for record in records:
             steps = record.steps
             assert steps["actions"].shape == steps["logprobs"].shape == (3, 8, 4)
             assert steps["chain"].shape == (3, 5, 8, 4)
             assert steps["executed"].tolist() == [8, 8, 8]
-            assert {decoded(row) for row in steps[INSTRUCTION]} == {"drawer close"}
-        gap = output(run, "it", f"{iteration:04d}", "inference")[0].metrics["logprob_gap_max"]
+            assert {decode_instruction(row) for row in steps[INSTRUCTION_COLUMN]} == {
+                "drawer close"
+            }
+        gap = output(run, "it", f"{iteration:04d}", "inference")[0].metrics["logprob_diff_max"]
         assert gap[0] / gap[1] < 1e-5 if isinstance(gap, (list, tuple)) else gap < 1e-5
     before, after = (
         load_tensors(output(run, *place)[1] / "weights" / "model.safetensors")
@@ -81,7 +83,7 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(compose: Comp
 
 def test_what_cannot_work_is_refused_before_anything_is_written(compose: Compose) -> None:
     need_environment("metaworld")
-    values = compose("model.patch=7", experiment="metaworld_smolvla")
+    values = compose("model.patch_size=7", experiment="metaworld_smolvla")
     with pytest.raises(ConfigError, match=r"model\.image: pictures are shown as 96 x 96"):
-        checked(values)
+        validate_experiment(values)
     assert not (Path(values["run"]["root"]) / "metaworld_smolvla").exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import execute
+from pipeline.commands.experiment import run_experiment
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError
 from stages.identity import stage_key
@@ -16,10 +16,10 @@ from tests.pipeline.helpers import budget_gib, contents, moves
 
 Compose = Callable[..., dict[str, Any]]
 WORDS = {
-    "arithmetic_grpo": ("algorithm.kl_coefficient=0.1", "algorithm.old_logprobs=recompute"),
+    "arithmetic_grpo": ("algorithm.kl_loss_coef=0.1", "algorithm.old_logprobs=recompute"),
     "cartpole_ppo": (
         "iterations=2",
-        "rollout.batch=4",
+        "rollout.batch_size=4",
         "rollout.horizon=16",
         "evaluate.samples=2",
         "evaluate.horizon=16",
@@ -35,9 +35,9 @@ def test_a_budget_for_one_stage_at_a_time_changes_no_byte(
     compose: Compose, tmp_path: Path, experiment: str
 ) -> None:
     words = WORDS[experiment]
-    execute(compose("run.name=large", *words, experiment=experiment))
+    run_experiment(compose("run.name=large", *words, experiment=experiment))
     small = f"device_memory_gib={budget_gib(tmp_path / 'large', 4.2)}"
-    execute(compose("run.name=small", small, *words, experiment=experiment))
+    run_experiment(compose("run.name=small", small, *words, experiment=experiment))
     assert contents(tmp_path / "small") == contents(tmp_path / "large")
     assert min(moves(tmp_path / "small").values()) > 0
     assert not max(moves(tmp_path / "large").values())
@@ -45,7 +45,7 @@ def test_a_budget_for_one_stage_at_a_time_changes_no_byte(
 
 def test_a_budget_too_small_for_one_stage_says_so(compose: Compose) -> None:
     with pytest.raises(ConfigError, match=r"device_memory_gib: .*FSDPTrainer needs .* gradients"):
-        execute(compose("device_memory_gib=0.0002", *WORDS["arithmetic_grpo"]))
+        run_experiment(compose("device_memory_gib=0.0002", *WORDS["arithmetic_grpo"]))
 
 
 def test_a_budget_is_no_part_of_what_a_stage_is(compose: Compose) -> None:

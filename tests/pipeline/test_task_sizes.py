@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.check import check, completed
-from pipeline.commands.experiment import execute, prepare
-from pipeline.commands.overrides import reopen
+from pipeline.commands.experiment import prepare_run, reopen_run, run_experiment
+from pipeline.validate_config import complete_config, validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.envs.gym_config import ActionConfig
 from rlinf.errors import ConfigError
@@ -30,23 +29,23 @@ def frozen(run: Path) -> dict[str, Any]:
 
 def test_what_is_not_given_is_read_and_frozen(compose: Compose) -> None:
     values = compose(*ANY, "model.hidden=[8]", experiment="pendulum_sac")
-    run = prepare(values)
+    run = prepare_run(values)
     task = frozen(run.folder)
     assert task["observation"] == 3
     assert task["action"] == PENDULUM
-    assert prepare(values).config.task == run.config.task, "the same words are the same run"
+    assert prepare_run(values).config.task == run.config.task, "the same words are the same run"
 
 
 def test_what_was_read_is_read_again_for_another_environment(compose: Compose) -> None:
     words = ("task=gym", "task.id=CartPole-v1", "model.hidden=[8]")
-    run = prepare(compose(*words, experiment="cartpole_ppo"))
+    run = prepare_run(compose(*words, experiment="cartpole_ppo"))
     assert frozen(run.folder)["observation"] == 4
-    reopen(run.folder, ["evaluate.every=7"])
-    reopen(run.folder, ["task.id=Acrobot-v1"])
+    reopen_run(run.folder, ["evaluate.every=7"])
+    reopen_run(run.folder, ["task.id=Acrobot-v1"])
     task = frozen(run.folder)
     assert (task["observation"], task["action"]["size"]) == (6, 3)
     fresh = compose(*words, "task.id=Acrobot-v1", "run.name=fresh", experiment="cartpole_ppo")
-    assert task == frozen(prepare(fresh).folder)
+    assert task == frozen(prepare_run(fresh).folder)
 
 
 def test_what_was_read_stays_where_the_task_does(
@@ -55,22 +54,24 @@ def test_what_was_read_stays_where_the_task_does(
     """The machine that goes on with a run need not be able to build a simulator."""
     import sys
 
-    run = prepare(compose(*ANY, "model.hidden=[8]", experiment="pendulum_sac"))
+    run = prepare_run(compose(*ANY, "model.hidden=[8]", experiment="pendulum_sac"))
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    assert reopen(run.folder, ["evaluate.every=7"]).config.task == run.config.task
+    assert reopen_run(run.folder, ["evaluate.every=7"]).config.task == run.config.task
 
 
 @pytest.mark.parametrize("start", ["run", "resume"])
 def test_sizes_that_were_given_are_compared_with_another_environment(
     start: str, compose: Compose
 ) -> None:
-    run = prepare(compose("model.hidden=[8]", experiment="cartpole_ppo"))
+    run = prepare_run(compose("model.hidden=[8]", experiment="cartpole_ppo"))
     before = frozen(run.folder)
     with pytest.raises(ConfigError, match=r"task\.observation: 4 is not what Acrobot-v1 has"):
         if start == "resume":
-            reopen(run.folder, ["task.id=Acrobot-v1"])
+            reopen_run(run.folder, ["task.id=Acrobot-v1"])
         else:
-            prepare(compose("model.hidden=[8]", "task.id=Acrobot-v1", experiment="cartpole_ppo"))
+            prepare_run(
+                compose("model.hidden=[8]", "task.id=Acrobot-v1", experiment="cartpole_ppo")
+            )
     assert frozen(run.folder) == before
 
 
@@ -81,7 +82,7 @@ def test_the_simulator_is_asked_under_its_own_interpreter(
 
     values = compose(*ANY, f"task.python={sys.executable}", experiment="pendulum_sac")
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    task = completed(validate(RunConfig, values)).task
+    task = complete_config(validate(RunConfig, values)).task
     assert (task.model_extra or {})["action"] == PENDULUM
 
 
@@ -101,7 +102,7 @@ def test_what_is_wrong_is_refused_before_there_is_a_run(
 ) -> None:
     values = compose(*words, experiment="pendulum_sac")
     with pytest.raises(ConfigError, match=said):
-        prepare(values)
+        prepare_run(values)
     assert not validate(RunConfig, values).run.folder.exists()
 
 
@@ -119,7 +120,7 @@ def test_bounds_that_are_none_are_refused(
     values = compose("task=pendulum", experiment="pendulum_sac")
     values["task"]["action"].update({"low": -2.0, "high": 2.0, **action})
     with pytest.raises(ConfigError, match=said):
-        completed(validate(RunConfig, values))
+        complete_config(validate(RunConfig, values))
 
 
 @pytest.mark.parametrize("bounds", [{"low": -2.0, "high": 2.0}, {"low": None, "high": None}])
@@ -132,12 +133,12 @@ def test_a_type_that_is_of_no_numbers_is_refused(
     values = compose("task=pendulum", experiment="pendulum_sac")
     values["task"]["action"].update({**bounds, "dtype": dtype})
     with pytest.raises(ConfigError, match=r"^task\.action\.dtype: it is no type of numbers"):
-        completed(validate(RunConfig, values))
+        complete_config(validate(RunConfig, values))
 
 
 def test_a_type_of_numbers_has_one_name_and_is_of_vectors() -> None:
     assert ActionConfig(kind="box", size=1, dtype="f4").dtype == "float32"
-    whole = ActionConfig(kind="box", size=1, low=0, high=2, dtype="u1").box
+    whole = ActionConfig(kind="box", size=1, low=0, high=2, dtype="u1").bounds
     assert whole is not None
     assert whole[0].dtype == np.int64
     with pytest.raises(ValueError, match="dtype: it is of a vector's components"):
@@ -148,7 +149,7 @@ def test_a_simulator_whose_actions_are_no_numbers_is_refused(compose: Compose) -
     task = ["task=gym", "task.id=tests.rlinf.envs.structured_worlds:Sampled-v0"]
     task += ["task.kwargs={action: {low: 0, high: 1, shape: [2], dtype: bool}}"]
     with pytest.raises(ConfigError, match=r"^task\.id: .* has actions Box.* no policy here takes"):
-        completed(validate(RunConfig, compose(*task, experiment="pendulum_sac")))
+        complete_config(validate(RunConfig, compose(*task, experiment="pendulum_sac")))
 
 
 def test_a_robot_is_not_connected_to_before_there_is_a_run(compose: Compose) -> None:
@@ -156,10 +157,10 @@ def test_a_robot_is_not_connected_to_before_there_is_a_run(compose: Compose) -> 
     words = ["task=franka", "task.kwargs.host=127.0.0.1", "task.kwargs.box=[[0,0,0],[1,1,1]]"]
     values = compose(*words, "task.python=null", experiment="pendulum_sac")
     config = validate(RunConfig, values)
-    assert completed(config).task == config.task
+    assert complete_config(config).task == config.task
     values["task"]["observation"] = None
     with pytest.raises(ConfigError, match=r"task\.observation: is not set, and franka is not con"):
-        completed(validate(RunConfig, values))
+        complete_config(validate(RunConfig, values))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -169,14 +170,14 @@ def test_a_robot_is_not_connected_to_before_there_is_a_run(compose: Compose) -> 
 def test_a_run_says_how_many_actions_were_clipped(
     experiment: str, least: float, most: float, compose: Compose, tmp_path: Path
 ) -> None:
-    from pipeline.metrics import collect
+    from pipeline.metrics import read_metrics
 
     small = ["iterations=1", "rollout.horizon=30", "evaluate.horizon=10", "evaluate.samples=2"]
     task = ["task=gym", "task.id=tests.rlinf.envs.structured_worlds:Sampled-v0"]
     task += ["task.kwargs={action: {low: 100, high: 104, shape: [2]}}", "run.name=box"]
-    execute(compose(*task, *small, experiment=experiment))
-    (row,) = collect(tmp_path / "box")
-    assert least <= row["rollout/action_clip_share"] <= most
+    run_experiment(compose(*task, *small, experiment=experiment))
+    (row,) = read_metrics(tmp_path / "box")
+    assert least <= row["rollout/action_clip_ratio"] <= most
 
 
 def test_a_configuration_is_checked_without_a_simulator(
@@ -188,5 +189,5 @@ def test_a_configuration_is_checked_without_a_simulator(
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     values = compose("task.action={low: -2, high: 2}", experiment="pendulum_sac")
     config = validate(RunConfig, values)
-    assert completed(config) == config
-    check(config)
+    assert complete_config(config) == config
+    validate_config(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.errors import EXIT_BAD_INPUT
 from tests.conftest import TINY
 
@@ -37,7 +37,7 @@ ONCE = """if len(CALLS.read_text()) == 1:
         return list(scores)"""
 ENDS = "raise SystemExit(0)"
 PLAN = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 1}}],
 }
 PLACES = {"inprocess": [], "local": ["cluster=local"], "pools": ["cluster=local", "plan=plan.yaml"]}
@@ -97,7 +97,7 @@ def test_user_code_that_lost_a_connection_is_tried_again(tmp_path: Path) -> None
     assert (tmp_path / "calls").read_text() == "xx"
     assert "raised ConnectionError: the grader restarts); trying again" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert str(tree.ROOT) not in ended.stderr
+    assert str(package_paths.ROOT) not in ended.stderr
 
 
 @pytest.mark.timeout(600)

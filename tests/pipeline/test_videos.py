@@ -13,14 +13,14 @@ import pytest
 
 pytest.importorskip("mujoco", reason="the extra 'sims' is not installed")
 pytest.importorskip("av", reason="the extra 'video' is not installed")
-from pipeline.check import check
-from pipeline.commands.experiment import execute
+from pipeline.commands.experiment import run_experiment
 from pipeline.report.page import write_report
-from rlinf.channels.file import FileReader
+from pipeline.validate_config import validate_config
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record
 from rlinf.data.video import read_video
-from rlinf.envs.gym import GymConfig, simulator_process
+from rlinf.envs.gym import GymConfig, create_simulator_process
 from rlinf.errors import ConfigError
 from rlinf.seeding import generator
 
@@ -40,20 +40,20 @@ FILMED = (*SMALL, "evaluate.videos=2", f"task.video={{free: {list(SIZE)}}}")
 def evaluated(run: Path) -> tuple[list[Path], list[Record]]:
     """Videos of the first evaluation of a run, and its trajectories."""
     (data,) = (run / "evaluate/0000").glob("data-*")
-    return sorted(data.glob("videos/*")), list(FileReader(data.glob("trajectories-*.h5")))
+    return sorted(data.glob("videos/*")), list(RecordFileReader(data.glob("trajectories-*.h5")))
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_video_has_each_step_of_an_episode(compose: Compose, tmp_path: Path) -> None:
-    execute(compose(*FILMED, "run.name=filmed", experiment="halfcheetah_ppo"))
-    execute(compose(*SMALL, "run.name=plain", experiment="halfcheetah_ppo"))
+    run_experiment(compose(*FILMED, "run.name=filmed", experiment="halfcheetah_ppo"))
+    run_experiment(compose(*SMALL, "run.name=plain", experiment="halfcheetah_ppo"))
     videos, records = evaluated(tmp_path / "filmed")
     assert [video.name for video in videos] == ["0000-free.mp4", "0001-free.mp4"]
     none, plain = evaluated(tmp_path / "plain")
     assert none == []
     assert [r.digest() for r in records] == [r.digest() for r in plain]
     task = GymConfig.model_validate({"id": "InvertedPendulum-v5", "images": {"free": SIZE}})
-    with closing(simulator_process(task)) as process:
+    with closing(create_simulator_process(task)) as process:
         for number, video in enumerate(videos):
             shown = list(read_video(video))
             assert len(shown) == len(records[number]) <= 9
@@ -70,9 +70,9 @@ def test_a_video_has_each_step_of_an_episode(compose: Compose, tmp_path: Path) -
 
 @pytest.mark.usefixtures("undrawn")
 def test_cameras_that_the_policy_sees_film_too(compose: Compose, tmp_path: Path) -> None:
-    words = ("model=cnn", "model.hidden=[8]", "model.features=8", "evaluate.videos=1")
+    words = ("model=cnn", "model.hidden=[8]", "model.features_dim=8", "evaluate.videos=1")
     images = f"task.images={{free: {list(SIZE)}}}"
-    execute(compose(*SMALL, *words, images, "run.name=seen", experiment="halfcheetah_ppo"))
+    run_experiment(compose(*SMALL, *words, images, "run.name=seen", experiment="halfcheetah_ppo"))
     (video,), (first, *_) = evaluated(tmp_path / "seen")
     shown = np.stack(list(read_video(video))).astype(int)
     assert np.abs(shown - first.steps["images.free"]).mean() < 3
@@ -94,4 +94,4 @@ def test_what_cannot_be_filmed_is_refused(
     compose: Compose, words: list[str], experiment: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, compose(*words, experiment=experiment)))
+        validate_config(validate(RunConfig, compose(*words, experiment=experiment)))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.commands.experiment import checked, execute
-from rlinf.channels.file import FileReader
+from pipeline.commands.experiment import run_experiment, validate_experiment
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.errors import ConfigError
 from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from tests.pipeline.helpers import output
@@ -28,14 +28,14 @@ SMALL = [
     "model.vision_hidden=16",
     "model.vision_heads=2",
     "warm_start.max_steps=6",
-    "warm_start.batch=16",
+    "warm_start.batch_size=16",
     "warm_start.lr=1e-2",
-    "rollout.batch=4",
+    "rollout.batch_size=4",
     "rollout.group_size=4",
     "rollout.horizon=12",
     "evaluate.samples=8",
-    "algorithm.drop_equal_groups=false",
-    "algorithm.entropy_bonus=0.1",
+    "algorithm.filter_zero_variance_groups=false",
+    "algorithm.entropy_coeff=0.1",
     "optimizer.lr=1e-2",
 ]
 
@@ -43,12 +43,12 @@ SMALL = [
 @pytest.mark.usefixtures("undrawn")
 def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> None:
     values = compose(*SMALL, experiment="visual_grpo")
-    execute(values)
+    run_experiment(values)
     run = Path(values["run"]["root"]) / "visual"
     config = Qwen25VLConfig(hidden=32)
     for iteration, folder in ((0, "warm_start"), (1, "it/0000/sync")):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
-        records = list(FileReader(data.glob("*.h5")))
+        records = list(RecordFileReader(data.glob("*.h5")))
         assert len(records) == 16
         # Each group has its image, and its samples have it too.
         images = {int(r.info["group"]): r.context["pixels"].tobytes() for r in records}
@@ -79,4 +79,4 @@ def test_parts_that_do_not_see_are_refused(compose: Compose) -> None:
     ):
         values = compose(*words, experiment="visual_grpo")
         with pytest.raises(ConfigError, match=text):
-            checked(values)
+            validate_experiment(values)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import rlinf
 from pipeline.commands.experiment import compose
-from rlinf import tree
-from rlinf.composing import forced, in_words
+from rlinf import package_paths
 from rlinf.errors import ArtifactError, ConfigError, InputError
+from rlinf.hydra_config import force_add, to_override_value
 from tests.conftest import QUIET, TINY
 
 
@@ -32,7 +32,9 @@ def test_importing_rlinf_loads_nothing_else() -> None:
         "import sys, rlinf; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'hydra', 'rlinf.launch')))"
     )
-    assert not subprocess.run([sys.executable, "-c", code], cwd=tree.ROOT, check=False).returncode
+    assert not subprocess.run(
+        [sys.executable, "-c", code], cwd=package_paths.ROOT, check=False
+    ).returncode
 
 
 def test_a_run_from_python_gives_what_it_made(tmp_path: Path, undrawn: None, opened: Any) -> None:
@@ -130,7 +132,7 @@ VALUES = st.recursive(
 def test_values_reach_the_configuration_as_they_are(value: Any) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    override = OverridesParser.create().parse_override(forced(f"a.b={in_words(value)}"))
+    override = OverridesParser.create().parse_override(force_add(f"a.b={to_override_value(value)}"))
     assert plain(override.value()) == plain(value)
 
 
@@ -145,7 +147,7 @@ def plain(value: Any) -> Any:
 
 def test_composed_values_are_those_of_the_mapping() -> None:
     given = {"run.name": "it's", "task.digits": [1, 3], "optimizer.lr": 1e-5, "model": "small"}
-    words = [forced(f"{key}={in_words(value)}") for key, value in given.items()]
+    words = [force_add(f"{key}={to_override_value(value)}") for key, value in given.items()]
     values = compose(["experiment=arithmetic_grpo", *words])
     assert values["run"]["name"] == "it's"
     assert values["task"]["digits"] == [1, 3]

@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.artifacts import (
-    DERIVED,
+    DERIVED_PREFIX,
     MANIFEST,
-    UNSEALED,
+    SCHEMA_WITHOUT_CHECKSUM,
     FileEntry,
     Manifest,
-    commit,
+    commit_output,
     content_digest,
     describe_files,
     is_pruned,
-    prune,
-    quarantine,
+    prune_output,
     read_manifest,
-    sweep,
-    verify,
+    remove_uncommitted,
+    verify_output,
+    withdraw_manifest,
     write_atomic,
 )
-from rlinf.checked import read_bytes
-from rlinf.errors import ArtifactError, OtherWorkError
+from rlinf.errors import ArtifactError, ConflictingOutputError
+from rlinf.verified_io import read_bytes
 
 
 def make(out: Path, attempt: str = "a", text: str = "content", key: str = "k") -> Manifest:
@@ -56,33 +56,33 @@ def make(out: Path, attempt: str = "a", text: str = "content", key: str = "k") -
 def test_nothing_is_there_before_the_commit(tmp_path: Path) -> None:
     manifest = make(tmp_path)
     assert read_manifest(tmp_path) is None
-    commit(tmp_path, manifest)
+    commit_output(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
 
 
 def test_the_first_of_two_attempts_wins_and_the_other_is_removed(tmp_path: Path) -> None:
     first, second = make(tmp_path, "a"), make(tmp_path, "b")
-    commit(tmp_path, first)
-    assert commit(tmp_path, second) == first
+    commit_output(tmp_path, first)
+    assert commit_output(tmp_path, second) == first
     assert not (tmp_path / second.data).exists()
 
 
 def test_a_result_of_other_work_is_never_replaced(tmp_path: Path) -> None:
-    old = commit(tmp_path, make(tmp_path, "a", key="old"))
-    with pytest.raises(OtherWorkError, match="of another configuration or of other code"):
-        commit(tmp_path, make(tmp_path, "b", key="new"))
+    old = commit_output(tmp_path, make(tmp_path, "a", key="old"))
+    with pytest.raises(ConflictingOutputError, match="of another configuration or of other code"):
+        commit_output(tmp_path, make(tmp_path, "b", key="new"))
     assert read_manifest(tmp_path) == old
-    verify(tmp_path, old, checksums=True)
+    verify_output(tmp_path, old, checksums=True)
 
 
 def test_a_damaged_winner_is_replaced(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(b"\xff\x00")
-    assert commit(tmp_path, make(tmp_path)) == read_manifest(tmp_path)
+    assert commit_output(tmp_path, make(tmp_path)) == read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_is_seen(tmp_path: Path, damage: str) -> None:
-    manifest = commit(tmp_path, make(tmp_path))
+    manifest = commit_output(tmp_path, make(tmp_path))
     path = tmp_path / manifest.data / "file.bin"
     if damage == "flip":
         path.write_text("cOntent")
@@ -91,9 +91,9 @@ def test_damage_is_seen(tmp_path: Path, damage: str) -> None:
     else:
         path.unlink()
     with pytest.raises(ArtifactError) as error:
-        verify(tmp_path, manifest, checksums=True)
+        verify_output(tmp_path, manifest, checksums=True)
     assert error.value.manifest == tmp_path / MANIFEST
-    quarantine(error.value.manifest)
+    withdraw_manifest(error.value.manifest)
     assert read_manifest(tmp_path) is None
 
 
@@ -146,13 +146,13 @@ def test_a_field_of_another_shape_is_an_error_and_never_something_else(
     name: str, value: Any
 ) -> None:
     """As a program that went wrong might write it, without a checksum."""
-    whole = {**asdict(WRITTEN), "schema": UNSEALED, name: value}
+    whole = {**asdict(WRITTEN), "schema": SCHEMA_WITHOUT_CHECKSUM, name: value}
     with contextlib.suppress(ValueError):
         assert asdict(Manifest.parse(json.dumps(whole).encode())) == whole
 
 
 def test_a_manifest_without_its_checksum_is_read_only_as_an_old_one() -> None:
-    raw = json.dumps({**asdict(WRITTEN), "schema": UNSEALED}).encode()
+    raw = json.dumps({**asdict(WRITTEN), "schema": SCHEMA_WITHOUT_CHECKSUM}).encode()
     assert Manifest.parse(raw).key == WRITTEN.key
     with pytest.raises(ValueError, match="checksum is missing"):
         Manifest.parse(json.dumps(asdict(WRITTEN)).encode())
@@ -167,19 +167,19 @@ def test_what_is_no_manifest_is_named(tmp_path: Path, raw: bytes) -> None:
 
 
 def test_partial_work_is_swept_and_the_commit_kept(tmp_path: Path) -> None:
-    manifest = commit(tmp_path, make(tmp_path))
+    manifest = commit_output(tmp_path, make(tmp_path))
     (tmp_path / "data-dead").mkdir()
-    sweep(tmp_path, {manifest.data})
+    remove_uncommitted(tmp_path, {manifest.data})
     assert [p.name for p in tmp_path.glob("data-*")] == [manifest.data]
 
 
 def test_pruning_keeps_the_manifest(tmp_path: Path) -> None:
-    manifest = commit(tmp_path, make(tmp_path))
-    prune(tmp_path)
+    manifest = commit_output(tmp_path, make(tmp_path))
+    prune_output(tmp_path)
     assert is_pruned(tmp_path)
     assert read_manifest(tmp_path) == manifest
     with pytest.raises(ArtifactError, match="retention"):
-        verify(tmp_path, manifest, checksums=False)
+        verify_output(tmp_path, manifest, checksums=False)
 
 
 def test_equal_content_has_an_equal_digest(tmp_path: Path) -> None:
@@ -201,20 +201,20 @@ def test_what_is_derived_from_an_output_is_no_part_of_its_content_and_may_be_los
 ) -> None:
     plain = make(tmp_path / "plain", "p")
     data = tmp_path / "out" / "data-a"
-    (data / DERIVED).mkdir(parents=True)
+    (data / DERIVED_PREFIX).mkdir(parents=True)
     (data / "file.bin").write_text("content")
-    (data / DERIVED / "short.bin").write_text("short")
+    (data / DERIVED_PREFIX / "short.bin").write_text("short")
     files = describe_files(data)
     manifest = replace(plain, data=data.name, files=files)
     assert content_digest(files, {}) == plain.content
-    commit(tmp_path / "out", manifest)
-    path = data / DERIVED / "short.bin"
+    commit_output(tmp_path / "out", manifest)
+    path = data / DERIVED_PREFIX / "short.bin"
     assert read_bytes(path) == b"short"
     path.write_text("shorn")
     with pytest.raises(ArtifactError, match="checksum differs"):
         read_bytes(path)
     path.unlink()
-    verify(tmp_path / "out", manifest, checksums=True)
+    verify_output(tmp_path / "out", manifest, checksums=True)
     (data / "file.bin").unlink()
     with pytest.raises(ArtifactError, match="missing"):
-        verify(tmp_path / "out", manifest, checksums=False)
+        verify_output(tmp_path / "out", manifest, checksums=False)

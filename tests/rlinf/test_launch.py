@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf.composing import forced
-from rlinf.launch import suffix
+from rlinf.hydra_config import force_add
+from rlinf.launch import sweep_suffix_override
 
 
 def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
-    words = ["-m", "optimizer.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch=choice(2,4)"]
-    assert suffix(words) == ["++run.suffix='-lr-${optimizer.lr}-batch-${rollout.batch}'"]
-    assert suffix([*words, "run.name=mine"]) == suffix(words)
-    assert suffix([*words, "run.name=lr-${optimizer.lr}"]) == []
-    assert suffix([*words, "run.name=a,b"]) == []
-    assert suffix([*words, "run.suffix=-mine"]) == []
-    assert suffix(words[1:]) == []
-    (named,) = suffix(["-m", "experiment=arithmetic_grpo,arithmetic_dapo"])
+    words = ["-m", "optimizer.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch_size=choice(2,4)"]
+    assert sweep_suffix_override(words) == [
+        "++run.suffix='-lr-${optimizer.lr}-batch-${rollout.batch_size}'"
+    ]
+    assert sweep_suffix_override([*words, "run.name=mine"]) == sweep_suffix_override(words)
+    assert sweep_suffix_override([*words, "run.name=lr-${optimizer.lr}"]) == []
+    assert sweep_suffix_override([*words, "run.name=a,b"]) == []
+    assert sweep_suffix_override([*words, "run.suffix=-mine"]) == []
+    assert sweep_suffix_override(words[1:]) == []
+    (named,) = sweep_suffix_override(["-m", "experiment=arithmetic_grpo,arithmetic_dapo"])
     assert named == "++run.suffix='-experiment-${hydra:runtime.choices.experiment}'"
 
 
@@ -34,4 +36,4 @@ def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
     ],
 )
 def test_keys_are_judged_by_our_own_validation(word: str, want: str) -> None:
-    assert forced(word) == want
+    assert force_add(word) == want

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rlinf.threads import Queue
+from rlinf.threads import BackgroundWorker
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ time.sleep(60)
 
 
 def test_work_in_a_queue_goes_on_after_what_may_go_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    queue, done = Queue("errands", (OSError,)), threading.Event()
+    queue, done = BackgroundWorker("errands", (OSError,)), threading.Event()
 
     def fails() -> None:
         raise OSError("no such way")

@@ -21,8 +21,8 @@ from rlinf.errors import (
     TransientUserCodeError,
     UserCodeError,
 )
-from rlinf.registry import own_attribute
-from rlinf.user_code import reporting_user_errors, user_error
+from rlinf.registry import import_user_attribute
+from rlinf.user_code import to_user_code_error, translate_user_errors
 
 NUMBERS = itertools.count()
 SOURCE = """
@@ -79,14 +79,14 @@ def part(
     (folder / f"{helper}.py").write_text(HELPER)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    yield own_attribute(prefix + module, "Part", "reward.name")()
+    yield import_user_attribute(prefix + module, "Part", "reward.name")()
     for loaded in [loaded for loaded in sys.modules if loaded.startswith(name)]:
         del sys.modules[loaded]
 
 
 def caught(call: Any, *arguments: Any) -> RlinfError:
     """What the error of a call is reported as."""
-    with pytest.raises(RlinfError) as found, reporting_user_errors():
+    with pytest.raises(RlinfError) as found, translate_user_errors():
         call(*arguments)
     return found.value
 
@@ -222,19 +222,19 @@ def test_what_another_try_would_meet_again_is_not(part: Any, error: Exception) -
 def test_what_was_raised_on_purpose_stays(part: Any) -> None:
     assert isinstance(caught(part.fail, DataError("rows.jsonl: line 3")), DataError)
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert user_error(full) is None
+    assert to_user_code_error(full) is None
     for error in (MemoryError(), full, KeyboardInterrupt()):
-        with pytest.raises(type(error)), reporting_user_errors():
+        with pytest.raises(type(error)), translate_user_errors():
             part.fail(error)
 
 
 def test_code_that_ends_the_process_is_an_error_and_a_signal_is_not(part: Any) -> None:
     assert "raised SystemExit: 0" in str(caught(part.leave, 0))
-    with pytest.raises(SystemExit), reporting_user_errors():
+    with pytest.raises(SystemExit), translate_user_errors():
         sys.exit(75)
 
 
 def test_an_error_of_others_is_not_the_users(part: Any) -> None:
-    with pytest.raises(KeyError), reporting_user_errors():
+    with pytest.raises(KeyError), translate_user_errors():
         raise KeyError("ours")
-    assert user_error(ResourceError("no files")) is None
+    assert to_user_code_error(ResourceError("no files")) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm.survey import Answers
+from slurm.discovery import SlurmOutput
 
 KINDS = (
     ("gpu:a100:4(S:0-1)", "a100", 4, "ib,milan"),
@@ -12,7 +12,7 @@ KINDS = (
 )
 
 
-def large_cluster(nodes: int, jobs: int = 2000) -> Answers:
+def large_cluster(nodes: int, jobs: int = 2000) -> SlurmOutput:
     """A cluster of ``nodes`` of four kinds, each in its kind's partition, ``all`` and ``spot``."""
     sinfo, usage, members = [], [], [0] * len(KINDS)
     for i in range(nodes):
@@ -45,7 +45,7 @@ def large_cluster(nodes: int, jobs: int = 2000) -> Answers:
         f"{'gres/gpu:4':<100}{'Priority':<60}"
         for i in range(jobs)
     ]
-    return Answers(
+    return SlurmOutput(
         "23.11.4",
         *("\n".join(lines) + "\n" for lines in (sinfo, partitions, usage, pending)),
         qos="normal|0|||||||\n",

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.access import Access, access_of
-from slurm.inventory import Association, Limits, QosLimits
-from slurm.jobs import Resources
-from slurm.quotas import Quotas
-from slurm.survey import parse_records, partition_of
+from slurm.discovery import build_partition, parse_partition_records
+from slurm.inventory import AccountingLimits, Association, QosLimits
+from slurm.job_limits import PartitionAccess, Quotas, partition_access
+from slurm.jobs import JobResources
 
 TEXT = Path(__file__).parent / "samples" / "22.05-inventory-partitions.txt"
-RECORDS = {r["PartitionName"]: r for r in parse_records(TEXT.read_text())}
+RECORDS = {r["PartitionName"]: r for r in parse_partition_records(TEXT.read_text())}
 TEAM = Association(cluster="dev", account="team", qos=("low", "normal"), default_qos="low")
 
 
@@ -22,9 +21,11 @@ def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
     qos = {"normal": QosLimits(), "low": QosLimits(), "high": QosLimits()}
     return Quotas(
         cluster="dev",
-        limits=Limits(associations=associations, qos=qos),
+        limits=AccountingLimits(associations=associations, qos=qos),
         default_partition="cpu",
-        access={name: access_of(partition_of(told), version) for name, told in RECORDS.items()},
+        access={
+            name: partition_access(build_partition(told), version) for name, told in RECORDS.items()
+        },
     )
 
 
@@ -32,37 +33,40 @@ def quotas(*associations: Association, version: str = "22.05.8") -> Quotas:
     ("asked", "words"),
     [
         (
-            Resources("gpu", account="team", qos="normal"),
+            JobResources("gpu", account="team", qos="normal"),
             "stages.train.partition: partition 'gpu' takes no jobs of account team, only of root",
         ),
-        (Resources("gpu", qos="normal"), "of account team"),
-        (Resources("gpu", account="root", qos="low"), "of QOS low, only of high, normal"),
-        (Resources("a100", qos="high"), "'a100' takes no jobs of QOS high; choose another"),
-        (Resources("cpu,gpu"), "'gpu' takes no jobs of account team"),
+        (JobResources("gpu", qos="normal"), "of account team"),
+        (JobResources("gpu", account="root", qos="low"), "of QOS low, only of high, normal"),
+        (JobResources("a100", qos="high"), "'a100' takes no jobs of QOS high; choose another"),
+        (JobResources("cpu,gpu"), "'gpu' takes no jobs of account team"),
     ],
 )
-def test_a_partition_that_takes_no_such_job_is_refused(asked: Resources, words: str) -> None:
+def test_a_partition_that_takes_no_such_job_is_refused(asked: JobResources, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         quotas(TEAM).check(asked, "stages.train")
 
 
 def test_what_is_allowed_or_not_known_is_let_through() -> None:
     for asked in (
-        Resources("gpu", account="ROOT", qos="high"),
-        Resources("a100", qos="normal"),
-        Resources(),
+        JobResources("gpu", account="ROOT", qos="high"),
+        JobResources("a100", qos="normal"),
+        JobResources(),
     ):
         quotas(TEAM).check(asked, "stages.train")
     other = TEAM.model_copy(update={"account": "other"})
-    quotas(TEAM, other).check(Resources("gpu", qos="high"), "stages.train")
+    quotas(TEAM, other).check(JobResources("gpu", qos="high"), "stages.train")
 
 
 def test_later_versions_mean_accounts_below_those_listed_too() -> None:
-    asked = Resources("gpu", account="team", qos="normal")
+    asked = JobResources("gpu", account="team", qos="normal")
     quotas(TEAM, version="24.05.1").check(asked, "stages.train")
 
 
 def test_denied_accounts_count_where_none_are_allowed() -> None:
     denied = {"PartitionName": "gpu", "AllowAccounts": "ALL", "DenyAccounts": "guests"}
-    assert access_of(partition_of(denied), "25.05").denied_accounts == {"guests"}
-    assert access_of(partition_of({**denied, "AllowAccounts": "team"}), "25.05") == Access()
+    assert partition_access(build_partition(denied), "25.05").denied_accounts == {"guests"}
+    assert (
+        partition_access(build_partition({**denied, "AllowAccounts": "team"}), "25.05")
+        == PartitionAccess()
+    )

@@ -18,13 +18,11 @@ from slurm.client import (
     parse_partitions,
     parse_queue,
     parse_settings,
-    run,
+    run_command,
 )
-from slurm.deadline import parse_span
-from slurm.jobs import State, Status
-from slurm.reasons import stuck
-from slurm.requeue import Life, parse_life
-from slurm.states import parse_state
+from slurm.jobs import JobState, JobStatus, diagnose_pending, parse_job_state
+from slurm.requeue import RequeueState, parse_requeue_state
+from slurm.stop_signals import parse_job_window
 
 SAMPLES = Path(__file__).parent / "samples"
 VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "25.05")
@@ -33,7 +31,7 @@ VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "25.05")
 def test_recorded_partitions() -> None:
     found = parse_partitions((SAMPLES / "22.05-sinfo.txt").read_text())
     assert set(found) == {"cpu", "a100", "h100", "gpu", "spot"}
-    assert found["cpu"].default
+    assert found["cpu"].is_default
     assert found["a100"].gpus == {"a100": 4}
     assert [group.gpus for group in found["gpu"].groups] == [{"a100": 4}, {"h100": 4}]
     assert found["gpu"].gpus == {"a100": 4, "h100": 4}, "a partition of unlike nodes"
@@ -42,7 +40,7 @@ def test_recorded_partitions() -> None:
 
 
 def test_a_command_outlives_the_warning_that_a_whole_step_gets() -> None:
-    assert run(["sh", "-c", "kill -USR2 $$; kill -TERM $$; echo answered"]) == "answered\n"
+    assert run_command(["sh", "-c", "kill -USR2 $$; kill -TERM $$; echo answered"]) == "answered\n"
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -60,26 +58,26 @@ def test_every_supported_version_has_a_sample() -> None:
 def test_the_queue_of_every_version(version: str) -> None:
     queue = parse_queue(sections(version)["squeue"])
     assert {identity: status.state for identity, status in queue.items()} == {
-        **dict.fromkeys(["1"], State.DONE),
-        **dict.fromkeys(["2"], State.FAILED),
-        **dict.fromkeys(["7"], State.CANCELLED),
-        **dict.fromkeys(["3_0", "3_1", "4", "6"], State.RUNNING),
-        **dict.fromkeys(["3_2", "3_3", "5", "10", "11_0", "11_1", "11_2"], State.PENDING),
-        **dict.fromkeys(["9_5", "9_6", "9_7"], State.PENDING),
+        **dict.fromkeys(["1"], JobState.DONE),
+        **dict.fromkeys(["2"], JobState.FAILED),
+        **dict.fromkeys(["7"], JobState.CANCELLED),
+        **dict.fromkeys(["3_0", "3_1", "4", "6"], JobState.RUNNING),
+        **dict.fromkeys(["3_2", "3_3", "5", "10", "11_0", "11_1", "11_2"], JobState.PENDING),
+        **dict.fromkeys(["9_5", "9_6", "9_7"], JobState.PENDING),
     }
     assert queue["4"].node == "a100-1"
     assert queue["4"].qos == "normal"
-    stalled = {i for i, status in queue.items() if stuck(status.reason, i)}
+    stalled = {i for i, status in queue.items() if diagnose_pending(status.reason, i)}
     assert stalled == {"5", "9_5", "9_6", "9_7"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_accounting_of_every_version(version: str) -> None:
     accounts = parse_accounting(sections(version)["sacct"])
-    assert accounts["1"] == Status(State.DONE, 0, "", "cpu", "cpu-1")
-    assert (accounts["2"].state, accounts["2"].exit_code) == (State.FAILED, 65)
-    assert accounts["7"].state is State.CANCELLED
-    assert accounts["3_2"].state is accounts["9_6"].state is State.PENDING
+    assert accounts["1"] == JobStatus(JobState.DONE, 0, "", "cpu", "cpu-1")
+    assert (accounts["2"].state, accounts["2"].exit_code) == (JobState.FAILED, 65)
+    assert accounts["7"].state is JobState.CANCELLED
+    assert accounts["3_2"].state is accounts["9_6"].state is JobState.PENDING
     queue = parse_queue(sections(version)["squeue"])
     assert {i: s.state for i, s in accounts.items()} == {i: s.state for i, s in queue.items()}
 
@@ -88,22 +86,22 @@ def test_the_accounting_of_every_version(version: str) -> None:
 def test_the_partitions_of_every_version(version: str) -> None:
     found = parse_partitions(sections(version)["sinfo"])
     assert found["gpu"].gpus == {"a100": 4, "h100": 4}
-    assert found["cpu"].default
-    assert all(partition.available for partition in found.values())
+    assert found["cpu"].is_default
+    assert all(partition.is_available for partition in found.values())
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_job_of_every_version_tells_its_span_and_whether_it_may_be_requeued(
     version: str,
 ) -> None:
-    span = parse_span(sections(version)["job"])
+    span = parse_job_window(sections(version)["job"])
     assert span.start is not None
     assert span.end is not None
     assert span.end - span.start == 3600
     for question in ("job", "element"):
         text = sections(version)[question]
-        assert parse_life(text) == Life("RUNNING", "None", 0)
-    endless = parse_span(sections(version)["element"])
+        assert parse_requeue_state(text) == RequeueState("RUNNING", "None", 0)
+    endless = parse_job_window(sections(version)["element"])
     assert endless.start is not None
     assert endless.end is None
 
@@ -153,23 +151,23 @@ def test_time_limits(text: str, want: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("CANCELLED by 1000", State.CANCELLED),
-        ("CANCELLED+", State.CANCELLED),
-        ("OUT_OF_MEMORY", State.OUT_OF_MEMORY),
-        ("NODE_FAIL", State.NODE_FAIL),
-        ("REQUEUE_HOLD", State.PENDING),
-        ("PREEMPTED", State.PREEMPTED),
-        ("DEADLINE", State.TIMEOUT),
-        ("BOOT_FAIL", State.NODE_FAIL),
-        ("POWER_UP_NODE", State.PENDING),
-        ("A_STATE_OF_A_LATER_VERSION", State.RUNNING),
-        ("", State.RUNNING),
+        ("CANCELLED by 1000", JobState.CANCELLED),
+        ("CANCELLED+", JobState.CANCELLED),
+        ("OUT_OF_MEMORY", JobState.OUT_OF_MEMORY),
+        ("NODE_FAIL", JobState.NODE_FAIL),
+        ("REQUEUE_HOLD", JobState.PENDING),
+        ("PREEMPTED", JobState.PREEMPTED),
+        ("DEADLINE", JobState.TIMEOUT),
+        ("BOOT_FAIL", JobState.NODE_FAIL),
+        ("POWER_UP_NODE", JobState.PENDING),
+        ("A_STATE_OF_A_LATER_VERSION", JobState.RUNNING),
+        ("", JobState.RUNNING),
     ],
 )
-def test_states_known_and_unknown(text: str, want: State) -> None:
-    assert parse_state(text) is want
+def test_states_known_and_unknown(text: str, want: JobState) -> None:
+    assert parse_job_state(text) is want
 
 
 def test_a_machine_without_slurm_is_told_apart() -> None:
     with pytest.raises(SlurmError, match="no Slurm"):
-        run(["sinfo-not-here"])
+        run_command(["sinfo-not-here"])

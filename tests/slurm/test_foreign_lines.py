@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from rlinf.errors import SlurmError, SlurmSilent
+from rlinf.errors import SlurmError, SlurmUnresponsiveError
+from slurm import client, discovery
 from slurm import client as answers
-from slurm import survey, waits
-from slurm.client import SlurmClient, command_environment, failure
-from slurm.deadline import parse_span
-from slurm.requeue import parse_life
+from slurm.client import SlurmClient, classify_failure, command_environment
+from slurm.requeue import parse_requeue_state
+from slurm.stop_signals import parse_job_window
 from tests.slurm.test_client import VERSIONS, sections
-from tests.slurm.test_survey import VERSIONS as SURVEYED
+from tests.slurm.test_discovery import VERSIONS as SURVEYED
 from tests.slurm.wrapped import BANNER, FOOTER, wrap, write_command
 
 READERS: dict[str, Callable[[str], Any]] = {
     "squeue": answers.parse_queue,
     "sacct": answers.parse_accounting,
     "sinfo": answers.parse_partitions,
-    "job": lambda text: (parse_life(text), parse_span(text)),
-    "element": lambda text: (parse_life(text), parse_span(text)),
+    "job": lambda text: (parse_requeue_state(text), parse_job_window(text)),
+    "element": lambda text: (parse_requeue_state(text), parse_job_window(text)),
 }
 QOS = "normal|0|||||||cpu=8\nlow|5|normal|01:00:00|3|4|cpu=2||\n"
 ASSOCIATIONS = "dev|team||normal,low|3|5|||gres/gpu=8|normal\ndev|other|gpu|low||||||\n"
@@ -51,32 +51,36 @@ def test_the_settings_keep_their_values(version: str) -> None:
 def test_the_inventory_of_every_version(version: str) -> None:
     asked = SURVEYED[version]
     now = datetime(2026, 1, 2, tzinfo=UTC)
-    wrapped = survey.Answers(
+    wrapped = discovery.SlurmOutput(
         asked.version, *map(wrap, (asked.nodes, asked.partitions, asked.usage, asked.pending))
     )
-    plain = survey.Answers(asked.version, asked.nodes, asked.partitions, asked.usage, asked.pending)
-    assert survey.read(wrapped, now) == survey.read(plain, now)
+    plain = discovery.SlurmOutput(
+        asked.version, asked.nodes, asked.partitions, asked.usage, asked.pending
+    )
+    assert discovery.build_inventory(wrapped, now) == discovery.build_inventory(plain, now)
 
 
 def test_limits_and_waits() -> None:
-    assert survey.parse_limits(wrap(QOS), wrap(ASSOCIATIONS)) == survey.parse_limits(
+    assert discovery.parse_limits(wrap(QOS), wrap(ASSOCIATIONS)) == discovery.parse_limits(
         QOS, ASSOCIATIONS
     )
-    assert set(survey.parse_qos(QOS)) == {"normal", "low"}
-    assert len(survey.parse_associations(ASSOCIATIONS)) == 2
-    assert waits.parse_waits(wrap(WAITS), "gpu") == waits.parse_waits(WAITS, "gpu") != []
+    assert set(discovery.parse_qos(QOS)) == {"normal", "low"}
+    assert len(discovery.parse_associations(ASSOCIATIONS)) == 2
+    assert (
+        client.parse_past_waits(wrap(WAITS), "gpu") == client.parse_past_waits(WAITS, "gpu") != []
+    )
 
 
-@pytest.mark.parametrize("read", [*list(READERS.values())[:3], survey.parse_pending])
+@pytest.mark.parametrize("read", [*list(READERS.values())[:3], discovery.parse_pending])
 def test_a_banner_alone_is_nothing(read: Callable[[str], Any]) -> None:
     assert not read(BANNER + FOOTER)
 
 
 def test_a_banner_about_nodes_that_do_not_respond_is_no_silence() -> None:
     refusal = "sbatch: error: Batch job submission failed: Invalid qos specification"
-    assert failure(wrap(refusal)) is SlurmError
+    assert classify_failure(wrap(refusal)) is SlurmError
     silence = "squeue: error: Unable to contact slurm controller (connect failure)"
-    assert failure(wrap(silence)) is SlurmSilent
+    assert classify_failure(wrap(silence)) is SlurmUnresponsiveError
 
 
 @pytest.fixture
@@ -91,7 +95,7 @@ def test_the_version_and_marked_jobs(commands: Path) -> None:
     rows = "7|(null)\n8|mine rlinf-12\n9_[0-1]|rlinf-12\n"
     write_command(commands, "squeue", f"cat <<'X'\n{wrap(rows)}| a | rlinf-12\nX")
     assert SlurmClient().version() == "22.05.8"
-    assert SlurmClient().with_comment("rlinf-12") == ["8", "9_0", "9_1"]
+    assert SlurmClient().find_by_comment("rlinf-12") == ["8", "9_0", "9_1"]
 
 
 def test_a_version_that_is_not_told_is_an_error(commands: Path) -> None:

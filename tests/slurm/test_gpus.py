@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm.gpus import GPUS, describes, find
+from slurm.gpus import GPUS, find_gpu, is_gpu_feature
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from slurm.gpus import GPUS, describes, find
     ],
 )
 def test_names(name: str, want: str) -> None:
-    found = find(name)
+    found = find_gpu(name)
     assert found is not None
     assert found.name == want
 
@@ -50,14 +50,14 @@ def test_names(name: str, want: str) -> None:
     ],
 )
 def test_other_gpus_and_slices_are_not_taken_for_known_ones(name: str) -> None:
-    assert find(name) is None
+    assert find_gpu(name) is None
 
 
 def test_features_settle_what_the_name_leaves_open() -> None:
-    assert find("a100", ("ss11", "hbm80g")) is GPUS["a100-80gb-sxm"]
-    assert find("a100", ("80gb", "pcie")) is GPUS["a100-80gb-pcie"]
-    assert find("a100", ("mem512gb", "nvlink")) is GPUS["a100-40gb"], "of something else"
-    assert find("h100", ("nvlink",)) is GPUS["h100-sxm"], "a link is no NVL card"
+    assert find_gpu("a100", ("ss11", "hbm80g")) is GPUS["a100-80gb-sxm"]
+    assert find_gpu("a100", ("80gb", "pcie")) is GPUS["a100-80gb-pcie"]
+    assert find_gpu("a100", ("mem512gb", "nvlink")) is GPUS["a100-40gb"], "of something else"
+    assert find_gpu("h100", ("nvlink",)) is GPUS["h100-sxm"], "a link is no NVL card"
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_features_settle_what_the_name_leaves_open() -> None:
     [("hbm40g", True), ("a100", True), ("gpu_mem_80gb", True), ("rack12", False), ("ib", False)],
 )
 def test_features_that_tell_the_gpu(feature: str, want: bool) -> None:
-    assert describes(feature) is want
+    assert is_gpu_feature(feature) is want
 
 
 def test_every_name_of_the_table_is_found_by_itself() -> None:
-    assert {find(name) for name in GPUS} == set(GPUS.values())
+    assert {find_gpu(name) for name in GPUS} == set(GPUS.values())
 
 
 def test_figures_are_plausible() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm.ids import COMPONENT, expand, own_id, whole_of
+from slurm.jobs import HET_GROUPS_VARIABLE, current_job_id, expand_job_ids, parent_job_id
 
 
 @pytest.mark.parametrize(
@@ -25,24 +25,24 @@ from slurm.ids import COMPONENT, expand, own_id, whole_of
     ],
 )
 def test_forms_of_squeue_and_sacct(text: str, want: list[str]) -> None:
-    assert expand(text) == want
+    assert expand_job_ids(text) == want
 
 
 @given(st.sets(st.integers(0, 10_000), min_size=1))
 def test_every_element_of_a_list_is_found_once(numbers: set[int]) -> None:
     text = f"7_[{','.join(map(str, sorted(numbers)))}]"
-    assert expand(text) == [f"7_{number}" for number in sorted(numbers)]
+    assert expand_job_ids(text) == [f"7_{number}" for number in sorted(numbers)]
 
 
 def test_the_whole_of_a_part() -> None:
-    assert whole_of("12_3") == "12"
-    assert whole_of("12+1") == "12"
-    assert whole_of("12") == "12"
+    assert parent_job_id("12_3") == "12"
+    assert parent_job_id("12+1") == "12"
+    assert parent_job_id("12") == "12"
 
 
 def test_a_part_names_itself_not_the_whole() -> None:
     last = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "7"}
-    assert own_id(last) == "12_7"
-    assert own_id({"SLURM_JOB_ID": "12", COMPONENT: "1,2"}) == "12+1"
-    assert own_id({"SLURM_JOB_ID": "12"}) == "12"
-    assert own_id({}) is None
+    assert current_job_id(last) == "12_7"
+    assert current_job_id({"SLURM_JOB_ID": "12", HET_GROUPS_VARIABLE: "1,2"}) == "12+1"
+    assert current_job_id({"SLURM_JOB_ID": "12"}) == "12"
+    assert current_job_id({}) is None

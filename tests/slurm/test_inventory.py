@@ -16,25 +16,25 @@ from pydantic import ValidationError
 
 from rlinf.errors import InputError, PlanError
 from slurm.inventory import (
+    AccountingLimits,
     Association,
     Inventory,
-    Limits,
     NodeGroup,
     PartitionInventory,
     QosLimits,
     load_inventory,
 )
-from slurm.site import PartitionSite, Site
+from slurm.site import PartitionSettings, SiteConfig
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 
 
-def cluster(*groups: NodeGroup, limits: Limits | None = None, **rules: Any) -> Inventory:
+def cluster(*groups: NodeGroup, limits: AccountingLimits | None = None, **rules: Any) -> Inventory:
     """One partition ``gpu``."""
     partition = PartitionInventory(name="gpu", groups=groups, **{"time_limit_min": 60, **rules})
     return Inventory(
         schema_version=1,
-        taken=NOW,
+        created_at=NOW,
         slurm_version="23.11.4",
         partitions={"gpu": partition},
         limits=limits,
@@ -70,8 +70,8 @@ def groups(draw: st.DrawFn) -> NodeGroup:
         down_nodes=down,
         gpu_model=draw(words),
         gpu_memory_gib=draw(positive),
-        bandwidth_intra_bytes_per_s=draw(positive),
-        bandwidth_inter_bytes_per_s=draw(positive),
+        intra_node_bandwidth_bytes_per_s=draw(positive),
+        inter_node_bandwidth_bytes_per_s=draw(positive),
         cost_per_gpu_hour=draw(positive),
         slowdown=draw(st.floats(0.01, 100)),
     )
@@ -87,8 +87,8 @@ def inventories(draw: st.DrawFn) -> Inventory:
             time_limit_min=draw(perhaps),
             preempt_mode=draw(st.sampled_from(["OFF", "REQUEUE", "GANG,SUSPEND"])),
             priority_tier=draw(amounts),
-            available=draw(st.booleans()),
-            default=draw(st.booleans()),
+            is_available=draw(st.booleans()),
+            is_default=draw(st.booleans()),
             qos=draw(words),
             allowed_qos=draw(st.none() | lists),
             denied_accounts=draw(lists),
@@ -99,13 +99,13 @@ def inventories(draw: st.DrawFn) -> Inventory:
     qos = st.builds(QosLimits, preempts=lists, max_wall_min=perhaps, max_tres_per_user=tables)
     association = st.builds(Association, cluster=words, account=words, qos=lists, max_jobs=perhaps)
     limits = st.builds(
-        Limits,
+        AccountingLimits,
         qos=st.dictionaries(words, qos, max_size=2),
         associations=st.lists(association, max_size=2).map(tuple),
     )
     return Inventory(
         schema_version=1,
-        taken=draw(st.datetimes(timezones=st.just(UTC))),
+        created_at=draw(st.datetimes(timezones=st.just(UTC))),
         slurm_version=draw(words),
         partitions=partitions,
         limits=draw(st.none() | limits),
@@ -119,7 +119,7 @@ def test_text_and_back(inventory: Inventory) -> None:
 
 def test_a_saved_inventory_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "inventory.json"
-    inventory = cluster(A100, limits=Limits(qos={"normal": QosLimits()}))
+    inventory = cluster(A100, limits=AccountingLimits(qos={"normal": QosLimits()}))
     inventory.save(path)
     assert load_inventory(path) == inventory
     assert list(tmp_path.iterdir()) == [path]
@@ -201,47 +201,49 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_preemption_by_priority_or_by_qos() -> None:
-    preempting = Limits(qos={"high": QosLimits(preempts=("low",))})
-    peaceful = Limits(qos={"normal": QosLimits()})
-    assert not cluster(A100, preempt_mode="OFF", limits=preempting).preemptible("gpu")
-    assert not cluster(A100, preempt_mode="GANG", limits=preempting).preemptible("gpu")
-    assert cluster(A100, preempt_mode="REQUEUE", limits=preempting).preemptible("gpu")
-    assert cluster(A100, preempt_mode="GANG,SUSPEND", limits=preempting).preemptible("gpu")
-    assert not cluster(A100, preempt_mode="REQUEUE", limits=peaceful).preemptible("gpu")
-    assert cluster(A100, preempt_mode="REQUEUE", limits=None).preemptible("gpu")
+    preempting = AccountingLimits(qos={"high": QosLimits(preempts=("low",))})
+    peaceful = AccountingLimits(qos={"normal": QosLimits()})
+    assert not cluster(A100, preempt_mode="OFF", limits=preempting).is_preemptible("gpu")
+    assert not cluster(A100, preempt_mode="GANG", limits=preempting).is_preemptible("gpu")
+    assert cluster(A100, preempt_mode="REQUEUE", limits=preempting).is_preemptible("gpu")
+    assert cluster(A100, preempt_mode="GANG,SUSPEND", limits=preempting).is_preemptible("gpu")
+    assert not cluster(A100, preempt_mode="REQUEUE", limits=peaceful).is_preemptible("gpu")
+    assert cluster(A100, preempt_mode="REQUEUE", limits=None).is_preemptible("gpu")
 
 
 def test_data_sheets_fill_in_what_the_site_does_not_say() -> None:
-    (group,) = cluster(A100).with_site(Site()).partitions["gpu"].groups
+    (group,) = cluster(A100).with_site_settings(SiteConfig()).partitions["gpu"].groups
     assert (group.gpu_model, group.gpu_memory_gib) == ("a100-40gb", 40)
-    assert group.bandwidth_intra_bytes_per_s is None
+    assert group.intra_node_bandwidth_bytes_per_s is None
 
 
 def test_the_site_file_comes_first() -> None:
-    said = PartitionSite(
+    said = PartitionSettings(
         gpu_model="a100-sxm4-80gb",
         gpu_memory_gib=79.2,
-        bandwidth_intra_gb_per_s=300,
-        bandwidth_inter_gb_per_s=25,
+        intra_node_bandwidth_gb_per_s=300,
+        inter_node_bandwidth_gb_per_s=25,
         cost_per_gpu_hour=1.5,
         slowdown=1.2,
     )
-    described = cluster(A100).with_site(Site(partitions={"gpu": said}))
+    described = cluster(A100).with_site_settings(SiteConfig(partitions={"gpu": said}))
     (group,) = described.partitions["gpu"].groups
     assert group.gpu_model == "a100-80gb-sxm"
     assert group.gpu_memory_gib == 79.2
-    assert group.bandwidth_intra_bytes_per_s == 300e9
-    assert group.bandwidth_inter_bytes_per_s == 25e9
+    assert group.intra_node_bandwidth_bytes_per_s == 300e9
+    assert group.inter_node_bandwidth_bytes_per_s == 25e9
     assert (group.cost_per_gpu_hour, group.slowdown) == (1.5, 1.2)
-    again = described.with_site(Site())
-    assert again == cluster(A100).with_site(Site()), "nothing of the former site is left"
+    again = described.with_site_settings(SiteConfig())
+    assert again == cluster(A100).with_site_settings(SiteConfig()), (
+        "nothing of the former site is left"
+    )
 
 
 def test_the_site_names_a_gpu_only_where_gres_leaves_it_open() -> None:
     h100, untyped = (A100.model_copy(update={"gpu_type": kind}) for kind in ("h100", ""))
     cpu = A100.model_copy(update={"gpu_type": "", "gpus_per_node": 0})
-    site = Site(defaults=PartitionSite(gpu_model="a100-80gb-pcie", gpu_memory_gib=80))
-    found = cluster(h100, untyped, cpu).with_site(site).partitions["gpu"].groups
+    site = SiteConfig(defaults=PartitionSettings(gpu_model="a100-80gb-pcie", gpu_memory_gib=80))
+    found = cluster(h100, untyped, cpu).with_site_settings(site).partitions["gpu"].groups
     assert [group.gpu_model for group in found] == ["h100-sxm", "a100-80gb-pcie", ""]
     assert found[2].gpu_memory_gib is None
 
@@ -249,5 +251,8 @@ def test_the_site_names_a_gpu_only_where_gres_leaves_it_open() -> None:
 def test_time_without_a_zone_is_refused() -> None:
     with pytest.raises(ValidationError, match="timezone"):
         Inventory(
-            schema_version=1, taken=datetime(2026, 1, 2), slurm_version="23.11.4", partitions={}
+            schema_version=1,
+            created_at=datetime(2026, 1, 2),
+            slurm_version="23.11.4",
+            partitions={},
         )

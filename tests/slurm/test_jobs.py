@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from slurm.jobs import Resources, own_job
+from slurm.jobs import JobResources, current_job_resources
 
 
 def test_a_job_is_told_by_its_variables() -> None:
-    assert own_job({}) is None
-    assert own_job({"SLURM_JOB_ID": "12"}) == Resources()
+    assert current_job_resources({}) is None
+    assert current_job_resources({"SLURM_JOB_ID": "12"}) == JobResources()
     told = {
         "SLURM_JOB_ID": "12",
         "SLURM_JOB_PARTITION": "gpu",
@@ -18,7 +18,7 @@ def test_a_job_is_told_by_its_variables() -> None:
         "SLURM_MEM_PER_NODE": "4000",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    assert own_job(told) == Resources(
+    assert current_job_resources(told) == JobResources(
         partition="gpu",
         account="team",
         qos="normal",

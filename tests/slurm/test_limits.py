@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from rlinf.errors import PlanError
-from slurm.client import LikeNodes, Partition, parse_partitions
-from slurm.jobs import Resources
-from slurm.limits import check_resources
+from slurm.client import NodeType, Partition, parse_partitions
+from slurm.job_limits import check_resources
+from slurm.jobs import JobResources
 from slurm.site import load_site
 
 CLUSTER = {
-    "a100": Partition("a100", 1440, (LikeNodes(2, 8, 16000, {"a100": 4}),), default=True),
-    "cpu": Partition("cpu", None, (LikeNodes(1, 8, 16000),)),
-    "h100": Partition("h100", 60, (LikeNodes(2, 8, 16000, {"h100": 4}),)),
-    "old": Partition("old", None, (LikeNodes(2, 8, 16000, {"v100": 4}),), state="down"),
-    "leaving": Partition("leaving", None, (LikeNodes(2, 8, 16000, {"v100": 4}),), state="drain"),
+    "a100": Partition("a100", 1440, (NodeType(2, 8, 16000, {"a100": 4}),), is_default=True),
+    "cpu": Partition("cpu", None, (NodeType(1, 8, 16000),)),
+    "h100": Partition("h100", 60, (NodeType(2, 8, 16000, {"h100": 4}),)),
+    "old": Partition("old", None, (NodeType(2, 8, 16000, {"v100": 4}),), state="down"),
+    "leaving": Partition("leaving", None, (NodeType(2, 8, 16000, {"v100": 4}),), state="drain"),
 }
 
 
@@ -30,7 +30,7 @@ CLUSTER = {
         ({"partition": "a100", "gpus_per_node": 1, "gpu_type": "h100"}, "no GPU 'h100'"),
         ({"partition": "a100", "gpus_per_node": 5}, "5 asked, nodes of partition 'a100' have 4"),
         ({"partition": "cpu", "gpus_per_node": 1}, "has no GPUs"),
-        ({"partition": "a100", "time_min": 2000}, "allows 1440"),
+        ({"partition": "a100", "time_limit_min": 2000}, "allows 1440"),
         ({"nodes": 3}, "3 asked, partition 'a100' has 2"),
         ({"cpus_per_task": 3, "tasks_per_node": 4}, "12 asked"),
         ({"mem_mb": 99999}, "99999 asked"),
@@ -38,19 +38,19 @@ CLUSTER = {
         ({"partition": "leaving"}, "partition 'leaving' is drain"),
         ({"partition": "a100,hundred"}, "no partition 'hundred' here"),
         ({"partition": "a100, old"}, "partition 'old' is down"),
-        ({"partition": "a100,h100", "time_min": 90}, "partition 'h100' allows 60"),
+        ({"partition": "a100,h100", "time_limit_min": 90}, "partition 'h100' allows 60"),
         ({"partition": "a100,h100", "gpus_per_node": 1, "gpu_type": "a100"}, "'h100' has no GPU"),
         ({"partition": "a100,"}, "no partition '' here"),
     ],
 )
 def test_impossible_requests(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        check_resources(Resources(**wanted), CLUSTER, "stages.train")
+        check_resources(JobResources(**wanted), CLUSTER, "stages.train")
 
 
 def test_a_possible_request_passes() -> None:
     check_resources(
-        Resources("a100", nodes=2, gpus_per_node=4, gpu_type="a100", time_min=60),
+        JobResources("a100", nodes=2, gpus_per_node=4, gpu_type="a100", time_limit_min=60),
         CLUSTER,
         "stages.train",
     )
@@ -58,7 +58,9 @@ def test_a_possible_request_passes() -> None:
 
 def test_a_list_of_partitions_passes_where_each_can() -> None:
     check_resources(
-        Resources("a100,h100", nodes=2, gpus_per_node=4, time_min=60), CLUSTER, "stages.train"
+        JobResources("a100,h100", nodes=2, gpus_per_node=4, time_limit_min=60),
+        CLUSTER,
+        "stages.train",
     )
 
 
@@ -83,7 +85,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
         {"nodes": 12, "gpus_per_node": 6},
         {"nodes": 10, "gpus_per_node": 2, "gpu_type": "mig"},
     ):
-        check_resources(Resources(**possible), unlike, "stages.train")
+        check_resources(JobResources(**possible), unlike, "stages.train")
     for asked, words in (
         ({"nodes": 3, "gpus_per_node": 8}, r"3 asked with 8 GPUs, 1 CPUs on each, .* has 2 such"),
         ({**small, "nodes": 12, "cpus_per_task": 64}, "12 asked with 4 a100, 64 CPUs on each"),
@@ -94,7 +96,7 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
         ({"cpus_per_task": 65}, r"cpus: 65 asked, nodes of partition 'gpu' have 64"),
     ):
         with pytest.raises(PlanError, match=words):
-            check_resources(Resources(**asked), unlike, "stages.train")
+            check_resources(JobResources(**asked), unlike, "stages.train")
 
 
 @pytest.mark.parametrize(("sizes", "most"), [("1-2", 2), ("2", 2), ("1-infinite", None)])
@@ -103,10 +105,10 @@ def test_a_job_of_more_nodes_than_its_partition_allows_is_refused(
 ) -> None:
     partitions = parse_partitions(f"gpu*|infinite|4|8|16000|(null)|up|{sizes}\n")
     assert partitions["gpu"].max_nodes == most
-    check_resources(Resources(nodes=2), partitions, "stages.train")
+    check_resources(JobResources(nodes=2), partitions, "stages.train")
     if most is not None:
         with pytest.raises(PlanError, match=r"nodes: 4 asked, partition 'gpu' allows a job 2"):
-            check_resources(Resources(nodes=4), partitions, "stages.train")
+            check_resources(JobResources(nodes=4), partitions, "stages.train")
 
 
 def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None:
@@ -117,9 +119,9 @@ def test_the_settings_of_a_list_of_partitions_must_agree(tmp_path: Path) -> None
         "spot: {qos: low}}"
     )
     site = load_site(path)
-    assert site.of("a100,h100") == site.of("a100")
+    assert site.settings_for("a100,h100") == site.settings_for("a100")
     with pytest.raises(PlanError, match=r"a100,spot needs the same settings.*qos is None"):
-        site.of("a100,spot")
+        site.settings_for("a100,spot")
 
 
 def test_example_sites_are_valid() -> None:
@@ -127,8 +129,8 @@ def test_example_sites_are_valid() -> None:
     sites = {path.name: load_site(path) for path in folder.glob("*.yaml")}
     assert len(sites) >= 2
     modules = sites["example-modules.yaml"]
-    assert modules.of("a100").account == "my-project", "defaults hold for every partition"
-    assert modules.of("preempt").signal_delay_s == 60
+    assert modules.settings_for("a100").account == "my-project", "defaults hold for every partition"
+    assert modules.settings_for("preempt").signal_delay_s == 60
 
 
 def test_a_misspelt_site_key_is_named(tmp_path: Path) -> None:
@@ -144,10 +146,10 @@ def test_a_misspelt_site_key_is_named(tmp_path: Path) -> None:
         ("gpu_model: h1000", r"partitions\.gpu\.gpu_model: unknown GPU 'h1000'; did you mean 'h"),
         ("gpu_model: tpu", "unknown GPU 'tpu'; valid: a100-40gb, a100-80gb-pcie"),
         ("gpu_memory_gib: 0", r"gpu_memory_gib: .*greater than 0"),
-        ("bandwidth_intra_gb_per_s: -1", r"bandwidth_intra_gb_per_s: .*greater than 0"),
-        ("bandwidth_inter_gb_per_s: .inf", r"bandwidth_inter_gb_per_s: .*finite"),
+        ("intra_node_bandwidth_gb_per_s: -1", r"intra_node_bandwidth_gb_per_s: .*greater than 0"),
+        ("inter_node_bandwidth_gb_per_s: .inf", r"inter_node_bandwidth_gb_per_s: .*finite"),
         ("cost_per_gpu_hour: free", r"cost_per_gpu_hour: .*number"),
-        ("bandwidth_intra: 3", "did you mean 'bandwidth_intra_gb_per_s'"),
+        ("bandwidth_intra: 3", "did you mean 'intra_node_bandwidth_gb_per_s'"),
     ],
 )
 def test_wrong_hardware_in_a_site_file(tmp_path: Path, text: str, message: str) -> None:
@@ -161,6 +163,6 @@ def test_wrong_hardware_in_a_site_file(tmp_path: Path, text: str, message: str) 
 def test_hardware_is_no_part_of_a_jobs_resources(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("defaults: {account: x, gpu_model: h100, gpu_memory_gib: 80}")
-    resources = Resources(**load_site(path).of("gpu").as_resources())
+    resources = JobResources(**load_site(path).settings_for("gpu").resource_arguments())
     assert resources.account == "x"
     assert resources.gpu_type is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm.reasons import stuck
+from slurm.jobs import diagnose_pending
 
 
 @pytest.mark.parametrize(
@@ -15,27 +15,27 @@ from slurm.reasons import stuck
         ("InvalidAccount", "account"),
         ("InvalidQOS", "qos"),
         ("PartitionConfig", "scontrol show partition"),
-        ("PartitionTimeLimit", "time_min"),
+        ("PartitionTimeLimit", "time_limit_min"),
         ("PartitionNodeLimit", "fewer nodes"),
         ("AccountNotAllowed", "account"),
         ("DependencyNeverSatisfied", "depends"),
         ("QOSMaxGRESPerJob", "gpus"),
         ("QOSMaxCpuPerJobLimit", "cpus"),
         ("QOSMaxNodePerJobLimit", "nodes"),
-        ("QOSMaxWallDurationPerJobLimit", "time_min"),
+        ("QOSMaxWallDurationPerJobLimit", "time_limit_min"),
         ("QOSMaxGRESPerNode", "gpus"),
         ("QOSMinCpuNotSatisfied", "QOS"),
         ("QOSMinGRES", "QOS"),
         ("AssocMaxCpuPerJobLimit", "account"),
-        ("AssocMaxWallDurationPerJobLimit", "time_min"),
+        ("AssocMaxWallDurationPerJobLimit", "time_limit_min"),
         ("MaxMemPerLimit", "mem_mb"),
         ("ReservationDeleted", "reservation"),
     ],
 )
 def test_what_never_starts(reason: str, words: str) -> None:
-    found = stuck(reason, "12")
+    found = diagnose_pending(reason, "12")
     assert found is not None
-    assert not found.held
+    assert not found.is_on_hold
     assert words in found.advice
 
 
@@ -51,9 +51,9 @@ def test_what_never_starts(reason: str, words: str) -> None:
     ],
 )
 def test_what_somebody_holds(reason: str, words: str) -> None:
-    found = stuck(reason, "12_3")
+    found = diagnose_pending(reason, "12_3")
     assert found is not None
-    assert found.held
+    assert found.is_on_hold
     assert words in found.advice
 
 
@@ -89,4 +89,4 @@ def test_what_somebody_holds(reason: str, words: str) -> None:
     ],
 )
 def test_what_passes(reason: str) -> None:
-    assert stuck(reason, "12") is None
+    assert diagnose_pending(reason, "12") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf.errors import SlurmError
-from slurm.requeue import Life, parse_life, requeue
+from slurm.requeue import RequeueState, parse_requeue_state, requeue
 
 JOB = "JobId=1 JobName=Restarts=9 UserId=a(1) JobState={} Reason={} Requeue=1 Restarts={} Command=x"
 
@@ -53,6 +53,8 @@ def test_a_job_that_ran_before_is_not_taken_for_one_that_will() -> None:
 
 
 def test_a_job_of_a_strange_name_is_read() -> None:
-    assert parse_life(JOB.format("RUNNING", "None", 2)) == Life("RUNNING", "None", 2)
+    assert parse_requeue_state(JOB.format("RUNNING", "None", 2)) == RequeueState(
+        "RUNNING", "None", 2
+    )
     with pytest.raises(SlurmError, match="cannot read"):
-        parse_life("slurm_load_jobs error")
+        parse_requeue_state("slurm_load_jobs error")

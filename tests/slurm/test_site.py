@@ -14,5 +14,5 @@ def test_a_partition_that_the_cluster_has_not_is_named_with_the_nearest(tmp_path
     path = tmp_path / "site.yaml"
     path.write_text("partitions: {a100: {account: x}, h1000: {account: y}}")
     with pytest.raises(PlanError, match=r"partitions\.h1000: .*did you mean 'h100'"):
-        load_site(path).check({"a100", "h100", "cpu"}, path)
-    load_site(path).check({"a100", "h1000"}, path)
+        load_site(path).check_partitions({"a100", "h100", "cpu"}, path)
+    load_site(path).check_partitions({"a100", "h1000"}, path)

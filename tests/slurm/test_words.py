@@ -11,7 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlinf.errors import PlanError
-from slurm.words import check_folder, check_option, check_variable, check_word
+from slurm.sbatch_options import (
+    check_log_folder,
+    check_option_text,
+    check_shell_text,
+    check_variable_name,
+)
 
 WORDS = st.text("ab '\"\\#$`;\n\r\t\0\x85é", max_size=8)
 
@@ -46,7 +51,7 @@ def read_by_sbatch(script: str) -> list[str]:
 @example("ends in \\")
 def test_an_option_is_read_back_by_sbatch_or_refused(value: str) -> None:
     try:
-        check_option(value)
+        check_option_text(value)
     except ValueError:
         assert any(ord(letter) < 32 or letter in "\\\x85" for letter in value)
         return
@@ -56,24 +61,24 @@ def test_an_option_is_read_back_by_sbatch_or_refused(value: str) -> None:
 
 @pytest.mark.parametrize("name", ["A", "_a9", "NCCL_SOCKET_IFNAME"])
 def test_names_of_variables_are_those_of_a_shell(name: str) -> None:
-    text = subprocess.check_output(["bash", "-c", f"export {check_variable(name)}=1; env"])
+    text = subprocess.check_output(["bash", "-c", f"export {check_variable_name(name)}=1; env"])
     assert f"{name}=1" in text.decode().splitlines()
 
 
 @pytest.mark.parametrize("name", ["", "9A", "A B", "A;touch x", "A=B", "$(id)", "A\n", "É", "A-B"])
 def test_what_is_no_name_of_a_variable_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no name of an environment variable"):
-        check_variable(name)
+        check_variable_name(name)
 
 
 def test_a_word_may_hold_all_but_a_null_character() -> None:
-    assert check_word("a\nb 'c' \\") == "a\nb 'c' \\"
+    assert check_shell_text("a\nb 'c' \\") == "a\nb 'c' \\"
     with pytest.raises(ValueError, match="null character"):
-        check_word("a\0b")
+        check_shell_text("a\0b")
 
 
 @pytest.mark.parametrize("name", ["50%j", "a\nb", "a\\b"])
 def test_a_folder_is_refused_where_logs_would_go_elsewhere(name: str) -> None:
-    check_folder(Path("/scratch/of ada/it's #1"))
+    check_log_folder(Path("/scratch/of ada/it's #1"))
     with pytest.raises(PlanError, match=r"run\.root.*; choose another one"):
-        check_folder(Path("/scratch") / name / "run")
+        check_log_folder(Path("/scratch") / name / "run")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stages.worker.test_weights import Worker
+from tests.stages.worker.test_weight_transfer import Worker
 
 
 @pytest.fixture

@@ -10,20 +10,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rlinf.algorithms.advantages import generalised, whiten
+from rlinf.algorithms.advantages import compute_gae, masked_whiten
 from rlinf.algorithms.base import Algorithm
-from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.group_relative import GRPO
 from rlinf.algorithms.learner import Learner
+from rlinf.capabilities import VALUE_ESTIMATES
 from rlinf.config import Section
-from rlinf.data.batch import Sample, StepBatch, assemble, taken
-from rlinf.data.packing import Span
+from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch, gather_steps
+from rlinf.data.load_balancing import StepSpan
 from rlinf.data.record import Record
-from rlinf.fit import VALUES
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.rewards.base import Reward
-from rlinf.trainers.base import Loss, of_steps
-from stages.flow import Flow, Source, on_policy
-from stages.train import CHANNELS
+from rlinf.trainers.base import Loss, loss_from_steps
+from stages.flow import Flow, InputSource, on_policy
+from stages.train import SAMPLE_CHANNELS
 
 
 class Favourite(Reward):
@@ -31,7 +31,7 @@ class Favourite(Reward):
 
     needs_score = False
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         return [float(np.mean(record.steps["actions"] == 5)) for record in trajectories]
 
 
@@ -43,7 +43,7 @@ class Coached(GRPO):
 
     TOKEN = 5
 
-    def objective(
+    def micro_batch_loss(
         self,
         policy: Policy,
         inputs: Batch,
@@ -53,7 +53,7 @@ class Coached(GRPO):
         temperature: float,
         entropy: bool,
     ) -> Loss:
-        loss, metrics = super().objective(
+        loss, metrics = super().micro_batch_loss(
             policy, inputs, batch, weights, temperature=temperature, entropy=entropy
         )
         other = {**inputs, "actions": torch.full_like(inputs["actions"], self.TOKEN)}
@@ -70,14 +70,14 @@ class TwoTimescales(Algorithm):
     """An actor and a critic that are updated apart; the critic on what earlier policies did too."""
 
     Config = TwoTimescalesConfig
-    needs = frozenset({VALUES})
+    requires = frozenset({VALUE_ESTIMATES})
 
-    def update(self, learner: Learner, parts: Iterable[list[Sample]]) -> None:
-        newest = [sample for part in parts for sample in part if sample.kept]
-        every = [*newest, *(sample for batch in learner.earlier() for sample in batch)]
-        learner.metric("seen", len(every))
-        records, batch = [sample.trajectory for sample in every], assemble(every)
-        advantages, returns = generalised(
+    def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
+        newest = [sample for part in parts for sample in part if sample.is_included]
+        every = [*newest, *(sample for batch in learner.previous_batches() for sample in batch)]
+        learner.log_metric("seen", len(every))
+        records, batch = [sample.trajectory for sample in every], build_step_batch(every)
+        advantages, returns = compute_gae(
             batch.rewards,
             batch.require("values"),
             batch.terminated,
@@ -89,39 +89,44 @@ class TwoTimescales(Algorithm):
         )
         count = len(newest)
         mask = batch.mask[:count]
-        gain = whiten(advantages[:count], mask) / mask.sum()
+        gain = masked_whiten(advantages[:count], mask) / mask.sum()
 
-        def actor(outputs: StepOutputs, spans: Sequence[Span]) -> Loss:
-            part = taken(gain, spans, outputs.logprobs.shape[1])
+        def actor(outputs: StepOutputs, spans: Sequence[StepSpan]) -> Loss:
+            part = gather_steps(gain, spans, outputs.logprobs.shape[1])
             return -(part * outputs.logprobs).sum(), {}
 
         for number in range(self.config.critic_updates):
-            chosen = learner.random("critic", number).permutation(len(every))[:count].tolist()
+            chosen = learner.rng("critic", number).permutation(len(every))[:count].tolist()
             own, weights = returns[chosen], batch.mask[chosen] / batch.mask[chosen].sum()
 
             def critic(
                 outputs: StepOutputs,
-                spans: Sequence[Span],
+                spans: Sequence[StepSpan],
                 own: Tensor = own,
                 weights: Tensor = weights,
             ) -> Loss:
                 assert outputs.values is not None
                 length = outputs.values.shape[1]
-                error = (outputs.values - taken(own, spans, length)) ** 2
-                loss = (taken(weights, spans, length) * error).sum()
+                error = (outputs.values - gather_steps(own, spans, length)) ** 2
+                loss = (gather_steps(weights, spans, length) * error).sum()
                 return loss, {"critic_error": loss.detach()}
 
-            learner.step([records[row] for row in chosen], of_steps(critic), only=["value"])
+            learner.step(
+                [records[row] for row in chosen], loss_from_steps(critic), groups=["value"]
+            )
         for _ in range(self.config.actor_updates):
-            learner.step(records[:count], of_steps(actor), only=["policy"])
+            learner.step(records[:count], loss_from_steps(actor), groups=["policy"])
 
 
-def _window(source: Source) -> Source:
-    return replace(source, window=2)
+def _window(source: InputSource) -> InputSource:
+    return replace(source, history=2)
 
 
 _train = on_policy.stages["train"]
-_inputs = {**_train.inputs, **{name: _window(_train.inputs[name]) for name in CHANNELS.values()}}
+_inputs = {
+    **_train.inputs,
+    **{name: _window(_train.inputs[name]) for name in SAMPLE_CHANNELS.values()},
+}
 replayed = Flow(
     stages={**on_policy.stages, "train": replace(_train, inputs=_inputs)},
     offline=on_policy.offline,

@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium.spaces import Box
 from torch import Tensor
 
+from rlinf.models.actor_critic import MLPPolicy
 from rlinf.models.base import Batch, StepOutputs
-from rlinf.models.mlp import MLPPolicy
 
 
 class Reaching(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -42,7 +42,7 @@ gymnasium.register("Reaching-v0", Reaching)
 class PerNumber(MLPPolicy):
     """Log-probabilities and entropies of each number of an action: ``[..., 3]``."""
 
-    def judge(
+    def logprobs_and_entropy(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         scale = log_std.expand_as(out)
@@ -51,7 +51,7 @@ class PerNumber(MLPPolicy):
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self.module(batch["observations"])
-        logprobs, spread = self.judge(out, log_std, batch["actions"], temperature)
+        logprobs, spread = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
         mask = batch["mask"][..., None]
         return StepOutputs(
             logprobs * mask, spread * mask if entropy else None, values * batch["mask"]

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from rlinf.config import RunConfig, validate
-from rlinf.errors import CodeError
-from stages.code import Code, _file, _imports, _meaning, _module, _path, read_code, stage_code
-from stages.layout import CODE
+from rlinf.errors import CodeIdentityError
+from stages.identity import (
+    CodeSnapshot,
+    _file,
+    _imports,
+    _meaning,
+    _module,
+    _path,
+    read_code_snapshot,
+    stage_code_digest,
+)
+from stages.layout import CODE_FILE
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -52,10 +61,10 @@ def test_imports_are_found_wherever_they_are() -> None:
 
 
 def test_a_stage_depends_on_its_program_and_on_the_classes_that_are_named(compose: Compose) -> None:
-    code = Code.of(validate(RunConfig, compose()))
+    code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
     train, rollout = (set(code.stages[stage]) for stage in ("train", "rollout"))
-    assert {"stages.train", "rlinf.algorithms.grpo", "rlinf.trainers.fsdp"} <= train
-    assert {"stages.rollout", "stages.collect", "rlinf.envs.arithmetic"} <= rollout
+    assert {"stages.train", "rlinf.algorithms.group_relative", "rlinf.trainers.fsdp"} <= train
+    assert {"stages.rollout", "stages.rollout_loop", "rlinf.envs.arithmetic"} <= rollout
     assert not any("ppo" in name or "gym" in name for name in train | rollout)
     assert not any(name.startswith(("rlinf.trainers", "rlinf.algorithms")) for name in rollout)
     assert not any(name.startswith(("rlinf.channels", "stages.context")) for name in train)
@@ -69,7 +78,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "__init__.py").write_text("from outside_algorithm.unlike import Y\n")
     (folder / "mine.py").write_text(
         "import numpy\nimport json\nimport outside_helper\nfrom . import shares\n"
-        "from rlinf.algorithms.grpo import GRPO\nclass Mine(GRPO): ...\n"
+        "from rlinf.algorithms.group_relative import GRPO\nclass Mine(GRPO): ...\n"
     )
     (folder / "shares.py").write_text("X = 1\n")
     (folder / "unlike.py").write_text("Y = 1\n")
@@ -81,12 +90,12 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def code_from_outside(compose: Compose) -> Code:
+def code_from_outside(compose: Compose) -> CodeSnapshot:
     values = compose()
     values["algorithm"] = {"name": "outside_algorithm.mine:Mine"}
     for cached in (_module, _file):
         cached.cache_clear()
-    return Code.of(validate(RunConfig, values))
+    return CodeSnapshot.from_checkout(validate(RunConfig, values))
 
 
 def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
@@ -100,7 +109,7 @@ def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
         "outside_algorithm",
         "outside_algorithm.unlike",
         "outside_helper",
-        "rlinf.algorithms.grpo",
+        "rlinf.algorithms.group_relative",
     } <= names
     assert not names & {"numpy", "json", "outside_algorithm.unused"}
 
@@ -139,14 +148,14 @@ def test_what_is_in_a_data_file_counts_where_the_file_lies_does_not(
 ) -> None:
     """Or a run whose problems were edited would go on as if it were the same."""
     config = run_with_files(compose, tmp_path)
-    before = Code.of(config)
+    before = CodeSnapshot.from_checkout(config)
     assert set(before.files) == {"file:task.train", "file:task.test"}
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "3"}\n')
-    after = Code.of(config)
+    after = CodeSnapshot.from_checkout(config)
     assert before.digest("rollout") != after.digest("rollout")
-    assert after.differing(before) == ["file:task.train"]
+    assert after.changed_names(before) == ["file:task.train"]
     (tmp_path / "moved").mkdir()
-    assert Code.of(run_with_files(compose, tmp_path / "moved")) == before
+    assert CodeSnapshot.from_checkout(run_with_files(compose, tmp_path / "moved")) == before
 
 
 def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Path) -> None:
@@ -155,39 +164,41 @@ def test_the_data_file_of_a_simulator_counts_too(compose: Compose, tmp_path: Pat
     kwargs = {"chains": str(tmp_path / "chains.json"), "steps": 4}
     values["task"] = {"name": "gym", "id": "CartPole-v1", "kwargs": kwargs}
     config = validate(RunConfig, values)
-    before = Code.of(config)
+    before = CodeSnapshot.from_checkout(config)
     assert set(before.files) == {"file:task.kwargs.chains"}
     (tmp_path / "chains.json").write_text("[2]")
-    assert Code.of(config).differing(before) == ["file:task.kwargs.chains"]
+    assert CodeSnapshot.from_checkout(config).changed_names(before) == ["file:task.kwargs.chains"]
 
 
 def test_an_interpreter_is_no_data_file(compose: Compose) -> None:
     values = compose()
     values["task"] = {"name": "gym", "id": "CartPole-v1", "python": sys.executable}
-    assert Code.of(validate(RunConfig, values)).files == {}
+    assert CodeSnapshot.from_checkout(validate(RunConfig, values)).files == {}
 
 
 def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
     compose: Compose, tmp_path: Path
 ) -> None:
     config = run_with_files(compose, tmp_path)
-    code = Code.of(config)
-    (tmp_path / CODE).write_text(code.to_json())
-    assert stage_code(tmp_path, config, "rollout") == code.digest("rollout")
+    code = CodeSnapshot.from_checkout(config)
+    (tmp_path / CODE_FILE).write_text(code.to_json())
+    assert stage_code_digest(tmp_path, config, "rollout") == code.digest("rollout")
     (tmp_path / "train.jsonl").write_text("{}\n")
-    with pytest.raises(CodeError, match=r"rollout: the file of task\.train is not what it was"):
-        stage_code(tmp_path, config, "rollout")
+    with pytest.raises(
+        CodeIdentityError, match=r"rollout: the file of task\.train is not what it was"
+    ):
+        stage_code_digest(tmp_path, config, "rollout")
 
 
 def test_a_record_is_read_as_it_was_written(compose: Compose, tmp_path: Path) -> None:
-    code = Code.of(validate(RunConfig, compose()))
-    assert read_code(tmp_path) is None
-    (tmp_path / CODE).write_text(code.to_json())
-    assert read_code(tmp_path) == code
-    assert not code.differing(code)
-    (tmp_path / CODE).write_bytes(b"\xff")
-    with pytest.raises(CodeError, match="damaged"):
-        read_code(tmp_path)
+    code = CodeSnapshot.from_checkout(validate(RunConfig, compose()))
+    assert read_code_snapshot(tmp_path) is None
+    (tmp_path / CODE_FILE).write_text(code.to_json())
+    assert read_code_snapshot(tmp_path) == code
+    assert not code.changed_names(code)
+    (tmp_path / CODE_FILE).write_bytes(b"\xff")
+    with pytest.raises(CodeIdentityError, match="damaged"):
+        read_code_snapshot(tmp_path)
 
 
 def test_what_other_processes_run_by_its_name_counts(
@@ -195,23 +206,34 @@ def test_what_other_processes_run_by_its_name_counts(
 ) -> None:
     values = compose()
     values["engine"] = {"name": "vllm"}
-    assert "rlinf.engines.inside.rlinf_vllm" in Code.of(validate(RunConfig, values)).modules
+    assert (
+        "rlinf.engines.engine_plugins.rlinf_vllm"
+        in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
+    )
     values["task"] = {"name": "gym", "id": "any", "world": "metaworld"}
-    assert "rlinf.envs.worlds.metaworld" in Code.of(validate(RunConfig, values)).modules
+    assert (
+        "rlinf.envs.simulators.metaworld"
+        in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
+    )
     (tmp_path / "my_world.py").write_text("import outside_helper\ndef make(): ...\n")
     values["task"]["world"] = "my_world:make"
-    rollout = set(Code.of(validate(RunConfig, values), "rollout").stages["rollout"])
+    rollout = set(
+        CodeSnapshot.from_checkout(validate(RunConfig, values), "rollout").stages["rollout"]
+    )
     assert {"my_world", "outside_helper"} <= rollout
     values["task"]["world"] = "in_another_interpreter:make"
-    assert not any("another" in name for name in Code.of(validate(RunConfig, values)).modules)
+    assert not any(
+        "another" in name
+        for name in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
+    )
 
 
 def test_a_judges_key_is_no_data_file(compose: Compose, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     values = compose()
-    endpoint = {"url": "http://localhost/v1", "key_file": str(tmp_path / "key")}
+    endpoint = {"url": "http://localhost/v1", "api_key_file": str(tmp_path / "key")}
     values["reward"] = {"name": "judge", "endpoint": endpoint, "model": "m", "prompt": "{response}"}
-    assert Code.of(validate(RunConfig, values)).files == {}
+    assert CodeSnapshot.from_checkout(validate(RunConfig, values)).files == {}
 
 
 def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_path: Path) -> None:
@@ -220,12 +242,12 @@ def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_p
     values = compose()
     values["algorithm"]["prior"] = str(tmp_path / "prior")
     config = validate(RunConfig, values)
-    before = Code.of(config)
-    assert set(before.files) == {"file:algorithm.prior"}
+    before = CodeSnapshot.from_checkout(config)
+    assert set(before.files) == {"file:algorithm.offline_data"}
     (tmp_path / "prior" / "data" / "two.h5").write_text("2")
-    after = Code.of(config)
-    assert after.differing(before) == ["file:algorithm.prior"]
+    after = CodeSnapshot.from_checkout(config)
+    assert after.changed_names(before) == ["file:algorithm.offline_data"]
     assert after.digest("train") != before.digest("train")
     (tmp_path / "prior").rename(tmp_path / "moved")
     values["algorithm"]["prior"] = str(tmp_path / "moved")
-    assert Code.of(validate(RunConfig, values)) == after
+    assert CodeSnapshot.from_checkout(validate(RunConfig, values)) == after

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.check import check
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect
-from rlinf.channels.file import FileReader
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics
+from pipeline.validate_config import validate_config
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, Section, validate
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
 from rlinf.rewards.base import Reward
-from stages.dynamic_sampling import by_place
+from stages.dynamic_sampling import group_by_batch_index
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -30,48 +30,52 @@ class Parity(Reward):
     Config = Section
     needs_score = False
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         return [float(int(t.steps["actions"].sum()) % 2) for t in trajectories]
 
 
 class Never(Parity):
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         return [0.0] * len(trajectories)
 
 
 def values(compose: Compose, name: str, *words: str, reward: str = "Parity") -> dict[str, Any]:
-    usual = [f"run.name={name}", f"rollout.batch={BATCH}", f"rollout.group_size={SIZE}"]
-    usual += ["algorithm.drop_equal_groups=true", "iterations=1", "warm_start.max_steps=0"]
+    usual = [f"run.name={name}", f"rollout.batch_size={BATCH}", f"rollout.group_size={SIZE}"]
+    usual += [
+        "algorithm.filter_zero_variance_groups=true",
+        "iterations=1",
+        "warm_start.max_steps=0",
+    ]
     usual += ["evaluate.every=0", "evaluate.samples=2"]
     made = compose(*usual, *words)
     return {**made, "reward": {"name": f"{__name__}:{reward}"}}
 
 
 def dynamic(compose: Compose, name: str, refills: int, **more: Any) -> dict[str, Any]:
-    words = ["++flow=dynamic_sampling", f"rollout.refills={refills}"]
+    words = ["++flow=dynamic_sampling", f"rollout.max_resamples={refills}"]
     return values(compose, name, *words, **more)
 
 
 def samples(run: Path) -> dict[int, Record]:
-    found = FileReader(run.glob("it/0000/rollout/*/trajectories-r*.h5"))
+    found = RecordFileReader(run.glob("it/0000/rollout/*/trajectories-r*.h5"))
     return {record.identity.sample: record for record in found}
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_batch_is_filled_with_groups_that_teach(compose: Compose, tmp_path: Path) -> None:
-    execute(values(compose, "plain"))
-    execute(dynamic(compose, "full", 12))
-    (plain,), (full,) = collect(tmp_path / "plain"), collect(tmp_path / "full")
-    assert plain["reward/kept_share"] < 1
-    assert full["reward/kept_share"] == 1
-    assert full["rollout/refilled"] >= round((1 - plain["reward/kept_share"]) * BATCH)
-    assert full["rollout/unfilled"] == 0
+    run_experiment(values(compose, "plain"))
+    run_experiment(dynamic(compose, "full", 12))
+    (plain,), (full,) = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "full")
+    assert plain["reward/used_fraction"] < 1
+    assert full["reward/used_fraction"] == 1
+    assert full["rollout/resampled_groups"] >= round((1 - plain["reward/used_fraction"]) * BATCH)
+    assert full["rollout/rejected_groups"] == 0
     assert full["train/samples"] == BATCH * SIZE
     first, now = samples(tmp_path / "plain"), samples(tmp_path / "full")
     assert sorted(first) == sorted(now) == list(range(BATCH * SIZE))
     kept = {sample // SIZE for sample in now if same(first[sample], now[sample])}
     # Groups that teach are those of a rollout without it; the others are of other prompts.
-    assert len(kept) == round(plain["reward/kept_share"] * BATCH)
+    assert len(kept) == round(plain["reward/used_fraction"] * BATCH)
     for sample, record in now.items():
         assert record.info["group"] == sample // SIZE
         alike = record.info["prompt_text"] == now[sample // SIZE * SIZE].info["prompt_text"]
@@ -86,11 +90,11 @@ def same(one: Record, other: Record) -> bool:
 
 @pytest.mark.usefixtures("undrawn")
 def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) -> None:
-    execute(dynamic(compose, "never", 2, reward="Never"))
-    (row,) = collect(tmp_path / "never")
-    assert row["rollout/refilled"] == 2 * BATCH
-    assert row["rollout/unfilled"] == BATCH
-    assert row["reward/kept_share"] == 0
+    run_experiment(dynamic(compose, "never", 2, reward="Never"))
+    (row,) = read_metrics(tmp_path / "never")
+    assert row["rollout/resampled_groups"] == 2 * BATCH
+    assert row["rollout/rejected_groups"] == BATCH
+    assert row["reward/used_fraction"] == 0
     assert sorted(samples(tmp_path / "never")) == list(range(BATCH * SIZE))
 
 
@@ -98,11 +102,11 @@ def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) ->
 def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
     compose: Compose, tmp_path: Path
 ) -> None:
-    execute(dynamic(compose, "one", 12))
+    run_experiment(dynamic(compose, "one", 12))
     made = dynamic(compose, "two", 12)
     made["plan"] = {"stages": {"rollout": {"processes": 2}}}
     made["cluster"] = {"launcher": "local"}
-    execute(made)
+    run_experiment(made)
     one, two = samples(tmp_path / "one"), samples(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(same(record, two[sample]) for sample, record in one.items())
@@ -112,8 +116,8 @@ def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
 
 
 def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
-    drawn = [Record(Identity(3, number), info={"group": number // 2}) for number in (27, 26, 4, 5)]
-    found = by_place(drawn, batch=6, size=2)
+    drawn = [Record(RecordId(3, number), info={"group": number // 2}) for number in (27, 26, 4, 5)]
+    found = group_by_batch_index(drawn, batch=6, group_size=2)
     assert {place: [r.identity.sample for r in group] for place, group in found.items()} == {
         1: [2, 3],
         2: [4, 5],
@@ -125,34 +129,34 @@ def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
     ("words", "match"),
     [
         (["++flow=dynamic_sampling"], r"rollout\.refills: flow 'dynamic_sampling' draws groups"),
-        (["rollout.refills=2"], r"rollout\.refills: flow 'on_policy' draws nothing anew"),
+        (["rollout.max_resamples=2"], r"rollout\.refills: flow 'on_policy' draws nothing anew"),
     ],
 )
 def test_a_cap_is_said_where_something_is_drawn_anew(
     compose: Compose, words: list[str], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        check(validate(RunConfig, values(compose, "refused", *words)))
+        validate_config(validate(RunConfig, values(compose, "refused", *words)))
 
 
 @pytest.mark.parametrize(
     "algorithm", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 )
 def test_what_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
-    made = compose("++flow=dynamic_sampling", "rollout.refills=2", "rollout.group_size=2")
+    made = compose("++flow=dynamic_sampling", "rollout.max_resamples=2", "rollout.group_size=2")
     made["algorithm"] = {"name": algorithm}
-    said = rf"rollout\.refills: algorithm '{algorithm}' keeps groups .*drop_equal_groups=true"
+    said = rf"rollout\.refills: algorithm '{algorithm}' keeps groups .*filter_zero_variance_groups=true"
     with pytest.raises(ConfigError, match=said):
-        check(validate(RunConfig, made))
-    made["algorithm"] = {"name": "grpo", "drop_equal_groups": True}
-    check(validate(RunConfig, made))
+        validate_config(validate(RunConfig, made))
+    made["algorithm"] = {"name": "grpo", "filter_zero_variance_groups": True}
+    validate_config(validate(RunConfig, made))
 
 
 def test_the_experiment_has_all_of_dapo(compose: Compose) -> None:
     made = compose(experiment="arithmetic_dapo")
-    check(validate(RunConfig, made))
+    validate_config(validate(RunConfig, made))
     assert made["algorithm"]["name"] == "dapo"
     assert made["flow"] == "dynamic_sampling"
     assert made["rollout"]["refills"] > 0
-    assert made["reward"]["overlong_from"] < made["reward"]["overlong_to"]
-    assert made["reward"]["overlong_to"] == made["rollout"]["horizon"]
+    assert made["reward"]["overlong_penalty_start"] < made["reward"]["overlong_penalty_end"]
+    assert made["reward"]["overlong_penalty_end"] == made["rollout"]["horizon"]

@@ -11,10 +11,10 @@ import pytest
 
 import stages.evaluate
 from pipeline.commands.experiment import compose
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Identity, Record
-from stages.context import Context
+from rlinf.data.record import Record, RecordId
+from stages.context import StageContext
 
 
 @pytest.mark.parametrize(("scores", "weight"), [([np.nan, np.nan], 0), ([np.nan, 0.5], 1)])
@@ -22,13 +22,15 @@ def test_lost_episodes_have_no_weight_in_the_score(
     scores: list[float], weight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = {"actions": np.zeros(3, np.int64)}
-    records = [Record(Identity(0, sample), steps) for sample in range(2)]
+    records = [Record(RecordId(0, sample), steps) for sample in range(2)]
     environment: Any = SimpleNamespace(films=lambda config: (), measures=lambda records: {})
-    monkeypatch.setattr(stages.evaluate, "speaking_environment", lambda ctx: environment)
-    monkeypatch.setattr(stages.evaluate, "held_engine", lambda *_: None)
-    monkeypatch.setattr(stages.evaluate, "held_out", lambda *_, **__: (records, scores))
+    monkeypatch.setattr(stages.evaluate, "primary_rank_environment", lambda ctx: environment)
+    monkeypatch.setattr(stages.evaluate, "get_engine", lambda *_: None)
+    monkeypatch.setattr(stages.evaluate, "run_eval_episodes", lambda *_, **__: (records, scores))
     config = validate(RunConfig, compose(["experiment=arithmetic_grpo"]))
-    ctx = Context(config, "evaluate", 0, tmp_path, tmp_path, tmp_path, World(1, 2), {})
+    ctx = StageContext(
+        config, "evaluate", 0, tmp_path, tmp_path, tmp_path, ProcessGroupInfo(1, 2), {}
+    )
     stages.evaluate.run(ctx)
     value, told, how = ctx.metrics["score"]
     assert (told, how) == (weight, "mean")

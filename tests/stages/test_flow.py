@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.check import check_flow
-from pipeline.flow import Graph, Node
+from pipeline.graph import Graph, StageNode
 from pipeline.plan import parse_plan
+from pipeline.validate_config import check_flow
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, PlanError
 from stages import flow as flows
-from stages.flow import Flow, Source, Stage, continued, flow_named, on_policy
-from stages.retention import Retention
+from stages.flow import Flow, InputSource, StageSpec, get_flow, on_policy, with_carried_episodes
+from stages.retention import RetentionPolicy
 from tests.bad_input.door import judged
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -27,11 +27,13 @@ NAMES = ("a", "b", "c", "d", "e")
 def made(draw: st.DrawFn) -> Flow:
     """Flows of up to five stages: inputs of the same iteration come from stages before."""
     names = NAMES[: draw(st.integers(1, 5))]
-    stages: dict[str, Stage] = {}
+    stages: dict[str, StageSpec] = {}
     for place, name in enumerate(names):
-        same = [Source(other) for other in draw(st.sets(st.sampled_from(names))) if other < name]
+        same = [
+            InputSource(other) for other in draw(st.sets(st.sampled_from(names))) if other < name
+        ]
         back = st.builds(
-            Source,
+            InputSource,
             st.sampled_from(names),
             back=st.integers(1, 3),
             otherwise=st.sampled_from([None, "start"]),
@@ -39,9 +41,11 @@ def made(draw: st.DrawFn) -> Flow:
             lags=st.booleans(),
         )
         inputs = {f"x{i}": s for i, s in enumerate([*same, *draw(st.lists(back, max_size=2))])}
-        stages[name] = Stage(inputs, streams=draw(st.sampled_from([None, name])))
+        stages[name] = StageSpec(inputs, output_stream=draw(st.sampled_from([None, name])))
         assert place == len(stages) - 1
-    return Flow(stages, {"start": Stage()}, Stage({"weights": Source(names[-1], 1, "start")}))
+    return Flow(
+        stages, {"start": StageSpec()}, StageSpec({"weights": InputSource(names[-1], 1, "start")})
+    )
 
 
 def graph_of(flow: Flow, iterations: int, staleness: int) -> Graph:
@@ -65,7 +69,7 @@ def _sections(iterations: int, staleness: int) -> dict[str, object]:
 def test_nodes_come_after_their_inputs_in_any_flow(
     flow: Flow, iterations: int, staleness: int
 ) -> None:
-    graph, done = graph_of(flow, iterations, staleness), set[Node]()
+    graph, done = graph_of(flow, iterations, staleness), set[StageNode]()
     for node in graph.nodes():
         assert set(graph.inputs(node).values()) <= done, node
         done.add(node)
@@ -78,30 +82,30 @@ def test_nothing_is_let_go_that_a_later_stage_takes(flow: Flow, iterations: int)
         for source in graph.inputs(node).values():
             if source.stage in flow.stages and node.stage in flow.stages:
                 behind = node.iteration - source.iteration
-                assert behind < flow.taken(source.stage)
+                assert behind < flow.retained_outputs(source.stage)
 
 
 @given(made())
 def test_what_a_stage_waits_for_leaves_out_what_follows_from_others(flow: Flow) -> None:
-    after = flow.after()
-    assert flow.publishes not in after
+    after = flow.device_dependencies()
+    assert flow.publish_stage not in after
     for name, sources in after.items():
-        direct = {s.stage for s in flow.stages[name].inputs.values() if not s.back}
+        direct = {s.stage for s in flow.stages[name].inputs.values() if not s.lag}
         assert set(sources) <= direct, name
         assert not any(one in after[other] for one in sources for other in sources)
 
 
 def test_the_flow_there_is() -> None:
-    assert on_policy.publishes == "sync"
-    assert on_policy.elastic == "rollout"
-    assert on_policy.streams == {"trajectories", "rewards", "logprobs"}
-    assert on_policy.after() == {
+    assert on_policy.publish_stage == "sync"
+    assert on_policy.elastic_stage == "rollout"
+    assert on_policy.stream_channels == {"trajectories", "rewards", "logprobs"}
+    assert on_policy.device_dependencies() == {
         "rollout": (),
         "reward": ("rollout",),
         "inference": ("rollout",),
         "train": ("reward", "inference"),
     }
-    assert {name: on_policy.taken(name) for name in on_policy.stages} == {
+    assert {name: on_policy.retained_outputs(name) for name in on_policy.stages} == {
         **{"rollout": 1, "reward": 1, "inference": 1},
         **{"train": 2, "sync": 2},
     }
@@ -111,17 +115,17 @@ def test_the_flow_there_is() -> None:
 def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps_its_workers(
     name: str, compose: Callable[..., dict[str, Any]]
 ) -> None:
-    flow = continued(name)
-    assert flow.stages["rollout"].inputs["open"] == Source("rollout", back=1)
-    assert (flow.elastic, flow.acts) == (None, "rollout")
-    assert flow.taken("rollout") == 2, "retention keeps the one before"
+    flow = with_carried_episodes(name)
+    assert flow.stages["rollout"].inputs["open"] == InputSource("rollout", lag=1)
+    assert (flow.elastic_stage, flow.rollout_stage) == (None, "rollout")
+    assert flow.retained_outputs("rollout") == 2, "retention keeps the one before"
     check_flow(flow, "flow")
     experiment = "cartpole_ppo" if name == "on_policy" else "pendulum_sac"
-    for word, wanted in (("true", flow), ("false", flow_named(name))):
-        values = compose(f"task.continues={word}", experiment=experiment)
+    for word, wanted in (("true", flow), ("false", get_flow(name))):
+        values = compose(f"task.carry_over_episodes={word}", experiment=experiment)
         assert Graph(validate(RunConfig, values)).flow is wanted
     pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
-    plan = {"grain": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
+    plan = {"execution": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
     with pytest.raises(PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.continues\); leave"):
         parse_plan(plan, "plan", flow)
 
@@ -129,20 +133,20 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
 def test_a_window_takes_the_newest_outputs_and_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compose: Callable[..., dict[str, Any]]
 ) -> None:
-    tiny, replay = validate(RunConfig, compose()), Source("rollout", window=4)
+    tiny, replay = validate(RunConfig, compose()), InputSource("rollout", history=4)
     train = on_policy.stages["train"]
-    stages = {**on_policy.stages, "train": Stage({**train.inputs, "trajectories": replay})}
+    stages = {**on_policy.stages, "train": StageSpec({**train.inputs, "trajectories": replay})}
     flow = Flow(stages, on_policy.offline, on_policy.evaluate)
     monkeypatch.setattr(flows, "on_policy", flow)
-    inputs = Graph(tiny).inputs(Node("train", 5))
+    inputs = Graph(tiny).inputs(StageNode("train", 5))
     taken = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
     assert [inputs[name].iteration for name in taken] == [5, 4, 3, 2]
-    assert "trajectories.3" not in Graph(tiny).inputs(Node("train", 2))
-    retention = tiny.retention.model_copy(update={"trajectories": 1, "last": 1})
+    assert "trajectories.3" not in Graph(tiny).inputs(StageNode("train", 2))
+    retention = tiny.retention.model_copy(update={"keep_trajectories": 1, "keep_last": 1})
     config = tiny.model_copy(update={"retention": retention})
     gone = {
         path.parent.name
-        for path in Retention(config, tmp_path, 9).expired()
+        for path in RetentionPolicy(config, tmp_path, 9).expired_outputs()
         if path.name == "rollout"
     }
     assert max(gone) == "0005", "iteration 9 took those of 9 to 6, and may be made again"
@@ -151,13 +155,13 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
 def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     simulate = Flow(
         {
-            "simulate": Stage(streams="trajectories", elastic=True),
-            "learn": Stage({"trajectories": Source("simulate")}, loads="trainer"),
+            "simulate": StageSpec(output_stream="trajectories", elastic=True),
+            "learn": StageSpec({"trajectories": InputSource("simulate")}, holds="trainer"),
         },
-        {"start": Stage(like="learn")},
+        {"start": StageSpec(colocate_with="learn")},
     )
     plan = {
-        "grain": "segment",
+        "execution": "segment",
         "pools": [
             {"stages": ["simulate"], "gpus": {"cpu": 2}, "workers": 2},
             {"stages": ["learn"], "gpus": {"cpu": 1}},
@@ -174,25 +178,28 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ({"train": Stage({"rewards": Source("reward")})}, "train takes 'reward', which is no"),
         (
-            {"train": Stage({"rewards": Source("sync")}), "sync": Stage()},
+            {"train": StageSpec({"rewards": InputSource("reward")})},
+            "train takes 'reward', which is no",
+        ),
+        (
+            {"train": StageSpec({"rewards": InputSource("sync")}), "sync": StageSpec()},
             "train takes sync, which comes later",
         ),
-        ({"train": Stage(sections=("modle",))}, "did you mean 'model'"),
-        ({"learn": Stage(program="stages.learns")}, "stage learn: no module 'stages.learns'"),
-        ({"learn": Stage(program="stages.layout")}, "layout.py has no 'run'"),
+        ({"train": StageSpec(config_sections=("modle",))}, "did you mean 'model'"),
+        ({"learn": StageSpec(module="stages.learns")}, "stage learn: no module 'stages.learns'"),
+        ({"learn": StageSpec(module="stages.layout")}, "layout.py has no 'run'"),
         ({}, "a flow has stages"),
     ],
 )
-def test_a_flow_that_cannot_run_is_refused(stages: dict[str, Stage], words: str) -> None:
+def test_a_flow_that_cannot_run_is_refused(stages: dict[str, StageSpec], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_flow(Flow(stages, on_policy.offline, Stage()), "flow")
+        check_flow(Flow(stages, on_policy.offline, StageSpec()), "flow")
     judged(str(caught.value), "flow", words)
 
 
 def test_a_flow_can_be_named_by_its_module() -> None:
-    assert flow_named("stages.flow:on_policy") is on_policy
+    assert get_flow("stages.flow:on_policy") is on_policy
     with pytest.raises(ConfigError, match="is no flow"):
-        flow_named("stages.flow:Flow")
+        get_flow("stages.flow:Flow")
     check_flow(on_policy, "flow")

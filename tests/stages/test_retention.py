@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.artifacts import Manifest, commit, content_digest, is_pruned, prune
-from rlinf.config import EvaluateSection, RetentionSection, RunConfig
+from rlinf.artifacts import Manifest, commit_output, content_digest, is_pruned, prune_output
+from rlinf.config import CheckpointSection, EvaluateSection, RunConfig
 from stages.flow import EVALUATE
 from stages.layout import offline_folder, stage_folder
-from stages.retention import Retention, best_versions, best_weights
+from stages.retention import RetentionPolicy, best_versions, best_weights
 
 
 def config_of(**retention: Any) -> RunConfig:
@@ -29,7 +29,7 @@ def config_of(**retention: Any) -> RunConfig:
             "iterations": 99,
             "rollout": {"batch": 1, "horizon": 1},
             "evaluate": EvaluateSection(every=1).model_dump(),
-            "retention": RetentionSection(**retention).model_dump(),
+            "retention": CheckpointSection(**retention).model_dump(),
         }
     )
 
@@ -40,7 +40,7 @@ def make(out: Path, stage: str, iteration: int, text: str, **more: Any) -> str:
     metrics = {"mark": float(len(text)), **more.pop("metrics", {})}
     content = content_digest({}, metrics)
     about: dict[str, Any] = {"timing": {}, "host": "", "job": ""}
-    commit(
+    commit_output(
         out,
         Manifest(
             stage, iteration, text, content, "data", {}, more.get("inputs", {}), metrics, **about
@@ -57,8 +57,8 @@ class Made:
         self.contents = {0: make(offline_folder(run, "warm_start"), "warm_start", 0, "w")}
 
     def publish(self, iteration: int) -> None:
-        for old in Retention(self.config, self.run, iteration).expired():
-            prune(old)
+        for old in RetentionPolicy(self.config, self.run, iteration).expired_outputs():
+            prune_output(old)
         for stage in ("train", "sync"):
             out = stage_folder(self.run, stage, iteration)
             self.contents[iteration + 1] = make(out, stage, iteration, "x" * (iteration + 2))

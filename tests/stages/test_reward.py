@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-import stages.parts
+import stages.factory
 import stages.reward
-from pipeline.commands.experiment import execute
-from pipeline.flow import Graph, Node
-from pipeline.metrics import collect
+from pipeline.commands.experiment import run_experiment
+from pipeline.graph import Graph, StageNode
+from pipeline.metrics import read_metrics
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
-from rlinf.channels.file import FileReader
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import Section
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.envs import environments
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 from rlinf.rewards.base import Reward
-from stages.context import Context, Input
+from stages.context import StageContext, StageInput
+from stages.factory import get_reward
 from stages.layout import stage_folder
-from stages.parts import held_reward
 from tests.rlinf.rewards.folders import write_reward_model
 
 Compose = Callable[..., dict[str, Any]]
@@ -35,7 +35,7 @@ def records(run: Path, stage: str, channel: str) -> dict[int, Record]:
     folder = stage_folder(run, stage, 0)
     manifest = read_manifest(folder)
     assert manifest is not None
-    read = FileReader((folder / manifest.data).glob(f"{channel}-r*.h5"))
+    read = RecordFileReader((folder / manifest.data).glob(f"{channel}-r*.h5"))
     return {record.identity.sample: record for record in read}
 
 
@@ -47,25 +47,25 @@ def test_a_trajectory_that_ends_on_a_tools_word_is_learned_from(
     target = "tests.rlinf.envs.tool_speaks_last:ToolSpeaksLast"
     monkeypatch.setitem(environments._entries, "tool_speaks_last", target)
     # Only the advantages of rewards give a gradient here.
-    words = ["iterations=1", "task.name=tool_speaks_last", "algorithm.entropy_bonus=0"]
-    execute(compose(*words, f"reward.name={reward}", "evaluate.samples=2"))
-    (row,) = collect(tmp_path / "tiny")
+    words = ["iterations=1", "task.name=tool_speaks_last", "algorithm.entropy_coeff=0"]
+    run_experiment(compose(*words, f"reward.name={reward}", "evaluate.samples=2"))
+    (row,) = read_metrics(tmp_path / "tiny")
     assert row["reward/group_std"] > 0
     assert row["train/grad_norm"] > 0
 
     trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
     given = records(tmp_path / "tiny", "reward", "rewards")
     for sample, trajectory in trajectories.items():
-        places = counted(trajectory).nonzero()[0]
+        places = loss_mask(trajectory).nonzero()[0]
         found = given[sample].steps["rewards"].nonzero()[0]
         assert set(found.tolist()) <= set(places[-1:].tolist())
     # Without any step that counts there is nothing to learn from, nor to compare others with.
-    assert row["reward/uncounted"] == 1
+    assert row["reward/fully_masked"] == 1
     assert [s for s, record in given.items() if not record.info["keep"]] == [0]
     # What the task knows of a prompt beside its answer is there for the reward.
     assert all(t.info["hint"] == str(t.info["prompt_text"])[::-1] for t in trajectories.values())
     # Lengths are of what the policy said, without the tool's word.
-    lengths = [int(counted(trajectory).sum()) for trajectory in trajectories.values()]
+    lengths = [int(loss_mask(trajectory).sum()) for trajectory in trajectories.values()]
     assert row["rollout/steps"] == sum(lengths)
 
 
@@ -75,27 +75,29 @@ class Length(Reward):
     Config = Section
     needs_score = False
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         assert not scores
         return [float(len(str(trajectory.info["prompt_text"]))) for trajectory in trajectories]
 
 
-def again(run: Run, data: Path, world: World) -> Context:
+def again(run: Run, data: Path, world: ProcessGroupInfo) -> StageContext:
     """The reward stage of the first iteration, once more, by one process of several."""
     inputs = {
-        name: Input(Graph(run.config).folder(run.folder, Node(*of)), None, None, lambda: False)
+        name: StageInput(
+            Graph(run.config).output_folder(run.folder, StageNode(*of)), None, None, lambda: False
+        )
         for name, of in {"trajectories": ("rollout", 0), "initial": ("warm_start", 0)}.items()
     }
     data.mkdir(exist_ok=True)
-    return Context(run.config, "reward", 0, run.folder, data, data, world, inputs)
+    return StageContext(run.config, "reward", 0, run.folder, data, data, world, inputs)
 
 
 def test_processes_that_share_the_reward_give_what_one_gives(
     tiny_run: Path, tmp_path: Path
 ) -> None:
     for rank in range(3):
-        stages.reward.run(again(Run.open(tiny_run), tmp_path / "data", World(rank, 3)))
-    found = list(FileReader((tmp_path / "data").glob("rewards-r*.h5")))
+        stages.reward.run(again(Run.open(tiny_run), tmp_path / "data", ProcessGroupInfo(rank, 3)))
+    found = list(RecordFileReader((tmp_path / "data").glob("rewards-r*.h5")))
     assert {r.identity.sample: r.digest() for r in found} == {
         sample: record.digest() for sample, record in records(tiny_run, "reward", "rewards").items()
     }
@@ -111,22 +113,22 @@ def test_a_reward_ends_when_another_number_of_processes_judges(
         def close(self) -> None:
             closed.append(self)
 
-    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Closing, Section()))
-    ctx = again(Run.open(tiny_run), tmp_path / "data", World())
-    first = held_reward(ctx)
-    assert held_reward(ctx) is first
-    ctx.world = World(1, 2)
-    assert held_reward(ctx) is not first
+    monkeypatch.setattr(stages.factory, "reward_class", lambda config: (Closing, Section()))
+    ctx = again(Run.open(tiny_run), tmp_path / "data", ProcessGroupInfo())
+    first = get_reward(ctx)
+    assert get_reward(ctx) is first
+    ctx.world = ProcessGroupInfo(1, 2)
+    assert get_reward(ctx) is not first
     assert closed == [first]
 
 
 def test_the_task_scores_only_for_a_reward_that_asks_for_it(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.parts, "reward_class", lambda config: (Length, Section()))
-    ctx = again(Run.open(tiny_run), tmp_path / "data", World())
+    monkeypatch.setattr(stages.factory, "reward_class", lambda config: (Length, Section()))
+    ctx = again(Run.open(tiny_run), tmp_path / "data", ProcessGroupInfo())
     stages.reward.run(ctx)
-    assert ctx.resident.environment is None
+    assert ctx.worker_state.environment is None
     assert "score" not in ctx.metrics
     assert ctx.metrics["mean"][0] > 0
 
@@ -136,11 +138,11 @@ def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_p
     folder = tmp_path / "reward_model"
     folder.mkdir()
     model = ["reward=reward_model", f"reward.path={write_reward_model(folder)}"]
-    execute(compose("iterations=1", *model, "reward.max_tokens=8", "evaluate.samples=2"))
+    run_experiment(compose("iterations=1", *model, "reward.max_length=8", "evaluate.samples=2"))
     trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
     given = records(tmp_path / "tiny", "reward", "rewards")
-    (row,) = collect(tmp_path / "tiny")
-    tokenizer = PublishedFolder(folder).raw_tokenizer
+    (row,) = read_metrics(tmp_path / "tiny")
+    tokenizer = HFFolder(folder).raw_tokenizer
     longer = {
         sample
         for sample, t in trajectories.items()

@@ -14,14 +14,14 @@ import pytest
 
 import stages.train
 from pipeline.commands.experiment import compose
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig, validate
 from rlinf.errors import StageError
-from stages.board import Output
-from stages.context import Context, Input, Live
-from stages.ranks import merged
-from stages.runner import Attempt, StageCall
-from stages.turns import Aside
+from stages.context import LiveContext, StageContext, StageInput
+from stages.device_schedule import Unscheduled
+from stages.live_store import LiveOutput
+from stages.rank_reports import reduce_metric
+from stages.runner import StageAttempt, StageCall
 
 
 class Weights:
@@ -45,20 +45,22 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-def attempt(config: RunConfig, run: Path, **inputs: Input) -> Attempt:
+def attempt(config: RunConfig, run: Path, **inputs: StageInput) -> StageAttempt:
     """Of a stage in a pool."""
     folders = {name: entry.folder for name, entry in inputs.items()}
     now = time.time()
-    return Attempt(
+    return StageAttempt(
         StageCall("train", run / "config.yaml", run / "train", 0, folders),
         config,
-        World(),
+        ProcessGroupInfo(),
         inputs,
         {},
         lambda: False,
-        began=now,
+        process_start=now,
         start=now,
-        live=Live(Output(), Aside(), lambda _: pytest.fail("it has no channels"), 1),
+        live=LiveContext(
+            LiveOutput(), Unscheduled(), lambda _: pytest.fail("it has no channels"), 1
+        ),
     )
 
 
@@ -70,10 +72,10 @@ def test_what_is_written_late_is_freed_at_once(
     """Each iteration leaves a copy of weights and optimizer; collections are many of them apart."""
     held: list[weakref.ref[Weights]] = []
 
-    def run(ctx: Context) -> None:
+    def run(ctx: StageContext) -> None:
         weights = Weights()
         held.append(weakref.ref(weights))
-        ctx.later(lambda: weights.save(ctx.data / name))
+        ctx.defer(lambda: weights.save(ctx.data_folder / name))
         if name == "never written":
             raise StageError("a step failed")
 
@@ -95,7 +97,7 @@ def test_metrics_do_not_depend_on_how_samples_are_dealt_to_ranks() -> None:
         parts = np.split(values, cuts)
         means = [[float(part.mean()), len(part), "mean"] for part in parts]
         deviations = [[float(part.std()), len(part), "std"] for part in parts]
-        assert merged(means)[0] == pytest.approx(values.mean())
-        assert merged(deviations, means) == pytest.approx((values.std(), 12))
-        assert merged([[float(part.max()), 1.0, "max"] for part in parts])[0] == values.max()
-        assert merged([[float(len(part)), 0.0, "mean"] for part in parts])[0] == 12
+        assert reduce_metric(means)[0] == pytest.approx(values.mean())
+        assert reduce_metric(deviations, means) == pytest.approx((values.std(), 12))
+        assert reduce_metric([[float(part.max()), 1.0, "max"] for part in parts])[0] == values.max()
+        assert reduce_metric([[float(len(part)), 0.0, "mean"] for part in parts])[0] == 12

@@ -14,23 +14,30 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import prepare
-from rlinf import tree
+from pipeline.commands.experiment import prepare_run
+from rlinf import package_paths
 from rlinf.artifacts import read_manifest
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested
-from stages.layout import CONFIG, offline_folder
-from stages.resident import Resident
+from stages.layout import CONFIG_FILE, offline_folder
 from stages.runner import StageCall, run_stage
+from stages.worker_state import WorkerState
 
 Compose = Callable[..., dict[str, Any]]
 
 
 def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Path) -> None:
-    run = prepare(compose("warm_start.max_steps=100000", "warm_start.stop_at=1.0"))
+    run = prepare_run(compose("warm_start.max_steps=100000", "warm_start.target_score=1.0"))
     out = offline_folder(run.folder, "warm_start")
-    command = [sys.executable, "-m", "stages", "warm_start", "--config", str(run.folder / CONFIG)]
+    command = [
+        sys.executable,
+        "-m",
+        "stages",
+        "warm_start",
+        "--config",
+        str(run.folder / CONFIG_FILE),
+    ]
     log = (tmp_path / "log").open("w")
-    stage = subprocess.Popen([*command, "--out", str(out)], cwd=tree.ROOT, stderr=log)
+    stage = subprocess.Popen([*command, "--out", str(out)], cwd=package_paths.ROOT, stderr=log)
     deadline = time.monotonic() + 60
     while not list(out.glob("data-*/start")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -44,13 +51,13 @@ def test_a_warned_stage_asks_to_be_started_again(compose: Compose, tmp_path: Pat
 
 def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
     """A warm start of eight steps that was asked to stop, and how many it finished."""
-    run = prepare(compose("warm_start.max_steps=8", "warm_start.evaluate_every=2"))
+    run = prepare_run(compose("warm_start.max_steps=8", "warm_start.eval_every=2"))
     out = offline_folder(run.folder, "warm_start")
-    call = StageCall("warm_start", run.folder / CONFIG, out)
+    call = StageCall("warm_start", run.folder / CONFIG_FILE, out)
     looks = iter(range(100))
     with pytest.raises(RequeueRequested):
         # Each step looks once, each evaluation once per held-out sample.
-        run_stage(call, stopping=lambda: next(looks) > 24)
+        run_stage(call, should_stop=lambda: next(looks) > 24)
     done = len(json.loads((out / "progress" / "curve.json").read_text())["curve"])
     assert 0 < done < 8
     return call, done
@@ -58,7 +65,9 @@ def stopped_fine_tuning(compose: Compose) -> tuple[StageCall, int]:
 
 def undisturbed(call: StageCall) -> str:
     """Content of the same stage when nothing stops it."""
-    return run_stage(replace(call, out=call.out.with_name("undisturbed"))).content
+    return run_stage(
+        replace(call, output_folder=call.output_folder.with_name("undisturbed"))
+    ).content
 
 
 def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -> None:
@@ -69,9 +78,9 @@ def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -
         if what.startswith("fine"):
             seen.append(done)
 
-    resumed = run_stage(call, resident=Resident(progress=progress))
+    resumed = run_stage(call, worker_state=WorkerState(on_progress=progress))
     assert min(seen) == done + 1, "finished steps are not done again"
-    assert not (call.out / "progress").exists()
+    assert not (call.output_folder / "progress").exists()
     assert undisturbed(call) == resumed.content
 
 
@@ -80,7 +89,7 @@ def test_a_damaged_state_of_a_fine_tuning_is_not_gone_on_from(
     compose: Compose, damage: str
 ) -> None:
     call, done = stopped_fine_tuning(compose)
-    step = call.out / "progress" / f"step-{done}"
+    step = call.output_folder / "progress" / f"step-{done}"
     shards = sorted(step.glob("*.safetensors"))
     if damage == "bit":
         data = bytearray(shards[0].read_bytes())
@@ -89,5 +98,5 @@ def test_a_damaged_state_of_a_fine_tuning_is_not_gone_on_from(
     elif damage == "missing":
         shards[0].unlink()
     else:
-        (call.out / "progress" / "curve.json").write_bytes(b"{")
+        (call.output_folder / "progress" / "curve.json").write_bytes(b"{")
     assert run_stage(call).content == undisturbed(call)

@@ -12,21 +12,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics
 from rlinf.algorithms.ppo import PPO, PPOConfig
-from rlinf.data.batch import Sample, assemble
-from rlinf.data.record import Identity, Record
+from rlinf.data.batch import TrainingSample, build_step_batch
+from rlinf.data.record import Record, RecordId
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 SMALL = ["model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
-SMALL += ["model.intermediate=64", "warm_start.max_steps=2", "warm_start.batch=8"]
-SMALL += ["rollout.batch=16", "evaluate.every=0", "evaluate.samples=4", "reward=digits"]
-SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.threads=1"]
-SMALL += ["optimizer.schedule_iterations=3", "retention.last=5"]
+SMALL += ["model.intermediate=64", "warm_start.max_steps=2", "warm_start.batch_size=8"]
+SMALL += ["rollout.batch_size=16", "evaluate.every=0", "evaluate.samples=4", "reward=digits"]
+SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.cpu_threads=1"]
+SMALL += ["optimizer.lr_decay_iterations=3", "retention.keep_last=5"]
 POOLS = {
-    "grain": "segment",
+    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
@@ -55,12 +55,12 @@ def test_a_run_is_the_same_in_pools_and_when_it_is_taken_up(
     compose: Compose, tmp_path: Path
 ) -> None:
     """And the value alone learns in the iterations of its warm-up."""
-    execute(values(compose, "whole", 3))
+    run_experiment(values(compose, "whole", 3))
     run = tmp_path / "whole"
-    execute(values(compose, "parts", 1))
-    execute(values(compose, "parts", 3))
+    run_experiment(values(compose, "parts", 1))
+    run_experiment(values(compose, "parts", 3))
     local = {"plan": POOLS, "cluster": {"launcher": "local"}}
-    execute(values(compose, "pools", 3, **local))
+    run_experiment(values(compose, "pools", 3, **local))
     for other in ("parts", "pools"):
         for iteration in range(3):
             one, two = published(run, iteration), published(tmp_path / other, iteration)
@@ -76,7 +76,7 @@ def test_a_run_is_the_same_in_pools_and_when_it_is_taken_up(
     assert not torch.equal(second["policy"], begun)
     assert not torch.equal(second["critic"], first["critic"])
     assert not torch.equal(third["critic"], second["critic"])
-    rows = collect(run)
+    rows = read_metrics(run)
     assert all(row["train/value_loss"] > 0 for row in rows)
     assert rows[0]["train/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert rows[2]["train/explained_variance"] != 0
@@ -98,15 +98,15 @@ def test_the_last_token_that_counts_is_the_end_of_a_response(reason: str) -> Non
         worth = np.zeros(4, np.float32)
         worth[np.flatnonzero(mask)[-1]] = 1
         said = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
-        identity = Identity(0, number)
+        identity = RecordId(0, number)
         samples.append(
-            Sample(
+            TrainingSample(
                 Record(identity, steps, info=info),
                 Record(identity, {"rewards": worth}, info={"keep": 1}),
                 Record(identity, {"values": said, "logprobs": np.zeros(4, np.float32)}),
             )
         )
-    advantages, returns = algorithm.advantages(assemble(samples))
+    advantages, returns = algorithm.compute_advantages(build_step_batch(samples))
     last = 1 - 0.5
     first = 0.5 * 0.5 - 0.25
     torch.testing.assert_close(advantages[0], torch.tensor([first + 0.4 * last, 0, last, 0]))

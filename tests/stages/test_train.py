@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect, manifest_of
-from rlinf.algorithms.behaviour import lags
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics, stage_manifest
+from rlinf.algorithms.importance_sampling import policy_lags
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import InputError
-from stages.train import gap_limit
+from stages.train import logprob_gap_limit
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -23,11 +23,11 @@ Compose = Callable[..., dict[str, Any]]
 def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
     def record(length: int, version: int, **columns: Any) -> Record:
         steps = {"actions": np.zeros(length, np.int64), **columns}
-        return Record(Identity(0, 0), steps, info={"policy_version": version})
+        return Record(RecordId(0, 0), steps, info={"policy_version": version})
 
     stale, fresh = record(2, 3), record(3, 4)
     mixed = record(2, 3, versions=np.array([3, 4]))
-    got = lags([stale, fresh, mixed], 4)
+    got = policy_lags([stale, fresh, mixed], 4)
     assert got.tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 
@@ -41,7 +41,7 @@ def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
     ],
 )
 def test_half_precision_may_differ_more(compose: Compose, override: str, limit: float) -> None:
-    assert gap_limit(validate(RunConfig, compose(override))) == limit
+    assert logprob_gap_limit(validate(RunConfig, compose(override))) == limit
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -50,32 +50,32 @@ def test_a_gap_above_the_limit_ends_the_run_before_any_update(
     compose: Compose, tmp_path: Path, minibatches: int
 ) -> None:
     """With one minibatch gradients are accumulated as parts arrive."""
-    words = ["algorithm.logprob_gap_limit=1e-12", f"algorithm.minibatches={minibatches}"]
+    words = ["algorithm.max_logprob_diff=1e-12", f"algorithm.minibatches={minibatches}"]
     with pytest.raises(InputError, match=r"differ by \S+ nats in the mean, the limit is 1e-12"):
-        execute(compose(*words, "iterations=1"))
-    assert manifest_of(tmp_path / "tiny", "train", 0) is None
+        run_experiment(compose(*words, "iterations=1"))
+    assert stage_manifest(tmp_path / "tiny", "train", 0) is None
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_first_step_sees_observations_as_the_old_log_probs_did(
     compose: Compose, tmp_path: Path
 ) -> None:
-    words = ["iterations=2", "model.normalise_observations=true", "algorithm.epochs=1"]
-    words += ["algorithm.minibatches=1", "rollout.batch=4", "rollout.horizon=40"]
+    words = ["iterations=2", "model.normalize_observations=true", "algorithm.epochs=1"]
+    words += ["algorithm.minibatches=1", "rollout.batch_size=4", "rollout.horizon=40"]
     words += ["evaluate.samples=2", "run.name=seen"]
-    execute(compose(*words, experiment="cartpole_ppo"))
-    for row in collect(tmp_path / "seen"):
-        assert row["train/kl_old"] == pytest.approx(0, abs=1e-9)
-        assert row["train/engine_gap"] < 1e-5
+    run_experiment(compose(*words, experiment="cartpole_ppo"))
+    for row in read_metrics(tmp_path / "seen"):
+        assert row["train/approx_kl"] == pytest.approx(0, abs=1e-9)
+        assert row["train/rollout_logprob_diff"] < 1e-5
 
 
 def reached(compose: Compose, folder: Path, name: str, *words: str) -> list[dict[str, float]]:
     """Metrics of a short run on vectors of three numbers."""
-    usual = ["iterations=2", "rollout.batch=4", "rollout.horizon=24", "evaluate.every=0"]
+    usual = ["iterations=2", "rollout.batch_size=4", "rollout.horizon=24", "evaluate.every=0"]
     usual += ["task.id=tests.stages.reaching:Reaching-v0", "task.observation=3", "run.name=" + name]
     usual += ["task.action.kind=box", "task.action.size=3", "evaluate.samples=2"]
-    execute(compose(*usual, *words, experiment="cartpole_ppo"))
-    return collect(folder / name)
+    run_experiment(compose(*usual, *words, experiment="cartpole_ppo"))
+    return read_metrics(folder / name)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -93,8 +93,8 @@ def test_a_step_of_several_choices_has_the_ratio_that_its_level_says(
         names = [name for name in names if not name.endswith(("_s", "_gap", "_max", "gap_mean"))]
         for name in names:
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-        assert other["train/engine_gap"] < 1e-5
-        assert each["train/engine_gap"] < 1e-5
+        assert other["train/rollout_logprob_diff"] < 1e-5
+        assert each["train/rollout_logprob_diff"] < 1e-5
     assert 3 * token[0]["train/entropy"] == pytest.approx(chunk[0]["train/entropy"], rel=0.02)
     assert token[1]["train/loss"] != pytest.approx(chunk[1]["train/loss"], rel=1e-3)
 
@@ -110,24 +110,24 @@ def test_a_coarser_engine_is_seen_and_corrected(
     rows = {}
     for name, more in {
         "plain": [],
-        "truncated": ["algorithm.behaviour_weight_cap=2.0"],
+        "truncated": ["algorithm.rollout_is_threshold=2.0"],
         "masked": [
-            "algorithm.behaviour_weight_cap=1.0001",
-            "algorithm.behaviour_weight_outside=mask",
+            "algorithm.rollout_is_threshold=1.0001",
+            "algorithm.rollout_is_mode=mask",
         ],
     }.items():
-        execute(compose(*words, *more, f"run.name={name}"))
-        (rows[name],) = collect(tmp_path / name)
+        run_experiment(compose(*words, *more, f"run.name={name}"))
+        (rows[name],) = read_metrics(tmp_path / name)
     plain, truncated, masked = rows["plain"], rows["truncated"], rows["masked"]
-    assert 0 < plain["train/engine_gap"] < 0.1
-    assert 0 < plain["train/engine_kl"] < plain["train/engine_gap"]
-    assert 0 < abs(plain["train/engine_ratio"] - 1) < 0.1
-    assert 1 < plain["train/engine_ratio_max"] < 2
-    assert truncated["train/engine_gap"] == plain["train/engine_gap"]
+    assert 0 < plain["train/rollout_logprob_diff"] < 0.1
+    assert 0 < plain["train/rollout_kl"] < plain["train/rollout_logprob_diff"]
+    assert 0 < abs(plain["train/rollout_ratio_mean"] - 1) < 0.1
+    assert 1 < plain["train/rollout_ratio_max"] < 2
+    assert truncated["train/rollout_logprob_diff"] == plain["train/rollout_logprob_diff"]
     assert truncated["train/loss"] != plain["train/loss"]
-    assert truncated["train/behaviour_weight"] == pytest.approx(1, abs=0.1)
-    assert truncated["train/behaviour_capped_share"] == 0
-    assert 0.1 < masked["train/behaviour_capped_share"] <= 1
+    assert truncated["train/rollout_is_mean"] == pytest.approx(1, abs=0.1)
+    assert truncated["train/rollout_is_clip_ratio"] == 0
+    assert 0.1 < masked["train/rollout_is_clip_ratio"] <= 1
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -138,11 +138,16 @@ def test_a_divergence_is_taken_from_the_reward_in_a_single_step_too(
     compose: Compose, tmp_path: Path, name: str
 ) -> None:
     """The inference stage gives old log-probabilities for it; at first they are the reference's."""
-    words = [f"algorithm={name}", "algorithm.kl_reward=0.1", "reward=digits", "rollout.batch=4"]
+    words = [
+        f"algorithm={name}",
+        "algorithm.kl_reward_coef=0.1",
+        "reward=digits",
+        "rollout.batch_size=4",
+    ]
     values = compose(*words, "evaluate.every=0", "evaluate.samples=2")
-    del values["algorithm"]["drop_equal_groups"]  # of the tiny run's usual algorithm
-    execute(values)
-    first, second = collect(tmp_path / "tiny")
-    assert first["train/kl_reward"] == pytest.approx(0, abs=1e-6)
-    assert abs(second["train/kl_reward"]) > 1e-6
+    del values["algorithm"]["filter_zero_variance_groups"]  # of the tiny run's usual algorithm
+    run_experiment(values)
+    first, second = read_metrics(tmp_path / "tiny")
+    assert first["train/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert abs(second["train/reward_kl_penalty"]) > 1e-6
     assert first["train/grad_norm"] > 0

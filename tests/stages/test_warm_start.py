@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.channels.world import World
-from rlinf.config import WarmStartSection
-from rlinf.data.record import Identity, Record
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import SftSection
+from rlinf.data.record import Record, RecordId
 from stages import warm_start
 from stages.warm_start import fine_tune
 
@@ -21,7 +21,7 @@ class Task:
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         seen = np.full((2, 1), step, np.float32)
         return [
-            Record(Identity(step, n), {"observations": seen, "actions": seen}) for n in range(count)
+            Record(RecordId(step, n), {"observations": seen, "actions": seen}) for n in range(count)
         ]
 
 
@@ -59,15 +59,17 @@ class Trainer:
 
 @pytest.fixture
 def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    settings = WarmStartSection(max_steps=20, evaluate_every=2, stop_at=0.4, batch=2, scored=True)
-    monkeypatch.setattr(warm_start, "held_environment", lambda *_: Task())
-    monkeypatch.setattr(warm_start, "bare_engine", lambda *_: object())
-    monkeypatch.setattr(warm_start, "evaluate", lambda ctx, trainer, *_: trainer.steps / 10)
+    settings = SftSection(
+        max_steps=20, eval_every=2, target_score=0.4, batch_size=2, eval_generation=True
+    )
+    monkeypatch.setattr(warm_start, "get_environment", lambda *_: Task())
+    monkeypatch.setattr(warm_start, "get_or_create_engine", lambda *_: object())
+    monkeypatch.setattr(warm_start, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
     return SimpleNamespace(
         config=SimpleNamespace(seed=0, warm_start=settings),
         out=tmp_path,
         key="key",
-        world=World(),
+        world=ProcessGroupInfo(),
         progress=lambda *_: None,
     )
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
+from rlinf.capabilities import GROUPS
 from rlinf.data.batch import StepBatch
-from rlinf.fit import GROUPS
 from rlinf.models.base import StepOutputs
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.capabilities import ACTS
 from rlinf.data.record import Record
 from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
-from rlinf.fit import ACTS
 from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from rlinf.data.padding import pad
+from rlinf.capabilities import ACTS, OBSERVATIONS, VALUES
+from rlinf.data.batch import pad
 from rlinf.data.record import Record
-from rlinf.fit import ACTS, OBSERVATIONS, VALUES
 from rlinf.models.base import Batch, Policy, Spec, StepOutputs
-from rlinf.tensors import load_tensors
+from rlinf.safetensors_io import load_tensors
 
 
 class Linear(Policy):

@@ -7,10 +7,10 @@ from pydantic import Field
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.algorithms.learner import Learner
+from rlinf.capabilities import GROUPS
 from rlinf.config import Section
 from rlinf.data.batch import Sample, assemble
-from rlinf.data.packing import Span
-from rlinf.fit import GROUPS
+from rlinf.data.load_balancing import Span
 from rlinf.models.base import Batch, Policy
 from rlinf.trainers.base import Loss
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from rlinf.config import Section
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import counted
 from rlinf.data.record import Record
 from rlinf.rewards.base import Reward
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from rlinf.config import Section
 from rlinf.data.record import Identity, Record
 from rlinf.envs.base import Episodes, Extent
-from rlinf.envs.prompts import Prompt, PromptEnvironment
+from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.models.base import Spec
 from rlinf.seeding import generator
 

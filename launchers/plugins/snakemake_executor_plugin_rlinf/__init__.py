@@ -16,15 +16,15 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
 
-from rlinf import tree
+from rlinf import package_paths
 
-tree.activate()
+package_paths.add_to_sys_path()
 
-from launchers.base import Job  # noqa: E402
+from launchers.launcher import JobSpec  # noqa: E402
 from launchers.submitit import SubmititLauncher  # noqa: E402
 from rlinf.errors import RlinfError  # noqa: E402
 from slurm.client import SlurmClient, default_partition  # noqa: E402
-from slurm.jobs import Resources  # noqa: E402
+from slurm.jobs import JobResources  # noqa: E402
 from slurm.site import load_site  # noqa: E402
 
 
@@ -78,18 +78,18 @@ class Executor(RemoteExecutor):
         name = "-".join([job.name, *map(str, job.wildcards)])
         try:
             default = self._default if site and not job.resources.get("slurm_partition") else None
-            request = Job(
+            request = JobSpec(
                 name=name,
                 argv=tuple(str(word) for word in argv),
-                out=manifest.parent,
-                logs=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
+                output_dir=manifest.parent,
+                log_dir=Path(str(job.log[0])).absolute().parent / "slurm" / job.name,
                 resources=resources(job.resources, site, default),
                 module=str(job.params.get("module", "stages")),
             )
             identity = self._launcher.submit(request)
         except RlinfError as error:
             raise WorkflowError(str(error)) from None
-        self.logger.info(f"{name}: Slurm job {identity}, logs in {request.logs}")
+        self.logger.info(f"{name}: Slurm job {identity}, logs in {request.log_dir}")
         self.report_job_submission(SubmittedJobInfo(job, external_jobid=identity))
 
     async def check_active_jobs(
@@ -107,7 +107,7 @@ class Executor(RemoteExecutor):
                 statuses = {}
         for info in active_jobs:
             status = statuses.get(info.external_jobid)
-            if status is None or status.state.active:
+            if status is None or status.state.is_active:
                 yield info
             elif status.exit_code in (0, None) and status.state.value == "done":
                 self.report_job_success(info)
@@ -119,7 +119,7 @@ class Executor(RemoteExecutor):
         self._launcher.cancel([info.external_jobid for info in active_jobs])
 
 
-def resources(wanted: Any, site: Path | None, default: str | None = None) -> Resources:
+def resources(wanted: Any, site: Path | None, default: str | None = None) -> JobResources:
     """A rule's standard resources, with the site's settings for its partition.
 
     Args:
@@ -136,20 +136,20 @@ def resources(wanted: Any, site: Path | None, default: str | None = None) -> Res
         gpus, kind = int(count), middle[0] if middle else None
     nodes = int(get("nodes", 1))
     partition = get("slurm_partition", default)
-    extra = load_site(site).of(partition).as_resources() if site else {}
+    extra = load_site(site).settings_for(partition).resource_arguments() if site else {}
     if get("constraint"):
         extra["constraint"] = str(get("constraint"))
     shares = json.loads(get("shares")) if get("shares") else None
-    return Resources(
+    return JobResources(
         partition=partition,
         nodes=nodes,
         tasks_per_node=max(1, int(get("tasks", 1)) // nodes),
         gpus_per_node=gpus,
         gpu_type=kind,
-        shares=tuple(shares) if isinstance(shares, list) else shares,
+        speed_weights=tuple(shares) if isinstance(shares, list) else shares,
         cpus_per_task=int(get("cpus_per_task", 1)),
         mem_mb=int(get("mem_mb")) if get("mem_mb") else None,
-        time_min=int(get("runtime")) if get("runtime") else None,
+        time_limit_min=int(get("runtime")) if get("runtime") else None,
         interpreter=get("interpreter"),
         **extra,
     )

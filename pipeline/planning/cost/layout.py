@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.model import RECOMPUTE, ModelShape, Recompute
-from pipeline.planning.cost.work import Generation, Training, Work
+from pipeline.planning.cost.model_shape import RECOMPUTE, ModelShape, Recompute
+from pipeline.planning.cost.workload import GenerationWorkload, TrainingWorkload, Workload
 
 Array = np.ndarray
 Count = Any
@@ -27,7 +27,7 @@ work, since sharing states further saves next to nothing."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class CandidateLayout:
     """How many processes share what. All but ``pp`` may be arrays of one shape: many layouts."""
 
     tp: Count = 1
@@ -47,7 +47,7 @@ class Layout:
         """Processes, one per GPU."""
         return self.tp * self.pp * self.dp
 
-    def at(self, where: Any) -> Layout:
+    def select(self, where: Any) -> CandidateLayout:
         """Those of many layouts that an index or mask picks; with one number, plain numbers."""
         columns = np.broadcast_arrays(self.tp, self.dp, self.ep, self.micro_batch)
         picked = [column[where] for column in columns]
@@ -62,7 +62,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineStages:
     """A model cut into pipeline stages. Of like stages one is kept, the first: ``[kinds]`` each.
 
     The embedding is on the first stage; the last norm and the head on the last, with a copy of a
@@ -92,7 +92,7 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=256)
-def cut(shape: ModelShape, pp: int) -> Cut:
+def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
     """Equal numbers of layers on each of ``pp`` pipeline stages, one of like stages.
 
     ``pp`` divides the layers.
@@ -114,24 +114,26 @@ def cut(shape: ModelShape, pp: int) -> Cut:
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
     table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
-    return Cut(number, count, shape.layers // pp, *table.T)
+    return PipelineStages(number, count, shape.layers // pp, *table.T)
 
 
-def layouts(shape: ModelShape, work: Work, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
+def candidate_layouts(
+    shape: ModelShape, work: Workload, gpus: int, gpus_per_node: int
+) -> Iterator[CandidateLayout]:
     """The layouts worth trying on up to ``gpus`` GPUs, in batches of one ``pp`` and ``recompute``.
 
     Heads (and key-value heads, unless there are fewer than processes) divide by ``tp``, which stays
     within a node; layers divide by ``pp``; experts and replicas divide by ``ep``. No replica is
     without a sample. Engines that generate use no pipeline.
     """
-    generates = isinstance(work, Generation)
+    generates = isinstance(work, GenerationWorkload)
     for pp in [1] if generates else _divisors(shape.layers):
         tp, dp, ep, micro = _columns(
             shape, pp, gpus, gpus_per_node, work.samples, (1,) if generates else MICRO_BATCHES
         )
         if len(tp):
-            for how in RECOMPUTE if isinstance(work, Training) else RECOMPUTE[:1]:
-                yield Layout(tp, pp, dp, ep, micro, how)
+            for how in RECOMPUTE if isinstance(work, TrainingWorkload) else RECOMPUTE[:1]:
+                yield CandidateLayout(tp, pp, dp, ep, micro, how)
 
 
 @functools.lru_cache(maxsize=1024)

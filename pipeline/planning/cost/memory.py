@@ -13,10 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.planning.cost.device import GIB, Device
-from pipeline.planning.cost.layout import Cut, Layout, cut
-from pipeline.planning.cost.model import FLOAT32, ModelShape
-from pipeline.planning.cost.work import Generation, Inference, Training, Work
+from pipeline.planning.cost.hardware import GIB, GpuDevice
+from pipeline.planning.cost.layout import CandidateLayout, PipelineStages, split_pipeline
+from pipeline.planning.cost.model_shape import FLOAT32, ModelShape
+from pipeline.planning.cost.workload import (
+    GenerationWorkload,
+    InferenceWorkload,
+    TrainingWorkload,
+    Workload,
+)
 
 Array = np.ndarray
 Bytes = Any
@@ -27,7 +32,7 @@ PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryBreakdown:
     """What fills a GPU; of a pipeline the stage that needs most."""
 
     weights: Bytes = 0.0
@@ -47,21 +52,23 @@ class Memory:
         return ", ".join(f"{name.replace('_', ' ')} {_gib(value)}" for name, value in parts.items())
 
 
-def memory(shape: ModelShape, layout: Layout, work: Work) -> Memory:
+def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> MemoryBreakdown:
     """Bytes per GPU, of the shape of the layouts.
 
     Of generation the keys and values are those of one request of the longest length, the least it
     can run with; how many run at once follows from what is left (:func:`running_requests`).
     """
-    if isinstance(work, Training):
-        stages = training_stages(shape, cut(shape, layout.pp), layout, work)
+    if isinstance(work, TrainingWorkload):
+        stages = training_memory(shape, split_pipeline(shape, layout.pp), layout, work)
         return _worst_stage(stages)
-    if isinstance(work, Inference):
+    if isinstance(work, InferenceWorkload):
         return _inference(shape, layout, work)
     return _generation(shape, layout, work)
 
 
-def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Training) -> Memory:
+def training_memory(
+    shape: ModelShape, stages: PipelineStages, layout: CandidateLayout, work: TrainingWorkload
+) -> MemoryBreakdown:
     """Weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
 
     Each of ``pp - s`` micro-batches is in flight on stage ``s``, or all if there are fewer. With
@@ -96,36 +103,42 @@ def training_stages(shape: ModelShape, stages: Cut, layout: Layout, work: Traini
         least = work.state.optimizer * shape.embedding_parameters / tp / shards
         most = np.maximum(work.state_on_device, least * (work.state_on_device > 0))
         optimizer = np.minimum(optimizer, most)
-    return Memory(weights, kept(work.state.gradients, 2), optimizer, per_token * tokens / tp)
+    return MemoryBreakdown(
+        weights, kept(work.state.gradients, 2), optimizer, per_token * tokens / tp
+    )
 
 
-def _inference(shape: ModelShape, layout: Layout, work: Inference) -> Memory:
+def _inference(
+    shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload
+) -> MemoryBreakdown:
     """Weights, one layer's activations and the logits."""
     tp, ep, micro = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
-    stages = cut(shape, layout.pp)
+    stages = split_pipeline(shape, layout.pp)
     tokens = micro * max(work.longest, work.tokens)
     per_token = np.maximum(
         stages.largest_activation_bytes, stages.head * shape.head_activation_bytes
     )
     weights = shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
-    return _worst_stage(Memory(weights, activations=per_token * tokens / tp))
+    return _worst_stage(MemoryBreakdown(weights, activations=per_token * tokens / tp))
 
 
-def _generation(shape: ModelShape, layout: Layout, work: Generation) -> Memory:
+def _generation(
+    shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload
+) -> MemoryBreakdown:
     longest = work.prompt_tokens + float(work.lengths.max())
     passing = shape.activation_bytes().max() * PREFILL_TOKENS
     passing = passing + FLOAT32 * shape.vocab * work.max_running
-    whole = cut(shape, 1)
+    whole = split_pipeline(shape, 1)
     weights = whole.shared[0] / layout.tp + whole.routed[0] / (layout.tp * layout.ep)
     zero = 0.0 * np.asarray(layout.gpus)
-    return Memory(
+    return MemoryBreakdown(
         weights=shape.dtype_bytes * weights + zero,
         activations=passing / layout.tp + zero,
         kv_cache=longest * kv_bytes_per_token(shape, layout.tp) + zero,
     )
 
 
-def mean_context(work: Generation) -> float:
+def mean_context(work: GenerationWorkload) -> float:
     """Tokens that a running request holds on average: its prompt and what it has so far.
 
     A response of length L is met L times as long as one token, half done on average: the mean is
@@ -141,7 +154,9 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
     return 2.0 * shape.layers * heads * shape.head_dim * shape.dtype_bytes
 
 
-def running_requests(shape: ModelShape, layout: Layout, work: Generation, device: Device) -> Any:
+def running_requests(
+    shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
+) -> Any:
     """How many requests of mean length a replica holds at once: at least 1, at most what the engine
     allows; 0 where not even one of the longest fits. float64 of the layouts' shape."""
     least = _generation(shape, layout, work)
@@ -156,11 +171,11 @@ def _column(value: Any) -> Array:
     return np.asarray(value)[..., None]
 
 
-def _worst_stage(stages: Memory) -> Memory:
+def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
     """The fullest of ``[..., stages]``."""
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
-    return Memory(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))
+    return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))
 
 
 def _gib(value: float) -> str:

@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.planning.cost.device import Device
-from pipeline.planning.cost.fit import LEAST_POINTS, Point, fit_times
-from pipeline.planning.cost.layout import Layout, layouts
-from pipeline.planning.cost.memory import memory
-from pipeline.planning.cost.model import ModelShape
-from pipeline.planning.cost.times import BOUNDS, seconds
-from pipeline.planning.cost.work import Work
+from pipeline.planning.cost.hardware import GpuDevice
+from pipeline.planning.cost.layout import CandidateLayout, candidate_layouts
+from pipeline.planning.cost.memory import stage_memory
+from pipeline.planning.cost.model_shape import ModelShape
+from pipeline.planning.cost.regression import MIN_POINTS, TimingPoint, fit_times
+from pipeline.planning.cost.times import BOUNDS, stage_seconds
+from pipeline.planning.cost.workload import Workload
 from rlinf.errors import PlanError
 
 Array = np.ndarray
@@ -49,7 +49,7 @@ class RateTable:
     choices: Array
     """Of each number's layout, its batch in ``layouts`` and its place there, int64
     ``[gpus + 1, 2]``; -1: not known."""
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[CandidateLayout, ...] = ()
     """Batches of layouts; few objects, since there may be thousands of numbers."""
     warnings: tuple[str, ...] = ()
 
@@ -63,13 +63,13 @@ class RateTable:
         code = int(self.bound_codes[gpus])
         return BOUNDS[code] if code >= 0 else "unknown"
 
-    def layout(self, gpus: int) -> Layout | None:
+    def layout(self, gpus: int) -> CandidateLayout | None:
         """How the stage would run on ``gpus`` GPUs."""
         batch, place = self.choices[gpus]
         return self.layouts[batch].at(place) if batch >= 0 else None
 
 
-def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -> RateTable:
+def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
     """Rates from data sheets: the quickest layout that fits, for each number of GPUs.
 
     A stage that fits nowhere has rate 0 throughout.
@@ -81,14 +81,14 @@ def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -
         raise PlanError(f"{device.name}: {gpus} GPUs")
     best = np.full(gpus + 1, np.inf)
     table = _empty(gpus, "data sheet")
-    found: list[Layout] = []
-    for some in layouts(shape, work, gpus, device.gpus_per_node):
-        needs = memory(shape, some, work).total
+    found: list[CandidateLayout] = []
+    for some in candidate_layouts(shape, work, gpus, device.gpus_per_node):
+        needs = stage_memory(shape, some, work).total
         fits = needs <= device.usable_bytes
         if not fits.any():
             continue
-        able, needs = some.at(fits), needs[fits]
-        times = seconds(shape, able, work, device)
+        able, needs = some.select(fits), needs[fits]
+        times = stage_seconds(shape, able, work, device)
         total = times.total
         order = np.lexsort((total, able.gpus))
         counts, first = np.unique(able.gpus[order], return_index=True)
@@ -108,7 +108,7 @@ def data_sheet_rates(shape: ModelShape, work: Work, device: Device, gpus: int) -
 
 
 def measured_rates(
-    points: Sequence[Point],
+    points: Sequence[TimingPoint],
     size: float,
     gpus: int,
     *,
@@ -130,12 +130,12 @@ def measured_rates(
         fits: False: points are used as they are, however many.
 
     Raises:
-        PlanError: a point that cannot be (:func:`pipeline.planning.cost.fit.fit_times`).
+        PlanError: a point that cannot be (:func:`pipeline.planning.cost.regression.fit_times`).
     """
     counts = np.arange(gpus + 1)
     able = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
     table = replace(_empty(gpus, "measured"), memory_bytes=np.full(gpus + 1, memory_bytes))
-    if not fits or len({(point.processes, point.size) for point in points}) < LEAST_POINTS:
+    if not fits or len({(point.processes, point.size) for point in points}) < MIN_POINTS:
         for point in points:
             if point.size == size and point.processes <= gpus and able[point.processes]:
                 table.rates[point.processes] = 1 / point.seconds

@@ -14,26 +14,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.planning.cost import links
-from pipeline.planning.cost.device import Device
-from pipeline.planning.cost.layout import Cut, Layout, cut
-from pipeline.planning.cost.links import Link
-from pipeline.planning.cost.memory import kv_bytes_per_token, mean_context, memory, running_requests
-from pipeline.planning.cost.model import ModelShape
-from pipeline.planning.cost.work import Generation, Inference, Training, Work
+from pipeline.planning.cost import hardware
+from pipeline.planning.cost.hardware import GpuDevice, LinkModel
+from pipeline.planning.cost.layout import CandidateLayout, PipelineStages, split_pipeline
+from pipeline.planning.cost.memory import (
+    kv_bytes_per_token,
+    mean_context,
+    running_requests,
+    stage_memory,
+)
+from pipeline.planning.cost.model_shape import ModelShape
+from pipeline.planning.cost.workload import (
+    GenerationWorkload,
+    InferenceWorkload,
+    TrainingWorkload,
+    Workload,
+)
 
 Array = np.ndarray
 Seconds = Any
 """Seconds, a number or an array of the layouts' shape."""
 
-POINTS = 48
+LENGTH_POINTS = 48
 """Places at which the distribution of lengths is looked at."""
 SYNC_CHUNK_BYTES = 64 * 2**20
 """Weights are passed on in pieces of this size (assumed)."""
 
 
 @dataclass(frozen=True)
-class Times:
+class TimeBreakdown:
     """Seconds by what they are bound by; they add up."""
 
     compute_s: Seconds = 0.0
@@ -50,12 +59,12 @@ class Times:
         """All of it."""
         return sum(vars(self).values())
 
-    def each(self, change: Callable[[Any], Any]) -> Times:
+    def map_parts(self, change: Callable[[Any], Any]) -> TimeBreakdown:
         """The same function of every part."""
-        return Times(*(change(part) for part in vars(self).values()))
+        return TimeBreakdown(*(change(part) for part in vars(self).values()))
 
-    def __add__(self, other: Times) -> Times:
-        return Times(
+    def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
+        return TimeBreakdown(
             *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
 
@@ -64,20 +73,22 @@ BOUNDS = ("compute", "memory bandwidth", "communication", "bubble", "overhead")
 """Names of the parts of :class:`Times`, in order."""
 
 
-def seconds(shape: ModelShape, layout: Layout, work: Work, device: Device) -> Times:
+def stage_seconds(
+    shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
+) -> TimeBreakdown:
     """Seconds of one iteration, of the shape of the layouts.
 
     Memory is not looked at, but for the requests it leaves room for: generation is infinite where
     not one fits.
     """
-    if isinstance(work, Training):
+    if isinstance(work, TrainingWorkload):
         return _training(shape, layout, work, device)
-    if isinstance(work, Inference):
+    if isinstance(work, InferenceWorkload):
         return _inference(shape, layout, work, device)
     return _generation(shape, layout, work, device)
 
 
-class Passes(NamedTuple):
+class PassCounts(NamedTuple):
     """What one micro-batch costs, in units of a forward pass; a backward pass computes two."""
 
     compute: int
@@ -87,10 +98,12 @@ class Passes(NamedTuple):
     """Passes that communicate; a backward pass does so once."""
 
 
-TRAINING_PASSES = {"selective": Passes(3, 1, 2), "full": Passes(4, 0, 3)}
+TRAINING_PASSES = {"selective": PassCounts(3, 1, 2), "full": PassCounts(4, 0, 3)}
 
 
-def _training(shape: ModelShape, layout: Layout, work: Training, device: Device) -> Times:
+def _training(
+    shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice
+) -> TimeBreakdown:
     """``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021, section 2.2, for
     stages of unlike duration), the sends that fill and drain the pipeline, the sum of gradients
     over replicas, and the optimizer, which is bound by memory bandwidth."""
@@ -98,25 +111,27 @@ def _training(shape: ModelShape, layout: Layout, work: Training, device: Device)
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
     step = _pipeline(shape, layout, work.tokens, device, passes, micro_batches)
     sync = _gradient_sync(shape, layout, work, device, micro_batches)
-    step = step + _optimizer(shape, layout, work, device) + Times(communication_s=sync)
-    return step.each(lambda part: work.steps * part)
+    step = step + _optimizer(shape, layout, work, device) + TimeBreakdown(communication_s=sync)
+    return step.map_parts(lambda part: work.steps * part)
 
 
-def _inference(shape: ModelShape, layout: Layout, work: Inference, device: Device) -> Times:
+def _inference(
+    shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload, device: GpuDevice
+) -> TimeBreakdown:
     """One forward pass over all samples, micro-batch after micro-batch through the pipeline."""
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
-    return _pipeline(shape, layout, work.tokens, device, Passes(1, 0, 1), micro_batches)
+    return _pipeline(shape, layout, work.tokens, device, PassCounts(1, 0, 1), micro_batches)
 
 
 def _pipeline(
     shape: ModelShape,
-    layout: Layout,
+    layout: CandidateLayout,
     tokens: int,
-    device: Device,
-    passes: Passes,
+    device: GpuDevice,
+    passes: PassCounts,
     micro_batches: Any,
-) -> Times:
-    stages = cut(shape, layout.pp)
+) -> TimeBreakdown:
+    stages = split_pipeline(shape, layout.pp)
     each = micro_batch(shape, stages, layout, tokens, device, passes)
     total = np.asarray(each.total)
     slowest = np.argmax(total, axis=-1)[..., None]
@@ -125,7 +140,7 @@ def _pipeline(
         part = np.broadcast_to(part, total.shape)
         return micro_batches * np.take_along_axis(part, slowest, -1)[..., 0]
 
-    busy = each.each(of_slowest)
+    busy = each.map_parts(of_slowest)
     fill = (total * stages.count).sum(-1) - total.max(-1)
     # Activations go forward, and gradients back.
     ways = 1 if passes.compute == 1 else 2
@@ -133,8 +148,13 @@ def _pipeline(
 
 
 def micro_batch(
-    shape: ModelShape, stages: Cut, layout: Layout, tokens: int, device: Device, passes: Passes
-) -> Times:
+    shape: ModelShape,
+    stages: PipelineStages,
+    layout: CandidateLayout,
+    tokens: int,
+    device: GpuDevice,
+    passes: PassCounts,
+) -> TimeBreakdown:
     """Seconds of each pipeline stage for one micro-batch: ``[..., stages]``."""
     tp, ep, micro = (np.asarray(v)[..., None] for v in (layout.tp, layout.ep, layout.micro_batch))
     score = stages.layers * shape.score_flops(tokens / 2)
@@ -149,7 +169,7 @@ def micro_batch(
     exchange = _layer_communication(
         shape, stages.layers, stages.sparse, tp, ep, micro * tokens, device
     )
-    return Times(
+    return TimeBreakdown(
         compute,
         bandwidth,
         passes.exchanges * exchange,
@@ -158,7 +178,7 @@ def micro_batch(
 
 
 def _layer_communication(
-    shape: ModelShape, layers: Any, sparse: Any, tp: Any, ep: Any, tokens: Any, device: Device
+    shape: ModelShape, layers: Any, sparse: Any, tp: Any, ep: Any, tokens: Any, device: GpuDevice
 ) -> Any:
     """Seconds of tensor- and expert-parallel communication of one forward pass of ``tokens``.
 
@@ -166,15 +186,17 @@ def _layer_communication(
     all-to-alls per sparse layer, to the experts and back.
     """
     hidden = tokens * shape.hidden * shape.dtype_bytes
-    time = 2 * layers * links.all_reduce(device.group_link(tp, 1), tp, hidden)
+    time = 2 * layers * hardware.all_reduce_seconds(device.group_link(tp, 1), tp, hidden)
     if shape.experts:
         group = device.group_link(ep, tp, pairwise=True)
         visits = shape.active_experts * hidden / tp
-        time = time + 2 * sparse * links.all_to_all(group, ep, visits)
+        time = time + 2 * sparse * hardware.all_to_all_seconds(group, ep, visits)
     return time
 
 
-def _boundaries(shape: ModelShape, layout: Layout, tokens: int, device: Device) -> Seconds:
+def _boundaries(
+    shape: ModelShape, layout: CandidateLayout, tokens: int, device: GpuDevice
+) -> Seconds:
     """Seconds for one micro-batch's hidden states to pass all borders between pipeline stages.
 
     Each tensor-parallel rank sends its share (Narayanan et al. 2021, section 4.1).
@@ -183,11 +205,15 @@ def _boundaries(shape: ModelShape, layout: Layout, tokens: int, device: Device) 
         return 0.0
     size = layout.micro_batch * tokens * shape.hidden * shape.dtype_bytes / layout.tp
     border = device.group_link(layout.pp, layout.tp * layout.dp)
-    return (layout.pp - 1) * border.send(size)
+    return (layout.pp - 1) * border.send_seconds(size)
 
 
 def _gradient_sync(
-    shape: ModelShape, layout: Layout, work: Training, device: Device, micro_batches: Any
+    shape: ModelShape,
+    layout: CandidateLayout,
+    work: TrainingWorkload,
+    device: GpuDevice,
+    micro_batches: Any,
 ) -> Seconds:
     """Seconds to sum gradients over replicas, of the largest stage.
 
@@ -204,21 +230,26 @@ def _gradient_sync(
         groups.append((device.group_link(copies, layout.tp * layout.ep), copies, routed))
     w, g = work.state.weights, work.state.gradients
     if work.zero < 3:
-        return sum(links.all_reduce(link, count, g * mine) for link, count, mine in groups)
+        return sum(
+            hardware.all_reduce_seconds(link, count, g * mine) for link, count, mine in groups
+        )
     between: Seconds = 0.0
     if work.copies > 1:
         link = device.group_link(work.copies, layout.tp * shards)
-        between = links.all_reduce(link, work.copies, g * (shared + routed) / shards)
+        between = hardware.all_reduce_seconds(link, work.copies, g * (shared + routed) / shards)
     return micro_batches * sum(
         (
-            2 * links.all_gather(link, count, w * mine) + links.all_gather(link, count, g * mine)
+            2 * hardware.all_gather_seconds(link, count, w * mine)
+            + hardware.all_gather_seconds(link, count, g * mine)
             for link, count, mine in groups
         ),
         between,
     )
 
 
-def _optimizer(shape: ModelShape, layout: Layout, work: Training, device: Device) -> Times:
+def _optimizer(
+    shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice
+) -> TimeBreakdown:
     """Seconds to read and write all states once; those that the host keeps come and go."""
     shared, routed = _largest(shape, layout)
     if work.zero:
@@ -228,18 +259,20 @@ def _optimizer(shape: ModelShape, layout: Layout, work: Training, device: Device
     moved: Seconds = 0.0
     if work.state_on_device is not None:
         moved = 2 * work.state.optimizer * (shared + routed) / device.host.bytes_per_s
-    return Times(
+    return TimeBreakdown(
         bandwidth_s=device.roofline(0.0, touched * (shared + routed))[1], communication_s=moved
     )
 
 
-def _largest(shape: ModelShape, layout: Layout) -> tuple[Any, Any]:
+def _largest(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
     """Parameters per GPU of the largest stage, those of routed experts apart."""
-    stages = cut(shape, layout.pp)
+    stages = split_pipeline(shape, layout.pp)
     return stages.shared.max() / layout.tp, stages.routed.max() / (layout.tp * layout.ep)
 
 
-def _generation(shape: ModelShape, layout: Layout, work: Generation, device: Device) -> Times:
+def _generation(
+    shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
+) -> TimeBreakdown:
     """Prefill, then decoding with continuous batching; infinite where no request fits.
 
     A replica has ``R`` responses to give and room for ``C`` at once. If ``R <= C`` all start
@@ -272,25 +305,25 @@ def _generation(shape: ModelShape, layout: Layout, work: Generation, device: Dev
     rest = np.maximum(lengths[None] - middle[:, None], 0.0)
     age = (rest**2).mean(1) / (2 * np.maximum(rest.mean(1), 1e-300))
     held = work.prompt_tokens + middle + np.where(full[..., None], age, 0.0)
-    wide = Layout(tp=np.asarray(layout.tp)[..., None], ep=np.asarray(layout.ep)[..., None])
-    tail = decode_step(shape, wide, left, held, device).each(
+    wide = CandidateLayout(tp=np.asarray(layout.tp)[..., None], ep=np.asarray(layout.ep)[..., None])
+    tail = decode_step(shape, wide, left, held, device).map_parts(
         lambda part: (width * some * part).sum(-1)
     )
     prefill = _prefill(shape, layout, work, np.ceil(share / work.group_size), device)
-    never = Times(bandwidth_s=np.where(room > 0, 0.0, np.inf))
-    return prefill + decode.each(lambda part: steps * part) + tail + never
+    never = TimeBreakdown(bandwidth_s=np.where(room > 0, 0.0, np.inf))
+    return prefill + decode.map_parts(lambda part: steps * part) + tail + never
 
 
 def _edges(lengths: Array) -> Array:
     """Times from 0 to the longest length, closer together where responses end: ``[points]``."""
-    marks = np.quantile(lengths, np.linspace(0, 1, POINTS // 2))
-    grid = np.linspace(0, lengths[-1], POINTS // 2)
+    marks = np.quantile(lengths, np.linspace(0, 1, LENGTH_POINTS // 2))
+    grid = np.linspace(0, lengths[-1], LENGTH_POINTS // 2)
     return np.unique(np.concatenate([[0.0], marks, grid]))
 
 
 def decode_step(
-    shape: ModelShape, layout: Layout, running: Any, context: Any, device: Device
-) -> Times:
+    shape: ModelShape, layout: CandidateLayout, running: Any, context: Any, device: GpuDevice
+) -> TimeBreakdown:
     """Seconds for one token of each of ``running`` requests that hold ``context`` tokens.
 
     All weights met and all keys and values are read once; of ``E`` routed experts, ``running``
@@ -316,32 +349,38 @@ def decode_step(
         shape, shape.layers, int(shape.sparse.sum()), tp, ep, running, device
     )
     overhead = shape.layers * device.layer_overhead_s
-    return Times(compute + more, bandwidth + reading, exchange, overhead_s=overhead)
+    return TimeBreakdown(compute + more, bandwidth + reading, exchange, overhead_s=overhead)
 
 
 def _prefill(
-    shape: ModelShape, layout: Layout, work: Generation, prompts: Any, device: Device
-) -> Times:
+    shape: ModelShape,
+    layout: CandidateLayout,
+    work: GenerationWorkload,
+    prompts: Any,
+    device: GpuDevice,
+) -> TimeBreakdown:
     """Seconds to read prompts, in pieces that fill the GPU: bound by arithmetic."""
     tokens = prompts * work.prompt_tokens
     # Logits are needed of the last token of each prompt alone.
     flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)
     hidden = tokens * shape.hidden * shape.dtype_bytes
-    reduce = links.all_reduce(device.group_link(layout.tp, 1), layout.tp, hidden)
-    return Times(device.roofline(flops / layout.tp, 0.0)[0], 0.0, 2 * shape.layers * reduce)
+    reduce = hardware.all_reduce_seconds(device.group_link(layout.tp, 1), layout.tp, hidden)
+    return TimeBreakdown(device.roofline(flops / layout.tp, 0.0)[0], 0.0, 2 * shape.layers * reduce)
 
 
-def switch_seconds(shape: ModelShape, layout: Layout, work: Work, device: Device) -> Seconds:
+def switch_seconds(
+    shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
+) -> Seconds:
     """Seconds to bring a stage's weights and optimizer states from the host's memory and back.
 
     Each GPU has a link of its own to the host; activations, gradients and caches are dropped.
     """
-    held = memory(shape, layout, work)
-    return 2 * device.host.send(held.weights + held.optimizer)
+    held = stage_memory(shape, layout, work)
+    return 2 * device.host.send_seconds(held.weights + held.optimizer)
 
 
 def sync_seconds(
-    shape: ModelShape, source: Device, target: Device, relay: tuple[Link, ...] = ()
+    shape: ModelShape, source: GpuDevice, target: GpuDevice, relay: tuple[LinkModel, ...] = ()
 ) -> float:
     """Seconds to bring the weights from GPUs of one kind to GPUs of another.
 
@@ -350,4 +389,4 @@ def sync_seconds(
     """
     ways = (source.inter, *relay, target.inter, target.intra)
     size = float(shape.parameters * shape.dtype_bytes)
-    return links.path_send(ways, size, SYNC_CHUNK_BYTES)
+    return hardware.path_seconds(ways, size, SYNC_CHUNK_BYTES)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.plan import Forecast, Plan, StageForecast
-from pipeline.planning.planner.devices import with_counts
-from pipeline.planning.planner.request import Request, parse_counts
+from pipeline.planning.planner.available_devices import with_counts
+from pipeline.planning.planner.request import PlanRequest, parse_counts
 from rlinf.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One stage of the plan."""
 
     stage: str
@@ -30,7 +30,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Alternative:
+class AlternativePlan:
     """Another plan, worse by the objective."""
 
     what: str
@@ -49,18 +49,18 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class PlanProposal:
     """A plan and its reasons."""
 
     plan: Plan
     mode: str
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     objective: str
     unit: str
     bound: float
     """No plan costs less, in the unit of the objective."""
     exact: bool
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[AlternativePlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
@@ -69,14 +69,14 @@ class Proposal:
     @property
     def forecast(self) -> Forecast:
         """What is predicted of the plan."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
+        assert self.plan.forecast is not None
+        return self.plan.forecast
 
 
-def what_if_bars(
-    request: Request,
+def evaluate_what_ifs(
+    request: PlanRequest,
     asked: Sequence[str],
-    best: Callable[[Request], tuple[float, float]],
+    best: Callable[[PlanRequest], tuple[float, float]],
 ) -> list[WhatIf]:
     """The best plans of clusters that differ: as asked, and each kind twice, or without.
 
@@ -84,7 +84,7 @@ def what_if_bars(
         best: seconds and cost of the best plan of a request.
     """
     cases = [(text, parse_counts([text])) for text in asked]
-    own_nodes = {name: own for name, own in request.devices.items() if own.same_as is None}
+    own_nodes = {name: own for name, own in request.devices.items() if own.better_kind is None}
     for name, own in own_nodes.items():
         if len(own_nodes) > 1:
             cases.append((f"without {name}", {name: 0}))
@@ -102,14 +102,14 @@ def what_if_bars(
     return list(found.values())
 
 
-def forecasts(rows: Sequence[Row]) -> dict[str, StageForecast]:
+def stage_forecasts(rows: Sequence[PlanRow]) -> dict[str, StageForecast]:
     """By stage, what a plan's file keeps of its rows."""
     return {
         row.stage: StageForecast(
             seconds=row.seconds,
             low_s=row.low_s,
             high_s=row.high_s,
-            parts_s=dict(row.parts_s),
+            breakdown_s=dict(row.parts_s),
             bound_by=row.bound_by,
             start_s=row.start_s,
         )

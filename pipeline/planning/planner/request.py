@@ -5,61 +5,61 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.plan import Grain, Learnt, Plan, Sources, parse_plan
-from pipeline.planning.planner.devices import Devices
-from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
-from pipeline.planning.planner.options import Correction, Option, options
+from pipeline.plan import Execution, Plan, PlanningSources, TimingCorrection, parse_plan
+from pipeline.planning.planner.available_devices import PartitionDevices
+from pipeline.planning.planner.problem import IterationTime, MonetaryCost, Objective, TimeToFinish
+from pipeline.planning.planner.stage_options import Correction, StageOption, stage_options
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
-from rlinf.errors import PlanError, nearest
+from rlinf.errors import PlanError, did_you_mean
 from stages.flow import Flow, flow_of
 
 OBJECTIVES = ("time", "gpu-hours", "money", "time-to-end")
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is to be planned."""
 
     config: RunConfig
     profile: Profile
-    devices: Mapping[str, Devices]
+    devices: Mapping[str, PartitionDevices]
     objective: str = "time"
-    grain: Grain = "stage"
+    execution: Execution = "stage"
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By stage: the only kinds it may use."""
     notes: tuple[str, ...] = ()
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
     """By stage and kind."""
-    sources: Sources | None = None
-    door: Callable[[Plan], Plan] | None = None
+    sources: PlanningSources | None = None
+    plan_validator: Callable[[Plan], Plan] | None = None
     """What a plan must pass before it is run, and what is then run; None: nothing."""
 
-    def check(self, plan: Plan) -> Plan:
+    def validate_plan(self, plan: Plan) -> Plan:
         """See that a plan may be run; returns it with what the cluster tells.
 
         Raises:
             PlanError: accounting does not allow its jobs; names the limit.
         """
-        if self.door is None:
+        if self.plan_validator is None:
             return plan
-        return self.door(parse_plan(plan.dump(), "plan", flow_of(self.config)))
+        return self.plan_validator(parse_plan(plan.to_dict(), "plan", flow_of(self.config)))
 
-    def planning(self) -> Request:
+    def for_planner(self) -> PlanRequest:
         """The same, for the planner's own plans: without what is closed to them."""
-        found = {n: own for n, own in self.devices.items() if own.allowance.devices != 0}
+        found = {n: own for n, own in self.devices.items() if own.allowance.max_devices != 0}
         return replace(self, devices=found)
 
-    def judging(self) -> Request:
+    def for_user_plan(self) -> PlanRequest:
         """The same, for a plan that is given: limits of accounting count by its own numbers, not by
         what the planner would ask for."""
         found = {
-            name: replace(own, allowance=own.allowance.unlimited())
+            name: replace(own, allowance=own.allowance.without_job_limits())
             for name, own in self.devices.items()
         }
         return replace(self, devices=found)
 
-    def goal(self) -> Objective:
+    def get_objective(self) -> Objective:
         """The objective.
 
         Raises:
@@ -68,21 +68,21 @@ class Request:
         if self.objective == "time":
             return IterationTime()
         if self.objective in ("gpu-hours", "money"):
-            return Money()
+            return MonetaryCost()
         if self.objective == "time-to-end":
-            return TimeTo(self.config.iterations)
+            return TimeToFinish(self.config.iterations)
         raise PlanError(
-            f"--objective {self.objective}: unknown{nearest(self.objective, OBJECTIVES)}; "
+            f"--objective {self.objective}: unknown{did_you_mean(self.objective, OBJECTIVES)}; "
             f"one of {', '.join(OBJECTIVES)}"
         )
 
-    def priced(self) -> dict[str, Devices]:
+    def priced_devices(self) -> dict[str, PartitionDevices]:
         """The devices; for GPU-hours all cost the same."""
         if self.objective != "gpu-hours":
             return dict(self.devices)
         return {name: replace(own, price=1.0) for name, own in self.devices.items()}
 
-    def noted(self) -> Request:
+    def with_price_note(self) -> PlanRequest:
         """The same, with a note on devices without a price beside others that have one."""
         lacking = [name for name, own in self.devices.items() if not own.has_price]
         if self.objective != "money" or not lacking or len(lacking) == len(self.devices):
@@ -94,36 +94,41 @@ class Request:
         )
         return replace(self, notes=(*self.notes, note))
 
-    def after(self) -> dict[str, tuple[str, ...]]:
+    def stage_dependencies(self) -> dict[str, tuple[str, ...]]:
         """By stage: those of the same iteration that it waits for."""
         stages = flow_of(self.config).stages
 
         def sources(stage: str) -> tuple[str, ...]:
             found = [
-                s.stage for s in stages[stage].inputs.values() if s.stage in stages and not s.back
+                s.stage for s in stages[stage].inputs.values() if s.stage in stages and not s.lag
             ]
             return tuple(dict.fromkeys(found))
 
         return {stage: sources(stage) for stage in stages}
 
-    def learnt(self) -> tuple[Learnt, ...]:
+    def learned_corrections(self) -> tuple[TimingCorrection, ...]:
         """The corrections, for the plan."""
         return tuple(
-            Learnt(stage=stage, kind=kind, starting=known.starting, working=known.working)
+            TimingCorrection(
+                stage=stage,
+                kind=kind,
+                startup_factor=known.startup_factor,
+                work_factor=known.work_factor,
+            )
             for (stage, kind), known in self.corrections.items()
         )
 
-    def options(self) -> dict[str, list[Option]]:
+    def stage_options(self) -> dict[str, list[StageOption]]:
         """All ways to run each stage as a job."""
-        priced, found = self.priced(), {}
+        priced, found = self.priced_devices(), {}
         for stage in flow_of(self.config).stages:
-            every = options(stage, priced, self.profile, self.config, self.pins.get(stage))
-            found[stage] = [option.corrected(self.corrections) for option in every]
+            every = stage_options(stage, priced, self.profile, self.config, self.pins.get(stage))
+            found[stage] = [option.with_corrections(self.corrections) for option in every]
         return found
 
 
 def parse_pins(
-    pins: Sequence[str], devices: Mapping[str, Devices], flow: Flow
+    pins: Sequence[str], devices: Mapping[str, PartitionDevices], flow: Flow
 ) -> dict[str, frozenset[str]]:
     """``["train=h100"]`` as kinds by stage; a partition stands for all its kinds.
 
@@ -136,13 +141,13 @@ def parse_pins(
         if not sign or not names:
             raise PlanError(f"--pin {pin}: expected STAGE=KIND, such as train=h100")
         if stage not in flow.stages:
-            raise PlanError(f"--pin {pin}: no stage {stage!r}{nearest(stage, flow.stages)}")
+            raise PlanError(f"--pin {pin}: no stage {stage!r}{did_you_mean(stage, flow.stages)}")
         kinds: set[str] = set()
         for name in names.split(","):
             mine = {n for n, own in devices.items() if name in (n, own.kind.partition)}
             if not mine:
                 raise PlanError(
-                    f"--pin {pin}: no kind {name!r}{nearest(name, devices)}; "
+                    f"--pin {pin}: no kind {name!r}{did_you_mean(name, devices)}; "
                     f"there are {', '.join(devices)}"
                 )
             kinds |= mine

@@ -1,7 +1,7 @@
 """Finding the best placement: every grouping of stages into pools, every division of the GPUs.
 
-Every grouping has a quick bound (:mod:`pipeline.planning.planner.quick`) that nothing in it goes
-below. The promising ones are relaxed to a linear program (:mod:`pipeline.planning.planner.relax`):
+Every grouping has a quick bound (:mod:`pipeline.planning.planner.bounds`) that nothing in it goes
+below. The promising ones are relaxed to a linear program (:mod:`pipeline.planning.planner.bounds`):
 a better bound, and a fractional division to start from. One whose bound is above what has been
 found is left out; of seven stages and more there are more groupings than are looked at. A division
 is improved by moving GPUs between pools. Small problems are then counted out, branch by branch, so
@@ -12,49 +12,183 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.planning.planner.groupings import Neighbours, divisions, groupings
-from pipeline.planning.planner.moves import moves, without_a_kind
-from pipeline.planning.planner.objective import IterationTime, Objective
-from pipeline.planning.planner.predict import Prediction, Predictor
-from pipeline.planning.planner.problem import Placement, Pools, Problem, homes, jobs
-from pipeline.planning.planner.quick import quick_bounds
-from pipeline.planning.planner.relax import Relaxation, Relaxed
+from pipeline.planning.planner.bounds import LinearRelaxation, RelaxedSolution, price_bounds
+from pipeline.planning.planner.predictor import PlacementPrediction, Predictor
+from pipeline.planning.planner.problem import (
+    IterationTime,
+    Objective,
+    Placement,
+    PlacementProblem,
+    PoolStages,
+    pools_of_jobs,
+    pools_of_stages,
+)
 from rlinf.errors import PlanError
 
 Array = np.ndarray
+
+
+def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
+    """All ways to divide the stages over pools, fewest pools first; then those where pools overlap:
+    the first stages of a job, if they may, have a part of its GPUs each."""
+    most = sum(kind.gpus for kind in problem.kinds)
+    apart = list(_divided(range(len(problem.stages))))
+    overlapping = {
+        tuple(sorted(itertools.chain(*parts)))
+        for pools in apart
+        for parts in itertools.product(*([(pool,), *_split(problem, pool)] for pool in pools))
+        if any(len(part) > 1 for part in parts)
+    }
+    every = [*apart, *sorted(overlapping, key=lambda pools: (len(pools), pools))]
+    names = {kind.name for kind in problem.kinds}
+    least = min((n for kinds, n in problem.most_jobs if names <= set(kinds)), default=most)
+    return [pools for pools in every if len(pools) <= most and len(pools_of_jobs(pools)) <= least]
+
+
+def _divided(stages: Sequence[int]) -> Iterator[PoolStages]:
+    """All ways to divide some stages, fewest pools first."""
+    codes: list[tuple[int, ...]] = [(0,)]
+    for _ in stages[1:]:
+        codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
+    for code in sorted(codes, key=lambda code: (max(code), code)):
+        yield tuple(
+            tuple(s for s, pool in zip(stages, code, strict=True) if pool == number)
+            for number in range(max(code) + 1)
+        )
+
+
+def _split(problem: PlacementProblem, pool: tuple[int, ...]) -> Iterator[PoolStages]:
+    """The ways to have the first stages of a pool side by side, and the others on all of it."""
+    cycle = [problem.stages[s].cycle for s in pool]
+    for cut in range(1, len(pool)):
+        if not problem.stages[pool[cut - 1]].beside:
+            return
+        if cycle[cut] is None or cycle[cut] != cycle[cut - 1]:
+            for parts in itertools.islice(_divided(pool[:cut]), 1, None):
+                yield tuple((*part, *pool[cut:]) for part in parts)
+
+
+class GroupingNeighbors:
+    """Which groupings are the same but for the pool of one stage."""
+
+    def __init__(self, every: Sequence[PoolStages]) -> None:
+        self._every = list(every)
+        stages = len(set(itertools.chain(*self._every[0])))
+        # A bit for each two stages: whether they share a pool.
+        bits = np.zeros((stages, stages), np.int64)
+        first, second = np.triu_indices(stages, 1)
+        bits[first, second] = bits[second, first] = 1 << np.arange(len(first))
+        members = np.zeros((len(self._every), stages, stages), bool)
+        for row, pools in zip(members, self._every, strict=True):
+            for number, pool in enumerate(pools):
+                row[list(pool), number] = True
+        shared = (members[:, first] & members[:, second]).any(2)
+        self._codes = shared @ (1 << np.arange(len(first), dtype=np.int64))
+        self._of_stage = bits.sum(1)
+        self._places = {pools: place for place, pools in enumerate(self._every)}
+
+    def neighbors_of(self, pools: PoolStages) -> list[PoolStages]:
+        """In the order of all."""
+        apart = self._codes ^ self._codes[self._places[pools]]
+        near = ((apart[:, None] & ~self._of_stage) == 0).any(1)
+        return [self._every[place] for place in np.flatnonzero(near & (apart != 0))]
+
+
+def enumerate_divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
+    """All ways to give ``total`` GPUs to pools: int ``[n, pools]``; some to none if ``idle``.
+
+    Args:
+        counts: by pool, the numbers that it can have.
+    """
+    out = np.zeros((1, 0), np.int64)
+    for able in counts:
+        left = total - out.sum(1)
+        row, column = np.nonzero(able[None] <= left[:, None])
+        out = np.concatenate([out[row], able[column][:, None]], axis=1)
+    return out if idle else out[out.sum(1) == total]
+
+
+def gpu_moves(pools: int, sizes: Array, *, idle: bool) -> Array:
+    """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
+
+    With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
+
+    Args:
+        sizes: GPUs of each kind.
+    """
+    kinds = len(sizes)
+    places = [*range(pools), *([None] if idle else [])]
+    out = []
+    for k, most in enumerate(sizes):
+        for size in move_sizes(int(most)):
+            for a, b in itertools.permutations(places, 2):
+                move = np.zeros((pools, kinds), dtype=np.int64)
+                if a is not None:
+                    move[a, k] = -size
+                if b is not None:
+                    move[b, k] = size
+                out.append(move)
+    for a, b in itertools.combinations(range(pools), 2):
+        for k, j in itertools.permutations(range(kinds), 2):
+            for size in move_sizes(int(min(sizes[k], sizes[j]))):
+                move = np.zeros((pools, kinds), dtype=np.int64)
+                move[a, k], move[b, k], move[a, j], move[b, j] = -size, size, size, -size
+                out.append(move)
+    return np.array(out, np.int64).reshape(-1, pools, kinds)
+
+
+def move_sizes(most: int) -> list[int]:
+    """How many GPUs are moved at once: few, and ever larger jumps."""
+    sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
+    return sorted(size for size in sizes if size <= most)
+
+
+def divisions_without_kind(state: Array) -> Array:
+    """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
+
+    A queue or losses may be worth avoiding, but only altogether.
+    """
+    out = []
+    for k in np.flatnonzero(state.any(0)):
+        for pools in (slice(None), *np.flatnonzero(state[:, k])):
+            changed = state.copy()
+            changed[pools, k] = 0
+            out.append(changed)
+    return np.array(out, np.int64).reshape(-1, *state.shape)
+
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
 """Problems up to this size, and of up to five stages, are always counted out."""
 EXACT_DIVISIONS = 200_000
 """Others are when there are no more divisions of the largest grouping than this; of more groupings
 fewer."""
-MOST_RELAXED = 250
+MAX_RELAXED_GROUPINGS = 250
 """Groupings that are relaxed: all of six stages."""
-MOST_WAYS = 4096
+MAX_KIND_ASSIGNMENTS = 4096
 """Ways to give pools a kind each that are looked at; of more so many drawn ones."""
-STARTS = 8
+SINGLE_KIND_STARTS = 8
 """Divisions that are improved where pools must be of one kind."""
-PROMISING, SOME, FEW = 1.05, 16, 2
+PROMISING_FACTOR, STARTS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
 """Where pools may mix, divisions that give each a kind are improved if they cost less than so many
 times the best found, so many over the number of kinds of each grouping; and in the end once more
 those of so many groupings."""
-BLOCK = 8192
+BATCH_SIZE = 8192
 """Divisions looked at at once."""
-NEARLY = 1 + 1e-9
+EQUAL_COST_FACTOR = 1 + 1e-9
 """Costs nearer than this are the same."""
 
 
 @dataclass(frozen=True)
-class Solution:
+class PlacementSolution:
     """The best placement found of one grouping."""
 
     placement: Placement
-    prediction: Prediction
+    prediction: PlacementPrediction
     cost: float
     """In the unit of the objective."""
     bound: float
@@ -69,8 +203,8 @@ class Solution:
 
 
 def solve(
-    problem: Problem, objective: Objective | None = None, alternatives: int = 1
-) -> list[Solution]:
+    problem: PlacementProblem, objective: Objective | None = None, alternatives: int = 1
+) -> list[PlacementSolution]:
     """The best placements, best first; each with another grouping of the stages.
 
     Raises:
@@ -78,8 +212,8 @@ def solve(
     """
     _check(problem)
     search = _Search(problem, objective or IterationTime())
-    every = groupings(problem)
-    quick = quick_bounds(search.predictor, every)
+    every = enumerate_groupings(problem)
+    quick = price_bounds(search.predictor, every)
     bounds = {p: search.bound(float(b)) for p, b in zip(every, quick, strict=True)}
     found, relaxed = search.look(bounds, alternatives)
     exact = search.is_small(len(every))
@@ -108,18 +242,18 @@ class _Found:
     chunks: int
 
 
-def _worst(found: dict[Pools, _Found], wanted: int) -> float:
+def _worst(found: dict[PoolStages, _Found], wanted: int) -> float:
     """The cost a new grouping must stay below to be of interest."""
     costs = sorted(f.cost for f in found.values())
     return costs[wanted - 1] if len(costs) >= wanted else math.inf
 
 
 class _Search:
-    def __init__(self, problem: Problem, objective: Objective) -> None:
+    def __init__(self, problem: PlacementProblem, objective: Objective) -> None:
         self.problem = problem
         self.objective = objective
         self.predictor = Predictor(problem)
-        self.relaxation = Relaxation(self.predictor)
+        self.relaxation = LinearRelaxation(self.predictor)
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
         tables = [table for row in self.predictor.tables for table in row]
         several = len(problem.kinds) > 1
@@ -137,11 +271,15 @@ class _Search:
         self._counts: dict[tuple[tuple[int, ...], int, bool], Array] = {}
 
     def bound(self, total_s: float) -> float:
-        return self.objective.bound(self.problem, total_s) if math.isfinite(total_s) else math.inf
+        return (
+            self.objective.lower_bound(self.problem, total_s)
+            if math.isfinite(total_s)
+            else math.inf
+        )
 
     def look(
-        self, bounds: dict[Pools, float], alternatives: int
-    ) -> tuple[dict[Pools, _Found], set[Pools]]:
+        self, bounds: dict[PoolStages, float], alternatives: int
+    ) -> tuple[dict[PoolStages, _Found], set[PoolStages]]:
         """What is found in the groupings that could be good, whose ``bounds`` are made better.
 
         The next one is the most promising of those that differ from the best so far in the pool of
@@ -151,17 +289,17 @@ class _Search:
         Returns:
             The best of each grouping, and the groupings that were relaxed.
         """
-        found: dict[Pools, _Found] = {}
+        found: dict[PoolStages, _Found] = {}
         order = sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools))
-        waiting, seen = dict.fromkeys(order), set[Pools]()
-        neighbours, near = Neighbours(order), iter(list[Pools]())
-        best: Pools | None = None
-        while waiting and len(seen) < MOST_RELAXED:
+        waiting, seen = dict.fromkeys(order), set[PoolStages]()
+        neighbours, near = GroupingNeighbors(order), iter(list[PoolStages]())
+        best: PoolStages | None = None
+        while waiting and len(seen) < MAX_RELAXED_GROUPINGS:
             worst = _worst(found, alternatives)
             leader = min(found, key=lambda pools: found[pools].cost, default=None)
             if leader != best:
                 best = leader
-                near = iter(neighbours.of(best) if best else [])
+                near = iter(neighbours.neighbors_of(best) if best else [])
             pools = next((p for p in near if p in waiting), None) or next(iter(waiting))
             del waiting[pools]
             if not (math.isfinite(bounds[pools]) and bounds[pools] <= worst):
@@ -202,31 +340,35 @@ class _Search:
                 if self.problem.stages[s].divisible:
                     able = able[(able == 0) | (self.predictor.tables[s][kind][able] > 0)]
             if whole and not self.problem.may_mix(stages):
-                able = able[entry.whole(able) == able]
+                able = able[entry.round_to_job_size(able) == able]
             self._counts[key] = able
         return self._counts[key]
 
-    def able(self, pools: Pools, kind: int) -> list[Array]:
+    def able(self, pools: PoolStages, kind: int) -> list[Array]:
         """By pool: numbers of GPUs of a kind that it can have."""
-        home = homes(pools)
+        home = pools_of_stages(pools)
         own = [tuple(s for s in pool if len(home[s]) == 1) for pool in pools]
         return [self.counts(o, kind, whole=o == pool) for o, pool in zip(own, pools, strict=True)]
 
-    def solution(self, pools: Pools, found: _Found, bound: float, exact: bool) -> Solution:
+    def solution(
+        self, pools: PoolStages, found: _Found, bound: float, exact: bool
+    ) -> PlacementSolution:
         gpus = tuple(tuple(int(n) for n in pool) for pool in found.gpus)
         placement = Placement(pools, gpus, found.chunks)
-        return Solution(placement, self.predictor.one(placement), found.cost, bound, exact)
+        return PlacementSolution(
+            placement, self.predictor.predict(placement), found.cost, bound, exact
+        )
 
     def costs(
-        self, pools: Pools, gpus: Sequence[Array], chunks: int | Array, held: Sequence[Array]
+        self, pools: PoolStages, gpus: Sequence[Array], chunks: int | Array, held: Sequence[Array]
     ) -> Array:
-        predicted = self.predictor.many(pools, gpus, chunks, held)
+        predicted = self.predictor.predict_batch(pools, gpus, chunks, held)
         with np.errstate(invalid="ignore"):
-            costs = self.objective.cost(self.problem, predicted.total_s, by_job(pools, held))
+            costs = self.objective.cost(self.problem, predicted.total_s, gpus_by_job(pools, held))
         return np.where(np.isfinite(predicted.total_s), costs, np.inf)
 
     def best_chunks(
-        self, pools: Pools, gpus: Sequence[Array], held: Sequence[Array]
+        self, pools: PoolStages, gpus: Sequence[Array], held: Sequence[Array]
     ) -> tuple[Array, Array]:
         """The least costs over all grains ``[n]``, and the grains ``[n]``."""
         options = self._chunks(pools)
@@ -238,7 +380,9 @@ class _Search:
         least = costs.argmin(0)
         return costs[least, np.arange(count)], options[least]
 
-    def tighten(self, bounds: dict[Pools, float], relaxed: set[Pools], least: float) -> float:
+    def tighten(
+        self, bounds: dict[PoolStages, float], relaxed: set[PoolStages], least: float
+    ) -> float:
         """The least bound of all groupings; the ``relaxed`` ones that decide are bounded grain by
         grain."""
         tight = min([least, *(loose for pools, loose in bounds.items() if pools not in relaxed)])
@@ -250,25 +394,27 @@ class _Search:
             tight = min(tight, max(each))
         return tight
 
-    def improve(self, pools: Pools, relaxed: Relaxed, found: dict[Pools, _Found]) -> None:
+    def improve(
+        self, pools: PoolStages, relaxed: RelaxedSolution, found: dict[PoolStages, _Found]
+    ) -> None:
         """Steepest descent from near the relaxation, by moves of GPUs between two pools."""
         for start in self._starts(pools, relaxed.gpus, _worst(found, 1)):
             self._improve(pools, start, found)
 
-    def part_kinds(self, found: dict[Pools, _Found]) -> None:
+    def part_kinds(self, found: dict[PoolStages, _Found]) -> None:
         """Once more for the best groupings, from divisions that give all pools, or all but one, a
         kind each: where pools may mix, moves from the relaxation seldom lead there."""
-        for pools in sorted(found, key=lambda pools: found[pools].cost)[:FEW]:
+        for pools in sorted(found, key=lambda pools: found[pools].cost)[:FINAL_GROUPINGS]:
             if len(self._sizes) == 1 or not all(map(self.problem.may_mix, pools)):
                 continue
-            gpus, starts, every = found[pools].gpus.astype(float), [], jobs(pools)
+            gpus, starts, every = found[pools].gpus.astype(float), [], pools_of_jobs(pools)
             for free in (None, *every):
                 like = [job for job in every if job != free]
                 starts += self._of_one_kind(pools, gpus, like)[:1]
             for _, state in sorted(starts, key=lambda start: start[0])[:2]:
                 self._improve(pools, state, found)
 
-    def _improve(self, pools: Pools, state: Array, found: dict[Pools, _Found]) -> None:
+    def _improve(self, pools: PoolStages, state: Array, found: dict[PoolStages, _Found]) -> None:
         grains, cost = None, math.inf
         while True:
             here = [pool[:, None] for pool in state]
@@ -280,7 +426,7 @@ class _Search:
         if math.isfinite(cost):
             self._keep(pools, _Found(cost, state, int(grains or 1)), found)
 
-    def count_out(self, pools: Pools, found: dict[Pools, _Found]) -> None:
+    def count_out(self, pools: PoolStages, found: dict[PoolStages, _Found]) -> None:
         """Look at every division, kind by kind, leaving out branches that cannot be better.
 
         A branch has some kinds divided. It is judged with all GPUs of the other kinds given to
@@ -291,16 +437,21 @@ class _Search:
         self._branch(pools, order, 0, np.zeros((1, count, len(self._sizes)), np.int64), found)
 
     def _branch(
-        self, pools: Pools, order: Array, depth: int, states: Array, found: dict[Pools, _Found]
+        self,
+        pools: PoolStages,
+        order: Array,
+        depth: int,
+        states: Array,
+        found: dict[PoolStages, _Found],
     ) -> None:
         kind = order[depth]
         last = depth + 1 == len(order)
-        parts = divisions(int(self._sizes[kind]), self.able(pools, int(kind)), self._idle)
+        parts = enumerate_divisions(int(self._sizes[kind]), self.able(pools, int(kind)), self._idle)
         if not len(parts):
             return
         rest = np.zeros(len(order), np.int64)
         rest[order[depth + 1 :]] = self._sizes[order[depth + 1 :]]
-        step = max(1, BLOCK // len(parts))
+        step = max(1, BATCH_SIZE // len(parts))
         for first in range(0, len(states), step):
             some = np.repeat(states[first : first + step], len(parts), axis=0)
             some[:, :, kind] = np.tile(parts, (len(some) // len(parts), 1))
@@ -312,18 +463,20 @@ class _Search:
                 if costs[i] < _worst(found, 1):
                     self._keep(pools, _Found(float(costs[i]), some[i], int(chunks[i])), found)
                 continue
-            good = np.flatnonzero(costs * NEARLY < _worst(found, 1))
+            good = np.flatnonzero(costs * EQUAL_COST_FACTOR < _worst(found, 1))
             good = good[np.argsort(costs[good], kind="stable")]
             if len(good):
                 self._branch(pools, order, depth + 1, some[good], found)
 
-    def _descend(self, pools: Pools, state: Array, chunks: int, cost: float) -> tuple[Array, float]:
+    def _descend(
+        self, pools: PoolStages, state: Array, chunks: int, cost: float
+    ) -> tuple[Array, float]:
         if len(pools) not in self._moves:
-            self._moves[len(pools)] = moves(len(pools), self._sizes, idle=self._idle)
+            self._moves[len(pools)] = gpu_moves(len(pools), self._sizes, idle=self._idle)
         while True:
             options = state[None] + self._moves[len(pools)]
             if self._idle:
-                options = np.concatenate([options, without_a_kind(state)])
+                options = np.concatenate([options, divisions_without_kind(state)])
             keep = (options >= 0).all((1, 2)) & (options.sum(1) <= self._sizes).all(1)
             options = options[keep]
             if not len(options):
@@ -331,23 +484,23 @@ class _Search:
             gpus = [options[:, pool].T for pool in range(len(pools))]
             costs = self.costs(pools, gpus, chunks, gpus)
             i = int(np.argmin(costs))
-            if not costs[i] * NEARLY < cost:
+            if not costs[i] * EQUAL_COST_FACTOR < cost:
                 return state, cost
             state, cost = options[i], float(costs[i])
 
-    def _may_mix(self, pools: Pools, job: Sequence[int]) -> bool:
+    def _may_mix(self, pools: PoolStages, job: Sequence[int]) -> bool:
         return self.problem.may_mix([s for p in job for s in pools[p]])
 
-    def _chunks(self, pools: Pools) -> Array:
+    def _chunks(self, pools: PoolStages) -> Array:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
-    def _starts(self, pools: Pools, gpus: Array, least: float) -> Sequence[Array]:
+    def _starts(self, pools: PoolStages, gpus: Array, least: float) -> Sequence[Array]:
         """Divisions ``[pools, kinds]`` to begin with.
 
         Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
         by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
         """
-        every = jobs(pools)
+        every = pools_of_jobs(pools)
         like = [job for job in every if not self._may_mix(pools, job)]
         near = self._round(pools, gpus)
         one = self._of_one_kind(pools, gpus, like or every)
@@ -355,19 +508,19 @@ class _Search:
             # Some cannot run as they are, but are few moves from others that can.
             return [*(state for _, state in one), near]
         # A descent takes the longer the more kinds there are.
-        some = one[: max(1, SOME // len(self._sizes))]
-        return [near, *(state for cost, state in some if cost < PROMISING * least)]
+        some = one[: max(1, STARTS_PER_GROUPING // len(self._sizes))]
+        return [near, *(state for cost, state in some if cost < PROMISING_FACTOR * least)]
 
     def _of_one_kind(
-        self, pools: Pools, gpus: Array, like: Sequence[tuple[int, ...]]
+        self, pools: PoolStages, gpus: Array, like: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, Array]]:
         """The best divisions in which each of the jobs ``like`` has a kind of its own, with their
         costs."""
         gpus, kinds = np.maximum(gpus, 0.0), len(self._sizes)
-        if kinds ** len(like) <= MOST_WAYS:
+        if kinds ** len(like) <= MAX_KIND_ASSIGNMENTS:
             choices = np.array(list(itertools.product(range(kinds), repeat=len(like))))
         else:
-            choices = np.random.default_rng(0).integers(0, kinds, (MOST_WAYS, len(like)))
+            choices = np.random.default_rng(0).integers(0, kinds, (MAX_KIND_ASSIGNMENTS, len(like)))
         parts = np.tile(gpus, (len(choices), 1, 1))
         for i, job in enumerate(like):
             for p in job:
@@ -386,14 +539,16 @@ class _Search:
             for job in (job for job in like if len(job) > 1 and not self._may_mix(pools, job)):
                 # Its pools have whole nodes together.
                 held, most = states[:, job, k].sum(1), np.array(job)[states[:, job, k].argmax(1)]
-                states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[k].whole(held)
+                states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[
+                    k
+                ].round_to_job_size(held)
         states = states[(states >= 0).all((1, 2))]
         held = [states[:, p].T for p in range(len(pools))]
         costs, _ = self.best_chunks(pools, held, held)
-        best = np.argsort(costs, kind="stable")[:STARTS]
+        best = np.argsort(costs, kind="stable")[:SINGLE_KIND_STARTS]
         return [(float(costs[i]), states[i]) for i in best]
 
-    def _round(self, pools: Pools, gpus: Array) -> Array:
+    def _round(self, pools: PoolStages, gpus: Array) -> Array:
         """Possible numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
         gpus = np.maximum(gpus, 0.0)
         out = np.zeros(gpus.shape, np.int64)
@@ -413,22 +568,22 @@ class _Search:
                     spare -= int(more[0])
         return out
 
-    def _keep(self, pools: Pools, new: _Found, found: dict[Pools, _Found]) -> None:
+    def _keep(self, pools: PoolStages, new: _Found, found: dict[PoolStages, _Found]) -> None:
         if pools not in found or new.cost < found[pools].cost:
             found[pools] = replace(new, gpus=new.gpus.copy())
 
 
-def by_job(pools: Pools, gpus: Sequence[Array]) -> list[Array]:
+def gpus_by_job(pools: PoolStages, gpus: Sequence[Array]) -> list[Array]:
     """By job int ``[kinds, n]``: the GPUs of its pools, of which those that overlap are one."""
-    together = jobs(pools)
+    together = pools_of_jobs(pools)
     if len(together) == len(pools):
         return list(gpus)
     return [np.sum([gpus[p] for p in job], axis=0) for job in together]
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: PlacementProblem) -> None:
     for stage in problem.stages:
-        if not any(problem.table(stage, k).max() > 0 for k in range(len(problem.kinds))):
+        if not any(problem.rate_table(stage, k).max() > 0 for k in range(len(problem.kinds))):
             pinned = problem.allowed.get(stage.name)
             where = f" on {', '.join(sorted(pinned))}" if pinned else ""
             raise PlanError(

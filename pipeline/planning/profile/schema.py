@@ -12,20 +12,20 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AwareDatetime, Field, model_validator
 from scipy.stats import t as student
 
-from pipeline.planning.profile.identity import Identity
-from rlinf.artifacts import save_text
+from pipeline.planning.profile.profile_identity import ProfileIdentity
+from rlinf.artifacts import write_user_file
 from rlinf.config import Section, validate
-from rlinf.errors import ConfigError, PlanError, nearest
+from rlinf.errors import ConfigError, PlanError, did_you_mean
 
 SCHEMA: Literal[1] = 1
 CONFIDENCE = 0.95
 Seconds = Annotated[float, Field(ge=0)]
-MemoryOf = Literal["device", "host"]
+MemoryLocation = Literal["device", "host"]
 """Whose memory a peak was measured in: a GPU's own, or that of the node."""
-S = TypeVar("S", bound=Section)
+SectionT = TypeVar("SectionT", bound=Section)
 
 
-class Measured(Section):
+class Measurement(Section):
     """Repeats of one measurement. The interval is that of the mean, by Student's t."""
 
     seconds: tuple[Seconds, ...] = Field(min_length=1)
@@ -35,7 +35,7 @@ class Measured(Section):
     high_s: float | None
 
     @model_validator(mode="after")
-    def _follows(self) -> Measured:
+    def _follows(self) -> Measurement:
         want = _summary(self.seconds)
         for name, value in want.items():
             given = getattr(self, name)
@@ -70,7 +70,7 @@ def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
     return {"median_s": median, "low_s": mean - half, "high_s": mean + half}
 
 
-class Point(Section):
+class ProfilePoint(Section):
     """A stage on so many processes with so much to do."""
 
     stage: str
@@ -84,9 +84,9 @@ class Point(Section):
     included and samples left out by the algorithm not (inference, train); 0 for ``sync``."""
     token_budget: int | None = Field(default=None, gt=0)
     """Most positions of a micro-batch; None where the stage or trainer has none."""
-    time: Measured | None = None
+    time: Measurement | None = None
     """Work of one iteration: without the start of a job, imports and loading; None: it failed."""
-    cold: Measured | None = None
+    cold: Measurement | None = None
     """The same as the first work of its process, where that was measured."""
     parts_s: dict[str, Seconds] = {}
     """Medians of what the stage itself timed, loading left out."""
@@ -96,13 +96,13 @@ class Point(Section):
     """Why it could not run; out of memory, as a rule."""
 
     @model_validator(mode="after")
-    def _known(self) -> Point:
+    def _known(self) -> ProfilePoint:
         if (self.time is None) == (self.failure == ""):
             raise ValueError("a point has either a time or a failure")
         return self
 
     @property
-    def ok(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether it ran."""
         return self.time is not None
 
@@ -123,7 +123,7 @@ OverheadName = Literal[
 ]
 
 
-class Overhead(Measured):
+class Overhead(Measurement):
     """What comes on top of the work of a stage, for one number of processes."""
 
     name: OverheadName
@@ -142,7 +142,7 @@ class Overhead(Measured):
     processes: int = Field(gt=0)
 
 
-class Mixture(Measured):
+class Mixture(Measurement):
     """A stage on the whole batch, in one job with one process on a node of either of two kinds."""
 
     kinds: tuple[str, str]
@@ -151,7 +151,7 @@ class Mixture(Measured):
     """What each kind was given, by its speed."""
 
 
-class Interval(Section):
+class ConfidenceInterval(Section):
     """An estimate with its 95 % confidence interval."""
 
     value: float = Field(ge=0)
@@ -159,13 +159,13 @@ class Interval(Section):
     high: float
 
     @model_validator(mode="after")
-    def _ordered(self) -> Interval:
+    def _ordered(self) -> ConfidenceInterval:
         if not self.low <= self.value <= self.high:
             raise ValueError(f"{self.value} is not between {self.low} and {self.high}")
         return self
 
 
-class Link(Section):
+class MeasuredLink(Section):
     """Time to move ``n`` bytes: ``latency_s + n / bandwidth``, fitted to several sizes."""
 
     path: Literal["intra_node", "inter_node", "inter_partition", "write", "read"]
@@ -178,11 +178,11 @@ class Link(Section):
     """Medians for ``sizes_bytes``."""
     repeats: int = Field(gt=0)
     """Measurements of all sizes together."""
-    latency_s: Interval
-    bandwidth_bytes_per_s: Interval
+    latency_s: ConfidenceInterval
+    bandwidth_bytes_per_s: ConfidenceInterval
 
     @model_validator(mode="after")
-    def _paired(self) -> Link:
+    def _paired(self) -> MeasuredLink:
         if len(self.sizes_bytes) != len(self.median_s):
             raise ValueError(f"{len(self.sizes_bytes)} sizes but {len(self.median_s)} times")
         if self.bandwidth_bytes_per_s.value == 0:
@@ -190,7 +190,7 @@ class Link(Section):
         return self
 
 
-class History(Section):
+class WaitHistory(Section):
     """Waits of past jobs."""
 
     jobs: int = Field(gt=0)
@@ -199,17 +199,17 @@ class History(Section):
     q90_s: Seconds
 
 
-class Wait(Section):
+class QueueWait(Section):
     """How long a job of so many nodes would wait in the queue."""
 
     nodes: int = Field(gt=0)
     test_only_s: Seconds | None = None
     """What Slurm's scheduler expected (``sbatch --test-only``); None: it did not say."""
-    history: History | None = None
+    history: WaitHistory | None = None
     """Of jobs that this user could see in accounting; None: there are none."""
 
 
-class Lengths(Section):
+class ResponseLengths(Section):
     """Response lengths in steps, sampled by rollouts of the run's full batch."""
 
     samples: tuple[int, ...] = Field(min_length=1)
@@ -221,7 +221,7 @@ class Lengths(Section):
     horizon: int = Field(gt=0)
 
     @model_validator(mode="after")
-    def _ascending(self) -> Lengths:
+    def _ascending(self) -> ResponseLengths:
         if any(a > b for a, b in zip(self.samples, self.samples[1:], strict=False)):
             raise ValueError("samples are not ascending")
         if self.samples[0] < 0:
@@ -240,12 +240,12 @@ class KindProfile(Section):
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     hosts: tuple[str, ...] = ()
     """Where the first processes ran."""
-    memory: MemoryOf | None = None
+    memory: MemoryLocation | None = None
     """What peaks of memory are of; None: it was not kept."""
-    points: tuple[Point, ...] = Field(min_length=1)
+    points: tuple[ProfilePoint, ...] = Field(min_length=1)
     overheads: tuple[Overhead, ...]
-    links: tuple[Link, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
+    waits: tuple[QueueWait, ...] = ()
 
     def overhead_s(self, name: OverheadName, processes: int) -> float:
         """Median of an overhead at the measured number of processes nearest to ``processes``.
@@ -262,25 +262,25 @@ class Profile(Section):
     """What an experiment costs, by kind of device."""
 
     schema_version: Literal[1]
-    taken: AwareDatetime
+    created_at: AwareDatetime
     estimated: bool = False
-    """Nothing was measured: it is from data sheets (:mod:`pipeline.planning.profile.estimate`)."""
-    identity: Identity
+    """Nothing was measured: it is from data sheets (:mod:`pipeline.planning.profile.data_sheet_profile`)."""
+    identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Of one iteration of the run: starts times group size."""
     token_budget: int | None = Field(default=None, gt=0)
     """Of the run's trainer."""
     weights_bytes: int = Field(gt=0)
     """Published by ``sync``."""
-    lengths: Lengths
+    lengths: ResponseLengths
     kinds: dict[str, KindProfile] = Field(min_length=1)
     """By ``partition``, or ``partition:gpu_type`` where a partition has several."""
-    links: tuple[Link, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
     """Between kinds of different partitions."""
     mixtures: tuple[Mixture, ...] = ()
     """Of kinds that one job can have nodes of."""
 
-    def require(self, identity: Identity, kinds: Sequence[str], where: str) -> None:
+    def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], where: str) -> None:
         """See that this profile serves a run on some kinds.
 
         Raises:
@@ -309,7 +309,7 @@ class Profile(Section):
                 if stage not in stages:
                     raise PlanError(
                         f"{where}: kinds.{name}.{key}.stage: no stage {stage!r}"
-                        f"{nearest(stage, stages)}"
+                        f"{did_you_mean(stage, stages)}"
                     )
 
     def to_json(self) -> str:
@@ -322,12 +322,12 @@ class Profile(Section):
         Raises:
             InputError: the file cannot be written.
         """
-        save_text(path, self.to_json())
+        write_user_file(path, self.to_json())
 
 
 def _lacks(kind: str, kinds: Mapping[str, KindProfile]) -> str:
     return (
-        f"kinds: nothing measured on {kind!r}{nearest(kind, kinds)}; "
+        f"kinds: nothing measured on {kind!r}{did_you_mean(kind, kinds)}; "
         f"measure it with: rlinf profile --partition {kind.partition(':')[0]}"
     )
 
@@ -349,7 +349,7 @@ def load_profile(path: Path) -> Profile:
             f"{path}: schema_version: {version!r}; this program reads {SCHEMA}. "
             "Measure again with: rlinf profile"
         )
-    return validated(Profile, values, path)
+    return validate_section(Profile, values, path)
 
 
 def read_json(path: Path, missing: str) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
     return values
 
 
-def validated(section: type[S], values: Mapping[str, Any], path: Path) -> S:
+def validate_section(section: type[SectionT], values: Mapping[str, Any], path: Path) -> SectionT:
     """``values`` of a file as a section.
 
     Raises:

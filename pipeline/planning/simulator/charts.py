@@ -10,16 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.show import figures, rows
-from pipeline.planning.simulator.trace import Trace
-from pipeline.report.colours import COLOURS, colours
-from pipeline.report.style import inline
-from pipeline.report.template import render
-from rlinf.artifacts import save_text
+from pipeline.planning.simulator.simulate_command import pool_table, summary_tiles
+from pipeline.planning.simulator.trace import SimulationTrace
+from pipeline.report.chart_style import inline_svg
+from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from rlinf.artifacts import write_user_file
 
 OTHER_COLOURS = {
     "switch": "#b8bfc7",
-    "sync": COLOURS["sync"],
+    "sync": STAGE_COLOURS["sync"],
     "redone": "#1c1c1c",
     "queue": "#efe3c2",
     "down": "#d8a0a0",
@@ -27,10 +26,10 @@ OTHER_COLOURS = {
 """Of stages that are not those of a language task."""
 
 
-def gantt(trace: Trace, newest: int = 3) -> Figure:
+def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
     """Spans of the last iterations, a lane for each pool, and the idle share of each below."""
     pools = len(trace.placement.pools)
-    since = trace.begins[max(0, len(trace.begins) - 1 - newest)]
+    since = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - newest)]
     colours = _stage_colours(trace)
     height = 0.55 * pools + 1.3
     figure, axis = plt.subplots(figsize=(10, height))
@@ -48,12 +47,12 @@ def gantt(trace: Trace, newest: int = 3) -> Figure:
             y, thick = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
             edge = "white" if len(spans) <= 120 else "none"
             axis.broken_barh(spans, (y, thick), facecolors=colours[name], edgecolor=edge, lw=0.3)
-    for begin in trace.begins:
+    for begin in trace.iteration_starts:
         if begin >= since:
             axis.axvline(begin - since, color="#9aa4af", lw=0.8, ls=":")
     axis.set_yticks(range(pools), [_label(trace, pool) for pool in range(pools)], fontsize=8)
     axis.set(
-        xlim=(0, trace.begins[-1] - since),
+        xlim=(0, trace.iteration_starts[-1] - since),
         ylim=(pools - 0.45, -0.55),
         xlabel="seconds",
     )
@@ -67,41 +66,47 @@ def gantt(trace: Trace, newest: int = 3) -> Figure:
     return figure
 
 
-def write_png(trace: Trace, path: Path) -> None:
+def write_png(trace: SimulationTrace, path: Path) -> None:
     """The chart as a picture."""
-    figure = gantt(trace)
+    figure = gantt_chart(trace)
     figure.savefig(path, format="png", dpi=110)
     plt.close(figure)
 
 
 def write_html(
-    trace: Trace, path: Path, title: str, called: str, scenario: Scenario, seed: int
+    trace: SimulationTrace, path: Path, title: str, called: str, scenario: Scenario, seed: int
 ) -> None:
     """What was simulated, its figures, the chart and the table, in one file.
 
     Args:
         called: the name or the file of the scenario.
     """
-    head, *body = rows(trace)
+    head, *body = pool_table(trace)
     config = scenario.model_dump(mode="json", exclude_defaults=True)
-    page = render(
+    page = render_template(
         "simulation.html.jinja",
         name=f"{title}: simulation",
-        tiles=figures(trace, seed),
+        tiles=summary_tiles(trace, seed),
         called=called,
         scenario=yaml.safe_dump(config, sort_keys=False) if config else "",
-        sections=[{"name": "gantt", "title": "Last iterations", "svg": inline(gantt(trace), "g")}],
+        sections=[
+            {
+                "name": "gantt",
+                "title": "Last iterations",
+                "svg": inline_svg(gantt_chart(trace), "g"),
+            }
+        ],
         head=head,
         rows=body,
     )
-    save_text(path, page)
+    write_user_file(path, page)
 
 
-def _label(trace: Trace, pool: int) -> str:
+def _label(trace: SimulationTrace, pool: int) -> str:
     stages, gpus = trace.label(pool)
     return f"{stages}\n{gpus}"
 
 
-def _stage_colours(trace: Trace) -> dict[str, str]:
+def _stage_colours(trace: SimulationTrace) -> dict[str, str]:
     names = [stage.name for stage in trace.problem.stages]
-    return {**colours(names), **OTHER_COLOURS}
+    return {**stage_colours(names), **OTHER_COLOURS}

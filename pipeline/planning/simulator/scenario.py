@@ -9,14 +9,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rlinf.config import Section
-from rlinf.errors import PlanError, nearest
+from rlinf.errors import PlanError, did_you_mean
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PURPOSES = ("lengths", "calibration", "stragglers", "waits", "losses")
 
 
-class Replica(Section):
+class DecodingReplica(Section):
     """A worker of a decoding stage on one kind of GPU."""
 
     gpus: int = Field(default=1, ge=1)
@@ -28,7 +28,7 @@ class Replica(Section):
     reading the weights, launching kernels."""
 
 
-class Lengths(Section):
+class LengthDistribution(Section):
     """Samples of unequal length: the workers of a stage do not finish together.
 
     Relative lengths have mean 1, from a lognormal distribution cut at ``longest``, or drawn from
@@ -44,8 +44,8 @@ class Lengths(Section):
     """The limit on new tokens, in mean lengths."""
     empirical: tuple[Positive, ...] = ()
     """Measured lengths in any unit, instead of the lognormal ones; without those of nothing."""
-    replicas: dict[str, Replica] = {}
-    """By kind of GPU; the defaults of ``Replica`` for a kind that is left out."""
+    replicas: dict[str, DecodingReplica] = {}
+    """By kind of GPU; the defaults of ``DecodingReplica`` for a kind that is left out."""
     profiled: bool = True
     """Whether the measured speed of the stage includes its tail already. Then times are scaled so
     that the mean duration is the measured one; otherwise, so that equal lengths take it."""
@@ -65,21 +65,21 @@ class Stragglers(Section):
     pace of all."""
 
 
-class Queue(Section):
+class QueueWaits(Section):
     """Waits before a job starts; without it jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
     """``none``: every wait is that of its kind; ``exponential``: that is the mean."""
 
 
-class Losses(Section):
+class JobInterruptions(Section):
     """Preemption and node failures: a Poisson process for each job, by kind of GPU.
 
     The job waits in the queue again (``Queue``) and its pool stands still meanwhile.
     """
 
     per_hour: dict[str, NotNegative] = {}
-    """By kind, instead of the ``losses_per_hour`` of the problem."""
+    """By kind, instead of the ``interruptions_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
     """What is done again after a loss during work: the micro-batch, or the whole iteration in all
     pools."""
@@ -103,7 +103,7 @@ class Walltime(Section):
         return self
 
 
-class Network(Section):
+class NetworkModel(Section):
     """Transfers that take time and share the network; without it only ``sync_s`` counts.
 
     A flow of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``; flows at the same time
@@ -128,15 +128,15 @@ class Scenario(Section):
     """Micro-batches a channel between pools holds before the sender waits; None: any number."""
     startup_s: float = Field(default=0.0, ge=0)
     """From the start of a job to its first work: processes, weights, compilation."""
-    lengths: Lengths | None = None
+    lengths: LengthDistribution | None = None
     stragglers: Stragglers | None = None
-    queue: Queue | None = None
-    losses: Losses | None = None
+    queue: QueueWaits | None = None
+    losses: JobInterruptions | None = None
     walltime: Walltime | None = None
-    network: Network | None = None
+    network: NetworkModel | None = None
 
 
-def check(scenario: Scenario, stages: Collection[str], kinds: Collection[str]) -> None:
+def check_scenario(scenario: Scenario, stages: Collection[str], kinds: Collection[str]) -> None:
     """See that a scenario speaks of stages and kinds of a problem alone.
 
     Raises:
@@ -145,7 +145,7 @@ def check(scenario: Scenario, stages: Collection[str], kinds: Collection[str]) -
     for key, what, name in _named(scenario):
         known = stages if what == "stage" else kinds
         if name not in known:
-            raise PlanError(f"{key}: no {what} {name!r}{nearest(name, known)}")
+            raise PlanError(f"{key}: no {what} {name!r}{did_you_mean(name, known)}")
 
 
 def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
@@ -167,6 +167,6 @@ def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
             yield from ((f"network.payload.{source}", "stage", name) for name in targets)
 
 
-def generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
+def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
     """Random numbers of one purpose and thing, the same whatever else happens."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

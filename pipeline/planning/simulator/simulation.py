@@ -12,42 +12,317 @@ An iteration ends when all stages are done and the weights have arrived; the nex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import simpy
 
-from pipeline.planning.planner.problem import Placement, Problem
-from pipeline.planning.simulator.lengths import DecodingStage, Part
-from pipeline.planning.simulator.network import SharedNetwork
-from pipeline.planning.simulator.pool import Pool
-from pipeline.planning.simulator.scenario import (
-    Lengths,
-    Network,
-    Replica,
-    Scenario,
-    check,
-    generator,
+from pipeline.planning.planner.predictor import lockstep_groups
+from pipeline.planning.planner.problem import (
+    Placement,
+    PlacementProblem,
+    PlacementStage,
+    pools_of_stages,
 )
-from pipeline.planning.simulator.trace import Span, Trace
-from pipeline.planning.simulator.work import Edge, Group, Speed, Work
+from pipeline.planning.simulator.decoding import DecodingStage, DecodingWorkers
+from pipeline.planning.simulator.scenario import (
+    DecodingReplica,
+    LengthDistribution,
+    NetworkModel,
+    Scenario,
+    check_scenario,
+    random_generator,
+)
+from pipeline.planning.simulator.simulated_pool import SimulatedPool
+from pipeline.planning.simulator.trace import SimulationTrace, TraceSpan
 from rlinf.errors import PlanError
 
+
+class _Flow:
+    def __init__(self, size: float, links: frozenset[Hashable], done: simpy.Event) -> None:
+        self.left, self.links, self.done, self.rate = size, links, done, 0.0
+
+
+class SharedNetwork:
+    """Links with capacities in bytes/s, and the flows on them."""
+
+    def __init__(
+        self, env: simpy.Environment, capacities: Mapping[Hashable, float], latency_s: float = 0.0
+    ) -> None:
+        self._env, self._capacities, self._latency = env, capacities, latency_s
+        self._flows: list[_Flow] = []
+        self._since = env.now
+        self._change = 0
+
+    def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
+        """Process that ends when ``size`` bytes have crossed all ``links``.
+
+        Latency comes first. Links without a capacity do not limit it.
+        """
+        yield self._env.timeout(self._latency)
+        known = frozenset(link for link in links if link in self._capacities)
+        if size <= 0 or not known:
+            return
+        flow = _Flow(size, known, self._env.event())
+        self._advance()
+        self._flows.append(flow)
+        self._share()
+        yield flow.done
+
+    def _advance(self) -> None:
+        elapsed = self._env.now - self._since
+        for flow in self._flows:
+            flow.left -= flow.rate * elapsed
+        self._since = self._env.now
+
+    def _share(self) -> None:
+        for flow, rate in zip(
+            self._flows, fair_rates([f.links for f in self._flows], self._capacities), strict=True
+        ):
+            flow.rate = rate
+        self._change += 1
+        if self._flows:
+            self._env.process(self._wait(self._change))
+
+    def _wait(self, change: int) -> Generator[Any, Any, None]:
+        first = min(self._flows, key=lambda flow: flow.left / flow.rate)
+        yield self._env.timeout(max(0.0, first.left / first.rate))
+        if change != self._change:
+            return
+        self._advance()
+        # Equal flows end together; what rounding left of them is not worth an event.
+        ended = [f for f in self._flows if f is first or f.left <= 1e-9 * f.rate]
+        self._flows = [f for f in self._flows if f not in ended]
+        for flow in ended:
+            flow.done.succeed()
+        self._share()
+
+
+def fair_rates(
+    flows: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
+) -> list[float]:
+    """Max-min fair rates of flows that each cross the given links."""
+    rates = [0.0] * len(flows)
+    free = dict(capacities)
+    growing = set(range(len(flows)))
+    while growing:
+        crowd: dict[Hashable, int] = {}
+        for i in growing:
+            for link in flows[i]:
+                crowd[link] = crowd.get(link, 0) + 1
+        step = min((free[link] / count for link, count in crowd.items()), default=math.inf)
+        if math.isinf(step):
+            raise ValueError("a flow crosses no link with a capacity")
+        full = {link for link, count in crowd.items() if free[link] <= step * count * (1 + 1e-12)}
+        for i in growing:
+            rates[i] += step
+        for link, count in crowd.items():
+            free[link] -= step * count
+        growing = {i for i in growing if not flows[i] & full}
+    return rates
+
+
 Array = np.ndarray
+Edge = tuple[int, int]
+"""Numbers of two stages in different pools, the second of which takes the first one's output."""
+
+
+@dataclass(frozen=True)
+class StageSpeed:
+    """How a stage runs on its pool."""
+
+    seconds: float
+    """Duration of an iteration's work."""
+    shares: Array
+    """``[kinds]`` what part of it each kind does."""
+    used: Array
+    """``[kinds]`` int, GPUs at work."""
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """Stages that work as one: a stage alone, or those of a cycle."""
+
+    stages: tuple[int, ...]
+    pools: tuple[int, ...]
+    """Ascending; several where a cycle lies in several pools, or pools overlap."""
+    inputs: tuple[Edge, ...]
+    outputs: tuple[Edge, ...]
+    num_chunks: int
+    """Micro-batches it works in: as many as it takes or passes on while they are made, else 1."""
+    overhead_s: float
+    """Of each micro-batch; 0 where nothing comes from or goes to another pool."""
+    shares: tuple[float, ...]
+    """Of the time of its stages that each micro-batch takes: 1 together, but for those that are
+    made one after another and each take some of it again."""
+
+
+class PlacementWork:
+    """The work of a placement.
+
+    Raises:
+        PlanError: the placement does not fit the problem, or a stage cannot run on its pool.
+    """
+
+    def __init__(self, problem: PlacementProblem, placement: Placement) -> None:
+        _check(problem, placement)
+        self.problem, self.placement = problem, placement
+        stages = problem.stages
+        index = {stage.name: s for s, stage in enumerate(stages)}
+        self.home = pools_of_stages(placement.pools)
+        """By stage: the pools that it works on, together."""
+        self.speeds = [
+            stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
+        ]
+        edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
+        self.groups = [self._group(members, edges) for members in lockstep_groups(problem)]
+        self.pieces = {s: group.num_chunks for group in self.groups for s in group.stages}
+        """Micro-batches by stage."""
+        self.turns = [
+            [g for g, group in enumerate(self.groups) if p in group.pools]
+            for p in range(len(placement.pools))
+        ]
+        """By pool: its groups in the order in which it works on them."""
+        ends = problem.sync
+        known = ends is not None and all(name in index for name in ends)
+        self.sync: Edge | None = (index[ends[0]], index[ends[1]]) if ends and known else None
+        """Between which stages weights move; None where they stay in their pool."""
+        if self.sync and set(self.home[self.sync[0]]) & set(self.home[self.sync[1]]):
+            self.sync = None
+
+    def switch_s(self, pool: int, group: int) -> float:
+        """Seconds until a pool that has worked on something else has a group's stages at hand.
+
+        Each kind of GPU brings in one stage after the other, and all kinds at the same time.
+        """
+        if len(self.turns[pool]) == 1:
+            return 0.0
+        mine = [s for s in self.groups[group].stages if pool in self.home[s]]
+        return max(
+            sum(self.problem.stages[s].switch_s.get(kind, 0.0) for s in mine)
+            for kind in self.kinds(pool)
+        )
+
+    def sync_s(self) -> float:
+        """Seconds that new weights are under way; 0 where they stay in their pool."""
+        if self.sync is None:
+            return 0.0
+        source, target = (
+            {kind for pool in self.home[s] for kind in self.kinds(pool)} for s in self.sync
+        )
+        return max(self.problem.sync_s.get((a, b), 0.0) for a in source for b in target)
+
+    def kinds(self, pool: int) -> list[str]:
+        """Names of the kinds of GPUs that a pool holds."""
+        held = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
+        return [kind.name for n, kind in held if n]
+
+    def active_gpus(
+        self, stage: int, used: Sequence[int] | Array | None = None
+    ) -> dict[int, Array]:
+        """By pool bool ``[gpus]``: those that a stage makes use of, in the order of kinds.
+
+        Args:
+            used: of each kind, where it is not what its speed comes of.
+        """
+        left = np.array(self.speeds[stage].used if used is None else used)
+        masks = {}
+        for pool in self.home[stage]:
+            held = np.array(self.placement.gpus[pool])
+            here = np.minimum(held, left)
+            left -= here
+            parts = [np.arange(n) < u for n, u in zip(held, here, strict=True)]
+            masks[pool] = np.concatenate(parts)
+        return masks
+
+    def _group(self, members: tuple[int, ...], edges: list[Edge]) -> StageGroup:
+        stages = self.problem.stages
+        crossing = [(a, b) for a, b in edges if not set(self.home[a]) & set(self.home[b])]
+        inputs = tuple((a, b) for a, b in crossing if b in members and a not in members)
+        outputs = tuple((a, b) for a, b in crossing if a in members and b not in members)
+        streamed = any(stages[b].streams for _, b in inputs + outputs)
+        pieces = self.placement.num_chunks if streamed else 1
+        return StageGroup(
+            members,
+            tuple(sorted({pool for s in members for pool in self.home[s]})),
+            inputs,
+            outputs,
+            pieces,
+            max(stages[s].chunk_s for s in members) if inputs or outputs else 0.0,
+            self._shares(members, pieces),
+        )
+
+    def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
+        stage, chunks = self.problem.stages[members[0]], self.placement.num_chunks
+        # Those that have all of a job come after all parts of those that have some of it.
+        pools = {pool for s in members for pool in self.home[s]}
+        others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
+        if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
+            return ((1 + (chunks - 1) * stage.again) / pieces,) * pieces
+        held = sum(self.placement.gpus_of(members[0]))
+        first = float(stage.first_chunk_share(pieces, np.array(held))) if stage.lead else 1 / pieces
+        return (first, *((1 - first) / max(1, pieces - 1) for _ in range(pieces - 1)))
+
+
+def stage_speed(
+    problem: PlacementProblem, stage: PlacementStage, gpus: tuple[int, ...]
+) -> StageSpeed:
+    """The speed of a stage on GPUs of each kind: together, or of the quickest kind alone where only
+    one can do it.
+
+    Raises:
+        PlanError: it cannot run there.
+    """
+    tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
+    rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
+    # GPUs that have nothing to do stay idle.
+    used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
+    if not stage.divisible:
+        rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
+    elif np.any((rates == 0) & (np.array(gpus) > 0)):
+        rates = 0 * rates
+    together = rates.sum() * (problem.mixing if (rates > 0).sum() > 1 else 1.0)
+    if not together > 0:
+        held = ", ".join(f"{n} {k.name}" for n, k in zip(gpus, problem.kinds, strict=True) if n)
+        raise PlanError(f"stage {stage.name!r}: cannot run on {held or 'a pool without GPUs'}")
+    return StageSpeed(float(1 / together), rates / rates.sum(), np.where(rates > 0, used, 0))
+
+
+def _check(problem: PlacementProblem, placement: Placement) -> None:
+    home = pools_of_stages(placement.pools)
+    if list(home) != list(range(len(problem.stages))):
+        raise PlanError("placement: every stage must be in a pool")
+    if any(len(places) > 1 and places not in placement.jobs for places in home.values()):
+        raise PlanError("placement: pools that overlap must do so in the same stages")
+    if len(placement.gpus) != len(placement.pools):
+        raise PlanError(
+            f"placement: {len(placement.pools)} pools, but GPUs for {len(placement.gpus)}"
+        )
+    if placement.num_chunks < 1:
+        raise PlanError(f"placement: chunks must be at least 1 (got {placement.num_chunks})")
+    for k, kind in enumerate(problem.kinds):
+        wanted = [pool[k] if k < len(pool) else -1 for pool in placement.gpus]
+        if min(wanted) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
+            raise PlanError("placement: each pool needs a number of GPUs of each kind, 0 or more")
+        if sum(wanted) > kind.gpus:
+            raise PlanError(f"placement: {sum(wanted)} {kind.name} are asked for, of {kind.gpus}")
+
+
 Process = Generator[Any, Any, Any]
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 """Of one iteration, all of them lost."""
 
 
 def simulate(
-    problem: Problem,
+    problem: PlacementProblem,
     placement: Placement,
     scenario: Scenario | None = None,
     iterations: int = 20,
     seed: int = 0,
-) -> Trace:
+) -> SimulationTrace:
     """Run ``iterations`` under a placement; the same seed gives the same trace.
 
     Raises:
@@ -58,8 +333,10 @@ def simulate(
     if iterations < 1:
         raise PlanError(f"iterations: must be at least 1 (got {iterations})")
     scenario = scenario or Scenario()
-    check(scenario, [stage.name for stage in problem.stages], [kind.name for kind in problem.kinds])
-    work = Work(problem, placement)
+    check_scenario(
+        scenario, [stage.name for stage in problem.stages], [kind.name for kind in problem.kinds]
+    )
+    work = PlacementWork(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
         # Whether pools wait for ever does not depend on times, and losses would go on for ever.
         _Run(work, Scenario(capacity=scenario.capacity), 1, seed).run()
@@ -97,19 +374,21 @@ class _Iteration:
 
 
 class _Run:
-    def __init__(self, work: Work, scenario: Scenario, count: int, seed: int) -> None:
+    def __init__(self, work: PlacementWork, scenario: Scenario, count: int, seed: int) -> None:
         self.work, self.scenario, self.count, self.seed = work, scenario, count, seed
         self.problem, self.placement, self.home = work.problem, work.placement, work.home
         self.names = [stage.name for stage in self.problem.stages]
         self.env = simpy.Environment()
-        self.trace = Trace(self.problem, self.placement)
-        self.masks = [work.at_work(s) for s in range(len(self.names))]
+        self.trace = SimulationTrace(self.problem, self.placement)
+        self.masks = [work.active_gpus(s) for s in range(len(self.names))]
         self.network = _network(self.env, work, scenario.network)
         self.decoding = self._decoding()
         self.redo = self.env.event()
         """Happens when the iteration has to start again."""
         self.pools = [
-            Pool(self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._lost)
+            SimulatedPool(
+                self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._lost
+            )
             for p, gpus in enumerate(self.placement.gpus)
         ]
         self.tasks: list[simpy.Process] = []
@@ -117,7 +396,7 @@ class _Run:
         self.full: dict[Edge, int] = {}
         """How many senders wait for room."""
 
-    def run(self) -> Trace:
+    def run(self) -> SimulationTrace:
         """All iterations."""
         main = self.env.process(self._main())
         try:
@@ -128,22 +407,22 @@ class _Run:
                 raise
             raise PlanError(self._stuck()) from None
         for pool in self.pools:
-            self.trace.holds += pool.close()
+            self.trace.allocations += pool.close()
         return self.trace
 
     def _main(self) -> Process:
         yield self.env.all_of([self.env.process(pool.start()) for pool in self.pools])
-        self.trace.begins.append(self.env.now)
+        self.trace.iteration_starts.append(self.env.now)
         for i in range(self.count):
-            first = self.trace.redone
+            first = self.trace.repeated_iterations
             while not (yield from self._attempt(i)):
-                self.trace.redone += 1
-                if self.trace.redone - first == MOST_REPEATS:
+                self.trace.repeated_iterations += 1
+                if self.trace.repeated_iterations - first == MAX_REPEATS:
                     raise PlanError(
-                        f"losses: iteration {i} was lost {MOST_REPEATS} times in a row and would "
+                        f"losses: iteration {i} was lost {MAX_REPEATS} times in a row and would "
                         "never end; lower losses.per_hour, or set losses.redo: micro-batch"
                     )
-            self.trace.begins.append(self.env.now)
+            self.trace.iteration_starts.append(self.env.now)
 
     def _attempt(self, i: int) -> Process:
         """One iteration; False when something lost makes it start again."""
@@ -164,13 +443,13 @@ class _Run:
                 if task.is_alive:
                     task.interrupt()
             self.trace.gpu_busy = counted
-            self.trace.mark_redone(first)
+            self.trace.mark_repeated(first)
             return False
         last = max(state.left, key=lambda p: state.left[p])
         slowest = self.names[self.work.groups[self.work.turns[last][-1]].stages[-1]]
         for p, since in state.left.items():
-            self.trace.waited(p, slowest, state.left[last] - since)
-            self.trace.waited(p, "weights", self.env.now - state.left[last])
+            self.trace.add_wait(p, slowest, state.left[last] - since)
+            self.trace.add_wait(p, "weights", self.env.now - state.left[last])
         return True
 
     def _task(self, work: Process) -> simpy.Process:
@@ -207,16 +486,18 @@ class _Run:
                 yield from self._join(p, g, state)
         state.left[p] = self.env.now
 
-    def _alone(self, p: int, group: Group, state: _Iteration) -> Process:
+    def _alone(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         """The stages of a group in turns, all in this pool."""
         pool, i = self.pools[p], state.number
         beside = [self.pools[q] for q in group.pools if q != p]
         yield from self._take_whole(p, group, state)
         decoding = self.decoding.get(group.stages[0])
         if decoding:
-            pieces, busy = decoding.iteration(generator(self.seed, "lengths", i), group.pieces)
+            pieces, busy = decoding.iteration(
+                random_generator(self.seed, "lengths", i), group.num_chunks
+            )
             nominal, took = pieces.sum(), 0.0
-        for k in range(group.pieces):
+        for k in range(group.num_chunks):
             yield from self._take(p, group, state)
             for s in group.stages:
                 seconds = group.shares[k] * self.work.speeds[s].seconds
@@ -236,14 +517,14 @@ class _Run:
                 self.trace.gpu_busy[q][mask] += worked * (took / nominal)
         self._finish(group, state)
 
-    def _take_whole(self, p: int, group: Group, state: _Iteration) -> Process:
+    def _take_whole(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         """All of the inputs that the group cannot begin on a part of."""
         for edge in group.inputs:
             if not self.problem.stages[edge[1]].streams:
                 for _ in range(self.work.pieces[edge[0]]):
                     yield from self._get(p, edge, state)
 
-    def _take(self, p: int, group: Group, state: _Iteration) -> Process:
+    def _take(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         """The next micro-batch of the other inputs."""
         for edge in group.inputs:
             if self.problem.stages[edge[1]].streams:
@@ -254,22 +535,22 @@ class _Run:
         yield channel.arrived.get(1)
         if channel.room is not None:
             yield channel.room.put(1)
-        self.trace.waited(p, self.names[edge[0]], self.env.now - since)
+        self.trace.add_wait(p, self.names[edge[0]], self.env.now - since)
 
-    def _pass_on(self, p: int, group: Group, micro_batch: int, state: _Iteration) -> Process:
+    def _pass_on(self, p: int, group: StageGroup, micro_batch: int, state: _Iteration) -> Process:
         for edge in group.outputs:
             since, channel = self.env.now, state.channels[edge]
             if channel.room is not None:
                 self.full[edge] = self.full.get(edge, 0) + 1
                 yield channel.room.get(1)
                 self.full[edge] -= 1
-            self.trace.waited(p, f"room in {self.names[edge[1]]}", self.env.now - since)
+            self.trace.add_wait(p, f"room in {self.names[edge[1]]}", self.env.now - since)
             if self.network is None:
                 channel.arrived.put(1)
             else:
                 self._task(self._send(edge, micro_batch, state))
 
-    def _finish(self, group: Group, state: _Iteration) -> None:
+    def _finish(self, group: StageGroup, state: _Iteration) -> None:
         if self.work.sync and self.work.sync[0] in group.stages:
             state.trained.succeed()
 
@@ -291,7 +572,7 @@ class _Run:
         start = self.env.now
         yield from self._transfer(edge, whole / self.work.pieces[edge[0]])
         self.trace.spans.append(
-            Span(
+            TraceSpan(
                 self.home[edge[1]][0],
                 source,
                 state.number,
@@ -313,7 +594,7 @@ class _Run:
         else:
             yield self.env.timeout(self.work.sync_s())
         pool = self.pools[self.home[source][0]]
-        pool.note(self.names[source], state.number, 0, "sync", start, self.env.now)
+        pool.add_span(self.names[source], state.number, 0, "sync", start, self.env.now)
 
     def _transfer(self, edge: Edge, size: float) -> Process:
         assert self.network is not None
@@ -331,7 +612,7 @@ class _Run:
             since = self.env.now
             yield cycle.begin
             partners = [self.names[s] for s in group.stages if p not in self.home[s]]
-            self.trace.waited(p, (partners or ["the others"])[0], self.env.now - since)
+            self.trace.add_wait(p, (partners or ["the others"])[0], self.env.now - since)
             yield cycle.end
             return
         cycle.begin.succeed()
@@ -340,7 +621,7 @@ class _Run:
             cycle.end.succeed()
             return
         yield from self._take_whole(p, group, state)
-        for k in range(group.pieces):
+        for k in range(group.num_chunks):
             yield from self._take(p, group, state)
             start = self.env.now
             yield self.env.all_of([self._task(self._half(group, state)) for _ in range(2)])
@@ -349,12 +630,14 @@ class _Run:
                 yield self.env.all_of([self._task(each) for each in overheads])
             for q in group.pools:
                 first = next(s for s in group.stages if q in self.home[s])
-                self.pools[q].note(self.names[first], state.number, k, "work", start, self.env.now)
+                self.pools[q].add_span(
+                    self.names[first], state.number, k, "work", start, self.env.now
+                )
             yield from self._pass_on(p, group, k, state)
         self._finish(group, state)
         cycle.end.succeed()
 
-    def _half(self, group: Group, state: _Iteration) -> Process:
+    def _half(self, group: StageGroup, state: _Iteration) -> Process:
         """Half of a micro-batch on its way through all steps."""
         steps = self.problem.cycle_steps
         # It keeps a pool for as long as its next stage is there, too.
@@ -363,13 +646,13 @@ class _Run:
             with pool.turn.request() as turn:
                 yield turn
                 for s in members:
-                    seconds = self.work.speeds[s].seconds / (2 * steps * group.pieces)
+                    seconds = self.work.speeds[s].seconds / (2 * steps * group.num_chunks)
                     spent = yield from pool.work(
                         seconds, self.names[s], state.number, kind=None, beside=beside
                     )
                     self._count(s, spent)
 
-    def _hand_over(self, p: int, group: Group, state: _Iteration) -> Process:
+    def _hand_over(self, p: int, group: StageGroup, state: _Iteration) -> Process:
         name = self.names[group.stages[0]]
         yield from self.pools[p].work(group.overhead_s, name, state.number, kind=None)
 
@@ -378,7 +661,7 @@ class _Run:
         return (
             f"channels of {self.scenario.capacity} micro-batches are too small for this placement: "
             f"pools wait for each other for ever ({', '.join(edges)} is full); allow "
-            f"{self.placement.chunks}, or do not place a stage with what comes two stages later"
+            f"{self.placement.num_chunks}, or do not place a stage with what comes two stages later"
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
@@ -392,11 +675,13 @@ class _Run:
         speed = self.work.speeds[s]
         parts = _parts(lengths, speed, [kind.name for kind in self.problem.kinds])
         # The mask follows whole workers: what does not make one idles.
-        self.masks[s] = self.work.at_work(s, [part.workers * part.gpus for part in parts])
+        self.masks[s] = self.work.active_gpus(s, [part.workers * part.gpus for part in parts])
         return {s: DecodingStage(lengths, parts, speed.seconds, self.seed)}
 
 
-def _network(env: simpy.Environment, work: Work, network: Network | None) -> SharedNetwork | None:
+def _network(
+    env: simpy.Environment, work: PlacementWork, network: NetworkModel | None
+) -> SharedNetwork | None:
     """Links out of and into each pool, and the fabric."""
     if network is None:
         return None
@@ -414,11 +699,13 @@ def _network(env: simpy.Environment, work: Work, network: Network | None) -> Sha
     return SharedNetwork(env, capacities, network.latency_s)
 
 
-def _parts(lengths: Lengths, speed: Speed, kinds: list[str]) -> list[Part]:
+def _parts(
+    lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
+) -> list[DecodingWorkers]:
     """Workers of each kind, and their samples in proportion to its share of the work."""
     parts, left, weight = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
-        replica = lengths.replicas.get(kind, Replica())
+        replica = lengths.replicas.get(kind, DecodingReplica())
         workers = int(used) // replica.gpus
         if used and not workers:
             raise PlanError(
@@ -426,5 +713,7 @@ def _parts(lengths: Lengths, speed: Speed, kinds: list[str]) -> list[Part]:
             )
         samples = round(left * share / weight) if weight > 1e-12 else 0
         left, weight = left - samples, weight - share
-        parts.append(Part(workers, replica.gpus, replica.slots, replica.fixed_share, samples))
+        parts.append(
+            DecodingWorkers(workers, replica.gpus, replica.slots, replica.fixed_share, samples)
+        )
     return parts

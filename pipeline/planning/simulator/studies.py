@@ -13,19 +13,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.planning.cost.device import Device, from_data_sheet
+from pipeline.planning.cost.hardware import GpuDevice, device_from_data_sheet
 from pipeline.planning.cost.memory import mean_context, running_requests
-from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.model_shape import ModelShape
 from pipeline.planning.cost.rates import RateTable, data_sheet_rates
 from pipeline.planning.cost.times import decode_step, switch_seconds, sync_seconds
-from pipeline.planning.cost.work import Generation, Inference, Training, Work
-from pipeline.planning.planner.problem import Kind, Problem, Stage
-from pipeline.planning.simulator.lengths import relative_lengths
+from pipeline.planning.cost.workload import (
+    GenerationWorkload,
+    InferenceWorkload,
+    TrainingWorkload,
+    Workload,
+)
+from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
+from pipeline.planning.simulator.decoding import relative_lengths
 from pipeline.planning.simulator.scenario import (
-    Lengths,
-    Losses,
-    Queue,
-    Replica,
+    DecodingReplica,
+    JobInterruptions,
+    LengthDistribution,
+    QueueWaits,
     Scenario,
     Stragglers,
 )
@@ -37,7 +42,13 @@ MODELS = {
 }
 PRICES = {"h200-sxm": 3.5, "h100-sxm": 2.5, "a100-80gb-sxm": 1.5, "l40s": 0.8}
 """Of a GPU-hour (assumed; only their ratio matters)."""
-GROUP, PROMPT, MEAN, SIGMA, LONGEST = 16, 512, 2000, 0.8, 4.0
+GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, SIGMA, MAX_RELATIVE_LENGTH = (
+    16,
+    512,
+    2000,
+    0.8,
+    4.0,
+)
 """Responses per prompt, tokens of a prompt, mean tokens of a response; the logarithm of lengths has
 this standard deviation, and they are cut at this multiple of the mean (all assumed)."""
 MIXING = 0.95
@@ -49,12 +60,12 @@ WAKE_S = 3.0
 """To set up an engine's cache and graphs each time it takes its turn (assumed)."""
 PREEMPTIBLE = "a100-80gb-sxm"
 """The kind that others may take away."""
-NODE_LOSSES = 419 / (54 * 24 * 16384)
+GPU_FAILURES_PER_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions per GPU and hour in the training of Llama 3 (arXiv 2407.21783, section
 3.3.4: 419 in 54 days on 16,384 GPUs)."""
 
 
-PREEMPTED_PER_HOUR = 1.0
+PREEMPTIONS_PER_HOUR = 1.0
 """Each job on that kind (assumed)."""
 WAIT_S = 600.0
 """Mean wait of a job in the queue (assumed)."""
@@ -65,7 +76,7 @@ SLOW = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
 
 
 @dataclass(frozen=True)
-class Study:
+class PlacementStudy:
     """A model on a cluster."""
 
     model: str
@@ -75,21 +86,22 @@ class Study:
     """Responses of one iteration."""
 
     @functools.cached_property
-    def problem(self) -> Problem:
+    def problem(self) -> PlacementProblem:
         """What the planner is asked."""
         kinds = [
-            Kind(
+            GpuKind(
                 name,
                 count,
                 price=PRICES[name],
                 wait_s=WAIT_S,
-                losses_per_hour=NODE_LOSSES * count + PREEMPTED_PER_HOUR * (name == PREEMPTIBLE),
+                interruptions_per_hour=GPU_FAILURES_PER_HOUR * count
+                + PREEMPTIONS_PER_HOUR * (name == PREEMPTIBLE),
                 per_node=GPUS_PER_NODE,
             )
             for name, count in self.gpus.items()
         ]
         stages = [
-            Stage(
+            PlacementStage(
                 name,
                 {kind.name: self._tables[name, kind.name].rates for kind in kinds},
                 after=after,
@@ -103,7 +115,7 @@ class Study:
             )
         ]
         shape, device = MODELS[self.model], self._devices
-        return Problem(
+        return PlacementProblem(
             stages,
             kinds,
             chunks=(1, 2, 4, 8, 16, 32, 64),
@@ -117,9 +129,9 @@ class Study:
             mixes=frozenset({"rollout"}),
         )
 
-    def only(self, kind: str) -> Study:
+    def only(self, kind: str) -> PlacementStudy:
         """The same with one kind of GPU."""
-        return Study(self.model, {kind: self.gpus[kind]}, self.samples)
+        return PlacementStudy(self.model, {kind: self.gpus[kind]}, self.samples)
 
     def scenario(self, name: str) -> Scenario:
         """What goes wrong; see :data:`SCENARIOS`.
@@ -128,32 +140,36 @@ class Study:
             KeyError: no such scenario.
         """
         parts = SCENARIOS[name]
-        rates = {kind.name: kind.losses_per_hour for kind in self.problem.kinds}
+        rates = {kind.name: kind.interruptions_per_hour for kind in self.problem.kinds}
         return Scenario(
             startup_s=STARTUP_S if "preemption" in parts else 0.0,
             lengths=self._lengths() if "tails" in parts else None,
             stragglers=Stragglers(per_gpu_hour=0.002, factor=1.5)
             if "stragglers" in parts
             else None,
-            queue=Queue() if "preemption" in parts else None,
-            losses=Losses(per_hour=rates) if "preemption" in parts else None,
+            queue=QueueWaits() if "preemption" in parts else None,
+            losses=JobInterruptions(per_hour=rates) if "preemption" in parts else None,
         )
 
     @functools.cached_property
-    def _devices(self) -> dict[str, Device]:
-        return {name: from_data_sheet(name, inter_bytes_per_s=50e9) for name in self.gpus}
+    def _devices(self) -> dict[str, GpuDevice]:
+        return {name: device_from_data_sheet(name, inter_bytes_per_s=50e9) for name in self.gpus}
 
     @functools.cached_property
-    def _work(self) -> dict[str, Work]:
-        tokens = MEAN * relative_lengths(
-            Lengths(samples=1, sigma=SIGMA, longest=LONGEST), 4096, np.random.default_rng(0)
+    def _work(self) -> dict[str, Workload]:
+        tokens = MEAN_RESPONSE_TOKENS * relative_lengths(
+            LengthDistribution(samples=1, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH),
+            4096,
+            np.random.default_rng(0),
         )
-        longest = PROMPT + round(MEAN * LONGEST)
+        longest = PROMPT_TOKENS + round(MEAN_RESPONSE_TOKENS * MAX_RELATIVE_LENGTH)
         return {
-            "rollout": Generation(tokens, self.samples, PROMPT, GROUP),
-            "inference": Inference(self.samples, PROMPT + MEAN, longest),
+            "rollout": GenerationWorkload(tokens, self.samples, PROMPT_TOKENS, GROUP_SIZE),
+            "inference": InferenceWorkload(
+                self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest
+            ),
             # One optimizer step: gradients are summed over samples as they come.
-            "train": Training(self.samples, PROMPT + MEAN, longest),
+            "train": TrainingWorkload(self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest),
         }
 
     @functools.cached_property
@@ -174,10 +190,10 @@ class Study:
         seconds = float(switch_seconds(MODELS[self.model], layout, work, device))
         return seconds + (WAKE_S if stage == "rollout" else 0.0)
 
-    def _lengths(self) -> Lengths:
+    def _lengths(self) -> LengthDistribution:
         replicas = {}
         shape, work = MODELS[self.model], self._work["rollout"]
-        assert isinstance(work, Generation)
+        assert isinstance(work, GenerationWorkload)
         for kind, device in self._devices.items():
             layout = self._tables["rollout", kind].layout(self.gpus[kind])
             if layout is None:
@@ -188,10 +204,12 @@ class Study:
                 for n in (1, slots)
             )
             fixed = (one * slots / full - 1) / (slots - 1) if slots > 1 else 1.0
-            replicas[kind] = Replica(
+            replicas[kind] = DecodingReplica(
                 gpus=int(layout.tp), slots=slots, fixed_share=float(np.clip(fixed, 0, 1))
             )
-        return Lengths(samples=self.samples, sigma=SIGMA, longest=LONGEST, replicas=replicas)
+        return LengthDistribution(
+            samples=self.samples, sigma=SIGMA, longest=MAX_RELATIVE_LENGTH, replicas=replicas
+        )
 
 
 SCENARIOS: Mapping[str, frozenset[str]] = {
@@ -203,12 +221,14 @@ SCENARIOS: Mapping[str, frozenset[str]] = {
 }
 """What each adds: responses of unequal length, slow GPUs, losses of jobs with waits after them."""
 
-STUDIES: Mapping[str, Study] = {
-    "7b-64": Study("7b", {"h100-sxm": 32, "a100-80gb-sxm": 32}, 2048),
-    "7b-256": Study("7b", {"h100-sxm": 128, "a100-80gb-sxm": 64, "l40s": 64}, 8192),
-    "70b-256": Study("70b", {"h100-sxm": 128, "a100-80gb-sxm": 128}, 2048),
-    "70b-1024": Study("70b", {"h200-sxm": 256, "h100-sxm": 512, "a100-80gb-sxm": 256}, 8192),
-    "70b-4096": Study(
+STUDIES: Mapping[str, PlacementStudy] = {
+    "7b-64": PlacementStudy("7b", {"h100-sxm": 32, "a100-80gb-sxm": 32}, 2048),
+    "7b-256": PlacementStudy("7b", {"h100-sxm": 128, "a100-80gb-sxm": 64, "l40s": 64}, 8192),
+    "70b-256": PlacementStudy("70b", {"h100-sxm": 128, "a100-80gb-sxm": 128}, 2048),
+    "70b-1024": PlacementStudy(
+        "70b", {"h200-sxm": 256, "h100-sxm": 512, "a100-80gb-sxm": 256}, 8192
+    ),
+    "70b-4096": PlacementStudy(
         "70b", {"h200-sxm": 1024, "h100-sxm": 1536, "a100-80gb-sxm": 1024, "l40s": 512}, 32768
     ),
 }

@@ -7,14 +7,14 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.planning.planner.problem import Placement, Problem
+from pipeline.planning.planner.problem import Placement, PlacementProblem
 
 Array = np.ndarray
 SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Something a pool did or had to wait for, in seconds since the submission of the first job."""
 
     pool: int
@@ -30,7 +30,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Hold:
+class GpuAllocation:
     """GPUs of one job, from its start to its end."""
 
     pool: int
@@ -41,7 +41,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Loss:
+class JobInterruption:
     """A preemption or failure of a job."""
 
     pool: int
@@ -51,35 +51,35 @@ class Loss:
 
 
 @dataclass
-class Trace:
+class SimulationTrace:
     """The record of one simulation."""
 
-    problem: Problem
+    problem: PlacementProblem
     placement: Placement
-    begins: list[float] = field(default_factory=list)
+    iteration_starts: list[float] = field(default_factory=list)
     """Seconds at which each iteration began, and the end of the last."""
     gpu_busy: list[Array] = field(default_factory=list)
     """By pool ``[gpus]``: seconds each GPU did work that counted, by kind."""
     waits: list[dict[str, float]] = field(default_factory=list)
     """By pool: seconds it had to wait, by what for: a stage, ``room in`` one, ``weights``."""
-    spans: list[Span] = field(default_factory=list)
-    holds: list[Hold] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
+    allocations: list[GpuAllocation] = field(default_factory=list)
+    interruptions: list[JobInterruption] = field(default_factory=list)
     renewals: int = 0
     """Jobs that took over from one at its wall-time limit."""
-    redone: int = 0
+    repeated_iterations: int = 0
     """Iterations that started again."""
 
     def __post_init__(self) -> None:
         self.gpu_busy = [np.zeros(sum(gpus)) for gpus in self.placement.gpus]
         self.waits = [{} for _ in self.placement.pools]
 
-    def waited(self, pool: int, what: str, seconds: float) -> None:
+    def add_wait(self, pool: int, what: str, seconds: float) -> None:
         """Count a wait."""
         if seconds > 0:
             self.waits[pool][what] = self.waits[pool].get(what, 0.0) + seconds
 
-    def mark_redone(self, first: int) -> None:
+    def mark_repeated(self, first: int) -> None:
         """What was done since a span does not count."""
         for n in range(first, len(self.spans)):
             if self.spans[n].kind in ("work", "switch", "sync", "transfer"):
@@ -88,7 +88,7 @@ class Trace:
     @property
     def iteration_s(self) -> Array:
         """``[iterations]`` seconds of each iteration."""
-        return np.diff(self.begins)
+        return np.diff(self.iteration_starts)
 
     @property
     def mean_s(self) -> float:
@@ -98,36 +98,36 @@ class Trace:
     @property
     def total_s(self) -> float:
         """Seconds from submission to the end, waits in the queue included."""
-        return self.begins[-1]
+        return self.iteration_starts[-1]
 
     def gpu_idle(self, pool: int) -> Array:
         """``[gpus]`` share of the iterations' time in which each GPU of a pool did nothing useful.
 
         What was lost and done again counts as nothing useful.
         """
-        length = self.begins[-1] - self.begins[0]
+        length = self.iteration_starts[-1] - self.iteration_starts[0]
         return 1 - self.gpu_busy[pool] / length
 
     def idle(self, pool: int) -> float:
         """Mean of ``gpu_idle`` over the GPUs of a pool."""
         return float(self.gpu_idle(pool).mean())
 
-    def waits_most(self, pool: int) -> list[tuple[str, float]]:
+    def longest_waits(self, pool: int) -> list[tuple[str, float]]:
         """What a pool waits for, and the share of its time, longest first."""
-        length = self.begins[-1] - self.begins[0]
+        length = self.iteration_starts[-1] - self.iteration_starts[0]
         shares = [(what, seconds / length) for what, seconds in self.waits[pool].items()]
         return sorted(shares, key=lambda entry: -entry[1])
 
     @property
     def gpu_hours(self) -> float:
         """Hours of all GPUs held, working or not."""
-        return sum(hold.gpus * (hold.end - hold.start) for hold in self.holds) / 3600
+        return sum(hold.gpus * (hold.end - hold.start) for hold in self.allocations) / 3600
 
     @property
     def cost(self) -> float:
         """``gpu_hours`` times the prices of the kinds."""
         prices = {kind.name: kind.price for kind in self.problem.kinds}
-        return sum(h.gpus * (h.end - h.start) / 3600 * prices[h.kind] for h in self.holds)
+        return sum(h.gpus * (h.end - h.start) / 3600 * prices[h.kind] for h in self.allocations)
 
     def label(self, pool: int) -> tuple[str, str]:
         """A pool as a person reads it: ``rollout, reward`` and ``16 h100 + 8 a100``."""

@@ -17,45 +17,44 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from rlinf.channels.world import LAYOUT, ParallelLayout, World
+from rlinf.channels.process_group import LAYOUT_VARIABLE, ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.packing import Span
+from rlinf.data.load_balancing import StepSpan
 from rlinf.data.record import Record
-from rlinf.errors import ConfigError, require
-from rlinf.models.base import Policy, StepOutputs, misfit
+from rlinf.device_memory import allocate_parameters
+from rlinf.errors import ConfigError, require_package
+from rlinf.models.base import Policy, StepOutputs, weight_mismatch
 from rlinf.models.causal_lm import CausalLM
-from rlinf.residency import give_memory
-from rlinf.tensors import State
-from rlinf.trainers import shards
-from rlinf.trainers.base import LossFunction, joined_metrics
-from rlinf.trainers.cuts import Cut
-from rlinf.trainers.lanes import Lanes
-from rlinf.trainers.lora import start
-from rlinf.trainers.megatron import groups, names, pipeline
-from rlinf.trainers.megatron.adapters import adapt
-from rlinf.trainers.megatron.checks import (
-    NO_OTHERS,
+from rlinf.safetensors_io import StreamedState
+from rlinf.trainers import sharded_checkpoint
+from rlinf.trainers.base import LossFunction, merge_metrics
+from rlinf.trainers.lora import initial_factor
+from rlinf.trainers.megatron import hf_mapping, pipeline_parallel, process_groups
+from rlinf.trainers.megatron.compatibility import (
+    ONLY_CAUSAL_LM,
     check_adapters,
     check_layout,
     check_model,
     check_options,
-    settings_of,
+    read_model_config,
 )
-from rlinf.trainers.megatron.held import Held, own, put
-from rlinf.trainers.megatron.memory import Memory
-from rlinf.trainers.megatron.network import Network
-from rlinf.trainers.minibatch import MinibatchConfig, MinibatchTrainer
-from rlinf.trainers.optimizer import begin, make_optimizer, scale_gradients
+from rlinf.trainers.megatron.local_params import LocalParams, LocalTensors, read_part, write_part
+from rlinf.trainers.megatron.lora_layers import add_lora_layers
+from rlinf.trainers.megatron.model import MegatronNetwork
+from rlinf.trainers.micro_batching import MicroBatches
+from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
+from rlinf.trainers.optimizer import create_optimizer, init_optimizer_state, scale_gradients
+from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
-class MegatronConfig(MinibatchConfig):
+class MegatronConfig(MinibatchTrainerConfig):
     """How a training step is executed; nothing here changes its mathematics."""
 
     sequence_parallel: bool = False
     """Processes that are tensor parallel share out the positions between their matrices as well."""
-    distributed_optimizer: bool = False
+    use_distributed_optimizer: bool = False
     """Processes with the same weights share out moments and float32 weights; with AdamW."""
-    stage_layers: tuple[PositiveInt, ...] = ()
+    layers_per_pipeline_stage: tuple[PositiveInt, ...] = ()
     """Layers of each stage of the pipeline, where there is one; none: as many in each."""
 
 
@@ -64,11 +63,11 @@ class MegatronTrainer(MinibatchTrainer):
 
     Config = MegatronConfig
     config: MegatronConfig
-    layouts: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "cp", "ep"})
+    parallel_dims: ClassVar[frozenset[str]] = frozenset({"tp", "pp", "cp", "ep"})
 
     @classmethod
-    def packages(cls, config: MinibatchConfig) -> tuple[str, ...]:
-        return ("megatron", *super().packages(config))
+    def required_packages(cls, config: MinibatchTrainerConfig) -> tuple[str, ...]:
+        return ("megatron", *super().required_packages(config))
 
     @classmethod
     def check(
@@ -81,34 +80,38 @@ class MegatronTrainer(MinibatchTrainer):
         processes: int,
         key: str,
     ) -> None:
-        shared = config.distributed_optimizer
+        shared = config.use_distributed_optimizer
         check_options(config, layout, optimizer, key, distributed=shared)
-        settings = settings_of(model)
+        settings = read_model_config(model)
         check_model(settings)
-        check_layout(settings, layout, config.stage_layers, key)
+        check_layout(settings, layout, config.layers_per_pipeline_stage, key)
         check_adapters(config, settings, layout, model.dtype)
         super().check(config, policy, model, optimizer, layout, processes, key)
 
     def __init__(
-        self, policy: Policy, config: MegatronConfig, optimizer: OptimizerSection, world: World
+        self,
+        policy: Policy,
+        config: MegatronConfig,
+        optimizer: OptimizerSection,
+        world: ProcessGroupInfo,
     ) -> None:
         if not isinstance(policy, CausalLM) or policy.network is not policy.module:
-            raise ConfigError(NO_OTHERS)
-        shared = config.distributed_optimizer
-        check_options(config, world.layout, optimizer, LAYOUT, distributed=shared)
+            raise ConfigError(ONLY_CAUSAL_LM)
+        shared = config.use_distributed_optimizer
+        check_options(config, world.layout, optimizer, LAYOUT_VARIABLE, distributed=shared)
         whole: Any = policy.module
         model = whole.config.to_dict()
         check_model(model)
-        check_layout(model, world.layout, config.stage_layers, LAYOUT)
+        check_layout(model, world.layout, config.layers_per_pipeline_stage, LAYOUT_VARIABLE)
         dtype = str(next(whole.parameters()).dtype).removeprefix("torch.")
         check_adapters(config, model, world.layout, dtype)
         if world.layout.cp > 1:
             config = config.model_copy(update={"packing": False})
         super().__init__(policy, config, optimizer, world)
-        require("megatron", "megatron", "trainer=megatron")
-        groups.start(world, self.device.type)
+        require_package("megatron", "megatron", "trainer=megatron")
+        process_groups.initialize_process_groups(world, self.device.type)
         if self._packs:  # on every device rows are brought together as on CPUs
-            policy.use_packing(torch.device("cpu"), torch.float32)
+            policy.enable_packing(torch.device("cpu"), torch.float32)
         self._outline = _without_memory(whole)
         named = whole.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -119,30 +122,34 @@ class MegatronTrainer(MinibatchTrainer):
         }
         factors = () if self._adapters is None else self._adapters.parameters()
         self._factors = {name: torch.empty(p.shape, device="meta") for name, p in factors}
-        module = Network(whole, world.layout, options=self._options(whole), device=self.device)
+        module = MegatronNetwork(
+            whole, world.layout, options=self._options(whole), device=self.device
+        )
         if config.lora is not None:
             first_layer = _first_layer(module.inner)
-            adapt(module.inner, module.config, first_layer, self._factors, config.lora)
+            add_lora_layers(module.inner, module.config, first_layer, self._factors, config.lora)
         shares = self._shares(module.inner)
 
         def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
             grouped = [(_group(policy, shares[id(each)]), each) for each in parameters]
-            return make_optimizer(policy, optimizer, grouped)
+            return create_optimizer(policy, optimizer, grouped)
 
-        self._memory = Memory(module.inner, make, distributed=config.distributed_optimizer)
+        self._memory = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
         self.optimizer = self._memory.optimizer
-        self._held = Held(self._memory, shares, [*self._empty, *self._factors])
+        self._held = LocalTensors(self._memory, shares, [*self._empty, *self._factors])
         self._check_place()
         self._part = (world.rank, world.size)
-        for part in self._held.trained:
-            self._places[f"model/{part.name}"] = part.place
+        for part in self._held.trained_parts:
+            self._places[f"model/{part.name}"] = part.placement
             for moment in self._moments:
-                self._places[f"optimizer/state/{part.name}/{moment}"] = part.place
-            self._places[f"optimizer/state/{part.name}/step"] = shards.Place((), 0)
+                self._places[f"optimizer/state/{part.name}/{moment}"] = part.placement
+            self._places[f"optimizer/state/{part.name}/step"] = sharded_checkpoint.ShardPlacement(
+                (), 0
+            )
         policy.module = module
-        self._lanes = Lanes(policy, 1)
+        self._lanes = ThreadedDataParallel(policy, 1)
         if any(tensor.is_meta for tensor in named.values()):
-            self._fill_from(lambda twin: twin.fill())
+            self._fill_from(lambda twin: twin.load_weights())
         else:
             self._take(whole.state_dict().items())
         self._reset_adapters()
@@ -160,12 +167,12 @@ class MegatronTrainer(MinibatchTrainer):
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
         }
-        if config.stage_layers and layout.pp > 1:
-            stages = [["decoder"] * count for count in config.stage_layers]
+        if config.layers_per_pipeline_stage and layout.pp > 1:
+            stages = [["decoder"] * count for count in config.layers_per_pipeline_stage]
             stages[0].insert(0, "embedding")
             stages[-1].append("loss")
             options["pipeline_model_parallel_layout"] = stages
-        if config.activation_checkpointing:
+        if config.gradient_checkpointing:
             options |= {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
@@ -173,14 +180,14 @@ class MegatronTrainer(MinibatchTrainer):
             }
         return options
 
-    def _shares(self, inner: Any) -> dict[int, names.Share]:
+    def _shares(self, inner: Any) -> dict[int, hf_mapping.ParamMapping]:
         """What each parameter holds, by its ``id``."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
         hf, tp = module.config, self.world.layout.tp
         head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        where = names.Where(
+        where = hf_mapping.RankSlice(
             shapes={name: tuple(t.shape) for name, t in (self._empty | self._factors).items()},
             tp=tp,
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -193,9 +200,9 @@ class MegatronTrainer(MinibatchTrainer):
         )
         found = {}
         for name, parameter in inner.named_parameters():
-            share = names.share(name, tuple(parameter.shape), where)
+            share = hf_mapping.map_param(name, tuple(parameter.shape), where)
             # Read by the memory of gradients, when it counts the processes that have the same.
-            parameter.split = share.split
+            parameter.split = share.is_tensor_parallel
             parameter.again = where.tied and name == "output_layer.weight"
             found[id(parameter)] = share
         return found
@@ -206,8 +213,8 @@ class MegatronTrainer(MinibatchTrainer):
         Raises:
             ConfigError: one is.
         """
-        alone = self.world.layout.pp == 1 and not self.config.distributed_optimizer
-        lacking = {*self._first.values(), *self._factors} - self._held.parts.keys()
+        alone = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
+        lacking = {*self._first.values(), *self._factors} - self._held.tensor_parts.keys()
         if alone and lacking:  # else others have them
             raise ConfigError(
                 f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
@@ -217,21 +224,21 @@ class MegatronTrainer(MinibatchTrainer):
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        self._memory.want()
+        self._memory.allocate_gradients()
         value, metrics = loss()
         # Gradients are added up over processes, not averaged; those that share out the positions
         # have the same loss.
-        counted = factor / self.world.data_size / self.world.layout.cp
+        counted = factor / self.world.data_parallel_size / self.world.layout.cp
         (value * counted).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
 
     def _gradients(
-        self, policy: Policy, records: Sequence[Record], cut: Cut, loss: LossFunction
+        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, loss: LossFunction
     ) -> dict[str, Any]:
         if self.world.layout.pp == 1:
             return super()._gradients(policy, records, cut, loss)
 
-        def compute(batch: tuple[list[Span], bool]) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(batch: tuple[list[StepSpan], bool]) -> tuple[Tensor, dict[str, Tensor]]:
             spans, real = batch
             value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
             counted = 1.0 if real else 0.0
@@ -239,48 +246,55 @@ class MegatronTrainer(MinibatchTrainer):
             value = value * (counted * self._scaling.value / self.world.layout.cp)
             return value, {name: metric * counted for name, metric in every.items()}
 
-        self._memory.want()
-        batches = list(zip(cut.batches, cut.real, strict=True))
+        self._memory.allocate_gradients()
+        batches = list(zip(cut.batches, cut.is_real, strict=True))
         sums: dict[str, Tensor] = {}
-        for metrics in pipeline.run(self._memory.parallel, batches, compute, backward=True):
-            joined_metrics(sums, metrics)
-        return dict(pipeline.sums_of_last(sums, self.device))
+        for metrics in pipeline_parallel.run_pipeline(
+            self._memory.ddp_model, batches, compute, backward=True
+        ):
+            merge_metrics(sums, metrics)
+        return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
 
     def _outputs(
-        self, policy: Policy, records: Sequence[Record], cut: Cut, temperature: float
+        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, temperature: float
     ) -> Iterable[StepOutputs]:
         if self.world.layout.pp == 1:
             return super()._outputs(policy, records, cut, temperature)
         sizes: list[torch.Size] = []
 
-        def compute(spans: list[Span]) -> tuple[Tensor, Tensor]:
+        def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
             inputs = self._inputs(policy, records, spans)
             sizes.append(inputs["mask"].shape)
             said = policy.evaluate(inputs, temperature).logprobs
             return said, said
 
-        said = pipeline.run(self._memory.parallel, cut.batches, compute, backward=False)
+        said = pipeline_parallel.run_pipeline(
+            self._memory.ddp_model, cut.batches, compute, backward=False
+        )
         said = said or [torch.zeros(size, device=self.device) for size in sizes]
-        return [StepOutputs(pipeline.from_last(logprobs.contiguous())) for logprobs in said]
+        return [
+            StepOutputs(pipeline_parallel.broadcast_from_last_stage(logprobs.contiguous()))
+            for logprobs in said
+        ]
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         self._sums = None
-        self._memory.discard()
+        self._memory.discard_gradients()
 
     def _leave_out(self, chosen: Any) -> None:
-        self._memory.reduce()
+        self._memory.reduce_gradients()
         super()._leave_out(chosen)
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(self._memory.norm(groups))
+        return float(self._memory.grad_norm(groups))
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
         scale_gradients(self.optimizer, scales)
         self.optimizer.step()
-        self._memory.publish()
+        self._memory.sync_model_weights()
 
-    def resident(self) -> dict[str, list[Tensor]]:
+    def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._closed:
             return {}
         module = self.policy.module
@@ -303,46 +317,46 @@ class MegatronTrainer(MinibatchTrainer):
         given = set[str]()
         for name, tensor in tensors:
             if name not in self._empty or self._empty[name].shape != tensor.shape:
-                raise misfit(name, 1)
+                raise weight_mismatch(name, 1)
             given.add(self._first[name])
-            self._held.take(self._first[name], tensor)
+            self._held.set_part(self._first[name], tensor)
         lacking = [name for name, first in self._first.items() if first not in given]
         if lacking:
-            raise misfit(lacking[0], len(lacking))
-        self._memory.publish()
+            raise weight_mismatch(lacking[0], len(lacking))
+        self._memory.sync_model_weights()
 
-    def fill(self, folder: Path) -> None:
-        self._fill_from(lambda twin: twin.fill(folder))
+    def load_policy_folder(self, folder: Path) -> None:
+        self._fill_from(lambda twin: twin.load_weights(folder))
         self._reset_adapters()
 
     @torch.no_grad()
     def _reset_adapters(self) -> None:
         for name, like in self._factors.items():
-            self._held.take(name, start(name, like.shape))
+            self._held.set_part(name, initial_factor(name, like.shape))
         if self._factors:
-            self._memory.publish()
+            self._memory.sync_model_weights()
 
     def _fill_from(self, fill: Callable[[Policy], None]) -> None:
         """Each process reads the whole once, and keeps its part."""
         twin = copy.copy(self.policy)
         twin.module = copy.deepcopy(self._outline)
-        give_memory(twin.module, torch.device("cpu"))
+        allocate_parameters(twin.module, torch.device("cpu"))
         fill(twin)
         self._take(twin.module.state_dict().items())
 
-    def stream(self, *, copy: bool = False) -> State:
+    def stream_weights(self, *, copy: bool = False) -> StreamedState:
         like = {name: self._empty[first] for name, first in self._first.items()}
-        return State(like, self._whole())
+        return StreamedState(like, self._whole())
 
     @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, each whole, adapters merged in."""
         merged, where = None, (self.device, self.world.size)
         if self._adapters is not None:
-            factors = {n: self._held.whole(n, like, *where) for n, like in self._factors.items()}
-            merged = self._adapters.merging(factors)
+            factors = {n: self._held.gather(n, like, *where) for n, like in self._factors.items()}
+            merged = self._adapters.weight_merger(factors)
         for name in dict.fromkeys(self._first.values()):
-            whole = self._held.whole(name, self._empty[name], *where)
+            whole = self._held.gather(name, self._empty[name], *where)
             yield name, (whole if merged is None else merged(name, whole)).cpu()
 
     def _kept(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -353,7 +367,7 @@ class MegatronTrainer(MinibatchTrainer):
     def _begin(self) -> None:
         """Have moments, as before any step."""
         for each in self._memory.fragments:
-            begin(self.optimizer, each.main, self._moments)
+            init_optimizer_state(self.optimizer, each.main, self._moments)
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
@@ -363,11 +377,11 @@ class MegatronTrainer(MinibatchTrainer):
         weights, moments = self._kept()
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in filter(self._held.speaks, self._held.trained):
-            model[part.name] = own(weights, part)
-            state[part.name] = {name: own(moment, part) for name, moment in moments.items()}
-            first = self.optimizer.state[self._memory.fragments[part.copies[0][0]].main]
-            if "step" in first and part.place.start == 0:
+        for part in filter(self._held.is_primary, self._held.trained_parts):
+            model[part.name] = read_part(weights, part)
+            state[part.name] = {name: read_part(moment, part) for name, moment in moments.items()}
+            first = self.optimizer.state[self._memory.fragments[part.ranges[0][0]].main]
+            if "step" in first and part.placement.start == 0:
                 state[part.name]["step"] = first["step"].clone()
         for name, first_name in self._first.items():
             if name != first_name and first_name in model:
@@ -380,27 +394,27 @@ class MegatronTrainer(MinibatchTrainer):
         counts = "exp_avg" in self._moments
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in self._held.trained:
-            size = sum(count for *_, count in part.copies)
+        for part in self._held.trained_parts:
+            size = sum(count for *_, count in part.ranges)
             model[part.name] = torch.empty(size)
             state[part.name] = {name: torch.empty(size) for name in self._moments}
             if counts:
                 state[part.name]["step"] = torch.zeros(())
         read = {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
-        shards.read(folder, read, self._places)
+        sharded_checkpoint.read_shards(folder, read, self._places)
         weights, moments = self._kept()
         steps: dict[int, Tensor] = {}
-        for part in self._held.trained:
-            put(weights, part, model[part.name])
+        for part in self._held.trained_parts:
+            write_part(weights, part, model[part.name])
             for name, moment in moments.items():
-                put(moment, part, state[part.name][name])
-            for number, *_ in part.copies if counts else ():
+                write_part(moment, part, state[part.name][name])
+            for number, *_ in part.ranges if counts else ():
                 # One count for all of a parameter: what no loss depended on has fewer elsewhere.
                 count = state[part.name]["step"]
                 steps[number] = torch.maximum(steps.get(number, count), count)
         for number, count in steps.items():
             self.optimizer.state[self._memory.fragments[number].main]["step"].copy_(count)
-        self._memory.publish()
+        self._memory.sync_model_weights()
 
     def _release(self) -> None:
         self._memory.release()
@@ -425,16 +439,16 @@ def _first_layer(inner: Any) -> int:
     return layers[0].layer_number - 1 if len(layers) else 0
 
 
-def _group(policy: Policy, share: names.Share) -> str:
+def _group(policy: Policy, share: hf_mapping.ParamMapping) -> str:
     """The group of parameters that all of a parameter is in.
 
     Raises:
         ConfigError: it is in several.
     """
-    found = sorted({policy.group(piece.name) for piece in share.pieces})
+    found = sorted({policy.parameter_group(piece.name) for piece in share.slices})
     if len(found) > 1:
         raise ConfigError(
-            f"model.name: {share.pieces[0].name} and others that trainer=megatron keeps in one "
+            f"model.name: {share.slices[0].name} and others that trainer=megatron keeps in one "
             f"matrix are in the groups {', '.join(found)}; choose trainer=fsdp"
         )
     return found[0]

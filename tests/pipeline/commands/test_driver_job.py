@@ -15,33 +15,32 @@ from typing import Any
 import pytest
 import yaml
 
-from launchers.backlog import note
-from launchers.base import Job
-from launchers.sbatch import lasting_script
-from pipeline import freeze
+from launchers.launcher import JobSpec
+from launchers.sbatch import restarting_script
+from launchers.submission_queue import write_job_note
+from pipeline import resume
 from pipeline.commands import driver_job
 from pipeline.commands import submit as submission
 from pipeline.commands.driver_job import (
-    driver_needs,
-    noted_job,
-    refuse_beside_job,
-    starting,
-    submitted,
+    check_no_driver_job,
+    driver_resources,
+    find_driver_job,
+    last_driver_job_id,
+    start_lock,
 )
-from pipeline.commands.experiment import prepare
-from pipeline.commands.overrides import reopen
+from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
-from pipeline.commands.stop import stop
-from pipeline.commands.submit import submit
-from pipeline.freeze import create_run
-from pipeline.launch import ClusterConfig
+from pipeline.commands.stop import stop_run
+from pipeline.commands.submit import submit_run
+from pipeline.job_executor import ClusterConfig
 from pipeline.plan import parse_plan
+from pipeline.resume import create_run
 from pipeline.run import Run
-from rlinf import tree
+from rlinf import package_paths
 from rlinf.config import validate
 from rlinf.errors import ConfigError, RunLockedError, SlurmError
 from slurm.client import SlurmClient
-from slurm.jobs import Resources
+from slurm.jobs import JobResources
 from tests.slurm.wrapped import BANNER, FOOTER, write_command
 
 Compose = Callable[..., dict[str, Any]]
@@ -113,23 +112,23 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return at
 
 
-def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> Resources:
+def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> JobResources:
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(site))
     cluster = validate(
         ClusterConfig, {"launcher": "slurm", "site": str(path), "driver": driver}, "cluster"
     )
-    needs = driver_needs(cluster, parse_plan({}, "plan"), SlurmClient())
+    needs = driver_resources(cluster, parse_plan({}, "plan"), SlurmClient())
     # The cache of site files goes by path.
     path.rename(folder / "seen.yaml")
     driver_job.load_site.cache_clear()
     return needs
 
 
-def options(folder: Path, needs: Resources) -> set[str]:
+def options(folder: Path, needs: JobResources) -> set[str]:
     """The options of a driver's script, with their values."""
-    job = Job("driver/x", (), folder / "o", folder / "l", needs, "m")
-    lines = lasting_script(job).splitlines()
+    job = JobSpec("driver/x", (), folder / "o", folder / "l", needs, "m")
+    lines = restarting_script(job).splitlines()
     return {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
 
 
@@ -198,39 +197,39 @@ def test_a_driver_lasts_no_longer_than_accounting_allows(slurm: Path, tmp_path: 
         "sacctmgr",
         f"case \"$*\" in *qos*) echo '{rows['qos']}';; *) echo '{rows['assoc']}';; esac",
     )
-    assert needs_of(tmp_path, {}).time_min == 120
-    assert needs_of(tmp_path, {}, time_min=60).time_min == 60
+    assert needs_of(tmp_path, {}).time_limit_min == 120
+    assert needs_of(tmp_path, {}, time_limit_min=60).time_limit_min == 60
 
 
 @pytest.fixture
 def run(slurm: Path, compose: Compose) -> Run:
-    return prepare(compose("cluster=slurm", "cluster.poll_s=0.2"))
+    return prepare_run(compose("cluster=slurm", "cluster.poll_interval_s=0.2"))
 
 
 def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(
     run: Run, slurm: Path
 ) -> None:
-    said = submit([str(run.folder)], {})
+    said = submit_run([str(run.folder)], {})
     assert "job 71 on cpu drives it" in said[0]
-    assert noted_job(run) == "71"
+    assert last_driver_job_id(run) == "71"
     assert "job 71, pending" in read_status(run.folder).driver
     with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):
-        submit([str(run.folder)], {})
-    assert stop(run.folder) == ["job 71 (driver) cancelled"]
+        submit_run([str(run.folder)], {})
+    assert stop_run(run.folder) == ["job 71 (driver) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
-    assert submitted(run) is None
-    assert "job 72" in submit([str(run.folder)], {})[0]
+    assert find_driver_job(run) is None
+    assert "job 72" in submit_run([str(run.folder)], {})[0]
 
 
 def test_a_driver_whose_id_is_not_told_is_not_left_behind(run: Run, slurm: Path) -> None:
     text = (slurm / "sbatch").read_text()
     (slurm / "sbatch").write_text(text.replace("; echo $id)", "; echo accepted)"))
     with pytest.raises(SlurmError, match=r"no job id: .*accepted.*job 71 was cancelled"):
-        submit([str(run.folder)], {})
+        submit_run([str(run.folder)], {})
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
-    assert submitted(run) is None
+    assert find_driver_job(run) is None
     (slurm / "sbatch").write_text(text)
-    assert "job 72" in submit([str(run.folder)], {})[0]
+    assert "job 72" in submit_run([str(run.folder)], {})[0]
 
 
 CLIENT = "import sys; from pipeline.commands.submit import submit; submit(sys.argv[1:], {})"
@@ -240,7 +239,7 @@ def client(run: Run) -> subprocess.Popen[str]:
     """Another process that submits the run's driver."""
     return subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(run.folder)],
-        env={**os.environ, "PYTHONPATH": str(tree.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(package_paths.ROOT)},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -258,33 +257,33 @@ def test_a_driver_is_found_though_its_submitter_died_before_it_had_the_id(
     while not (slurm / "jobs" / "71").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert noted_job(run) is None
+    assert last_driver_job_id(run) is None
     assert "job 71, pending" in read_status(run.folder).driver
-    for start in (lambda: submit([str(run.folder)], {}), lambda: refuse_beside_job(run)):
+    for start in (lambda: submit_run([str(run.folder)], {}), lambda: check_no_driver_job(run)):
         with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):
             start()
-    assert stop(run.folder) == ["job 71 (driver) cancelled"]
-    assert "job 72" in submit([str(run.folder)], {})[0]
-    assert noted_job(run) == "72"
+    assert stop_run(run.folder) == ["job 71 (driver) cancelled"]
+    assert "job 72" in submit_run([str(run.folder)], {})[0]
+    assert last_driver_job_id(run) == "72"
 
 
 def test_the_job_itself_may_drive_before_its_id_is_noted(
     run: Run, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note(driver_job.driver_job(run, Resources()), mark="rlinf-0a")
+    write_job_note(driver_job.driver_job(run, JobResources()), mark="rlinf-0a")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0a\n")
     monkeypatch.setenv("SLURM_JOB_ID", "71")
-    refuse_beside_job(run)
+    check_no_driver_job(run)
     monkeypatch.setenv("SLURM_JOB_ID", "72")
     with pytest.raises(RunLockedError, match="job 71"):
-        refuse_beside_job(run)
+        check_no_driver_job(run)
 
 
 def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
     out = run.folder / "warm_start"
-    note(Job("warm_start", (), out, out), mark="rlinf-0b")
+    write_job_note(JobSpec("warm_start", (), out, out), mark="rlinf-0b")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
-    assert stop(run.folder) == ["job 71 (warm_start) cancelled"]
+    assert stop_run(run.folder) == ["job 71 (warm_start) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
 
 
@@ -293,26 +292,26 @@ def test_of_two_submissions_at_once_one_is_refused(run: Run, slurm: Path) -> Non
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert sorted(process.returncode for process in processes) == [0, 1], errors
     assert [path.name for path in (slurm / "jobs").iterdir()] == ["71"]
-    assert noted_job(run) == "71"
+    assert last_driver_job_id(run) == "71"
 
 
 def test_while_one_submits_another_is_refused(run: Run, slurm: Path) -> None:
     with (
-        starting(run),
+        start_lock(run),
         pytest.raises(RunLockedError, match="another process is starting this run"),
-        starting(run),
+        start_lock(run),
     ):
         pass
-    with starting(run):
+    with start_lock(run):
         pass
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        lambda folder, values: submit([str(folder), "seed=2"], {}),
-        lambda folder, values: reopen(folder, ["seed=2"]),
-        lambda folder, values: prepare({**values, "seed": 2}),
+        lambda folder, values: submit_run([str(folder), "seed=2"], {}),
+        lambda folder, values: reopen_run(folder, ["seed=2"]),
+        lambda folder, values: prepare_run({**values, "seed": 2}),
     ],
     ids=["submit", "resume", "run"],
 )
@@ -327,16 +326,16 @@ def test_of_two_starts_at_once_the_run_is_of_the_one_that_won(
 
     def late(*given: Any) -> Run:
         with monkeypatch.context() as once:
-            for module in (freeze, submission):
+            for module in (resume, submission):
                 once.setattr(module, "create_run", create_run)
             with contextlib.suppress(RunLockedError):
-                submit([str(run.folder), "seed=1"], {})
+                submit_run([str(run.folder), "seed=1"], {})
                 won.append(1)
         return create_run(*given)
 
-    for module in (freeze, submission):
+    for module in (resume, submission):
         monkeypatch.setattr(module, "create_run", late)
     with contextlib.suppress(RunLockedError):
-        start(run.folder, compose("cluster=slurm", "cluster.poll_s=0.2"))
+        start(run.folder, compose("cluster=slurm", "cluster.poll_interval_s=0.2"))
         won.append(2)
     assert won == [Run.open(run.folder).config.seed]

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.cli import main
-from pipeline.commands.simulators import findings
+from pipeline.commands.doctor import check_simulator
 from rlinf.errors import ConfigError
-from rlinf.interpreters import FOLDER
+from rlinf.interpreters import ENVIRONMENTS_VARIABLE
 from tests.environments import need_environment
 
 
 def told(task: str, *overrides: str) -> list[tuple[str, str, str]]:
-    return [(f.level, f.what, f.detail) for f in findings(task, overrides)]
+    return [(f.level, f.check, f.detail) for f in check_simulator(task, overrides)]
 
 
 def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
@@ -33,7 +33,7 @@ def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
 def test_all_that_is_missing_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
     found = told("calvin", f"task.kwargs.chains={tmp_path}/none.json")
     assert [row[:2] for row in found] == [
         ("ok", "world"),
@@ -83,7 +83,7 @@ def test_a_task_that_steps_no_simulator_is_refused() -> None:
 def test_the_command_ends_with_1_where_something_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
     for words, code in (
         (["doctor", "--env", "metaworld"], 1),
         (["doctor", "--env", "cartpole", "task.id=CartPole-v0"], 0),

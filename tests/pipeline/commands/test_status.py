@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import pipeline.commands.status
-from pipeline.commands.status import Rarely, read_status
+from pipeline.commands.status import CachedQueueClient, read_status
 from rlinf.artifacts import MANIFEST, read_manifest
 from slurm.client import SlurmClient
-from stages.layout import POOLS
-from stages.runner import FELL
+from stages.layout import POOLS_FOLDER
+from stages.runner import DISK_FALLBACKS
 
 
 def test_a_watched_run_asks_for_the_queue_every_half_minute(
@@ -23,7 +23,7 @@ def test_a_watched_run_asks_for_the_queue_every_half_minute(
     asked, now = [], [100.0]
     monkeypatch.setattr(SlurmClient, "queue", lambda self: asked.append(now[0]) or {})
     monkeypatch.setattr(pipeline.commands.status.time, "monotonic", lambda: now[0])
-    client = Rarely()
+    client = CachedQueueClient()
     for _ in range(60):
         assert client.queue() == {}
         now[0] += 2.0
@@ -34,14 +34,14 @@ def test_what_was_read_from_disk_is_told_of_every_stage_and_of_claims(
     tiny_run: Path, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
-    assert read_status(run).fell == {}
+    assert read_status(run).disk_fallbacks == {}
     for out in ("it/0001/rollout", "evaluate/0002"):
         manifest = read_manifest(run / out)
         assert manifest is not None
-        fallen = replace(manifest, extra={FELL: ["weights"]})
+        fallen = replace(manifest, extra={DISK_FALLBACKS: ["weights"]})
         (run / out / MANIFEST).write_text(fallen.to_json())
-    (run / POOLS).mkdir(exist_ok=True)
+    (run / POOLS_FOLDER).mkdir(exist_ok=True)
     rows = [{"node": "rollout/1", "fell": fell} for fell in (True, False, True)]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-    (run / POOLS / "claims.jsonl").write_text(lines + '{"node"')
-    assert read_status(run).fell == {"sync -> rollout": 3, "sync -> evaluate": 1}
+    (run / POOLS_FOLDER / "claims.jsonl").write_text(lines + '{"node"')
+    assert read_status(run).disk_fallbacks == {"sync -> rollout": 3, "sync -> evaluate": 1}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import prepare
-from pipeline.commands.stop import Stopping, stop
-from pipeline.driver import Driver, InProcess
-from pipeline.notify import announced, check_command
-from pipeline.run import LOCK
+from pipeline.callbacks import check_notify_command, notify_at_end
+from pipeline.commands.experiment import prepare_run
+from pipeline.commands.stop import StopRequest, stop_run
+from pipeline.driver import Driver, InProcessExecutor
+from pipeline.run import LOCK_FILE
 from rlinf.errors import (
     ConfigError,
     RequeueRequested,
@@ -25,7 +25,7 @@ from rlinf.errors import (
     SlurmError,
     StageError,
 )
-from stages.layout import STOP
+from stages.layout import STOP_FILE
 from tests.pipeline.helpers import contents, run_here, start_driver, until
 from tests.pipeline.pools.test_executor import TWO, _hydra, _words
 
@@ -37,13 +37,13 @@ def test_a_driver_here_is_stopped_and_its_run_goes_on_later(tiny_run: Path, tmp_
     log, run = tmp_path / "log", tmp_path / "tiny"
     driver = start_driver(words, log)
     until((run / "warm_start/manifest.json").exists, driver, log)
-    said = stop(run)
+    said = stop_run(run)
     assert driver.wait(timeout=20) == 1
     assert [line for line in said if line.startswith("driver (process") and "stopped" in line]
     assert "stopped by rlinf stop" in log.read_text()
-    assert not (run / LOCK).exists()
-    assert not (run / STOP).exists()
-    assert stop(run) == [], "nothing is there any more"
+    assert not (run / LOCK_FILE).exists()
+    assert not (run / STOP_FILE).exists()
+    assert stop_run(run) == [], "nothing is there any more"
     run_here(words)
     assert contents(run).keys() == contents(tiny_run).keys()
 
@@ -51,29 +51,29 @@ def test_a_driver_here_is_stopped_and_its_run_goes_on_later(tiny_run: Path, tmp_
 def test_a_driver_elsewhere_sees_that_it_is_named_and_its_successor_does_not(
     compose: Compose,
 ) -> None:
-    run = prepare(compose())
-    asked = Stopping(run.folder, lambda: False)
-    (run.folder / LOCK).write_text(json.dumps({"token": "first"}))
-    (run.folder / STOP).write_text("first")
+    run = prepare_run(compose())
+    asked = StopRequest(run.folder, lambda: False)
+    (run.folder / LOCK_FILE).write_text(json.dumps({"token": "first"}))
+    (run.folder / STOP_FILE).write_text("first")
     assert asked()
-    assert asked.named
-    (run.folder / LOCK).write_text(json.dumps({"token": "second"}))
-    assert not Stopping(run.folder, lambda: False)()
+    assert asked.is_requested
+    (run.folder / LOCK_FILE).write_text(json.dumps({"token": "second"}))
+    assert not StopRequest(run.folder, lambda: False)()
 
 
 def test_a_job_that_is_started_again_takes_the_run_over_from_its_former_life(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another node than before, whose heartbeat is not a minute old."""
-    run = prepare(compose())
+    run = prepare_run(compose())
     former = {"host": "n1", "pid": 1, "started": 0.0, "job": "12", "token": "t"}
-    (run.folder / LOCK).write_text(json.dumps(former))
+    (run.folder / LOCK_FILE).write_text(json.dumps(former))
     monkeypatch.setenv("SLURM_JOB_ID", "13")
-    with pytest.raises(RunLockedError), run.driven():
+    with pytest.raises(RunLockedError), run.lock():
         pass
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    with run.driven():
-        assert json.loads((run.folder / LOCK).read_text())["job"] == "12"
+    with run.lock():
+        assert json.loads((run.folder / LOCK_FILE).read_text())["job"] == "12"
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_pools_are_left_to_the_next_driver_unless_none_is_to_come(
 ) -> None:
     left = []
 
-    class Executor(InProcess):
+    class Executor(InProcessExecutor):
         def start(self, *_: Any) -> None:
             raise error
 
-        def stop(self, *, leave: bool = False) -> None:
-            left.append(leave)
+        def stop(self, *, keep_jobs: bool = False) -> None:
+            left.append(keep_jobs)
 
-    run = prepare(compose())
+    run = prepare_run(compose())
     with pytest.raises(type(error)):
         Driver(run, Executor(run)).drive()
     assert left == [leaves]
@@ -119,7 +119,7 @@ def test_a_command_is_told_how_a_run_ended(
     out = tmp_path / "told"
     code = f"import sys; open({str(out)!r}, 'w').write(','.join(sys.argv[1:]))"
     expected = contextlib.suppress(StageError, RequeueRequested, RunStopped)
-    with expected, announced("a run", [sys.executable, "-c", code]):
+    with expected, notify_at_end("a run", [sys.executable, "-c", code]):
         if error is not None:
             raise error
     assert (out.read_text() if out.exists() else "") == told
@@ -127,7 +127,7 @@ def test_a_command_is_told_how_a_run_ended(
 
 def test_a_command_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.notify: no command 'no-such"):
-        check_command(["no-such-command"])
+        check_notify_command(["no-such-command"])
 
 
 def test_a_driver_loads_no_torch() -> None:

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.sweep import Point, points, show
-from pipeline.report.comparison import Compared, write_comparison
+from pipeline.commands.sweep import SweepPoint, show_sweep, sweep_points
+from pipeline.report.comparison import ComparedRun, write_comparison
 from rlinf.errors import ConfigError
-from rlinf.launch import main, suffix
+from rlinf.launch import main, sweep_suffix_override
 
 SMALL = ["++run.name=s", "++log.trackers=[]"]
 
 
 def words(root: Path, *further: str) -> list[str]:
     given = ["experiment=arithmetic_grpo", f"++run.root={root}", *SMALL, *further]
-    return [*given, *suffix(["-m", *given])]
+    return [*given, *sweep_suffix_override(["-m", *given])]
 
 
 def test_the_points_are_those_of_the_values_given(tmp_path: Path) -> None:
-    found = points(words(tmp_path, "++optimizer.lr=1e-4,3e-4", "++seed=range(2)"))
+    found = sweep_points(words(tmp_path, "++optimizer.lr=1e-4,3e-4", "++seed=range(2)"))
     assert [point.varied for point in found] == [
         "lr=0.0001, seed=0",
         "lr=0.0001, seed=1",
@@ -47,7 +47,7 @@ def test_a_bad_point_is_refused_before_the_first_starts(
 def test_points_that_would_be_the_same_run_are_refused(tmp_path: Path) -> None:
     given = ["experiment=arithmetic_grpo", f"++run.root={tmp_path}", *SMALL, "++seed=1,2"]
     with pytest.raises(ConfigError, match="points 0 and 1 of the sweep would both be"):
-        points(given)
+        sweep_points(given)
 
 
 def test_options_may_stand_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +59,7 @@ def test_options_may_stand_anywhere(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_table_has_every_run_and_where_its_report_is(tiny_run: Path, tmp_path: Path) -> None:
     console = io.StringIO()
     with contextlib.redirect_stdout(console):
-        show([Point(tiny_run, "lr=[a]"), Point(tmp_path / "never", "lr=2")])
+        show_sweep([SweepPoint(tiny_run, "lr=[a]"), SweepPoint(tmp_path / "never", "lr=2")])
     said = console.getvalue()
     assert "lr=[a]" in said, "brackets are no markup"
     assert "2 of 2" in said
@@ -69,7 +69,7 @@ def test_the_table_has_every_run_and_where_its_report_is(tiny_run: Path, tmp_pat
 
 def test_one_page_compares_the_runs(tiny_run: Path, tmp_path: Path) -> None:
     """Every metric of each run, in charts that share their axes; names are text, not markup."""
-    runs = [Compared(tiny_run, f"lr={i}</script><b>", "2 of 2", "0.1", "0.2") for i in range(3)]
+    runs = [ComparedRun(tiny_run, f"lr={i}</script><b>", "2 of 2", "0.1", "0.2") for i in range(3)]
     page = write_comparison(tmp_path / "sweeps" / "comparison.html", "Comparison", runs)
     text = page.read_text()
     content = json.loads(text.partition('id="data">')[2].partition("</script>")[0])

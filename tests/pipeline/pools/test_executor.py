@@ -16,14 +16,14 @@ import psutil
 import pytest
 import torch
 
-from pipeline.commands.experiment import drive, execute, prepare
-from pipeline.lock import LOCK
+from pipeline.commands.experiment import drive, prepare_run, run_experiment
+from pipeline.lock import LOCK_FILE
 from pipeline.run import Run
 from rlinf.artifacts import read_manifest
-from rlinf.channels.control import POINTER
+from rlinf.channels.control_link import CONTROL_POINTER
 from rlinf.data.record import Record
 from rlinf.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, InputError, RunLockedError, StageError
-from stages.layout import CHANNELS, POOLS, STATUS
+from stages.layout import CHANNELS_FOLDER, POOLS_FOLDER, STATUS_FILE
 from tests.conftest import TINY
 from tests.pipeline.helpers import budget_gib, contents, moves, start_driver, until
 from tests.pipeline.test_driver import weights
@@ -31,10 +31,10 @@ from tests.pipeline.test_driver import weights
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 ALL = ["rollout", "reward", "inference", "train"]
-ONE = {"grain": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+ONE = {"execution": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
 TWO = {
-    "grain": "segment",
-    "chunks": 4,
+    "execution": "segment",
+    "num_chunks": 4,
     "pools": [
         {"stages": ALL[:1], "gpus": {"local": 1}},
         {"stages": ALL[1:], "gpus": {"local": 1}},
@@ -49,12 +49,12 @@ RANKS = {
     ],
 }
 APART = {
-    "grain": "segment",
-    "chunks": 4,
+    "execution": "segment",
+    "num_chunks": 4,
     "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
 }
 WHOLE = [{"stages": ALL, "gpus": {"local": 2}}]
-PLANS = {"collocated": ONE, "disaggregated": TWO, "together": TWO | {"together": True}}
+PLANS = {"collocated": ONE, "disaggregated": TWO, "hetjob": TWO | {"hetjob": True}}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def assert_like(run: Path, reference: Path) -> None:
 
 def samples(run: Path, iteration: int) -> list[int]:
     """Sample numbers in the committed rollout files, one for each record."""
-    from rlinf.channels.file import read_records
+    from rlinf.channels.record_files import read_records
 
     folder = run / f"it/{iteration:04d}/rollout"
     manifest = read_manifest(folder)
@@ -120,7 +120,7 @@ def workers(run: Path) -> list[psutil.Process]:
 def test_stages_that_take_turns_give_the_same_bytes_as_one_process(
     reference: Path, pooled: Compose, tmp_path: Path
 ) -> None:
-    execute(pooled(ONE))
+    run_experiment(pooled(ONE))
     run = tmp_path / "tiny"
     assert contents(run) == contents(reference)
     assert (run / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
@@ -130,21 +130,21 @@ def test_stages_that_take_turns_give_the_same_bytes_as_one_process(
 def test_a_device_too_small_for_all_stages_gives_the_same_bytes(
     reference: Path, pooled: Compose, tmp_path: Path
 ) -> None:
-    execute(pooled(ONE, f"device_memory_gib={budget_gib(reference, 4.1)}"))
+    run_experiment(pooled(ONE, f"device_memory_gib={budget_gib(reference, 4.1)}"))
     assert contents(tmp_path / "tiny") == contents(reference)
     assert min(moves(tmp_path / "tiny").values()) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [{**ONE, "chunks": 2}, {**RANKS, "pools": WHOLE}])
+@pytest.mark.parametrize("plan", [{**ONE, "num_chunks": 2}, {**RANKS, "pools": WHOLE}])
 def test_gradients_of_parts_add_up_while_all_else_comes_and_goes(
     pooled: Compose, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
-    reference = ["algorithm.kl_coefficient=0.1", "algorithm.old_logprobs=recompute"]
-    execute(pooled(plan, "run.name=large", *reference))
+    reference = ["algorithm.kl_loss_coef=0.1", "algorithm.old_logprobs=recompute"]
+    run_experiment(pooled(plan, "run.name=large", *reference))
     ranks = 2 if "stages" in plan else 1
     budget = budget_gib(tmp_path / "large", max(1.1, 4.1 / ranks))
-    execute(pooled(plan, "run.name=small", f"device_memory_gib={budget}", *reference))
+    run_experiment(pooled(plan, "run.name=small", f"device_memory_gib={budget}", *reference))
     assert contents(tmp_path / "small") == contents(tmp_path / "large")
     assert min(moves(tmp_path / "small").values()) > 2
 
@@ -152,7 +152,7 @@ def test_gradients_of_parts_add_up_while_all_else_comes_and_goes(
 def test_parts_of_a_batch_make_the_same_update_as_the_whole(
     reference: Path, pooled: Compose, tmp_path: Path
 ) -> None:
-    execute(pooled(TWO))
+    run_experiment(pooled(TWO))
     assert_like(tmp_path / "tiny", reference)
     assert all(samples(tmp_path / "tiny", i) == list(range(16)) for i in range(2))
 
@@ -160,36 +160,36 @@ def test_parts_of_a_batch_make_the_same_update_as_the_whole(
 def test_every_stage_in_a_pool_of_its_own_makes_the_same_update(
     reference: Path, pooled: Compose, tmp_path: Path
 ) -> None:
-    execute(pooled(APART))
+    run_experiment(pooled(APART))
     assert_like(tmp_path / "tiny", reference)
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_episodes_of_a_simulator_go_from_pool_to_pool(compose: Compose, tmp_path: Path) -> None:
     """Means of observations are published beside the weights; one half steps beside the other."""
-    words = ["iterations=3", "rollout.batch=4", "rollout.horizon=16", "evaluate.samples=2"]
+    words = ["iterations=3", "rollout.batch_size=4", "rollout.horizon=16", "evaluate.samples=2"]
     words += [
-        "model.normalise_observations=true",
-        "task.processes=1",
-        "task.halves=2",
+        "model.normalize_observations=true",
+        "task.num_processes=1",
+        "task.double_buffer=2",
     ]
-    execute(compose("run.name=one", *words, experiment="cartpole_ppo"))
+    run_experiment(compose("run.name=one", *words, experiment="cartpole_ppo"))
     two = compose("cluster=local", "run.name=two", *words, experiment="cartpole_ppo")
-    execute(two | {"plan": {key: value for key, value in TWO.items() if key != "chunks"}})
+    run_experiment(two | {"plan": {key: value for key, value in TWO.items() if key != "chunks"}})
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 @pytest.mark.slow
 def test_the_same_plan_gives_the_same_bytes_twice(pooled: Compose, tmp_path: Path) -> None:
-    execute(pooled(TWO, "run.name=one"))
-    execute(pooled(TWO, "run.name=two"))
+    run_experiment(pooled(TWO, "run.name=one"))
+    run_experiment(pooled(TWO, "run.name=two"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 def test_two_ranks_in_a_pool_make_the_same_update(
     reference: Path, pooled: Compose, tmp_path: Path
 ) -> None:
-    execute(pooled(RANKS))
+    run_experiment(pooled(RANKS))
     assert_like(tmp_path / "tiny", reference)
 
 
@@ -200,7 +200,7 @@ def test_killing_workers_anywhere_changes_nothing(
     reference: Path, tmp_path: Path, plan: str
 ) -> None:
     # None of the three need have finished anything, where processes start slowly.
-    words = [*_words(tmp_path, plan), "cluster.retries=3"]
+    words = [*_words(tmp_path, plan), "cluster.max_retries=3"]
     driver = start_driver(words, tmp_path / "log")
     run, chance, killed = tmp_path / "tiny", random.Random(plan), 0
     while driver.poll() is None and killed < 3:
@@ -240,7 +240,7 @@ def test_a_trainer_ends_its_checkpoint_when_a_pool_it_started_with_is_lost(
     note, log, run = tmp_path / "note", tmp_path / "log", tmp_path / "tiny"
     (tmp_path / "sitecustomize.py").write_text(SLOW_COMMIT.format(note=str(note)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    driver = start_driver([*_words(tmp_path, "together"), "cluster.poll_s=0.2"], log)
+    driver = start_driver([*_words(tmp_path, "together"), "cluster.poll_interval_s=0.2"], log)
     until(note.exists, driver, log)
     (generator,) = [one for one in workers(run) if "pool-0-0" in one.cmdline()]
     generator.kill()
@@ -286,7 +286,7 @@ def test_a_driver_that_is_asked_to_stop_leaves_no_worker_and_can_go_on(
     expected = EXIT_REQUEUE if number != signal.SIGINT else EXIT_INTERRUPTED
     assert driver.wait(timeout=30) == expected, (tmp_path / "log").read_text()
     assert not workers(run)
-    assert not (run / LOCK).exists()
+    assert not (run / LOCK_FILE).exists()
     drive(Run.open(run))
     assert contents(run) == contents(reference)
 
@@ -296,7 +296,7 @@ def test_a_stage_that_always_fails_stops_the_run_with_its_own_reason(
     pooled: Compose, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
     with pytest.raises(StageError, match=r"(?s)train/0 failed.*not finite"):
-        execute(pooled(plan, "algorithm.entropy_bonus=1e39", "cluster.retries=1"))
+        run_experiment(pooled(plan, "algorithm.entropy_coeff=1e39", "cluster.max_retries=1"))
     run = tmp_path / "tiny"
     assert read_manifest(run / "it/0000/rollout") is not None, "the iteration can be inspected"
     assert read_manifest(run / "it/0000/train") is None
@@ -304,7 +304,7 @@ def test_a_stage_that_always_fails_stops_the_run_with_its_own_reason(
 
 
 def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose) -> None:
-    run = prepare(pooled(ONE)).folder
+    run = prepare_run(pooled(ONE)).folder
     for made in ("warm_start", "it", "evaluate"):
         shutil.copytree(reference / made, run / made)
     for later in ("it/0001/train", "it/0001/sync", "evaluate/0002"):
@@ -325,7 +325,7 @@ def test_workers_that_cannot_use_what_they_were_given_are_not_tried_again(
     pooled: Compose, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"pool 0: .*RLINF_SHARES"):
-        execute(pooled(ONE, "cluster.env={RLINF_SHARES: fast}"))
+        run_experiment(pooled(ONE, "cluster.env={RLINF_SHARES: fast}"))
     assert [path.name for path in (tmp_path / "tiny/pools/0").iterdir()] == ["0"]
 
 
@@ -334,8 +334,8 @@ def test_a_driver_that_was_replaced_leaves_the_run_to_the_other(
 ) -> None:
     """As one that stood still for more than a minute, on another host than the next one's."""
     monkeypatch.setattr("pipeline.lock.HEARTBEAT_S", 0.1)
-    run = prepare(pooled(ONE, "iterations=500"))
-    lock = run.folder / LOCK
+    run = prepare_run(pooled(ONE, "iterations=500"))
+    lock = run.folder / LOCK_FILE
     first = run.folder / "it/0000/sync/manifest.json"
 
     def take_over() -> None:
@@ -347,14 +347,14 @@ def test_a_driver_that_was_replaced_leaves_the_run_to_the_other(
     with pytest.raises(RunLockedError, match="another driver took over"):
         drive(run)
     assert json.loads(lock.read_text())["token"] == "of another"
-    assert (run.folder / POOLS / STATUS).exists(), "the pools were not sent away"
+    assert (run.folder / POOLS_FOLDER / STATUS_FILE).exists(), "the pools were not sent away"
 
 
 def test_a_second_driver_takes_no_workers_from_the_first(pooled: Compose, tmp_path: Path) -> None:
-    run = prepare(pooled(ONE))
-    with run.driven(), pytest.raises(RunLockedError):
+    run = prepare_run(pooled(ONE))
+    with run.lock(), pytest.raises(RunLockedError):
         drive(run)
-    assert not (run.folder / CHANNELS / POINTER).exists()
+    assert not (run.folder / CHANNELS_FOLDER / CONTROL_POINTER).exists()
     assert not (run.folder / "pools").exists(), "no pool was submitted"
 
 

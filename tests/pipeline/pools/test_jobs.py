@@ -7,32 +7,32 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import prepare
-from pipeline.launch import ClusterConfig
+from pipeline.commands.experiment import prepare_run
+from pipeline.job_executor import ClusterConfig
 from pipeline.plan import parse_plan
-from pipeline.pools.jobs import pool_job, pool_states
+from pipeline.pools.leases import pool_job, pool_states
 from pipeline.run import Run
-from rlinf.config import RetentionSection
-from stages.layout import CODE
+from rlinf.config import CheckpointSection
+from stages.layout import CODE_FILE
 
 Compose = Callable[..., dict[str, Any]]
 ALL = ["rollout", "reward", "inference", "train"]
-PLAN = {"grain": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+PLAN = {"execution": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
 
 
 @pytest.fixture
 def key(compose: Compose) -> Callable[..., str]:
     """That of the only pool of a run, with other values of its frozen configuration."""
-    run = prepare({**compose("cluster=local"), "plan": PLAN})
+    run = prepare_run({**compose("cluster=local"), "plan": PLAN})
 
     def made(
         change: dict[str, Any] | None = None, mem_mb: int = 500, code: str = "{}", **cluster: Any
     ) -> str:
-        (run.folder / CODE).write_text(code)
+        (run.folder / CODE_FILE).write_text(code)
         config = run.config.model_copy(update=change or {})
         plan = parse_plan({**PLAN, "defaults": {"mem_mb": mem_mb}}, "plan")
         settings = ClusterConfig(launcher="local", **cluster)
-        return pool_job(Run(run.folder, config), plan, settings, pool_states(plan)[0]).key
+        return pool_job(Run(run.folder, config), plan, settings, pool_states(plan)[0]).content_key
 
     return made
 
@@ -43,7 +43,7 @@ def test_what_workers_do_not_see_changes_nothing(key: Callable[..., str]) -> Non
 
 
 def test_their_configuration_resources_and_code_are_part_of_it(key: Callable[..., str]) -> None:
-    kept = RetentionSection(trajectories=9)
+    kept = CheckpointSection(keep_trajectories=9)
     others = [key({"seed": 4}), key({"retention": kept}), key(mem_mb=900)]
     others += [key(code='{"a": 1}'), key(env={"A": "1"})]
     assert len({key(), *others}) == 6

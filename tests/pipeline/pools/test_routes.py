@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.pools.routes import FAN_OUT, tree
-from stages.worker.inbox import SHARED_MEMORY, SOCKET
+from pipeline.pools.dispatcher import FAN_OUT, route_tree
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 HOSTS = st.sampled_from(["n0", "n1", "n2", "n3", "n4", "n5", None])
 TAKERS = st.lists(HOSTS, min_size=1, max_size=40).map(
@@ -19,7 +19,7 @@ TAKERS = st.lists(HOSTS, min_size=1, max_size=40).map(
 
 def test_each_node_is_sent_to_once_and_nodes_pass_on() -> None:
     takers = {"a0": "a", "a1": "a", "b0": "b", "b1": "b", "c0": "c", "d0": "d", "s1": "s"}
-    assert tree("s0", "s", takers, near=True) == {
+    assert route_tree("s0", "s", takers, use_shared_memory=True) == {
         "s0": {"s1": SHARED_MEMORY, "a0": SOCKET, "b0": SOCKET},
         "a0": {"a1": SHARED_MEMORY, "c0": SOCKET, "d0": SOCKET},
         "b0": {"b1": SHARED_MEMORY},
@@ -28,7 +28,9 @@ def test_each_node_is_sent_to_once_and_nodes_pass_on() -> None:
 
 def test_several_makers_burden_different_takers() -> None:
     takers = {"t0": "n", "t1": "n", "t2": "n", "t3": "n"}
-    routes = [tree(f"m{turn}", "m", takers, near=False, turn=turn) for turn in range(4)]
+    routes = [
+        route_tree(f"m{turn}", "m", takers, use_shared_memory=False, turn=turn) for turn in range(4)
+    ]
     assert [list(routes[turn][f"m{turn}"]) for turn in range(4)] == [["t0"], ["t1"], ["t2"], ["t3"]]
     sent = Counter(sender for to in routes for sender in to for _ in to[sender] if sender[0] == "t")
     assert max(sent.values()) - min(sent.values()) <= 1
@@ -36,7 +38,7 @@ def test_several_makers_burden_different_takers() -> None:
 
 def test_a_rank_that_takes_what_it_makes_is_not_sent_to() -> None:
     takers = {"r0": "n", "r1": "n", "r2": "n", "r3": "n"}
-    assert tree("r1", "n", takers, near=False, turn=1) == {
+    assert route_tree("r1", "n", takers, use_shared_memory=False, turn=1) == {
         "r1": {"r2": SOCKET, "r3": SOCKET},
         "r2": {"r0": SOCKET},
     }
@@ -46,7 +48,7 @@ def test_a_rank_that_takes_what_it_makes_is_not_sent_to() -> None:
 def test_a_tree_reaches_each_worker_once_in_few_steps(
     host: str | None, takers: dict[str, str | None], near: bool, turn: int
 ) -> None:
-    routes = tree("source", host, takers, near=near, turn=turn)
+    routes = route_tree("source", host, takers, use_shared_memory=near, turn=turn)
     got = Counter(worker for to in routes.values() for worker in to)
     assert got == Counter(list(takers))
     reached, steps = {"source"}, 0

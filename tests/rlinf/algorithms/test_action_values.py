@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from rlinf.algorithms.action_values import (
+from rlinf.algorithms.losses import (
     advantage_weights,
-    aggregated,
-    bootstrapped,
+    aggregate_q_values,
     critic_loss,
     expectile_loss,
-    soft_policy_loss,
+    sac_policy_loss,
+    td_target,
     temperature_loss,
 )
 
@@ -31,7 +31,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 @given(seeds, st.sampled_from(["min", "mean"]))
 def test_critics_become_one_and_their_error_is_squared(seed: int, how: str) -> None:
     values, target = drawn(seed, 3, 5), drawn(seed + 1, 5)
-    one = aggregated(values, how)  # type: ignore[arg-type]
+    one = aggregate_q_values(values, how)  # type: ignore[arg-type]
     for b in range(5):
         column = [float(values[e, b]) for e in range(3)]
         wanted = min(column) if how == "min" else sum(column) / 3
@@ -42,7 +42,7 @@ def test_critics_become_one_and_their_error_is_squared(seed: int, how: str) -> N
 
 def test_a_cut_has_a_value_after_it_and_an_end_has_none() -> None:
     terminated = torch.tensor([0.0, 1.0])
-    found = bootstrapped(torch.tensor([1.0, 1.0]), terminated, torch.tensor([10.0, 10.0]), 0.9)
+    found = td_target(torch.tensor([1.0, 1.0]), terminated, torch.tensor([10.0, 10.0]), 0.9)
     torch.testing.assert_close(found, torch.tensor([10.0, 1.0]))
 
 
@@ -53,7 +53,7 @@ def test_policy_temperature_and_expectile_losses_are_those_of_the_papers(
     logprobs, values, log_alpha = drawn(seed, 6), drawn(seed + 1, 6), drawn(seed + 2, 1)
     alpha = math.exp(float(log_alpha))
     pairs = list(zip(logprobs.tolist(), values.tolist(), strict=True))
-    assert soft_policy_loss(logprobs, values, log_alpha.exp()).item() == pytest.approx(
+    assert sac_policy_loss(logprobs, values, log_alpha.exp()).item() == pytest.approx(
         sum(alpha * p - q for p, q in pairs) / 6
     )
     assert temperature_loss(log_alpha, logprobs, -2.0).item() == pytest.approx(
@@ -76,12 +76,12 @@ def test_gradients_are_those_of_the_losses_and_reach_nothing_else() -> None:
     values, target = drawn(0, 2, 4).requires_grad_(), drawn(1, 4)
     logprobs, log_alpha = drawn(2, 4).requires_grad_(), drawn(3, 1).requires_grad_()
     assert gradcheck(lambda v: critic_loss(v, target), (values,))
-    assert gradcheck(lambda p, v: soft_policy_loss(p, v, torch.tensor(0.3)), (logprobs, values[0]))
+    assert gradcheck(lambda p, v: sac_policy_loss(p, v, torch.tensor(0.3)), (logprobs, values[0]))
     assert gradcheck(lambda a: temperature_loss(a, logprobs.detach(), -1.0), (log_alpha,))
     assert gradcheck(lambda u: expectile_loss(u, 0.7), (values[0],))
     temperature_loss(log_alpha, logprobs, -1.0).backward()
     assert logprobs.grad is None
-    soft_policy_loss(logprobs, values[0].detach(), log_alpha.exp()).backward()
+    sac_policy_loss(logprobs, values[0].detach(), log_alpha.exp()).backward()
     before = log_alpha.grad
     assert before is not None
     assert not advantage_weights(values, 3.0, 100.0).requires_grad

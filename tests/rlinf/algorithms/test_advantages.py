@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.advantages import generalised, group_means, group_relative, whiten
-from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from rlinf.algorithms.advantages import (
+    compute_gae,
+    group_means,
+    group_relative_advantages,
+    masked_whiten,
+)
+from rlinf.algorithms.group_relative import GRPO, GRPOConfig
 from rlinf.data.batch import StepBatch
 from tests.contracts.test_algorithm import batch_of
 
@@ -20,7 +25,7 @@ def test_group_relative_is_the_standard_score_in_each_group(n: int, g: int, seed
     random = np.random.default_rng(seed)
     scores = torch.tensor(random.normal(size=n * g))
     groups = torch.tensor(random.permutation(np.repeat(np.arange(n), g)))
-    got = group_relative(scores, groups)
+    got = group_relative_advantages(scores, groups)
     for group in range(n):
         mine = scores[groups == group]
         want = (mine - mine.mean()) / (mine.std() + 1e-6)
@@ -33,7 +38,7 @@ def test_a_group_of_equal_scores_has_no_signal(score: float, size: int, normalis
     """Also where their mean, rounded, is not one of them."""
     scores = torch.tensor([score] * size + [1.0, 3.0])
     groups = torch.tensor([4] * size + [9, 9])
-    got = group_relative(scores, groups, normalise=normalise)
+    got = group_relative_advantages(scores, groups, norm_by_std=normalise)
     assert torch.all(got[:size] == 0)
     assert torch.all(got[size:] != 0)
 
@@ -52,7 +57,7 @@ def test_generalised_equals_the_sum_of_discounted_errors(
     mask = torch.tensor((np.arange(t) < lengths[:, None]).astype(float))
     # Padding is zero: flags and values of states behind the last step that counts are its own.
     terminated, truncated, bootstrap = terminated * mask, truncated * mask, bootstrap * mask
-    got, returns = generalised(rewards, values, terminated, truncated, bootstrap, mask, gamma, lam)
+    got, returns = compute_gae(rewards, values, terminated, truncated, bootstrap, mask, gamma, lam)
     for i in range(n):
         last = int(lengths[i]) - 1
         for start in range(last + 1):
@@ -85,7 +90,7 @@ def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: floa
         terminated[at], truncated[at] = how == 1, how == 2
         bootstrap[at] = random.normal() if how == 2 or (how == 3 and at + 1 == t) else 0.0
     given = [rewards, values, terminated, truncated, bootstrap]
-    want, _ = generalised(*(torch.tensor(c)[None] for c in given), torch.ones(1, t), gamma, lam)
+    want, _ = compute_gae(*(torch.tensor(c)[None] for c in given), torch.ones(1, t), gamma, lam)
 
     # Behind each step up to two that do not count; how an episode ends is said on the last of them.
     wide: list[list[float]] = [[] for _ in given]
@@ -97,7 +102,7 @@ def test_steps_that_do_not_count_take_no_time(seed: int, gamma: float, lam: floa
             put = [given[number][at]]
             fill = [float(random.normal()) if number == 1 else 0.0] * gap
             column.extend([*fill, *put] if number >= 2 else [*put, *fill])
-    got, _ = generalised(
+    got, _ = compute_gae(
         *(torch.tensor(c, dtype=torch.float64)[None] for c in wide),
         torch.tensor(mask, dtype=torch.float64)[None],
         gamma,
@@ -133,7 +138,7 @@ def test_actions_of_chunks_are_as_if_each_were_a_step(
     counts &= (np.arange(t) < steps[:, None])[..., None]
     rewards *= counts
     given = [rewards, values, terminated, truncated, bootstrap, counts.astype(float)]
-    got, returns = generalised(*map(torch.tensor, given), gamma, lam)
+    got, returns = compute_gae(*map(torch.tensor, given), gamma, lam)
     assert got.shape == returns.shape == rewards.shape
 
     for row in range(n):
@@ -156,7 +161,7 @@ def test_actions_of_chunks_are_as_if_each_were_a_step(
     assert not got[torch.tensor(~counts)].any()
     if length == 1:
         flat = [column[..., 0] if column.ndim > 2 else column for column in given]
-        same, _ = generalised(*map(torch.tensor, flat), gamma, lam)
+        same, _ = compute_gae(*map(torch.tensor, flat), gamma, lam)
         torch.testing.assert_close(got[..., 0], same)
 
 
@@ -182,7 +187,7 @@ def test_equal_rewards_teach_nothing_whatever_is_made_of_them(
         truncated=zeros,
         bootstrap=zeros,
     )
-    assert not whiten(score * mask, mask).any()
+    assert not masked_whiten(score * mask, mask).any()
     counted = mask.any(1)
     assert torch.equal(
         group_means(batch.rewards.sum(-1), groups)[counted], batch.rewards.sum(-1)[counted]
@@ -201,12 +206,12 @@ def test_whitening_is_a_setting_of_every_algorithm_and_done_in_one_place() -> No
         advantages, returns = plain.advantages(batch)
         raw, white = plain.judged(batch), cls(cls.Config(whiten_advantages=True)).judged(batch)
         assert torch.equal(raw.require("advantages"), advantages)
-        assert torch.equal(white.require("advantages"), whiten(advantages, batch.mask))
+        assert torch.equal(white.require("advantages"), masked_whiten(advantages, batch.mask))
         if returns is not None:
             assert torch.equal(white.require("returns"), returns)
     # What is made of the whole batch cannot begin with a part of it.
-    assert GRPO(GRPOConfig()).streams
-    assert not GRPO(GRPOConfig(whiten_advantages=True)).streams
+    assert GRPO(GRPOConfig()).supports_streaming
+    assert not GRPO(GRPOConfig(whiten_advantages=True)).supports_streaming
 
 
 def test_whitening_ignores_padding() -> None:
@@ -214,7 +219,7 @@ def test_whitening_ignores_padding() -> None:
         torch.tensor([[1.0, 2.0, 99.0], [3.0, 4.0, 99.0]]),
         torch.tensor([[1.0, 1, 0]] * 2),
     )
-    got = whiten(values, mask)
+    got = masked_whiten(values, mask)
     kept = got[mask == 1]
     assert abs(float(kept.mean())) < 1e-6
     assert abs(float(kept.std()) - 1) < 1e-5

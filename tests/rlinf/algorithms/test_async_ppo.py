@@ -13,17 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.algorithms.async_ppo import AsyncPPO, AsyncPPOConfig
-from rlinf.algorithms.behaviour import anchors, interpolated
+from rlinf.algorithms.granularity import batch_at_level, flatten_to_level
+from rlinf.algorithms.importance_sampling import interpolate_old_logprobs, old_logprob_interp
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.levels import at_level, by_unit
-from rlinf.algorithms.ppo import PPO, PPOConfig
+from rlinf.algorithms.ppo import PPO, AsyncPPO, AsyncPPOConfig, PPOConfig
 from rlinf.data.batch import StepBatch
 from rlinf.errors import InputError
 from rlinf.models.base import StepOutputs
 from tests.contracts.test_algorithm import Update, alike, batch_of, outputs_of, seeds
 
-PLAIN: dict[str, Any] = {"value_coefficient": 0.0}
+PLAIN: dict[str, Any] = {"value_loss_coef": 0.0}
 
 
 def by_the_formula(
@@ -55,11 +54,13 @@ def by_the_formula(
 @pytest.mark.parametrize("outside", ["mask", "truncate"])
 @given(seed=seeds, cap=st.floats(1.01, 3))
 def test_the_loss_is_the_decoupled_objective(outside: Any, seed: int, cap: float) -> None:
-    settings = {"behaviour_weight_cap": cap, "behaviour_weight_outside": outside}
-    algorithm = AsyncPPO(AsyncPPOConfig(clip_low=0.1, clip_high=0.15, **settings, **PLAIN))
+    settings = {"rollout_is_threshold": cap, "rollout_is_mode": outside}
+    algorithm = AsyncPPO(
+        AsyncPPOConfig(clip_ratio_low=0.1, clip_ratio_high=0.15, **settings, **PLAIN)
+    )
     batch, random = batch_of(seed), torch.Generator().manual_seed(seed)
     far = batch.old_logprobs + 0.5 * torch.randn(batch.mask.shape, generator=random)
-    batch = algorithm.judged(replace(batch, rollout_logprobs=far))
+    batch = algorithm.with_advantages(replace(batch, rollout_logprobs=far))
     said = outputs_of(batch, seed)
     loss, metrics = algorithm.total_loss(said, batch, batch.mask)
     (gradient,) = torch.autograd.grad(loss, said.logprobs)
@@ -67,7 +68,7 @@ def test_the_loss_is_the_decoupled_objective(outside: Any, seed: int, cap: float
     wanted, by_step = by_the_formula(batch, ours, 0.1, 0.15, cap, outside)
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     np.testing.assert_allclose(gradient.numpy(), by_step, rtol=1e-4, atol=1e-5)
-    assert 0 <= float(metrics["behaviour_capped_share"]) <= float(batch.mask.sum())
+    assert 0 <= float(metrics["rollout_is_clip_ratio"]) <= float(batch.mask.sum())
 
 
 def test_the_proximal_policy_lies_between_by_versions() -> None:
@@ -77,12 +78,14 @@ def test_the_proximal_policy_lies_between_by_versions() -> None:
     proximal = start + slope * lag
     for done in (0.25, 0.5, 0.75):
         training = start + slope * (lag + done)
-        found = interpolated(training, start, anchors(lag, done))
+        found = interpolate_old_logprobs(training, start, old_logprob_interp(lag, done))
         torch.testing.assert_close(found, proximal)
     # Before the first step the policy in training is the proximal one, whatever the course.
-    torch.testing.assert_close(interpolated(proximal + 0.1, start, anchors(lag, 0)), proximal + 0.1)
+    torch.testing.assert_close(
+        interpolate_old_logprobs(proximal + 0.1, start, old_logprob_interp(lag, 0)), proximal + 0.1
+    )
     trained = (start + 1).requires_grad_()
-    assert not interpolated(trained, start, anchors(lag, 0.5)).requires_grad
+    assert not interpolate_old_logprobs(trained, start, old_logprob_interp(lag, 0.5)).requires_grad
 
 
 def lagging(update: Update, versions: int) -> None:
@@ -96,19 +99,27 @@ def test_each_choice_of_a_step_has_the_place_of_the_step() -> None:
     batch = batch_of(0, groups=1, size=2, longest=3)
     old = batch.old_logprobs[..., None].expand(-1, -1, 2).contiguous()
     place = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
-    batch = at_level(replace(batch, old_logprobs=old, rollout_logprobs=old, anchor=place), "token")
+    batch = batch_at_level(
+        replace(batch, old_logprobs=old, rollout_logprobs=old, old_logprob_interpolation=place),
+        "token",
+    )
     said = StepOutputs(old + 1)
-    outputs, units, _ = by_unit(said, batch, batch.require("units"), "token")
+    outputs, units, _ = flatten_to_level(said, batch, batch.require("loss_mask"), "token")
     theirs = units.require("rollout_logprobs")
-    found = interpolated(outputs.logprobs, theirs, units.require("anchor")) - theirs
+    found = (
+        interpolate_old_logprobs(
+            outputs.logprobs, theirs, units.require("old_logprob_interpolation")
+        )
+        - theirs
+    )
     torch.testing.assert_close(found, place.repeat_interleave(2, 1))
 
 
 def learner_of(update: Update, staleness: int = 1) -> Learner:
     """That of version 3 of the weights."""
     trainer = update.trainer()
-    rates = dict.fromkeys(trainer.policy.groups, 1e-2)
-    return Learner(trainer, rates, iteration=3, staleness=staleness)
+    rates = dict.fromkeys(trainer.policy.parameter_groups, 1e-2)
+    return Learner(trainer, rates, iteration=3, max_staleness=staleness)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -137,7 +148,7 @@ def test_an_interpolated_update_needs_no_pass_of_the_policy_before(
         found.append((dict(learner.policy.module.state_dict()), learner.metrics))
     (exact, told), (near, metrics) = found
     alike(exact, near, 0 if steps == 1 else 2e-2)
-    for name in ("behaviour_weight", "policy_loss", "staleness"):
+    for name in ("rollout_is_mean", "policy_loss", "staleness"):
         assert metrics[name] == pytest.approx(told[name], abs=2e-2)
     assert metrics["staleness"] == 1
 
@@ -149,18 +160,18 @@ def test_steps_beyond_the_bound_are_refused(versions: int, word: str, tmp_path: 
     learner = learner_of(update)
     with pytest.raises(InputError, match=f"chosen by {word} .*rollout.staleness allows 1"):
         update.algorithm.update(learner, [update.samples])
-    assert not learner.updates
+    assert not learner.num_updates
     if versions > 0:
         learner = learner_of(update, staleness=versions)
         update.algorithm.update(learner, [update.samples])
-        assert learner.updates
+        assert learner.num_updates
 
 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"behaviour_weight_cap": None}, "set algorithm=ppo"),
-        ({"behaviour_weight_cap": 1.0}, "above 1"),
+        ({"rollout_is_threshold": None}, "set algorithm=ppo"),
+        ({"rollout_is_threshold": 1.0}, "above 1"),
         ({"old_logprobs": "rollout"}, "old_logprobs: recompute"),
     ],
 )
@@ -173,7 +184,7 @@ def test_where_all_is_fresh_it_is_ppo() -> None:
     batch = batch_of(7)
     batch = replace(batch, rollout_logprobs=batch.old_logprobs)
     algorithm = AsyncPPO(AsyncPPOConfig())
-    batch = algorithm.judged(batch)
+    batch = algorithm.with_advantages(batch)
     said = outputs_of(batch, 7)
     ours, _ = algorithm.total_loss(said, batch, batch.mask)
     plain, _ = PPO(PPOConfig()).total_loss(said, batch, batch.mask)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.check import check
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics
+from pipeline.validate_config import validate_config
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.flow import FlowConfig, FlowPolicy
+from rlinf.models.flow_policy import FlowConfig, FlowPolicy
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -38,22 +38,22 @@ def composed(compose: Compose, *words: str) -> dict[str, Any]:
 
 
 def given(path: Path) -> list[str]:
-    return [f"algorithm.prior={path}", "evaluate.every=0", "evaluate.samples=2"]
+    return [f"algorithm.offline_data={path}", "evaluate.every=0", "evaluate.samples=2"]
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_flow_clones_two_ways_of_doing_it(compose: Compose, tmp_path: Path) -> None:
     words = [*given(written(tmp_path / "data.hdf5")), "iterations=3", "run.name=cloned"]
-    words += ["algorithm.updates=300", "model.steps=10", "optimizer.lr=3e-3"]
-    execute(composed(compose, *words))
+    words += ["algorithm.gradient_steps=300", "model.denoising_steps=10", "optimizer.lr=3e-3"]
+    run_experiment(composed(compose, *words))
     run = tmp_path / "cloned"
-    losses = [row["train/imitation_loss"] for row in collect(run)]
+    losses = [row["train/bc_loss"] for row in read_metrics(run)]
     assert losses[-1] < losses[0]
     (folder,) = run.glob("it/0002/sync/data-*/weights")
     policy = FlowPolicy.load(folder, FlowConfig())
     seen = torch.zeros(400, 3)
     seen[:, 0] = torch.linspace(-1, 1, 400)
-    noise = torch.tensor(policy.noise(np.random.default_rng(0), 400))
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 400))
     with torch.inference_mode():
         # At a small temperature the chain is all but that of the differential equation.
         action = policy.act({"observation": seen}, noise, 0.05)["action"][:, 0]
@@ -73,7 +73,7 @@ def test_the_loss_is_that_of_conditional_flow_matching() -> None:
     seen, actions, noise = torch.randn(5, 3), torch.randn(5, 2), torch.randn(5, 2)
     uniform = torch.tensor([0.0, 0.25, 0.5, 0.75, 0.99])
     batch = {"observations": seen, "actions": actions, "noise": noise, "uniform": uniform}
-    found = policy.imitation(batch)
+    found = policy.imitation_loss(batch)
     for row in range(5):
         tau = 1 - float(uniform[row])
         point = tau * noise[row] + (1 - tau) * actions[row]
@@ -87,9 +87,9 @@ def test_a_policy_with_a_density_is_cloned_by_its_log_probability(
     compose: Compose, tmp_path: Path
 ) -> None:
     words = ["model=mlp_q", "model.action_scale=2", "run.name=cloned", "iterations=2"]
-    words += [*given(written(tmp_path / "data.hdf5")), "algorithm.updates=50"]
-    execute(composed(compose, *words))
-    first, second = (row["train/imitation_loss"] for row in collect(tmp_path / "cloned"))
+    words += [*given(written(tmp_path / "data.hdf5")), "algorithm.gradient_steps=50"]
+    run_experiment(composed(compose, *words))
+    first, second = (row["train/bc_loss"] for row in read_metrics(tmp_path / "cloned"))
     assert second < first
 
 
@@ -107,12 +107,12 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     values = composed(compose, *given(written(tmp_path / "data.hdf5")), *words)
     with pytest.raises(ConfigError, match=match):
-        check(validate(RunConfig, values))
+        validate_config(validate(RunConfig, values))
 
 
 def test_data_of_another_kind_are_refused(compose: Compose, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no readable HDF5 file"):
-        check(validate(RunConfig, composed(compose, *given(tmp_path / "none.hdf5"))))
+        validate_config(validate(RunConfig, composed(compose, *given(tmp_path / "none.hdf5"))))
     words = [*given(written(tmp_path / "wide.hdf5", width=4))]
     with pytest.raises(DataError, match=r"wide.hdf5: does not fit .* field 'observations'"):
-        execute(composed(compose, *words))
+        run_experiment(composed(compose, *words))

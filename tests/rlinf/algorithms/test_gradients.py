@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.behaviour import behaviour_ratio, behaviour_weights
-from rlinf.algorithms.grpo import GRPO
+from rlinf.algorithms.group_relative import GRPO
+from rlinf.algorithms.importance_sampling import rollout_is_weights, rollout_ratio
 from rlinf.algorithms.losses import (
     clipped_surrogate,
     clipped_value_loss,
     kl_estimate,
     kl_loss,
+    loss_agg_weights,
     sequence_log_ratio,
 )
 from rlinf.algorithms.policy_gradient import PolicyGradientConfig
-from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
 from tests.contracts.test_algorithm import AGGREGATIONS, NAMES, batch_of, outputs_of
@@ -67,7 +67,7 @@ def test_of_the_decoupled_surrogate(level: Any, outside: Any) -> None:
     old, theirs = batch.old_logprobs, batch.require("rollout_logprobs")
     advantages = torch.where(batch.groups[:, None] == 0, 1.0, -1.0).double() * batch.mask
     config = PolicyGradientConfig(
-        behaviour_weight_cap=1.02, behaviour_weight_level=level, behaviour_weight_outside=outside
+        rollout_is_threshold=1.02, rollout_is_level=level, rollout_is_mode=outside
     )
     batch = replace(batch, advantages=advantages)
     said = outputs_of(batch, 11).logprobs.detach().double().requires_grad_()
@@ -76,12 +76,12 @@ def test_of_the_decoupled_surrogate(level: Any, outside: Any) -> None:
         return GRPO(config).total_loss(StepOutputs(given), batch, batch.mask)[0]
 
     assert gradcheck(loss, (said,))
-    ratio = behaviour_ratio(old, theirs, batch.mask, level)
-    weights, _ = behaviour_weights(ratio, 1.02, outside)
+    ratio = rollout_ratio(old, theirs, batch.mask, level)
+    weights, _ = rollout_is_weights(ratio, 1.02, outside)
     plain = clipped_surrogate(said, old, advantages, 0.2, 0.2)[0]
     torch.testing.assert_close(loss(said), (weights * plain * batch.mask).sum())
     moved = theirs.clone().requires_grad_()
-    assert not behaviour_weights(behaviour_ratio(old, moved, batch.mask, level), 2.0, outside)[
+    assert not rollout_is_weights(rollout_ratio(old, moved, batch.mask, level), 2.0, outside)[
         0
     ].requires_grad
 
@@ -92,7 +92,7 @@ def test_of_the_ratio_of_a_response() -> None:
     batch = doubled(batch_of(5))
     gain = torch.linspace(-1, 1, len(batch)).double()
     old, mask = batch.old_logprobs, batch.mask
-    weights, divisor = step_shares(mask, "seq_mean_token_mean")
+    weights, divisor = loss_agg_weights(mask, "seq_mean_token_mean")
     said = outputs_of(batch, 5).logprobs.detach().double().requires_grad_()
 
     def whole(given: Tensor) -> Tensor:
@@ -153,10 +153,10 @@ def test_of_the_divergence(kind: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_whole_loss(name: str) -> None:
     cls = algorithms.get(name)
-    settings = {"kl_coefficient": 0.3, "kl_estimator": "k2", "entropy_bonus": 0.1}
+    settings = {"kl_loss_coef": 0.3, "kl_loss_type": "k2", "entropy_coeff": 0.1}
     algorithm = cls(cls.Config(**settings))
-    batch = doubled(algorithm.judged(batch_of(9)))
-    weights, _ = step_shares(batch.mask, "seq_mean_token_mean")
+    batch = doubled(algorithm.with_advantages(batch_of(9)))
+    weights, _ = loss_agg_weights(batch.mask, "seq_mean_token_mean")
     said = outputs_of(batch, 9)
     columns = [c.detach().double().requires_grad_() for c in vars(said).values()]
     assert gradcheck(
@@ -185,11 +185,11 @@ def test_where_no_step_counts_all_is_zero(name: str, aggregation: Any, ratio: An
     none = torch.zeros_like(batch.mask)
     far = torch.full_like(none, 1e4)
     batch = replace(batch, mask=none, rewards=none, rollout_logprobs=batch.old_logprobs - far)
-    batch = algorithm.judged(batch)
+    batch = algorithm.with_advantages(batch)
     assert torch.equal(batch.require("advantages"), none)
     if batch.returns is not None:
         assert torch.equal(batch.returns, none)
-    weights, divisor = step_shares(batch.mask, aggregation)
+    weights, divisor = loss_agg_weights(batch.mask, aggregation)
     assert not weights.any()
     said = outputs_of(batch, 2)
     loss, metrics = algorithm.total_loss(said, batch, weights / max(1.0, divisor))

@@ -13,14 +13,19 @@ from torch import Tensor
 
 from rlinf.algorithms import algorithms
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.off_policy import OffPolicy
-from rlinf.channels.world import World
+from rlinf.algorithms.off_policy import OffPolicyAlgorithm
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection, validate
-from rlinf.data.batch import Sample
-from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS, Held, Joined
+from rlinf.data.batch import TrainingSample
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import (
+    FINAL_OBSERVATIONS,
+    TRUNCATION_STEPS,
+    ConcatenatedTransitions,
+    InMemoryTransitions,
+)
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
+from rlinf.models.tanh_normal_q import MLPQConfig, MLPQPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 BOX = {"observation": 3, "action": {"kind": "box", "size": 2}}
@@ -59,7 +64,7 @@ def batch_of(*, learns: bool = True) -> dict[str, Tensor]:
     return batch | ({"noise": torch.randn(B, 2, generator=random)} if learns else {})
 
 
-def made(name: str, **settings: Any) -> OffPolicy:
+def made(name: str, **settings: Any) -> OffPolicyAlgorithm:
     cls = algorithms.get(name)
     return cls(cls.Config(**settings))
 
@@ -148,16 +153,16 @@ def test_crossq_normalises_what_was_done_and_what_follows_together(tmp_path: Pat
 
 def test_what_a_person_did_is_among_the_demonstrations(tmp_path: Path) -> None:
     policy: Any = policy_of(tmp_path, **OPTIONS["rlpd"])
-    rows = np.zeros(5, policy.rows)
+    rows = np.zeros(5, policy.transition_dtype)
     rows["rewards"] = np.arange(5)
-    none, some = Held(rows[:0]), Held(rows[3:])
+    none, some = InMemoryTransitions(rows[:0]), InMemoryTransitions(rows[3:])
     algorithm, helped = made("rlpd"), [some, none]
     learner: Any = SimpleNamespace(policy=policy, helped=lambda: helped.pop(0))
-    online, before = algorithm._sources(learner, Held(rows[:3]))
+    online, before = algorithm._sources(learner, InMemoryTransitions(rows[:3]))
     assert (len(online), len(before)) == (3, 2)
     assert before.take(np.array([1, 0, 1]))["rewards"].tolist() == [4, 3, 4]
     assert len(algorithm._sources(learner, online)[1]) == 0
-    both = Joined(Held(rows[:3]), some)
+    both = ConcatenatedTransitions(InMemoryTransitions(rows[:3]), some)
     assert both.take(np.array([4, 0, 3, 2]))["rewards"].tolist() == [4, 0, 3, 2]
 
 
@@ -167,7 +172,7 @@ def test_rlpd_takes_the_least_of_the_chosen_critics_and_no_entropy(tmp_path: Pat
     _, metrics = made("rlpd", gamma=0.9).loss(policy, batch)
     module = policy.module
     assert module.targets is not None
-    action, _ = policy.sample(batch["next_observations"], batch["next_noise"])
+    action, _ = policy.rsample(batch["next_observations"], batch["next_noise"])
     after = module.targets(torch.cat([batch["next_observations"], action], -1))
     least = torch.minimum(after[3], after[1])
     target = batch["rewards"] + 0.9 * (1 - batch["terminated"]) * least
@@ -191,12 +196,12 @@ def test_the_loss_of_iql_is_the_sum_of_its_three(tmp_path: Path) -> None:
         target = one["rewards"].item() + 0.9 * (1 - one["terminated"].item()) * after
         wanted += sum((q - target) ** 2 for q in module.critics(done)[:, 0].tolist()) / 2
         wanted += abs(0.8 - (known < value)) * (known - value) ** 2
-        logprob = policy.judge(one["observations"], one["actions"]).item()
+        logprob = policy.action_logprob(one["observations"], one["actions"]).item()
         wanted -= min(np.exp(2 * (known - value)), 100) * logprob
     assert loss.item() == pytest.approx(wanted / B, rel=1e-4)
 
 
-class Recorded(OffPolicy):
+class Recorded(OffPolicyAlgorithm):
     """Keeps what it is asked for; learns as SAC does."""
 
     Config = algorithms.get("sac").Config
@@ -211,23 +216,28 @@ class Recorded(OffPolicy):
         return self.sac.loss(policy, batch)
 
 
-def sample(length: int, reward: float = 0.0) -> Sample:
+def sample(length: int, reward: float = 0.0) -> TrainingSample:
     random = np.random.default_rng(0)
     steps = {
         "observations": random.normal(size=(length, 3)).astype(np.float32),
         "actions": random.uniform(-1, 1, (length, 2)),
         "terminated": np.zeros(length),
     }
-    context = {CUT_STEPS: np.array([length - 1]), CUT_OBSERVATIONS: np.zeros((1, 3), np.float32)}
-    record = Record(Identity(0, 0), steps, context)
+    context = {
+        TRUNCATION_STEPS: np.array([length - 1]),
+        FINAL_OBSERVATIONS: np.zeros((1, 3), np.float32),
+    }
+    record = Record(RecordId(0, 0), steps, context)
     rewards = np.full(length, reward, np.float32)
-    return Sample(record, Record(record.identity, {"rewards": rewards}, info={"keep": 1}))
+    return TrainingSample(record, Record(record.identity, {"rewards": rewards}, info={"keep": 1}))
 
 
-def learned(folder: Path, parts: list[Sample], **settings: Any) -> tuple[Recorded, Learner, Any]:
+def learned(
+    folder: Path, parts: list[TrainingSample], **settings: Any
+) -> tuple[Recorded, Learner, Any]:
     policy = policy_of(folder)
-    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), OptimizerSection(), World())
-    learner = Learner(trainer, dict.fromkeys(policy.groups, 1e-3), iteration=4, seed=7)
+    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), OptimizerSection(), ProcessGroupInfo())
+    learner = Learner(trainer, dict.fromkeys(policy.parameter_groups, 1e-3), iteration=4, seed=7)
     algorithm = Recorded(Recorded.Config(**{"batch_size": 10, **settings}))
     algorithm.update(learner, [parts])
     return algorithm, learner, policy.module
@@ -235,7 +245,7 @@ def learned(folder: Path, parts: list[Sample], **settings: Any) -> tuple[Recorde
 
 def test_there_are_as_many_steps_as_new_transitions_ask_for(tmp_path: Path) -> None:
     algorithm, learner, _ = learned(tmp_path, [sample(20)], update_ratio=2.5, policy_every=3)
-    assert learner.updates == len(algorithm.asked) == 50
+    assert learner.num_updates == len(algorithm.asked) == 50
     noisy = ["noise" in batch for batch in algorithm.asked]
     assert noisy[-6:] == [False, False, True] * 2, "the policy learns in the last step"
     assert noisy.count(True) == 17
@@ -243,8 +253,8 @@ def test_there_are_as_many_steps_as_new_transitions_ask_for(tmp_path: Path) -> N
     algorithm, _, _ = learned(tmp_path, [sample(20)], updates=2, policy_every=20)
     assert ["noise" in batch for batch in algorithm.asked] == [False, True]
     algorithm, learner, _ = learned(tmp_path, [sample(20)], min_transitions=21)
-    assert learner.updates == 0
-    assert learned(tmp_path, [sample(20)], updates=3)[1].updates == 3
+    assert learner.num_updates == 0
+    assert learned(tmp_path, [sample(20)], updates=3)[1].num_updates == 3
 
 
 def test_the_same_transitions_are_drawn_again_and_others_in_other_steps(tmp_path: Path) -> None:
@@ -272,11 +282,11 @@ def test_a_step_is_that_of_adam_on_the_loss_with_a_rate_for_each_group(tmp_path:
     policy, batch, rates = policy_of(tmp_path), batch_of(), {"policy": 1e-2, "critic": 1e-3}
     rates |= {"value": 1.0, "temperature": 0.1}
     settings = OptimizerSection(clip_grad=1e6)
-    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), settings, World())
-    Learner(trainer, rates).steps([batch], made("sac").loss)
+    trainer = FSDPTrainer(policy, FSDPConfig(device="cpu"), settings, ProcessGroupInfo())
+    Learner(trainer, rates).run_steps([batch], made("sac").loss)
     plain = policy_of(tmp_path)
     groups = [
-        {"params": [parameter], "lr": rates[plain.group(name)]}
+        {"params": [parameter], "lr": rates[plain.parameter_group(name)]}
         for name, parameter in plain.module.named_parameters()
         if parameter.requires_grad
     ]
@@ -295,7 +305,7 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
         file["observations"], file["actions"] = np.zeros((5, 3)), np.zeros((5, 2))
         file["next_observations"] = np.zeros((5, 3))
         file["rewards"], file["terminated"] = np.full(5, 9.0), np.zeros(5)
-    settings: dict[str, Any] = {"prior": path, "prior_share": 0.5, "updates": 4}
+    settings: dict[str, Any] = {"prior": path, "offline_ratio": 0.5, "updates": 4}
     algorithm, _, _ = learned(tmp_path / "a", [sample(20, 1.0)], **settings)
     for batch in algorithm.asked:
         assert sorted(batch["rewards"].tolist()) == [1.0] * 5 + [9.0] * 5
@@ -304,23 +314,23 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
     with h5py.File(path, "a") as file:
         del file["actions"]
         file["actions"] = np.zeros((5, 1))
-    with pytest.raises(DataError, match=r"algorithm.prior: .* field 'actions'"):
+    with pytest.raises(DataError, match=r"algorithm.offline_data: .* field 'actions'"):
         learned(tmp_path / "a", [sample(20)], **settings)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "model", "words"),
     [
-        ("sac", {}, {"targets": False}, "model.targets: SAC needs target networks"),
+        ("sac", {}, {"targets": False}, "model.use_target_critics: SAC needs target networks"),
         ("sac", {}, {"critic_norm": "batch_renorm"}, "model.critic_norm: "),
-        ("sac", {"prior_share": 0.5}, {}, "algorithm.prior_share: "),
-        ("crossq", {}, {"critic_norm": "batch_renorm"}, "model.targets: CrossQ has no"),
+        ("sac", {"offline_ratio": 0.5}, {}, "algorithm.offline_ratio: "),
+        ("crossq", {}, {"critic_norm": "batch_renorm"}, "model.use_target_critics: CrossQ has no"),
         ("crossq", {}, {"targets": False}, "set model.critic_norm=batch_renorm"),
-        ("rlpd", {"prior_share": 0}, {}, "RLPD's critics have layer normalisation"),
-        ("rlpd", {"prior_share": 0}, {"critic_norm": "layer"}, "algorithm.prior: RLPD"),
-        ("iql", {"prior_share": 0}, {}, "model.state_value: IQL learns the value of states"),
-        ("iql", {"prior_share": 0}, {"state_value": True}, "algorithm.prior: IQL"),
-        ("sac", {"prior": "/nowhere.h5"}, {}, "algorithm.prior: /nowhere.h5"),
+        ("rlpd", {"offline_ratio": 0}, {}, "RLPD's critics have layer normalisation"),
+        ("rlpd", {"offline_ratio": 0}, {"critic_norm": "layer"}, "algorithm.offline_data: RLPD"),
+        ("iql", {"offline_ratio": 0}, {}, "model.use_state_value: IQL learns the value of states"),
+        ("iql", {"offline_ratio": 0}, {"state_value": True}, "algorithm.offline_data: IQL"),
+        ("sac", {"prior": "/nowhere.h5"}, {}, "algorithm.offline_data: /nowhere.h5"),
     ],
 )
 def test_a_policy_or_data_that_do_not_fit_are_refused(

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.grpo import GRPO
-from rlinf.algorithms.losses import clipped_value_loss, kl_loss
+from rlinf.algorithms.group_relative import GRPO
+from rlinf.algorithms.losses import clipped_value_loss, kl_loss, loss_agg_weights
 from rlinf.algorithms.policy_gradient import PolicyGradientConfig
-from rlinf.algorithms.shares import step_shares
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
 
@@ -76,18 +75,20 @@ def test_advantages(name: str, algorithm: str, settings: dict[str, Any], rewards
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
 def test_the_surrogate_clipped_twice(aggregation: Any) -> None:
-    config = PolicyGradientConfig(clip_low=0.2, clip_high=0.28, clip_dual=3.0)
+    config = PolicyGradientConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
     surrogate(config, aggregation, f"dual_clip_{aggregation}")
 
 
 def test_the_surrogate_of_whole_responses() -> None:
-    config = PolicyGradientConfig(clip_low=0.2, clip_high=0.28, ratio_level="sequence")
+    config = PolicyGradientConfig(
+        clip_ratio_low=0.2, clip_ratio_high=0.28, importance_sampling_level="sequence"
+    )
     surrogate(config, "seq_mean_token_mean", "gspo")
 
 
 def surrogate(config: PolicyGradientConfig, aggregation: Any, name: str) -> None:
     logprobs = GIVEN["logprobs"].clone().requires_grad_()
-    weights, divisor = step_shares(MASK, aggregation)
+    weights, divisor = loss_agg_weights(MASK, aggregation)
     loss, _ = GRPO(config).total_loss(StepOutputs(logprobs), batch("rewards"), weights / divisor)
     alike(loss, name)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -96,7 +97,7 @@ def surrogate(config: PolicyGradientConfig, aggregation: Any, name: str) -> None
 
 def test_the_value_loss() -> None:
     values = GIVEN["new_values"].clone().requires_grad_()
-    weights, divisor = step_shares(MASK, "token_mean")
+    weights, divisor = loss_agg_weights(MASK, "token_mean")
     error = clipped_value_loss(values, GIVEN["values"], GIVEN["returns"], 0.2)
     loss = (weights * error).sum() / divisor
     alike(loss, "value_loss")

@@ -10,17 +10,16 @@ import torch
 from hypothesis import given
 
 from rlinf.algorithms import algorithms
-from rlinf.algorithms.advantages import group_means, leave_one_out
-from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from rlinf.algorithms.advantages import group_means, leave_one_out_advantages
+from rlinf.algorithms.group_relative import GRPO, RLOO, GRPOConfig, RLOOConfig
 from rlinf.algorithms.losses import KLEstimator, kl_estimate
+from rlinf.algorithms.policy_gradient import reference_kl, subtract_penalty
 from rlinf.algorithms.reinforce_plus_plus import (
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
 )
-from rlinf.algorithms.rloo import RLOO, RLOOConfig
-from rlinf.algorithms.update import less, unit_divergence
 from rlinf.config import validate
 from rlinf.data.batch import StepBatch
 from rlinf.errors import ConfigError
@@ -31,7 +30,7 @@ SCORES, GROUPS = torch.tensor([1.0, 2.0, 6.0, 4.0, 4.0, 9.0]), torch.tensor([7, 
 
 
 def test_a_response_is_compared_with_the_others_of_its_group() -> None:
-    found = leave_one_out(SCORES, GROUPS)
+    found = leave_one_out_advantages(SCORES, GROUPS)
     torch.testing.assert_close(found, torch.tensor([1 - 4.0, 2 - 3.5, 6 - 1.5, 0, 0, 0]))
     assert not found[3:].any()
     torch.testing.assert_close(group_means(SCORES, GROUPS), torch.tensor([3.0, 3, 3, 4, 4, 9]))
@@ -40,9 +39,9 @@ def test_a_response_is_compared_with_the_others_of_its_group() -> None:
 @given(seed=seeds)
 def test_every_token_of_a_response_shares_its_advantage(seed: int) -> None:
     batch = batch_of(seed)
-    found, none = RLOO(RLOOConfig()).advantages(batch)
+    found, none = RLOO(RLOOConfig()).compute_advantages(batch)
     assert none is None
-    scores = leave_one_out(batch.rewards.sum(-1), batch.groups)
+    scores = leave_one_out_advantages(batch.rewards.sum(-1), batch.groups)
     torch.testing.assert_close(found, scores[:, None] * batch.mask)
 
 
@@ -66,15 +65,17 @@ def test_what_comes_after_a_token_is_normalised_over_the_batch() -> None:
         [[1, 1, 1], [1, 0, 0], [1, 1, 0]],
         [0, 0, 1],
     )
-    found = ReinforcePlusPlus(ReinforcePlusPlusConfig()).judged(batch).require("advantages")
+    found = (
+        ReinforcePlusPlus(ReinforcePlusPlusConfig()).with_advantages(batch).require("advantages")
+    )
     to_come = torch.tensor([2.0, 2.0, 3.0, 1.0, 0.0, 0.0])
     want = (to_come - to_come.mean()) / to_come.std()
     torch.testing.assert_close(found[batch.mask > 0], want)
     assert not found[batch.mask == 0].any()
-    plain, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(batch)
+    plain, _ = ReinforcePlusPlus(ReinforcePlusPlusConfig()).compute_advantages(batch)
     torch.testing.assert_close(plain[batch.mask > 0], to_come)
     config = ReinforcePlusPlusConfig(gamma=0.5)
-    slow = ReinforcePlusPlus(config).judged(batch).require("advantages")
+    slow = ReinforcePlusPlus(config).with_advantages(batch).require("advantages")
     to_come = torch.tensor([0.25, 0.5, 3.0, 1.0, 0.0, 0.0])
     torch.testing.assert_close(slow[batch.mask > 0], (to_come - to_come.mean()) / to_come.std())
 
@@ -91,14 +92,14 @@ def test_without_whitening_a_response_has_its_reward_for_its_advantage() -> None
         [[0, 0, 3.0], [1.0, 0, 0], [0, -2.0, 0]], [[1, 1, 1], [1, 0, 0], [1, 1, 0]], [0] * 3
     )
     algorithm = ReinforcePlusPlus(ReinforcePlusPlusConfig(whiten_advantages=False))
-    found = algorithm.judged(batch).require("advantages")
+    found = algorithm.with_advantages(batch).require("advantages")
     assert found.tolist() == [[3, 3, 3], [1, 0, 0], [-2, -2, 0]]
 
 
 def test_with_a_baseline_it_is_relative_to_the_group_first() -> None:
     batch = text([[0, 1.0], [3.0, 0], [0, 5.0]], [[1, 1], [1, 0], [1, 1]], [4, 4, 9])
     algorithm = ReinforcePlusPlusBaseline(ReinforcePlusPlusBaselineConfig())
-    found = algorithm.judged(batch).require("advantages")
+    found = algorithm.with_advantages(batch).require("advantages")
     relative = torch.tensor([-1.0, -1.0, 1.0, 0.0, 0.0])
     want = (relative - relative.mean()) / relative.std()
     torch.testing.assert_close(found[batch.mask > 0], want)
@@ -113,17 +114,17 @@ def test_the_divergence_of_every_token_that_counts_is_taken_from_its_reward(
         batch,
         old_logprobs=torch.tensor([[-1.0, -1.0]]),
         reference_logprobs=torch.tensor([[-1.5, -9.0]]),
-        units=batch.mask,
+        loss_mask=batch.mask,
     )
     want = kl_estimate(torch.tensor(-1.0), torch.tensor(-1.5), kind)
-    torch.testing.assert_close(unit_divergence(batch, kind), torch.tensor([[float(want), 0.0]]))
+    torch.testing.assert_close(reference_kl(batch, kind), torch.tensor([[float(want), 0.0]]))
     tokens = replace(
         batch,
         old_logprobs=torch.tensor([[[-1.0, -1.0], [-1.0, -1.0]]]),
         reference_logprobs=torch.tensor([[[-1.5, -1.5], [-9.0, -9.0]]]),
-        units=torch.tensor([[[1.0, 1.0], [0.0, 0.0]]]),
+        loss_mask=torch.tensor([[[1.0, 1.0], [0.0, 0.0]]]),
     )
-    remains = less(tokens, 0.5 * unit_divergence(tokens, kind)).rewards
+    remains = subtract_penalty(tokens, 0.5 * reference_kl(tokens, kind)).rewards
     torch.testing.assert_close(remains, torch.tensor([[-float(want), 1.0]]))
 
 
@@ -158,9 +159,11 @@ def test_an_update_learns_from_what_the_divergence_left_of_the_reward(
 def test_a_ratio_of_the_response_is_clipped_as_a_whole(seed: int) -> None:
     """One token far out takes nothing from the others' gradient unless the mean is far out."""
     batch = batch_of(seed)
-    config = GRPOConfig(ratio_level="sequence", clip_low=0.02, clip_high=0.02)
+    config = GRPOConfig(
+        importance_sampling_level="sequence", clip_ratio_low=0.02, clip_ratio_high=0.02
+    )
     algorithm = GRPO(config)
-    advantages, _ = algorithm.advantages(batch)
+    advantages, _ = algorithm.compute_advantages(batch)
     batch = replace(batch, advantages=advantages)
     logprobs = outputs_of(batch, seed).logprobs
     loss, _ = algorithm.total_loss(StepOutputs(logprobs), batch, batch.mask)
@@ -170,4 +173,4 @@ def test_a_ratio_of_the_response_is_clipped_as_a_whole(seed: int) -> None:
     beyond = ((ratio > 1.02) & (advantages > 0)) | ((ratio < 0.98) & (advantages < 0))
     want = torch.where(beyond, 0.0, -ratio * advantages) * batch.mask
     torch.testing.assert_close(gradient, want, atol=1e-5, rtol=1e-4)
-    assert algorithm.whole_rows
+    assert algorithm.needs_full_sequences

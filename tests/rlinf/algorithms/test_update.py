@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.algorithms import update as algorithms_update
-from rlinf.algorithms.grpo import GRPO, GRPOConfig
+from rlinf.algorithms import policy_gradient as algorithms_update
+from rlinf.algorithms.group_relative import GRPO, GRPOConfig
 from rlinf.algorithms.learner import Learner
-from rlinf.algorithms.shares import Aggregation
-from rlinf.algorithms.update import power_of_two
-from rlinf.data.batch import Sample, StepBatch
+from rlinf.algorithms.losses import LossAggMode
+from rlinf.algorithms.policy_gradient import nearest_power_of_two
+from rlinf.data.batch import StepBatch, TrainingSample
 from rlinf.data.record import Record
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss
 from rlinf.trainers.fsdp import FSDPTrainer
-from tests.rlinf.trainers.test_lanes import folder, records, trainer
 from tests.rlinf.trainers.test_options import make
+from tests.rlinf.trainers.test_threaded_data_parallel import folder, records, trainer
 
 __all__ = ["folder"]
 SCORES = [1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1]
@@ -32,11 +32,11 @@ IDLE = [0, 1, 2, 6, 7, 8]
 class All(GRPO):
     """Computes every sample."""
 
-    def idle(self, batch: StepBatch) -> Tensor:
+    def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
         return torch.zeros(len(batch), dtype=torch.bool)
 
 
-def samples(scores: list[int]) -> list[Sample]:
+def samples(scores: list[int]) -> list[TrainingSample]:
     found = []
     for i, (record, score) in enumerate(zip(records(len(scores)), scores, strict=True)):
         steps = {**record.steps, "logprobs": np.full(len(record), -2.5, np.float32)}
@@ -44,7 +44,7 @@ def samples(scores: list[int]) -> list[Sample]:
         rewards = np.zeros(len(record), np.float32)
         rewards[-1] = score
         found.append(
-            Sample(
+            TrainingSample(
                 Record(record.identity, steps, record.context, info=info),
                 Record(record.identity, {"rewards": rewards}, info={"keep": 1}),
             )
@@ -83,7 +83,7 @@ def test_samples_of_zero_advantage_are_not_computed_and_nothing_changes(
     assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
     # Adam's first step is the sign of the gradient: rounding may show where there is next to none.
     for (name, left), right in zip(
-        one.full_state().items(), other.full_state().values(), strict=True
+        one.full_state_dict().items(), other.full_state_dict().values(), strict=True
     ):
         assert float((left - right).abs().max()) <= 1e-3 / 50, name
 
@@ -91,7 +91,7 @@ def test_samples_of_zero_advantage_are_not_computed_and_nothing_changes(
 def test_metrics_are_of_the_samples_that_are_computed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = GRPOConfig(old_logprobs="rollout", aggregation="seq_mean_token_mean")
+    config = GRPOConfig(old_logprobs="rollout", loss_agg_mode="seq_mean_token_mean")
     _, mine, computed = update(folder, GRPO(config), SCORES, monkeypatch)
     some = samples(SCORES)
     made = trainer(folder, 1)
@@ -100,7 +100,7 @@ def test_metrics_are_of_the_samples_that_are_computed(
     for row in computed:
         ratio = outputs[row].logprobs + 2.5
         gaps.append(float((ratio.exp() - 1 - ratio).mean()))
-    assert mine["kl_old"] == pytest.approx(float(np.mean(gaps)), rel=1e-4)
+    assert mine["approx_kl"] == pytest.approx(float(np.mean(gaps)), rel=1e-4)
 
 
 def test_a_batch_that_teaches_nothing_is_a_step_of_zero_gradient(
@@ -109,34 +109,34 @@ def test_a_batch_that_teaches_nothing_is_a_step_of_zero_gradient(
     made, metrics, computed = update(folder, GRPO(GRPOConfig()), [1] * 6, monkeypatch)
     assert len(computed) == 1
     assert metrics["grad_norm"] == 0
-    before = trainer(folder, 1).full_state()
-    for name, tensor in made.full_state().items():
+    before = trainer(folder, 1).full_state_dict()
+    for name, tensor in made.full_state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", [GRPOConfig(entropy_bonus=0.1), GRPOConfig(kl_coefficient=0.1)])
+@pytest.mark.parametrize("config", [GRPOConfig(entropy_coeff=0.1), GRPOConfig(kl_loss_coef=0.1)])
 def test_with_other_terms_every_sample_is_computed(config: GRPOConfig) -> None:
-    assert not GRPO(config).idle(step_batch()).any()
+    assert not GRPO(config).zero_gradient_rows(step_batch()).any()
 
 
 def test_a_loss_of_ones_own_may_have_other_terms() -> None:
     class Own(GRPO):
-        def loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
+        def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
             return outputs.logprobs.sum(), {}
 
-    assert GRPO(GRPOConfig()).idle(step_batch()).tolist() == [True, False]
-    assert not Own(GRPOConfig()).idle(step_batch()).any()
+    assert GRPO(GRPOConfig()).zero_gradient_rows(step_batch()).tolist() == [True, False]
+    assert not Own(GRPOConfig()).zero_gradient_rows(step_batch()).any()
 
 
-@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize("aggregation", get_args(LossAggMode))
 @pytest.mark.parametrize("streams", [True, False])
 def test_what_float16_scales_is_a_mean(
-    folder: Path, aggregation: Aggregation, streams: bool
+    folder: Path, aggregation: LossAggMode, streams: bool
 ) -> None:
     """Of many samples in one micro-batch, which add up to far more than one has."""
     rest = {} if streams else {"epochs": 2, "old_logprobs": "rollout"}
-    algorithm = GRPO(GRPOConfig.model_validate({"aggregation": aggregation, **rest}))
-    assert algorithm.streams == streams
+    algorithm = GRPO(GRPOConfig.model_validate({"loss_agg_mode": aggregation, **rest}))
+    assert algorithm.supports_streaming == streams
     every = samples([1, 0, 0] * 200)
     said = []
     for dtype in ("float32", "float16"):
@@ -153,10 +153,10 @@ def test_sums_change_no_digit_whatever_they_are_divided_by(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for unit in (power_of_two, lambda weights: 1.0):
-        monkeypatch.setattr(algorithms_update, "power_of_two", unit)
+    for unit in (nearest_power_of_two, lambda weights: 1.0):
+        monkeypatch.setattr(algorithms_update, "nearest_power_of_two", unit)
         made, metrics, _ = update(folder, GRPO(GRPOConfig()), SCORES, monkeypatch)
-        found.append(({n: t.clone() for n, t in made.full_state().items()}, metrics))
+        found.append(({n: t.clone() for n, t in made.full_state_dict().items()}, metrics))
     (one, mine), (other, theirs) = found
     assert mine == theirs
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -164,7 +164,7 @@ def test_sums_change_no_digit_whatever_they_are_divided_by(
 
 @pytest.mark.parametrize(("each", "unit"), [(0.0, 1.0), (0.1, 1.0), (1.0, 8.0), (1.5, 16.0)])
 def test_units_are_powers_of_two_near_the_weight(each: float, unit: float) -> None:
-    assert power_of_two(torch.full((2, 4), each)) == unit
+    assert nearest_power_of_two(torch.full((2, 4), each)) == unit
 
 
 def step_batch() -> StepBatch:

@@ -17,25 +17,25 @@ import numpy as np
 import pytest
 import zmq
 
-from pipeline.launch import ClusterConfig, resources
+from pipeline.job_executor import ClusterConfig, job_resources
 from pipeline.plan import StagePlan
-from rlinf.channels.control import Controller, Joined
-from rlinf.channels.curve import (
-    INTERFACE,
-    address_on,
+from rlinf.channels.control_link import Controller, PeerJoined
+from rlinf.channels.curve_sockets import (
+    INTERFACE_VARIABLE,
+    first_reachable,
+    interface_address,
     interface_towards,
-    own_addresses,
-    reachable,
+    local_addresses,
 )
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.channels.record_streams import SocketSink, SocketSource
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
 
 NODE = """
 import sys
 from pathlib import Path
-from rlinf.channels.control import Link
-from rlinf.channels.socket import SocketSink, SocketSource
+from rlinf.channels.control_link import Link
+from rlinf.channels.record_streams import SocketSink, SocketSource
 folder = Path(sys.argv[1])
 mine = SocketSource(folder, "node")
 link = Link(folder, "w", {})
@@ -52,7 +52,7 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 os.environ.pop("GLOO_SOCKET_IFNAME", None)
 World(int(sys.argv[2]), 3, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
 total = torch.ones(())
@@ -82,23 +82,23 @@ def closed() -> str:
 
 def test_the_first_address_that_answers_is_taken() -> None:
     with listening() as one, listening() as other, silent() as firewall:
-        assert reachable([one, other], 5) == one
-        assert reachable([closed(), other], 5) == other
-        assert reachable([firewall, one], 0.3) == one
+        assert first_reachable([one, other], 5) == one
+        assert first_reachable([closed(), other], 5) == other
+        assert first_reachable([firewall, one], 0.3) == one
 
 
 def test_nobody_there_is_told_and_a_single_address_is_not_tried() -> None:
-    assert reachable([closed(), closed()], 5) is None
+    assert first_reachable([closed(), closed()], 5) is None
     with silent() as firewall:
-        assert reachable([firewall, closed()], 0.3) is None
-    assert reachable([gone := closed()]) == gone
+        assert first_reachable([firewall, closed()], 0.3) is None
+    assert first_reachable([gone := closed()]) == gone
 
 
 def test_addresses_of_this_node_come_last() -> None:
     """127.0.0.1 of another node is not this one's."""
-    assert own_addresses()[-1] == "127.0.0.1"
+    assert local_addresses()[-1] == "127.0.0.1"
     with listening() as mine, listening("127.0.0.2") as other:
-        assert reachable([mine, other], 5) == other
+        assert first_reachable([mine, other], 5) == other
 
 
 def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def test_a_node_without_a_way_out_serves_and_is_served(tmp_path: Path) -> None:
         with subprocess.Popen(command) as node:
             events = []
             while not events and node.poll() is None:
-                events = controller.events(1)
-            assert isinstance(events[0], Joined)
+                events = controller.poll_events(1)
+            assert isinstance(events[0], PeerJoined)
             inside = open_soon(tmp_path, "node")
-            inside.put(Record(Identity(0, 1, 2), {"actions": np.arange(3)}))
-            assert outside.get().identity == Identity(0, 1, 2)
+            inside.put(Record(RecordId(0, 1, 2), {"actions": np.arange(3)}))
+            assert outside.get().identity == RecordId(0, 1, 2)
             inside.close()
-            controller.send("w", {"do": "leave"})
+            controller.send_order("w", {"do": "leave"})
             assert node.wait(30) == 0
         outside.close()
 
@@ -173,7 +173,7 @@ def test_hosts_listen_where_they_are_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for told in ("lo", "127.0.0.0/8", "127.0.0.1"):
-        monkeypatch.setenv(INTERFACE, told)
+        monkeypatch.setenv(INTERFACE_VARIABLE, told)
         with closing(Controller(tmp_path)):
             pointer = json.loads((tmp_path / "control.json").read_text())
             assert [a.rpartition(":")[0] for a in pointer["addresses"]] == ["tcp://127.0.0.1"]
@@ -181,11 +181,11 @@ def test_hosts_listen_where_they_are_told_to(
 
 def test_a_network_that_is_not_here_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.interface: .* 'lo0'; did you mean 'lo'"):
-        address_on("lo0")
+        interface_address("lo0")
 
 
 def test_local_runs_listen_on_the_loopback_alone() -> None:
-    assert ClusterConfig(launcher="local").listens_on == "127.0.0.1"
-    assert ClusterConfig(launcher="slurm").listens_on is None
-    needs = resources(StagePlan(), ClusterConfig(launcher="local"))
-    assert needs.env[INTERFACE] == "127.0.0.1"
+    assert ClusterConfig(launcher="local").bind_interface == "127.0.0.1"
+    assert ClusterConfig(launcher="slurm").bind_interface is None
+    needs = job_resources(StagePlan(), ClusterConfig(launcher="local"))
+    assert needs.env[INTERFACE_VARIABLE] == "127.0.0.1"

@@ -12,11 +12,15 @@ import numpy as np
 import psutil
 import pytest
 
-from rlinf.channels.base import ChannelClosed, ChannelFailed, Sink, Source
-from rlinf.channels.local import LocalChannel
-from rlinf.channels.shared_memory import SharedMemorySink
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.channels.channel import (
+    ChannelClosed,
+    ChannelFailed,
+    LocalChannel,
+    RecordSink,
+    RecordSource,
+)
+from rlinf.channels.record_streams import SharedMemorySink, SocketSink, SocketSource
+from rlinf.data.record import Record, RecordId
 
 
 class Transport:
@@ -25,14 +29,14 @@ class Transport:
     def __init__(self, kind: str, folder: Path) -> None:
         self._kind, self._folder = kind, folder
         self.source = self._source()
-        self._sinks: list[Sink] = []
+        self._sinks: list[RecordSink] = []
 
     def _source(self) -> LocalChannel | SocketSource:
         if self._kind == "local":
             return LocalChannel()
         return SocketSource(self._folder, "c", interface="127.0.0.1")
 
-    def sink(self) -> Sink:
+    def sink(self) -> RecordSink:
         """An end as another process would have it."""
         if isinstance(self.source, LocalChannel):
             return self.source
@@ -55,14 +59,14 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transp
 
 def record(sample: int, size: int = 3) -> Record:
     return Record(
-        Identity(0, sample),
+        RecordId(0, sample),
         {"tokens": np.full(size, sample)},
         {"prompt": np.arange(2.0)},
         {"group": sample // 4, "reason": "stop"},
     )
 
 
-def samples(source: Source, count: int) -> list[int]:
+def samples(source: RecordSource, count: int) -> list[int]:
     return [source.get().identity.sample for _ in range(count)]
 
 
@@ -75,7 +79,7 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
 def test_a_record_arrives_as_it_was_put(transport: Transport) -> None:
     transport.sink().put(record(5))
     back = transport.source.get()
-    assert back.identity == Identity(0, 5)
+    assert back.identity == RecordId(0, 5)
     assert back.steps["tokens"].tolist() == [5, 5, 5]
     assert back.context["prompt"].dtype == np.float64
     assert back.info == {"group": 1, "reason": "stop"}

@@ -15,18 +15,15 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.channels.control import Controller, Link
-from rlinf.channels.curve import client_socket, routing_id
-from rlinf.channels.keys import run_keys
-from rlinf.channels.messages import read_pointer
-from rlinf.channels.rendezvous import Guest, Host
-from rlinf.channels.ring import PLACES
-from rlinf.channels.shared_memory import SharedMemorySink
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.channels.wire import encode
-from rlinf.data.record import Identity, Record
-from stages.board import Board
-from stages.worker.inbox import COUNT, FROM, RANK, RANKS, TO, Inbox
+from rlinf.channels.control_link import Controller, WorkerLink
+from rlinf.channels.curve_sockets import client_socket, routing_id, run_keys
+from rlinf.channels.mailbox_protocol import read_pointer
+from rlinf.channels.record_streams import RING_SLOTS, SharedMemorySink, SocketSink, SocketSource
+from rlinf.channels.rendezvous import RendezvousClient, RendezvousHost
+from rlinf.channels.wire_format import encode_record
+from rlinf.data.record import Record, RecordId
+from stages.live_store import LiveStore
+from stages.worker.record_transfer import COUNT, NUM_RANKS, PRODUCER, RANK, TARGET, RecordReceiver
 
 VALUES = st.recursive(
     st.none()
@@ -48,8 +45,8 @@ class Ends(NamedTuple):
 
     source: SocketSource
     controller: Controller
-    rank: Host
-    member: Guest
+    rank: RendezvousHost
+    member: RendezvousClient
     raw: dict[str, zmq.Socket[bytes]]
     tokens: dict[str, str]
     folder: Path
@@ -63,7 +60,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         source = SocketSource(folder, "c", interface="127.0.0.1")
         stack.callback(source.close)
         controller = stack.enter_context(closing(Controller(folder, interface="127.0.0.1")))
-        rank = stack.enter_context(closing(Host(folder / "group.json")))
+        rank = stack.enter_context(closing(RendezvousHost(folder / "group.json")))
         member = stack.enter_context(closing(member_of(rank, folder)))
         context = stack.enter_context(zmq.Context())
         raw, tokens = {}, {}
@@ -79,10 +76,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         yield Ends(source, controller, rank, member, raw, tokens, folder)
 
 
-def member_of(rank: Host, folder: Path) -> Guest:
+def member_of(rank: RendezvousHost, folder: Path) -> RendezvousClient:
     about = read_pointer(folder / "group.json")
     assert about is not None
-    return Guest(folder / "group.json", "rank 1", about, rank.addresses[-1])
+    return RendezvousClient(folder / "group.json", "rank 1", about, rank.addresses[-1])
 
 
 def pack(message: Any) -> bytes:
@@ -117,16 +114,16 @@ def test_and_whatever_the_sizes_and_items_of_a_member_are(
 
 def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:
     other = SocketSink(ends.folder, "c")
-    other.put(Record(Identity(0, 7), {"x": np.arange(3)}))
+    other.put(Record(RecordId(0, 7), {"x": np.arange(3)}))
     assert ends.source.get().identity.sample == 7
     assert ends.source.malformed > 0
     other.close()
 
 
 def test_and_hears_workers_afterwards(ends: Ends) -> None:
-    link = Link(ends.folder, "w", {})
-    ends.controller.send("w", {"i": 1})
-    assert link.orders(20) == [{"i": 1}]
+    link = WorkerLink(ends.folder, "w", {})
+    ends.controller.send_order("w", {"i": 1})
+    assert link.receive_orders(20) == [{"i": 1}]
     assert ends.controller.malformed > 0
     link.close()
 
@@ -136,17 +133,17 @@ def test_and_hears_workers_afterwards(ends: Ends) -> None:
 def test_a_rendezvous_goes_on(
     ends: Ends, number: int, verb: str, values: list[Any], noise: bytes
 ) -> None:
-    ends.member.give(pack([number % 2**63, verb, *values]))
-    ends.member.give(noise)
+    ends.member.send_item(pack([number % 2**63, verb, *values]))
+    ends.member.send_item(noise)
 
 
 def test_and_numbers_that_do_not_fit_end_nothing(ends: Ends) -> None:
-    ends.member.do("set", "n", b"0")
-    ends.member.do("add", "n", 2**62)
+    ends.member.execute("set", "n", b"0")
+    ends.member.execute("add", "n", 2**62)
     before = ends.rank.malformed
-    ends.member.give(pack([1, "add", "n", 2**62]))
-    ends.member.give(pack([2, "set", "n", "text"]))
-    assert ends.member.do("value", "n") == b"%d" % 2**62
+    ends.member.send_item(pack([1, "add", "n", 2**62]))
+    ends.member.send_item(pack([2, "set", "n", "text"]))
+    assert ends.member.execute("value", "n") == b"%d" % 2**62
     assert ends.rank.malformed == before + 2
 
 
@@ -154,29 +151,35 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from([TO, FROM, RANK, RANKS, COUNT]), st.text() | NUMBERS))
-def test_an_inbox_goes_on(inbox: tuple[Inbox, SocketSink, Board], info: dict[str, Any]) -> None:
-    inbox[1].put(Record(Identity(0, 0), info=info))
+@given(
+    st.dictionaries(
+        st.sampled_from([TARGET, PRODUCER, RANK, NUM_RANKS, COUNT]), st.text() | NUMBERS
+    )
+)
+def test_an_inbox_goes_on(
+    inbox: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
+) -> None:
+    inbox[1].put(Record(RecordId(0, 0), info=info))
 
 
-def test_and_takes_records_afterwards(inbox: tuple[Inbox, SocketSink, Board]) -> None:
+def test_and_takes_records_afterwards(inbox: tuple[RecordReceiver, SocketSink, LiveStore]) -> None:
     box, member, board = inbox
-    member.put(Record(Identity(0, 3), info={"no": "address"}))
-    member.put(Record(Identity(0, 4), info={TO: "it/0:trajectories", FROM: "w"}))
+    member.put(Record(RecordId(0, 3), info={"no": "address"}))
+    member.put(Record(RecordId(0, 4), info={TARGET: "it/0:trajectories", PRODUCER: "w"}))
     member.flush()
     deadline = time.monotonic() + 20
-    while not board.output("it/0").arrived("trajectories"):
+    while not board.output("it/0").available_records("trajectories"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert box.malformed > 0
+    assert box.num_malformed > 0
 
 
 @pytest.fixture(scope="module")
 def inbox(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Inbox, SocketSink, Board]]:
-    folder, board = tmp_path_factory.mktemp("inbox"), Board()
-    box = Inbox(folder, "a", board)
+) -> Iterator[tuple[RecordReceiver, SocketSink, LiveStore]]:
+    folder, board = tmp_path_factory.mktemp("inbox"), LiveStore()
+    box = RecordReceiver(folder, "a", board)
     member = SocketSink(folder, "a")
     yield box, member, board
     member.close()
@@ -190,10 +193,10 @@ def test_a_reader_drops_what_a_writer_that_went_wrong_left(
 ) -> None:
     source, sink = ring
     before, writes = source.malformed, sink._ring
-    assert writes.put(encode(Record(Identity(0, 1))))
+    assert writes.put(encode_record(Record(RecordId(0, 1))))
     writes._room[: len(noise)] = np.frombuffer(noise, np.uint8)
-    writes._places[(writes._count - 1) % PLACES] = start, size
-    sink.put(Record(Identity(0, 5)))
+    writes._places[(writes._count - 1) % RING_SLOTS] = start, size
+    sink.put(Record(RecordId(0, 5)))
     assert source.get().identity.sample == 5
     assert source.malformed == before + 1
 

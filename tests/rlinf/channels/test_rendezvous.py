@@ -26,18 +26,18 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from rlinf.channels import rendezvous
-from rlinf.channels.keys import Keys, run_keys
-from rlinf.channels.messages import read_pointer
+from rlinf.channels.curve_sockets import CurveKeys, run_keys
+from rlinf.channels.mailbox_protocol import read_pointer
+from rlinf.channels.process_group import GROUP_VARIABLE, ProcessGroupInfo
 from rlinf.channels.rendezvous import (
     MAX_BYTES,
     MAX_VALUE_BYTES,
-    Guest,
-    Host,
-    Rendezvous,
-    Table,
-    meet,
+    KeyValueTable,
+    RendezvousClient,
+    RendezvousHost,
+    RendezvousStore,
+    join_rendezvous,
 )
-from rlinf.channels.world import GROUP, World
 from rlinf.errors import ConfigError, StageError
 from tests.rlinf.channels.proxy import Proxy
 
@@ -54,21 +54,21 @@ OPERATIONS = st.one_of(
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    host = Host(tmp_path / "group.json")
+def host(tmp_path: Path) -> Iterator[RendezvousHost]:
+    host = RendezvousHost(tmp_path / "group.json")
     yield host
     host.close()
 
 
-def guest_of(host: Host, pointer: Path, address: str = "") -> Guest:
+def guest_of(host: RendezvousHost, pointer: Path, address: str = "") -> RendezvousClient:
     """Rank 1, by an address that the host does not know of if one is given."""
     about = read_pointer(pointer)
     assert about is not None
-    return Guest(pointer, "rank 1", about, address or host.addresses[-1])
+    return RendezvousClient(pointer, "rank 1", about, address or host.addresses[-1])
 
 
 @pytest.fixture
-def guest(tmp_path: Path, host: Host) -> Iterator[Guest]:
+def guest(tmp_path: Path, host: RendezvousHost) -> Iterator[RendezvousClient]:
     guest = guest_of(host, tmp_path / "group.json")
     yield guest
     guest.close()
@@ -76,7 +76,7 @@ def guest(tmp_path: Path, host: Host) -> Iterator[Guest]:
 
 @given(st.lists(OPERATIONS, max_size=30))
 def test_it_does_what_the_stores_of_torch_do(operations: list[tuple[Any, ...]]) -> None:
-    ours, theirs = Rendezvous(Table().do, 1.0), HashStore()
+    ours, theirs = RendezvousStore(KeyValueTable().execute, 1.0), HashStore()
     for name, *arguments in operations:
         if name == "add" and theirs.check([arguments[0]]) and not theirs.get(arguments[0]):
             continue  # not a number
@@ -87,8 +87,8 @@ def test_it_does_what_the_stores_of_torch_do(operations: list[tuple[Any, ...]]) 
                 assert ours.get(key) == theirs.get(key)
 
 
-def test_each_rank_sees_what_another_has_set(host: Host, guest: Guest) -> None:
-    here, there = Rendezvous(host.do, 5.0), Rendezvous(guest.do, 5.0)
+def test_each_rank_sees_what_another_has_set(host: RendezvousHost, guest: RendezvousClient) -> None:
+    here, there = RendezvousStore(host.execute, 5.0), RendezvousStore(guest.execute, 5.0)
     threading.Timer(0.2, there.set, ("late", b"\0\xff")).start()
     assert here.get("late") == b"\0\xff"
     assert (there.add("n", 2), here.add("n", 3), there.get("n")) == (2, 5, b"5")
@@ -96,8 +96,8 @@ def test_each_rank_sees_what_another_has_set(host: Host, guest: Guest) -> None:
         there.wait(["late", "x", "y"], timedelta(seconds=0.05))
 
 
-def test_threads_share_the_end_of_a_rank(host: Host, guest: Guest) -> None:
-    store = Rendezvous(guest.do, 5.0)
+def test_threads_share_the_end_of_a_rank(host: RendezvousHost, guest: RendezvousClient) -> None:
+    store = RendezvousStore(guest.execute, 5.0)
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(lambda _: store.add("n", 1), range(200))) == list(range(1, 201))
 
@@ -106,13 +106,13 @@ def test_a_network_that_breaks_costs_repetitions_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request or an answer that was lost does not count twice."""
-    monkeypatch.setattr(rendezvous, "BEAT_SHARE", 1 / 150)
-    host = Host(tmp_path / "group.json")
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_FRACTION", 1 / 150)
+    host = RendezvousHost(tmp_path / "group.json")
     ip, port = host.addresses[-1].removeprefix("tcp://").split(":")
     proxy = Proxy((ip, int(port)), cut_after=3000)
     address = f"tcp://127.0.0.1:{proxy.port}"
     with closing(guest_of(host, tmp_path / "group.json", address)) as guest:
-        assert [guest.do("add", "n", 1) for _ in range(100)] == list(range(1, 101))
+        assert [guest.execute("add", "n", 1) for _ in range(100)] == list(range(1, 101))
     host.close()
     assert proxy.cuts > 1
 
@@ -120,64 +120,70 @@ def test_a_network_that_breaks_costs_repetitions_and_nothing_else(
 @pytest.mark.parametrize(
     "request_", [7, "text", [], [1], [1, "no verb"], [1, "add", "n"], [1, ["set"]], {"a": 1}]
 )
-def test_what_makes_no_sense_is_dropped(host: Host, guest: Guest, request_: object) -> None:
-    guest.give(msgpack.packb(request_))
-    assert guest.do("count") == 0
+def test_what_makes_no_sense_is_dropped(
+    host: RendezvousHost, guest: RendezvousClient, request_: object
+) -> None:
+    guest.send_item(msgpack.packb(request_))
+    assert guest.execute("count") == 0
     assert host.malformed == 1
 
 
-def test_what_is_too_large_is_refused_and_all_else_is_carried(host: Host, guest: Guest) -> None:
+def test_what_is_too_large_is_refused_and_all_else_is_carried(
+    host: RendezvousHost, guest: RendezvousClient
+) -> None:
     """What never got through would be sent again for ever, and nothing after it."""
     for end in (host, guest):
         # The second would get through, and its answer would not.
         for size in (MAX_BYTES, MAX_VALUE_BYTES):
             with pytest.raises(ValueError, match="'k': keys and values have at most"):
-                end.do("set", "k", bytes(size))
+                end.execute("set", "k", bytes(size))
             with pytest.raises(ValueError, match="'k': keys and values have at most"):
-                end.do("compare_set", "k", b"", bytes(size))
+                end.execute("compare_set", "k", b"", bytes(size))
     with pytest.raises(dist.DistStoreError, match=r"compare_set of 16777[0-9]{3} bytes"):
-        guest.do("compare_set", "k", *[bytes(MAX_BYTES // 2)] * 2)
+        guest.execute("compare_set", "k", *[bytes(MAX_BYTES // 2)] * 2)
     largest = bytes(MAX_VALUE_BYTES - 1)
-    guest.do("set", "k", largest)
-    assert guest.do("value", "k") == largest
-    assert guest.do("count") == 1
+    guest.execute("set", "k", largest)
+    assert guest.execute("value", "k") == largest
+    assert guest.execute("count") == 1
 
 
 def test_one_that_is_not_answered_in_time_is_told_so(
-    guest: Guest, monkeypatch: pytest.MonkeyPatch
+    guest: RendezvousClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "SILENT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "REQUEST_TIMEOUT_S", 0.3)
     with pytest.raises(dist.DistStoreError, match=r"rank 0 at tcp://.* has not answered for 0.3 s"):
-        guest.do("no verb")
-    assert guest.do("count") == 0
+        guest.execute("no verb")
+    assert guest.execute("count") == 0
 
 
-def test_a_rank_is_told_at_once_that_rank_0_has_left(host: Host, guest: Guest) -> None:
-    assert guest.do("count") == 0
+def test_a_rank_is_told_at_once_that_rank_0_has_left(
+    host: RendezvousHost, guest: RendezvousClient
+) -> None:
+    assert guest.execute("count") == 0
     host.close()
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="its host has left it; the log of rank 0"):
-        guest.do("count")
+        guest.execute("count")
     assert time.monotonic() - began < 10
     guest.close()
     with pytest.raises(dist.DistStoreError, match="has left the rendezvous"):
-        guest.do("count")
+        guest.execute("count")
 
 
 def test_a_stranger_gets_nothing_and_stops_nothing(
-    tmp_path: Path, host: Host, guest: Guest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, host: RendezvousHost, guest: RendezvousClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest.do("set", "secret", b"1")
+    guest.execute("set", "secret", b"1")
     own, other = run_keys(tmp_path), run_keys(tmp_path / "other")
-    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "REQUEST_TIMEOUT_S", 1.0)
     # The host's public key alone, should it be known, opens nothing.
-    known = Keys(own.host_public, "", *other[2:])
-    monkeypatch.setattr("rlinf.channels.peer.run_keys", lambda folder: known)
+    known = CurveKeys(own.host_public, "", *other[2:])
+    monkeypatch.setattr("rlinf.channels.mailbox.run_keys", lambda folder: known)
     stranger = guest_of(host, tmp_path / "group.json")
     with pytest.raises(dist.DistStoreError, match="not answered"):
-        stranger.do("value", "secret")
+        stranger.execute("value", "secret")
     stranger.close()
-    assert host.refused > 0
+    assert host.rejected > 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
         plain.connect(host.addresses[-1])
@@ -186,12 +192,14 @@ def test_a_stranger_gets_nothing_and_stops_nothing(
     ip, port = host.addresses[-1].removeprefix("tcp://").split(":")
     with socket.create_connection((ip, int(port))) as noise:
         noise.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
-    assert guest.do("value", "secret") == b"1"
+    assert guest.execute("value", "secret") == b"1"
 
 
-def both(first: Path, second: Path, timeout_s: float = 20.0) -> list[Rendezvous]:
+def both(first: Path, second: Path, timeout_s: float = 20.0) -> list[RendezvousStore]:
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(meet, p, r, 2, timeout_s) for r, p in enumerate((first, second))]
+        ends = [
+            pool.submit(join_rendezvous, p, r, 2, timeout_s) for r, p in enumerate((first, second))
+        ]
         return [end.result()[0] for end in ends]
 
 
@@ -205,9 +213,9 @@ def test_the_file_is_private_and_gone_once_all_are_there(tmp_path: Path) -> None
         modes.extend(stat.S_IMODE(path.stat().st_mode) for path in (folder, pointer))
 
     with ThreadPoolExecutor(2) as pool:
-        first, looked = pool.submit(meet, pointer, 0, 2, 20.0), pool.submit(look)
+        first, looked = pool.submit(join_rendezvous, pointer, 0, 2, 20.0), pool.submit(look)
         looked.result()
-        meet(pointer, 1, 2, 20.0)
+        join_rendezvous(pointer, 1, 2, 20.0)
         first.result()
     assert modes == [0o700, 0o600]
     assert not pointer.exists()
@@ -216,10 +224,10 @@ def test_the_file_is_private_and_gone_once_all_are_there(tmp_path: Path) -> None
 def test_any_rank_may_come_first(tmp_path: Path) -> None:
     pointer = tmp_path / "channels" / "group-7.0-0.json"
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(meet, pointer, 1, 2, 20.0)
+        second = pool.submit(join_rendezvous, pointer, 1, 2, 20.0)
         while not pointer.parent.exists():
             time.sleep(0.005)
-        meet(pointer, 0, 2, 20.0)
+        join_rendezvous(pointer, 0, 2, 20.0)
         second.result()
 
 
@@ -239,17 +247,17 @@ def test_ranks_of_two_attempts_do_not_meet(tmp_path: Path) -> None:
 
 def test_who_never_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rank 0, which alone knows; the others may have to say that it left before it told them."""
-    monkeypatch.setattr(rendezvous, "SILENT_S", 3.0)
+    monkeypatch.setattr(rendezvous, "REQUEST_TIMEOUT_S", 3.0)
     pointer = tmp_path / "group-x.json"
     with ThreadPoolExecutor(2) as pool:
-        first, third = (pool.submit(meet, pointer, rank, 4, 2.0) for rank in (0, 2))
+        first, third = (pool.submit(join_rendezvous, pointer, rank, 4, 2.0) for rank in (0, 2))
         with pytest.raises(StageError, match=r"rank 0 waited 2 s for all 4 .* never came: 1,.* 3"):
             first.result()
         with pytest.raises(StageError, match=r"rank 2 waited .* never came: 1, 3|lost rank 0"):
             third.result()
     assert not pointer.exists()
     with pytest.raises(StageError, match=rf"rank 1 waited 0.5 s for rank 0.*no {pointer}"):
-        meet(pointer, 1, 4, 0.5)
+        join_rendezvous(pointer, 1, 4, 0.5)
 
 
 def test_where_rank_0_is_gone_the_addresses_are_named(tmp_path: Path) -> None:
@@ -258,7 +266,7 @@ def test_where_rank_0_is_gone_the_addresses_are_named(tmp_path: Path) -> None:
     values = {"addresses": addresses, "token": "t", "timeout_s": 1, "max_bytes": 1, "memory": ""}
     pointer.write_text(json.dumps(values))
     with pytest.raises(StageError, match=r"answers at none of tcp://127\.0\.0\.1:9, tcp"):
-        meet(pointer, 1, 2, 0.5)
+        join_rendezvous(pointer, 1, 2, 0.5)
 
 
 def test_a_world_of_several_without_a_name_is_refused(
@@ -266,12 +274,14 @@ def test_a_world_of_several_without_a_name_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv(GROUP, raising=False)
-    assert World.from_environment() == World(1, 2)
-    with pytest.raises(ConfigError, match=GROUP):
-        World.from_environment(tmp_path)
-    monkeypatch.setenv(GROUP, "7.0-1")
-    assert World.from_environment(tmp_path).meeting == tmp_path / "group-7.0-1.json"
+    monkeypatch.delenv(GROUP_VARIABLE, raising=False)
+    assert ProcessGroupInfo.from_environment() == ProcessGroupInfo(1, 2)
+    with pytest.raises(ConfigError, match=GROUP_VARIABLE):
+        ProcessGroupInfo.from_environment(tmp_path)
+    monkeypatch.setenv(GROUP_VARIABLE, "7.0-1")
+    assert (
+        ProcessGroupInfo.from_environment(tmp_path).rendezvous_file == tmp_path / "group-7.0-1.json"
+    )
 
 
 TOGETHER = """
@@ -279,7 +289,7 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 
 class NoStore:
     def __init__(self, *arguments, **options):

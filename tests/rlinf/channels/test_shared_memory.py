@@ -18,22 +18,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlinf.channels import shared_memory
-from rlinf.channels.base import ChannelFailed
-from rlinf.channels.ring import START, Reading, Writing
-from rlinf.channels.shared_memory import SharedMemorySink
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.channels.wire import encode
-from rlinf.data.record import Identity, Record
+from rlinf.channels import record_streams
+from rlinf.channels.channel import ChannelFailed
+from rlinf.channels.record_streams import (
+    RING_DATA_START,
+    RingReader,
+    RingWriter,
+    SharedMemorySink,
+    SocketSink,
+    SocketSource,
+)
+from rlinf.channels.wire_format import encode_record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import DataError, InputError, StorageError
-from rlinf.segments import SHM, attach, make, remove, segment_name
+from rlinf.shared_memory import (
+    SHM_FOLDER,
+    attach_segment,
+    create_segment,
+    new_segment_name,
+    remove_segment,
+)
 
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from rlinf.channels.shared_memory import SharedMemorySink
-from rlinf.channels.socket import SocketSource
+from rlinf.channels.record_streams import SharedMemorySink
+from rlinf.channels.record_streams import SocketSource
 from rlinf.data.record import Identity, Record
 folder = Path(sys.argv[1])
 """
@@ -66,7 +77,7 @@ def kill(child: subprocess.Popen[str]) -> None:
 
 
 def record(sample: int, size: int = 8) -> Record:
-    return Record(Identity(0, sample), {"x": np.full(size, sample, np.int64)})
+    return Record(RecordId(0, sample), {"x": np.full(size, sample, np.int64)})
 
 
 @pytest.fixture
@@ -82,7 +93,7 @@ def test_a_record_is_read_in_place_and_only_until_the_next_is_taken(
     sink = SharedMemorySink(tmp_path, "c", size=1 << 16)
     sink.put(record(7))
     array = source.get().steps["x"]
-    assert source.lent
+    assert source.is_borrowed
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 0
     for i in range(20):
@@ -93,21 +104,21 @@ def test_a_record_is_read_in_place_and_only_until_the_next_is_taken(
         source.get()
     plain.put(record(30))
     assert source.get().identity.sample == 30
-    assert not source.lent
+    assert not source.is_borrowed
     plain.close()
     sink.close()
 
 
-def ring(size: int) -> tuple[Writing, Reading]:
-    memory = mmap.mmap(-1, START + size)
-    return Writing(memory), Reading(memory)
+def ring(size: int) -> tuple[RingWriter, RingReader]:
+    memory = mmap.mmap(-1, RING_DATA_START + size)
+    return RingWriter(memory), RingReader(memory)
 
 
 def test_a_record_lies_where_one_was_read_a_moment_ago() -> None:
     writes, reads = ring(1 << 20)
     places = set()
     for i in range(20):
-        assert writes.put(encode(record(i, 500 + i % 3)))
+        assert writes.put(encode_record(record(i, 500 + i % 3)))
         places.add(reads.get().steps["x"].ctypes.data)
         reads.release()
     assert len(places) <= 2
@@ -116,7 +127,7 @@ def test_a_record_lies_where_one_was_read_a_moment_ago() -> None:
 def test_only_so_much_is_ahead_of_the_reader() -> None:
     """What was written long before it is read is in no cache any more."""
     writes, reads = ring(64 << 20)
-    large = encode(record(0, 1 << 20))
+    large = encode_record(record(0, 1 << 20))
     assert [writes.put(large) for _ in range(3)] == [True, True, False]
     reads.get()
     assert not writes.put(large)
@@ -131,7 +142,7 @@ def test_random_use_keeps_every_record_whole() -> None:
     refused = 0
     for i in range(5000):
         if not waiting or random.random() < 0.52:
-            if writes.put(encode(record(i, int(random.integers(1, 4000))))):
+            if writes.put(encode_record(record(i, int(random.integers(1, 4000))))):
                 waiting.append(i)
             else:
                 refused += 1
@@ -145,7 +156,7 @@ def test_random_use_keeps_every_record_whole() -> None:
     while waiting:
         assert reads.get().identity.sample == waiting.pop(0)
         reads.release()
-    assert not reads.waiting
+    assert not reads.has_record
 
 
 def test_a_record_larger_than_the_segment_is_refused(tmp_path: Path, source: SocketSource) -> None:
@@ -205,7 +216,7 @@ def test_a_writer_that_waits_for_room_is_told_that_the_reader_died(
 def test_a_writer_gives_up_on_a_reader_that_makes_no_room(
     tmp_path: Path, source: SocketSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "NO_ROOM_S", 0.3)
+    monkeypatch.setattr(record_streams, "FULL_TIMEOUT_S", 0.3)
     sink = SharedMemorySink(tmp_path, "c", size=1 << 12)
     with pytest.raises(ChannelFailed, match="its reader hangs"):
         for sample in range(100):
@@ -297,9 +308,9 @@ def test_memory_of_a_writer_that_was_killed_is_given_back(
 def test_what_was_put_can_be_read_after_its_writer_left(
     tmp_path: Path, source: SocketSource
 ) -> None:
-    before = set(SHM.glob("rlinf-*"))
+    before = set(SHM_FOLDER.glob("rlinf-*"))
     sink = SharedMemorySink(tmp_path, "c")
-    path = SHM / sink._segment
+    path = SHM_FOLDER / sink._segment
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for i in range(5):
         sink.put(record(i))
@@ -307,7 +318,7 @@ def test_what_was_put_can_be_read_after_its_writer_left(
     sink.close()
     assert not path.exists()
     assert [source.get().identity.sample for _ in range(5)] == list(range(5))
-    assert set(SHM.glob("rlinf-*")) <= before
+    assert set(SHM_FOLDER.glob("rlinf-*")) <= before
 
 
 def test_memory_of_writers_that_left_is_given_back(tmp_path: Path, source: SocketSource) -> None:
@@ -330,42 +341,42 @@ def test_memory_of_writers_that_left_is_given_back(tmp_path: Path, source: Socke
 def test_a_channel_of_another_node_is_not_opened(
     tmp_path: Path, source: SocketSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "this_memory", lambda: "another")
+    monkeypatch.setattr(record_streams, "shared_memory_id", lambda: "another")
     with pytest.raises(InputError, match="no such channel on this node"):
         SharedMemorySink(tmp_path, "c")
 
 
 def test_too_little_shared_memory_is_said(tmp_path: Path, source: SocketSource) -> None:
-    before = set(SHM.iterdir())
+    before = set(SHM_FOLDER.iterdir())
     with pytest.raises(StorageError, match="no segment of"):
         SharedMemorySink(tmp_path, "c", size=1 << 45)
-    assert set(SHM.glob("rlinf-*")) <= before
+    assert set(SHM_FOLDER.glob("rlinf-*")) <= before
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "rlinf-x", "", "/dev/shm/x"])
 def test_other_names_are_not_opened(name: str) -> None:
     with pytest.raises(InputError, match="no name of shared memory"):
-        attach(name)
+        attach_segment(name)
 
 
 def test_memory_that_others_may_read_is_refused() -> None:
-    name = segment_name()
-    make(name, 4096)
-    (SHM / name).chmod(0o644)
+    name = new_segment_name()
+    create_segment(name, 4096)
+    (SHM_FOLDER / name).chmod(0o644)
     try:
         with pytest.raises(InputError, match="not this user's alone"):
-            attach(name)
+            attach_segment(name)
     finally:
-        remove(name)
+        remove_segment(name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
 def test_memory_of_another_user_is_refused() -> None:
-    name = segment_name()
-    make(name, 4096)
-    os.chown(SHM / name, 12345, 12345)
+    name = new_segment_name()
+    create_segment(name, 4096)
+    os.chown(SHM_FOLDER / name, 12345, 12345)
     try:
         with pytest.raises(InputError, match="not this user's alone"):
-            attach(name)
+            attach_segment(name)
     finally:
-        remove(name)
+        remove_segment(name)

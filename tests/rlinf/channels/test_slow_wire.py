@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from rlinf.channels import mailbox
-from rlinf.channels.curve import FRAME_BYTES, HANDSHAKE_MS
-from rlinf.channels.socket import SocketSink, SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.channels.curve_sockets import FRAME_BYTES, HANDSHAKE_MS
+from rlinf.channels.record_streams import SocketSink, SocketSource
+from rlinf.data.record import Record, RecordId
 from tests.rlinf.channels.proxy import Proxy
 
 MB = 10**6
@@ -27,7 +27,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from rlinf.channels.socket import SocketSink
+from rlinf.channels.record_streams import SocketSink
 from rlinf.data.record import Identity, Record
 sink = SocketSink(Path(sys.argv[1]), "c")
 sink.put(Record(Identity(0, 0), {"x": np.arange(4_000_000, dtype=np.uint8)}))
@@ -52,7 +52,7 @@ def between(folder: Path, **wire: float) -> Proxy:
 
 
 def large(sample: int, size: int) -> Record:
-    return Record(Identity(0, sample), {"x": np.arange(size, dtype=np.uint8)})
+    return Record(RecordId(0, sample), {"x": np.arange(size, dtype=np.uint8)})
 
 
 def puts(folder: Path, *records: Record) -> threading.Thread:
@@ -117,10 +117,10 @@ def test_a_connection_that_breaks_within_a_record_costs_no_more_than_what_was_un
 def test_the_beginning_of_a_record_is_not_kept_for_ever(
     tmp_path: Path, host: SocketSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "UNFINISHED_S", 1.5)
+    monkeypatch.setattr(mailbox, "PARTIAL_ITEM_TIMEOUT_S", 1.5)
     proxy = between(tmp_path, bytes_per_s=1 * MB)
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-    begun = lambda: any(s.inbox._begun is not None for s in host._sessions.values())  # noqa: E731
+    begun = lambda: any(s.receiver._begun is not None for s in host._sessions.values())  # noqa: E731
     assert eventually(begun)
     child.send_signal(signal.SIGSTOP)
     # What the wire holds still comes.

@@ -53,7 +53,7 @@ def files():
     return len(os.listdir("/proc/self/fd"))
 """
 CHANNEL = """
-from rlinf.channels.socket import SocketSink, SocketSource
+from rlinf.channels.record_streams import SocketSink, SocketSource
 from rlinf.data.record import Identity, Record
 host = SocketSource(folder, "c")
 address = pointed("c.socket.json")
@@ -65,7 +65,7 @@ def exchange():
     other.close()
 """
 CONTROL = """
-from rlinf.channels.control import Controller, Link
+from rlinf.channels.control_link import Controller, Link
 host = Controller(folder)
 address = pointed("control.json")
 def exchange():
@@ -78,7 +78,7 @@ def exchange():
     link.close()
 """
 RENDEZVOUS = """
-from rlinf.channels.messages import read_pointer
+from rlinf.channels.mailbox_protocol import read_pointer
 from rlinf.channels.rendezvous import Guest, Host
 host = Host(folder / "group.json")
 address = host.addresses[0]

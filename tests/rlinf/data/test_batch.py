@@ -8,44 +8,46 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.batch import Sample, assemble, join, taken
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
+from rlinf.data.batch import TrainingSample, build_step_batch, gather_steps, join_by_identity
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import InputError
 
 
 def records(*samples: int, **steps: int) -> list[Record]:
     return [
         Record(
-            Identity(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0}
+            RecordId(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0}
         )
         for s in samples
     ]
 
 
-def samples(*channels: list[Record]) -> list[Sample]:
-    return [Sample(*row) for row in join(*channels)]
+def samples(*channels: list[Record]) -> list[TrainingSample]:
+    return [TrainingSample(*row) for row in join_by_identity(*channels)]
 
 
 def test_records_meet_by_identity_whatever_their_order() -> None:
-    rows = join(records(1, 2, 3), records(3, 1, 2))
+    rows = join_by_identity(records(1, 2, 3), records(3, 1, 2))
     assert all(a.identity == b.identity for a, b in rows)
 
 
 def test_a_missing_record_is_noticed() -> None:
     with pytest.raises(ValueError, match="no record for"):
-        join(records(1, 2), records(1))
+        join_by_identity(records(1, 2), records(1))
 
 
 def test_a_doubled_record_is_noticed() -> None:
     with pytest.raises(ValueError, match="two records"):
-        join(records(1), records(1, 1))
+        join_by_identity(records(1), records(1, 1))
 
 
 def test_columns_are_padded_and_masked() -> None:
     trajectories = records(1, actions=2, logprobs=2) + records(2, actions=3, logprobs=3)
     rewards = records(1, rewards=2) + records(2, rewards=3)
-    batch = assemble(samples(trajectories, rewards, [Record(Identity(0, s)) for s in (1, 2)]))
+    batch = build_step_batch(
+        samples(trajectories, rewards, [Record(RecordId(0, s)) for s in (1, 2)])
+    )
     assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.old_logprobs.tolist() == [[1, 1, 0], [2, 2, 2]], "falls back to the engine's"
     assert batch.values is None
@@ -56,28 +58,28 @@ def test_columns_are_padded_and_masked() -> None:
 def test_values_are_of_the_version_that_the_bootstrap_is_of() -> None:
     """With staleness the inference stage evaluates a later version than the one that collected."""
     trajectories = records(1, actions=2, logprobs=2, values=2, bootstrap=2)
-    later = [Record(Identity(0, 1), {"values": np.full(2, 9.0)})]
-    batch = assemble(samples(trajectories, records(1, rewards=2), later))
+    later = [Record(RecordId(0, 1), {"values": np.full(2, 9.0)})]
+    batch = build_step_batch(samples(trajectories, records(1, rewards=2), later))
     assert batch.require("values").tolist() == batch.bootstrap.tolist() == [[1, 1]]
 
 
 def masked(sample: int, mask: list[float]) -> Record:
     steps = {"logprobs": np.zeros(len(mask)), "mask": np.array(mask)}
-    return Record(Identity(4, sample), steps, info={"group": 0})
+    return Record(RecordId(4, sample), steps, info={"group": 0})
 
 
 def test_a_reward_that_the_mask_would_take_away_is_an_error_that_names_the_sample() -> None:
     trajectories = [masked(1, [1, 1]), masked(2, [1, 0])]
-    given = [Record(Identity(4, s), {"rewards": np.array([0.0, 0.5])}) for s in (1, 2)]
+    given = [Record(RecordId(4, s), {"rewards": np.array([0.0, 0.5])}) for s in (1, 2)]
     with pytest.raises(InputError, match=r"sample=2.*reward of 0.5 lies on step 1"):
-        assemble(samples(trajectories, given, [Record(Identity(4, s)) for s in (1, 2)]))
+        build_step_batch(samples(trajectories, given, [Record(RecordId(4, s)) for s in (1, 2)]))
 
 
 def test_trajectories_with_and_without_a_mask_stand_side_by_side() -> None:
-    whole = Record(Identity(4, 1), {"logprobs": np.zeros(3)}, info={"group": 0})
-    given = [Record(Identity(4, s), {"rewards": np.zeros(n)}) for s, n in ((1, 3), (2, 2))]
-    batch = assemble(
-        samples([whole, masked(2, [1, 0])], given, [Record(Identity(4, s)) for s in (1, 2)])
+    whole = Record(RecordId(4, 1), {"logprobs": np.zeros(3)}, info={"group": 0})
+    given = [Record(RecordId(4, s), {"rewards": np.zeros(n)}) for s, n in ((1, 3), (2, 2))]
+    batch = build_step_batch(
+        samples([whole, masked(2, [1, 0])], given, [Record(RecordId(4, s)) for s in (1, 2)])
     )
     assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
@@ -88,12 +90,12 @@ def test_steps_of_trajectories_are_taken_and_padded(data: st.DataObject) -> None
     column = torch.arange(1.0, 1 + np.prod(shape)).view(shape)
     ends = st.lists(st.integers(0, 6), min_size=2, max_size=2).map(sorted)
     drawn = data.draw(st.lists(st.tuples(st.integers(0, 3), ends), min_size=1, max_size=5))
-    spans = [Span(row, *pair) for row, pair in drawn]
+    spans = [StepSpan(row, *pair) for row, pair in drawn]
     length = max(span.stop - span.start for span in spans) + data.draw(st.integers(0, 2))
-    found = taken(column, spans, length)
+    found = gather_steps(column, spans, length)
     assert found.shape == (len(spans), length, *shape[2:])
     for row, span in zip(found, spans, strict=True):
         inside = span.stop - span.start
         assert torch.equal(row[:inside], column[span.row, span.start : span.stop])
         assert not row[inside:].any()
-    assert taken(torch.arange(4), spans, length).tolist() == [span.row for span in spans]
+    assert gather_steps(torch.arange(4), spans, length).tolist() == [span.row for span in spans]

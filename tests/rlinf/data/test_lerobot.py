@@ -18,13 +18,13 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
-from rlinf.channels.file import FileReader, write_records
-from rlinf.data import lerobot, lerobot_writer
-from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS, transitions_of
+from rlinf.channels.record_files import RecordFileReader, write_records
+from rlinf.data import lerobot
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS, to_transitions
 from rlinf.data.video import read_video, write_video
 from rlinf.errors import DataError, InputError
-from rlinf.replay import prior
+from rlinf.replay import offline_data
 
 SIZE = (48, 64)
 
@@ -56,8 +56,8 @@ def trajectory(sample: int, lengths: list[int], solved: list[bool], images: bool
     if images:
         steps["images.front"] = np.stack([picture(sample + k) for k in range(count)])
     cut = np.flatnonzero(truncated)
-    context = {CUT_STEPS: cut, CUT_OBSERVATIONS: np.zeros((len(cut), 5), np.float32)}
-    return Record(Identity(0, sample), steps, context, {"instruction": f"task {sample % 2}"})
+    context = {TRUNCATION_STEPS: cut, FINAL_OBSERVATIONS: np.zeros((len(cut), 5), np.float32)}
+    return Record(RecordId(0, sample), steps, context, {"instruction": f"task {sample % 2}"})
 
 
 THREE = [([5, 7], [True, False]), ([4], [False]), ([9], [True])]
@@ -69,11 +69,11 @@ def test_episodes_come_back(
     tmp_path: Path, png: bool, frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of those that were not solved all but the last step; with few frames in several files."""
-    monkeypatch.setattr(lerobot_writer, "FRAMES_PER_FILE", frames)
+    monkeypatch.setattr(lerobot, "FRAMES_PER_FILE", frames)
     given = [trajectory(i, *each, images=True) for i, each in enumerate(THREE)]
-    wanted = [episode for record in given for episode in lerobot_writer.episodes_of(record)]
-    count = lerobot_writer.write(tmp_path / "set", given, fps=20, task="", png=png)
-    found = list(lerobot.Dataset(tmp_path / "set").records())
+    wanted = [episode for record in given for episode in lerobot.split_episodes(record)]
+    count = lerobot.write_lerobot_dataset(tmp_path / "set", given, fps=20, task="", png=png)
+    found = list(lerobot.LeRobotDataset(tmp_path / "set").trajectories())
     assert count == len(found) == len(wanted) == 4
     assert [record.info["instruction"] for record in found] == [f"task {i}" for i in (0, 0, 1, 0)]
     files = 1 if frames > 100 else 2
@@ -88,7 +88,7 @@ def test_episodes_come_back(
         difference = record.steps["images.front"].astype(int) - episode["images.front"][:length]
         assert np.abs(difference).max() <= (0 if png else 40)
         assert np.abs(difference).mean() <= (0 if png else 2)
-        rows = transitions_of(record, record.steps["rewards"])
+        rows = to_transitions(record, record.steps["rewards"])
         assert rows["terminated"].tolist() == episode["terminated"][:length].tolist()
         assert rows["truncated"][-1] == (not solved)
         np.testing.assert_array_equal(
@@ -106,14 +106,16 @@ def test_a_folder_is_read_by_any_path_that_leads_to_it(
         version_two(home, features=FLAG)
     else:
         given = [trajectory(i, *each, images=True) for i, each in enumerate(THREE)]
-        lerobot_writer.write(home, given, fps=20, task="", png=True)
+        lerobot.write_lerobot_dataset(home, given, fps=20, task="", png=True)
     (tmp_path / "link").symlink_to("sets/one")
-    absolute = list(lerobot.Dataset(home).records())
+    absolute = list(lerobot.LeRobotDataset(home).trajectories())
     monkeypatch.chdir(tmp_path)
     paths = ["sets/one", "link", "sets/../sets/one", "./sets/one/"]
-    found = {path: list(lerobot.Dataset(Path(path)).records()) for path in paths}
+    found = {path: list(lerobot.LeRobotDataset(Path(path)).trajectories()) for path in paths}
     monkeypatch.chdir(home)
-    found |= {path: list(lerobot.Dataset(Path(path)).records()) for path in (".", "../one")}
+    found |= {
+        path: list(lerobot.LeRobotDataset(Path(path)).trajectories()) for path in (".", "../one")
+    }
     for path, records in found.items():
         assert len(records) == len(absolute), path
         for one, other in zip(records, absolute, strict=True):
@@ -122,11 +124,11 @@ def test_a_folder_is_read_by_any_path_that_leads_to_it(
 
 def test_a_folder_whose_episodes_are_not_all_described_is_refused(tmp_path: Path) -> None:
     given = [trajectory(i, *each, images=False) for i, each in enumerate(THREE)]
-    lerobot_writer.write(tmp_path / "set", given, fps=20, task="")
+    lerobot.write_lerobot_dataset(tmp_path / "set", given, fps=20, task="")
     for table in (tmp_path / "set/meta/episodes").rglob("*.parquet"):
         table.unlink()
     with pytest.raises(DataError, match="describes 0 of 4 episodes"):
-        list(lerobot.Dataset(tmp_path / "set").records())
+        list(lerobot.LeRobotDataset(tmp_path / "set").trajectories())
 
 
 def test_instructions_that_a_policy_saw_are_the_tasks_of_episodes(tmp_path: Path) -> None:
@@ -135,15 +137,15 @@ def test_instructions_that_a_policy_saw_are_the_tasks_of_episodes(tmp_path: Path
     for rows, text in ((slice(0, 5), "öffne die Schublade"), (slice(5, 12), "push the button")):
         column[rows, : len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
     seen = Record(record.identity, {**record.steps, "instruction": column}, record.context)
-    lerobot_writer.write(tmp_path / "set", [seen], fps=20, task="another")
-    found = [r.info["instruction"] for r in lerobot.Dataset(tmp_path / "set").records()]
+    lerobot.write_lerobot_dataset(tmp_path / "set", [seen], fps=20, task="another")
+    found = [r.info["instruction"] for r in lerobot.LeRobotDataset(tmp_path / "set").trajectories()]
     assert found == ["öffne die Schublade", "push the button"]
 
 
 def test_a_folder_has_what_version_three_says(tmp_path: Path) -> None:
     """Files, columns and their types, as ``LeRobotDataset`` of version 3.0 expects them."""
     given = [trajectory(i, *each, images=True) for i, each in enumerate(THREE)]
-    lerobot_writer.write(tmp_path / "set", given, fps=20, task="")
+    lerobot.write_lerobot_dataset(tmp_path / "set", given, fps=20, task="")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (4, 25, 2)
     assert info["splits"] == {"train": "0:4"}
@@ -208,9 +210,9 @@ FLAG = {"next.success": {"dtype": "bool", "shape": [1], "names": None}}
 
 
 def test_version_two_is_read(tmp_path: Path) -> None:
-    first, second = lerobot.Dataset(version_two(tmp_path, features=FLAG)).records()
+    first, second = lerobot.LeRobotDataset(version_two(tmp_path, features=FLAG)).trajectories()
     assert first.steps["observations"].tolist() == [[0, 0, 0.5], [0, 1, 0.5]]
-    assert first.context[CUT_OBSERVATIONS].tolist() == [[0, 2, 0.5]]
+    assert first.context[FINAL_OBSERVATIONS].tolist() == [[0, 2, 0.5]]
     assert second.steps["actions"].tolist() == [[0], [1], [2], [3]]
     assert second.steps["rewards"].tolist() == [0, 0, 0, 1], "success where there is no reward"
     assert second.steps["images.top"].shape == (4, *SIZE, 3)
@@ -220,8 +222,8 @@ def test_version_two_is_read(tmp_path: Path) -> None:
 def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None:
     folder = version_two(tmp_path / "set")
     with pytest.raises(DataError, match=r"info.json: .*no feature 'next.success'.*--solved"):
-        prior.check(folder)
-    records = list(lerobot.Dataset(folder, solved=True).records())
+        offline_data.check_offline_data(folder)
+    records = list(lerobot.LeRobotDataset(folder, all_successful=True).trajectories())
     assert [record.steps["terminated"].tolist() for record in records] == [[0, 0, 1], [0, 0, 0, 1]]
     out = CliRunner().invoke(app, ["demonstrations", str(folder), str(tmp_path / "out")])
     assert isinstance(out.exception, DataError)
@@ -229,7 +231,7 @@ def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None
         app, ["demonstrations", str(folder), str(tmp_path / "out"), "--solved"]
     )
     assert out.exit_code == 0, out.output
-    assert len(prior.load(tmp_path / "out")) == 7
+    assert len(offline_data.load_offline_data(tmp_path / "out")) == 7
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_a_folder_of_another_kind_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        lerobot.Dataset(version_two(tmp_path, **{"features": FLAG, **changes}))
+        lerobot.LeRobotDataset(version_two(tmp_path, **{"features": FLAG, **changes}))
 
 
 def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
@@ -252,10 +254,10 @@ def test_damage_is_named_by_its_file(tmp_path: Path) -> None:
     video = folder / "videos/chunk-000/observation.images.top/episode_000001.mp4"
     video.write_bytes(b"none")
     with pytest.raises(DataError, match=r"episode_000001.mp4: no readable video"):
-        list(lerobot.Dataset(folder).records())
+        list(lerobot.LeRobotDataset(folder).trajectories())
     (folder / "data/chunk-000/episode_000000.parquet").unlink()
     with pytest.raises(DataError, match=r"episode_000000.parquet: no readable Parquet"):
-        list(lerobot.Dataset(folder).records(images=False))
+        list(lerobot.LeRobotDataset(folder).trajectories(images=False))
 
 
 def pictured(folder: Path, cell: dict[str, Any]) -> Path:
@@ -278,11 +280,11 @@ def test_pictures_are_read_from_the_folder_alone(tmp_path: Path) -> None:
         (folder / "link.png").symlink_to(secret)
         os.mkfifo(folder / "pipe")
         with pytest.raises(DataError, match=r"leads out of the folder|is no file"):
-            list(lerobot.Dataset(folder).records())
+            list(lerobot.LeRobotDataset(folder).trajectories())
     folder = pictured(tmp_path / "good", {"bytes": None, "path": "images/own.png"})
     (folder / "images").mkdir()
     secret.rename(folder / "images/own.png")
-    (record,) = lerobot.Dataset(folder).records()
+    (record,) = lerobot.LeRobotDataset(folder).trajectories()
     assert record.steps["images.top"].mean() == 77
 
 
@@ -293,7 +295,7 @@ def test_links_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
     for number, path in enumerate(p for p in folder.rglob("*") if p.is_file()):
         path.rename(cache / f"blobs/{number}")
         path.symlink_to(cache / f"blobs/{number}")
-    assert len(list(lerobot.Dataset(folder).records())) == 2
+    assert len(list(lerobot.LeRobotDataset(folder).trajectories())) == 2
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_paths_of_the_description_stay_in_the_folder(
 ) -> None:
     folder = version_two(tmp_path / "set", features=FLAG, **changes)
     with pytest.raises(DataError, match=said):
-        list(lerobot.Dataset(folder).records())
+        list(lerobot.LeRobotDataset(folder).trajectories())
 
 
 def test_a_video_that_lists_other_files_is_none(tmp_path: Path) -> None:
@@ -327,8 +329,8 @@ def test_a_video_that_lists_other_files_is_none(tmp_path: Path) -> None:
 
 def test_it_is_prior_data_for_learning(tmp_path: Path) -> None:
     given = [trajectory(i, *each, images=False) for i, each in enumerate(THREE)]
-    lerobot_writer.write(tmp_path / "set", given, fps=20, task="")
-    held = prior.load(tmp_path / "set")
+    lerobot.write_lerobot_dataset(tmp_path / "set", given, fps=20, task="")
+    held = offline_data.load_offline_data(tmp_path / "set")
     assert len(held) == 25 - 2, "the last steps of two are left out"
     rows = held.take(np.arange(5))
     np.testing.assert_array_equal(rows["observations"], given[0].steps["observations"][:5])
@@ -345,7 +347,7 @@ def test_trajectories_of_a_run_go_there_and_back_by_the_command(tmp_path: Path) 
         paths = [str(tmp_path / word) for word in words[:2]]
         out = CliRunner().invoke(app, ["demonstrations", *paths, *words[2:]])
         assert out.exit_code == 0, out.output
-    back = list(FileReader((tmp_path / "back").glob("trajectories-*.h5")))
+    back = list(RecordFileReader((tmp_path / "back").glob("trajectories-*.h5")))
     assert [len(record) for record in back] == [5, 6, 3, 9]
     first = given[0].steps["images.front"][:5]
     np.testing.assert_array_equal(np.asarray(back[0].steps["images.front"]), first)
@@ -358,10 +360,10 @@ def test_trajectories_of_a_run_go_there_and_back_by_the_command(tmp_path: Path) 
 def test_steps_that_do_not_count_are_no_demonstration() -> None:
     record = trajectory(0, [5, 7], [True, False], images=False)
     record.steps["mask"] = np.r_[np.zeros(5), np.ones(7)].astype(np.float32)
-    assert [len(e["done"]) for e in lerobot_writer.episodes_of(record)] == [7]
+    assert [len(e["done"]) for e in lerobot.split_episodes(record)] == [7]
     del record.steps["success"]
     with pytest.raises(InputError, match="no 'success'"):
-        list(lerobot_writer.episodes_of(record))
+        list(lerobot.split_episodes(record))
 
 
 def test_a_video_of_odd_size_has_all_its_pictures(tmp_path: Path) -> None:
@@ -380,4 +382,4 @@ def test_chunks_of_actions_are_no_demonstration() -> None:
     record = trajectory(0, [4], [True], images=False)
     record.steps["executed"] = np.full(4, 8, np.int32)
     with pytest.raises(InputError, match="acts by chunks"):
-        list(lerobot_writer.episodes_of(record))
+        list(lerobot.split_episodes(record))

@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.channels.file import FileReader, FileWriter, read_records, write_records
-from rlinf.channels.wire import decode, encode
-from rlinf.data.record import Identity, Record, digest_of, joined_digest
+from rlinf.channels.record_files import (
+    RecordFileReader,
+    RecordFileWriter,
+    read_records,
+    write_records,
+)
+from rlinf.channels.wire_format import decode_record, encode_record
+from rlinf.data.record import Record, RecordId, combine_digests, digest_records
 
 
 def record(sample: int = 3, **changes: Any) -> Record:
@@ -19,18 +24,18 @@ def record(sample: int = 3, **changes: Any) -> Record:
         "context": {"prompt": np.arange(7)},
         "info": {"answer": "17", "score": 0.1, "group": 2},
     }
-    return Record(Identity(5, sample), **(content | changes))
+    return Record(RecordId(5, sample), **(content | changes))
 
 
 def test_the_digest_is_that_of_the_file(tmp_path: Path) -> None:
     made = [record(sample) for sample in range(6)]
-    writer = FileWriter(tmp_path, "trajectories")
+    writer = RecordFileWriter(tmp_path, "trajectories")
     for each in made:
         writer.put(each)
     writer.close()
-    read = list(FileReader(tmp_path.glob("*.h5")))
+    read = list(RecordFileReader(tmp_path.glob("*.h5")))
     assert [each.digest() for each in read] == [each.digest() for each in made]
-    assert digest_of(reversed(read)) == digest_of(made) != digest_of(made[1:])
+    assert digest_records(reversed(read)) == digest_records(made) != digest_records(made[1:])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,7 @@ def test_the_digest_is_that_of_what_was_written_and_sent(values: list[Any], tmp_
     write_records(tmp_path / "a.h5", made)
     digests = [each.digest() for each in made]
     assert [each.digest() for each in read_records(tmp_path / "a.h5")] == digests
-    assert [decode(encode(each).to_bytes()).digest() for each in made] == digests
+    assert [decode_record(encode_record(each).to_bytes()).digest() for each in made] == digests
 
 
 def test_numbers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
@@ -63,7 +68,7 @@ def test_numbers_of_more_than_64_bits_are_refused(tmp_path: Path) -> None:
 
 def test_another_attempt_with_the_same_content_is_the_same() -> None:
     again = record()
-    again.identity = Identity(5, 3, attempt=1)
+    again.identity = RecordId(5, 3, attempt=1)
     assert again.digest() == record().digest()
 
 
@@ -84,10 +89,10 @@ def test_all_else_counts(changes: dict[str, Any]) -> None:
 
 
 def test_equal_records_do_not_cancel_in_the_digest_of_many() -> None:
-    record = Record(Identity(0, 1), {"actions": np.arange(3)})
-    other = Record(Identity(0, 2), {"actions": np.arange(3)})
-    twice = digest_of([record, record])
-    assert twice not in (0, digest_of([]), digest_of([other, other]))
-    assert digest_of([record, other]) == digest_of([other, record])
-    whole = digest_of([record, other, other])
-    assert joined_digest([digest_of([other]), digest_of([record, other])]) == whole
+    record = Record(RecordId(0, 1), {"actions": np.arange(3)})
+    other = Record(RecordId(0, 2), {"actions": np.arange(3)})
+    twice = digest_records([record, record])
+    assert twice not in (0, digest_records([]), digest_records([other, other]))
+    assert digest_records([record, other]) == digest_records([other, record])
+    whole = digest_records([record, other, other])
+    assert combine_digests([digest_records([other]), digest_records([record, other])]) == whole

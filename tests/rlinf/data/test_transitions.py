@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.data.transitions import (
-    CUT_OBSERVATIONS,
-    CUT_STEPS,
-    carried_out,
-    clip_share,
-    concatenated,
-    misfit,
-    row_type,
-    transitions_of,
+    FINAL_OBSERVATIONS,
+    TRUNCATION_STEPS,
+    action_clip_ratio,
+    concatenate_transitions,
+    dtype_mismatch,
+    executed_actions,
+    to_transitions,
+    transition_dtype,
 )
 from rlinf.errors import InputError
 
@@ -29,17 +29,17 @@ def trajectory(**changed: Any) -> Record:
         "terminated": np.array([0, 1, 0, 0, 0, 0], np.uint8),
     }
     context = {
-        CUT_STEPS: np.array([3, 5]),
-        CUT_OBSERVATIONS: np.array([[333], [555]], np.float32),
+        TRUNCATION_STEPS: np.array([3, 5]),
+        FINAL_OBSERVATIONS: np.array([[333], [555]], np.float32),
     }
-    return Record(Identity(0, 0), {**steps, **changed}, context)
+    return Record(RecordId(0, 0), {**steps, **changed}, context)
 
 
 REWARDS = np.arange(6, dtype=np.float32)
 
 
 def test_each_step_has_what_was_seen_after_it_in_its_own_episode() -> None:
-    rows = transitions_of(trajectory(), REWARDS)
+    rows = to_transitions(trajectory(), REWARDS)
     assert rows["next_observations"][:, 0].tolist() == [10, 10, 30, 333, 50, 555]
     assert rows["terminated"].tolist() == [0, 1, 0, 0, 0, 0]
     assert rows["truncated"].tolist() == [0, 0, 0, 1, 0, 1]
@@ -48,26 +48,30 @@ def test_each_step_has_what_was_seen_after_it_in_its_own_episode() -> None:
 
 
 def test_steps_that_do_not_count_are_left_out() -> None:
-    rows = transitions_of(trajectory(mask=np.array([1, 1, 0, 0, 1, 1])), REWARDS)
+    rows = to_transitions(trajectory(mask=np.array([1, 1, 0, 0, 1, 1])), REWARDS)
     assert rows["observations"][:, 0].tolist() == [0, 10, 40, 50]
 
 
 def test_a_trajectory_without_what_came_last_is_refused() -> None:
     record = trajectory()
-    record.context[CUT_STEPS] = np.array([3])
-    record.context[CUT_OBSERVATIONS] = np.array([[333]], np.float32)
+    record.context[TRUNCATION_STEPS] = np.array([3])
+    record.context[FINAL_OBSERVATIONS] = np.array([[333]], np.float32)
     with pytest.raises(InputError, match="after its last step"):
-        transitions_of(record, REWARDS)
+        to_transitions(record, REWARDS)
     with pytest.raises(InputError, match="'cut_steps'"):
-        transitions_of(Record(record.identity, record.steps), REWARDS)
+        to_transitions(Record(record.identity, record.steps), REWARDS)
 
 
 def test_types_of_rows_are_told_apart_by_field() -> None:
-    assert misfit(row_type(3, 2), row_type(3, 2)) is None
-    assert "field 'observations'" in str(misfit(row_type(3, 2), row_type(4, 2)))
-    assert "field 'actions'" in str(misfit(row_type(3, 2), row_type(3, 1)))
+    assert dtype_mismatch(transition_dtype(3, 2), transition_dtype(3, 2)) is None
+    assert "field 'observations'" in str(
+        dtype_mismatch(transition_dtype(3, 2), transition_dtype(4, 2))
+    )
+    assert "field 'actions'" in str(dtype_mismatch(transition_dtype(3, 2), transition_dtype(3, 1)))
     with pytest.raises(InputError, match="actions"):
-        concatenated([np.zeros(1, row_type(3, 2)), np.zeros(1, row_type(3, 1))])
+        concatenate_transitions(
+            [np.zeros(1, transition_dtype(3, 2)), np.zeros(1, transition_dtype(3, 1))]
+        )
 
 
 def test_chunks_of_actions_are_no_transitions() -> None:
@@ -75,7 +79,7 @@ def test_chunks_of_actions_are_no_transitions() -> None:
     actions = np.zeros((6, 3, 1), np.float32)
     record = trajectory(actions=actions, executed=np.full(6, 3, np.int32))
     with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk=1"):
-        transitions_of(record, REWARDS)
+        to_transitions(record, REWARDS)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [(float, [0.2, 2.0, -1.0]), (int, [0.0, 2.0, -1.0])])
@@ -83,7 +87,7 @@ def test_what_is_learned_from_is_what_was_carried_out(kind: type, wanted: list[f
     """Clipped to the bounds, and rounded where they are integers; where a person acted, theirs."""
     actions = np.array([[0.2], [9.0], [-9.0]], np.float32)
     done = Record(
-        Identity(0, 0),
+        RecordId(0, 0),
         {
             "actions": actions,
             "observations": np.zeros((3, 2), np.float32),
@@ -96,14 +100,16 @@ def test_what_is_learned_from_is_what_was_carried_out(kind: type, wanted: list[f
             "action_high": np.array([2], kind),
         },
     )
-    rows = transitions_of(done, np.zeros(3, np.float32))
+    rows = to_transitions(done, np.zeros(3, np.float32))
     np.testing.assert_allclose(rows["actions"][:, 0], wanted, rtol=1e-6)
-    assert clip_share(done) == pytest.approx(2 / 3)
+    assert action_clip_ratio(done) == pytest.approx(2 / 3)
     helped = Record(done.identity, {**done.steps, **HELP}, done.context)
-    np.testing.assert_allclose(carried_out(helped)[:, 0], [wanted[0], 1.5, wanted[2]], rtol=1e-6)
+    np.testing.assert_allclose(
+        executed_actions(helped)[:, 0], [wanted[0], 1.5, wanted[2]], rtol=1e-6
+    )
     unbounded = Record(done.identity, done.steps, {})
-    assert clip_share(unbounded) is None
-    np.testing.assert_array_equal(carried_out(unbounded), actions)
+    assert action_clip_ratio(unbounded) is None
+    np.testing.assert_array_equal(executed_actions(unbounded), actions)
 
 
 HELP = {

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from rlinf import tree
-from rlinf.engines.legs import Ask, Leg
-from rlinf.engines.process import ServerProcess
+from rlinf import package_paths
+from rlinf.engines.resumable import GeneratedSegment, SegmentRequest
 from rlinf.engines.server import ServerConfig, ServerEngine
+from rlinf.engines.server_process import ServerProcess
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 
 
@@ -36,28 +36,31 @@ class SmallEngine(ServerEngine):
     """Stop tokens and strings, temperature and seeds; no cuts."""
 
     Config = SmallConfig
-    module = "tests.rlinf.engines.small_server"
-    package = "torch"
+    server_module = "tests.rlinf.engines.small_server"
+    server_package = "torch"
 
-    def command(self, model: Path, context: int, socket: Path) -> list[str]:
+    def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         return [str(socket), str(model), str(self._config.step_s)]
 
-    def variables(self, socket: Path) -> Mapping[str, str]:
-        return {"PYTHONPATH": str(tree.ROOT)}
+    def server_environment(self, socket: Path) -> Mapping[str, str]:
+        return {"PYTHONPATH": str(package_paths.ROOT)}
 
-    def body(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        settings = {"most": ask.most, "least": ask.least, "seed": ask.seed}
-        sampling = {"temperature": ask.sampling.temperature, "stops": sorted(self.stops)}
-        return "/generate", {"tokens": ask.tokens, **settings, **sampling}
+    def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
+        settings = {"most": request.max_tokens, "least": request.min_tokens, "seed": request.seed}
+        sampling = {
+            "temperature": request.sampling.temperature,
+            "stops": sorted(self.stop_token_ids),
+        }
+        return "/generate", {"tokens": request.context_tokens, **settings, **sampling}
 
-    def answer(self, values: Any) -> Leg:
-        return Leg(values["tokens"], values["logprobs"], values["end"])
+    def parse_response(self, values: Any) -> GeneratedSegment:
+        return GeneratedSegment(values["tokens"], values["logprobs"], values["end"])
 
-    def stop(self, process: ServerProcess) -> None:
-        process.post("/abort", watched=True)
+    def abort_requests(self, process: ServerProcess) -> None:
+        process.post("/abort", check_heartbeat=True)
 
     @property
-    def sleeps(self) -> bool:
+    def can_sleep(self) -> bool:
         return self._config.sleeps
 
     def sleep(self, process: ServerProcess) -> None:
@@ -66,7 +69,7 @@ class SmallEngine(ServerEngine):
     def wake(self, process: ServerProcess) -> None:
         process.post("/wake")
 
-    def update(self, process: ServerProcess, folder: Path, version: int) -> None:
+    def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
         process.post("/update", {"folder": str(folder)})
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.engines.attention import attend, windowed
+from rlinf.engines.fused_decoding import apply_sliding_window, decode_attention
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
@@ -25,7 +25,7 @@ def test_same_as_the_fused_kernel(heads: int, groups: int, masked: bool) -> None
     wanted = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=True, scale=0.3
     )
-    got = attend(query, key, value, mask, 0.3)
+    got = decode_attention(query, key, value, mask, 0.3)
     torch.testing.assert_close(got, wanted.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
@@ -37,7 +37,7 @@ def test_a_window_is_so_many_tokens_up_to_the_query(
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool)
     for query in range(queries):
         mask[..., query, before + query + 1 :] = False
-    found = windowed(mask if masked else None, queries, keys, window)
+    found = apply_sliding_window(mask if masked else None, queries, keys, window)
     if found is None:
         assert window >= keys
         return

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from rlinf.channels.local import LocalChannel
+from rlinf.capabilities import SINGLE_PASS_ACTIONS
+from rlinf.channels.channel import LocalChannel
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record
-from rlinf.engines.base import NO_HOOKS, Hooks
+from rlinf.data.record import Record, RecordId
+from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.fit import ACTS
-from rlinf.models.base import Policy, Spec
-from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from rlinf.models.base import ModelSpec, Policy
 
 CONFIG = MLPConfig(hidden=(8,), initial_log_std=-0.5)
 ACTIONS = {"discrete": {"kind": "discrete", "size": 3}, "box": {"kind": "box", "size": 2}}
@@ -50,10 +50,10 @@ def ask(
     iteration: int = 0,
     seed: int = 7,
     stage: str = "rollout",
-    hooks: Hooks = NO_HOOKS,
+    hooks: RolloutHooks = NO_HOOKS,
 ) -> dict[str, np.ndarray]:
     wanted = Record(
-        Identity(iteration, 0),
+        RecordId(iteration, 0),
         {"sample": np.asarray(samples), "observation": observations},
         info={"time": time, "horizon": 5, "temperature": temperature},
     )
@@ -76,7 +76,7 @@ def test_log_probs_and_values_are_those_of_the_training_stack(
 ) -> None:
     got = ask(engine, range(12), seen(12), temperature=temperature)
     policy = engine._policy
-    record = Record(Identity(0, 0), {"observations": seen(12), "actions": got["action"]})
+    record = Record(RecordId(0, 0), {"observations": seen(12), "actions": got["action"]})
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate([record]), temperature)
     np.testing.assert_allclose(got["logprob"], outputs.logprobs[0], atol=1e-5)
@@ -144,9 +144,7 @@ def test_loading_changes_what_is_served(tmp_path: Path) -> None:
 def test_it_does_not_import_transformers() -> None:
     import subprocess
 
-    code = (
-        "import rlinf.engines.direct, rlinf.models.mlp, sys; print('transformers' in sys.modules)"
-    )
+    code = "import rlinf.engines.direct, rlinf.models.actor_critic, sys; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -161,7 +159,7 @@ def test_newer_weights_answer_the_next_time_step(tmp_path: Path) -> None:
     policy.save(tmp_path / "new", dict(policy.module.state_dict()))
     other.load(tmp_path / "new", 3)
     waiting = [None, (tmp_path / "new", 3)]
-    hooks = Hooks(newer=lambda: waiting.pop(0) if waiting else None)
+    hooks = RolloutHooks(newer_weights=lambda: waiting.pop(0) if waiting else None)
     plain = make("box", tmp_path / "old")
     for time, expected in enumerate([plain, other, other]):
         got = ask(engine, range(3), seen(3), time, hooks=hooks)
@@ -175,13 +173,13 @@ class Chunks(Policy):
     """Sees a picture and a text, acts in chunks of two vectors drawn by a chain of two steps."""
 
     Config = Section
-    offers = frozenset({ACTS})
+    provides = frozenset({SINGLE_PASS_ACTIONS})
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     @classmethod
-    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
         raise AssertionError
 
     @classmethod
@@ -202,7 +200,7 @@ class Chunks(Policy):
     def evaluate(self, batch: Any, temperature: float, *, entropy: bool = False) -> Any:
         raise AssertionError
 
-    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         return random.standard_normal((steps, 2, 2, 3), dtype=np.float32)
 
     def act(
@@ -232,7 +230,7 @@ def test_a_policy_of_pictures_text_and_chunks_needs_no_engine_of_its_own(tmp_pat
     def answer(rows: list[int], temperature: float = 1.0) -> dict[str, np.ndarray]:
         channel = LocalChannel()
         info = {"time": 1, "horizon": 3, "temperature": temperature}
-        channel.put(Record(Identity(0, 0), {n: c[rows] for n, c in steps.items()}, info=info))
+        channel.put(Record(RecordId(0, 0), {n: c[rows] for n, c in steps.items()}, info=info))
         channel.close()
         (reply,) = made.generate(channel, seed=1, stage="rollout")
         assert reply.info["version"] == 5

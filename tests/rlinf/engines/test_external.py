@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
-from rlinf.engines.base import Hooks
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.record import Record, RecordId
+from rlinf.engines.base import RolloutHooks
 from rlinf.engines.server import ServerEngine
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -96,12 +96,12 @@ def test_prompts_that_are_read_in_parts_change_no_draw(tried: Tried) -> None:
         "prompt": prompts,
     }
     info = {"horizon": 6, "temperature": 1.0, "min_tokens": 2}
-    request = Record(Identity(0, 0), steps, info=info)
+    request = Record(RecordId(0, 0), steps, info=info)
     got = tried.answers(request)
     assert_of_policy(tried, request, got)
     for number in (0, 17, 39):
         one = {name: column[[number]] for name, column in steps.items()}
-        alone = tried.answers(Record(Identity(0, 0), one, info=info))
+        alone = tried.answers(Record(RecordId(0, 0), one, info=info))
         assert_alike(alone, {number: got[number]}, tried)
 
 
@@ -114,7 +114,7 @@ def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: 
     request, rows = tried.request(range(6), **LONG), Rows()
     for looks in LOOKS:
         asked = itertools.count(1)
-        hooks = Hooks(newer=lambda: (folder, 5) if next(asked) == looks else None)  # noqa: B023
+        hooks = RolloutHooks(newer_weights=lambda: (folder, 5) if next(asked) == looks else None)  # noqa: B023
         tried.engine.load(tried.folder, 3)
         rows = tried_read(tried, request, hooks)
         if all(0 < (row["version"] == 3).sum() < LENGTH for row in rows.values()):
@@ -130,7 +130,7 @@ def test_newer_weights_come_while_samples_are_under_way(tried: Tried, tmp_path: 
     assert all((np.diff(row["version"]) >= 0).all() for row in rows.values())
 
 
-def tried_read(tried: Tried, request: Record, hooks: Hooks) -> Rows:
+def tried_read(tried: Tried, request: Record, hooks: RolloutHooks) -> Rows:
     """As :meth:`Tried.answers`, of an engine whose version changes meanwhile."""
     channel, found = LocalChannel(), Rows()
     channel.put(request)
@@ -146,7 +146,10 @@ def test_a_sample_that_was_given_up_is_gone_on_with(tried: Tried) -> None:
     request, part = tried.request(range(4), **LONG), Rows()
     for looks in LOOKS:
         asked = itertools.count(1)
-        hooks = Hooks(newer=lambda: None, gives_up=lambda *_: next(asked) == looks)  # noqa: B023
+        hooks = RolloutHooks(
+            newer_weights=lambda: None,
+            should_abort=lambda *_: next(asked) == looks,  # noqa: B023
+        )
         part = tried.answers(request, hooks=hooks)
         if all(0 < row["length"] < LENGTH for row in part.values()):
             break
@@ -159,7 +162,7 @@ def test_a_sample_that_was_given_up_is_gone_on_with(tried: Tried) -> None:
         "begun_version": np.stack([row["version"] for row in order]),
     }
     again = Record(request.identity, {**request.steps, **begun}, info=request.info)
-    got = tried_read(tried, again, Hooks())
+    got = tried_read(tried, again, RolloutHooks())
     for number, row in got.items():
         count = part[number]["length"]
         np.testing.assert_array_equal(row["tokens"][:count], part[number]["tokens"][:count])
@@ -180,7 +183,7 @@ def test_a_stop_string_is_found_across_the_place_where_a_sample_was_cut_off(trie
     for seed in range(60):
         info = {**request.info, "seed": seed}
         asked = Record(request.identity, {**request.steps, **begun}, info=info)
-        got = tried_read(tried, asked, Hooks(newer=lambda: None))[0]
+        got = tried_read(tried, asked, RolloutHooks(newer_weights=lambda: None))[0]
         if got["tokens"][1] == digits["2"]:
             assert (got["length"], got["stopped"]) == (2, True)
             return
@@ -210,7 +213,7 @@ def test_a_sample_may_fill_the_context(tried: Tried) -> None:
         "begun_version": np.full((1, most), 3),
     }
     again = Record(request.identity, {**request.steps, **begun}, info=info)
-    assert tried_read(tried, again, Hooks())[2]["length"] == most
+    assert tried_read(tried, again, RolloutHooks())[2]["length"] == most
 
 
 @pytest.mark.slow
@@ -222,8 +225,8 @@ def test_samples_that_its_cache_cannot_hold_together_are_the_same(tried: Tried) 
     own.close()
     cls = type(own)
     tokens, each = 1200, 2 * TOKENS.layers * TOKENS.kv_heads * 64 * 4
-    known = "cache_tokens" in cls.Config.model_fields
-    settings = {"cache_tokens": tokens} if known else {"cache_gib": tokens * each / 2**30}
+    known = "max_total_tokens" in cls.Config.model_fields
+    settings = {"max_total_tokens": tokens} if known else {"kv_cache_gib": tokens * each / 2**30}
     small = Tried(cls(cls.Config(**settings), CausalLM, TOKENS), "tokens", tried.folder, None)
     small.engine.load(tried.folder, 3)
     try:
@@ -239,7 +242,9 @@ def test_the_experts_that_answer_are_those_of_the_newest_weights(
     tried: Tried, tmp_path: Path
 ) -> None:
     """The network's own names of them are in no checkpoint, and an engine may pass over these."""
-    config = CausalLMConfig(architecture="qwen3_moe", experts=4, **TOKENS.model_dump(include=SIZES))
+    config = CausalLMConfig(
+        architecture="qwen3_moe", num_experts=4, **TOKENS.model_dump(include=SIZES)
+    )
     first, folder = tmp_path / "first", tmp_path / "experts"
     first.mkdir()
     folder.mkdir()

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.engines import engines
 from rlinf.errors import ConfigError, DataError, StageError
 from rlinf.models.causal_lm import CausalLM
@@ -176,11 +176,11 @@ def test_another_network_takes_its_place(tried: Tried, tmp_path: Path) -> None:
 def test_it_is_in_no_process_with_a_trainer_of_several(name: str, tmp_path: Path) -> None:
     """Whichever of the two comes first."""
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path)
-    World().connect("cpu")
+    ProcessGroupInfo().init_process_group("cpu")
     with pytest.raises(StageError, match="process group of 1, and its stage has 2 processes"):
-        World(0, 2).connect("cpu")
+        ProcessGroupInfo(0, 2).init_process_group("cpu")
     cls = engines.get(name)
     engine = cls(cls.Config(), CausalLM, TOKENS)
-    engine.world = World(0, 2)
+    engine.world = ProcessGroupInfo(0, 2)
     with pytest.raises(ConfigError, match=rf"engine\.name: {name} cannot share a process"):
         engine.load(tmp_path, 1)

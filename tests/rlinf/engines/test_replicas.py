@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from rlinf.channels.local import LocalChannel
+from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record
 from rlinf.engines import server as servers
-from rlinf.engines.base import Hooks
-from rlinf.engines.process import Gone, ServerError
+from rlinf.engines.base import RolloutHooks
+from rlinf.engines.server_process import ServerError, ServerUnavailable
 from rlinf.models.causal_lm import CausalLM
 from tests.contracts.test_engine import TOKENS, Rows, Tried, assert_alike
 from tests.rlinf.engines.small_server import SmallConfig, SmallEngine
@@ -32,7 +32,7 @@ def started(folder: Path, **config: Any) -> Tried:
     folder.mkdir(exist_ok=True)
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, folder)
     engine = SmallEngine(SmallConfig(**{"step_s": 0.005, **config}), CausalLM, TOKENS)
-    engine.logs = folder.parent / "logs"
+    engine.log_folder = folder.parent / "logs"
     engine.load(folder, 3)
     return Tried(engine, "tokens", folder, CausalLM.load(folder, TOKENS))
 
@@ -146,7 +146,7 @@ def test_newer_weights_come_to_all_while_samples_are_under_way(
     channel, rows = LocalChannel(), Rows()
     channel.put(request)
     channel.close()
-    hooks = Hooks(newer=newer)
+    hooks = RolloutHooks(newer_weights=newer)
     for reply in tried.engine.generate(channel, seed=7, stage="rollout", hooks=hooks):
         for i, number in enumerate(reply.steps["sample"].tolist()):
             rows[number] = {name: column[i] for name, column in reply.steps.items()}
@@ -177,7 +177,7 @@ def test_what_the_dead_took_with_them_is_asked_again(tried: Tried, victims: int)
                 os.killpg(pid, 9)
         return False
 
-    got = tried.answers(request, hooks=Hooks(gives_up=gives_up))
+    got = tried.answers(request, hooks=RolloutHooks(should_abort=gives_up))
     assert_alike(got, whole, tried)
     if victims == 1:
         assert len(living.get("/read")) - before == 8, "its own four and the other's, none twice"
@@ -197,7 +197,7 @@ def test_one_that_does_not_come_up_again_is_done_without(
     whole = tried.answers(request)
     with monkeypatch.context() as patched:
         # This interpreter runs nothing.
-        patched.setattr(servers, "interpreter", lambda name, key: "/bin/false")
+        patched.setattr(servers, "resolve_interpreter", lambda name, key: "/bin/false")
         os.killpg(engine.processes[0].pid, 9)
         assert_alike(tried.answers(request), whole, tried)
         engine._servers.settle()
@@ -212,7 +212,7 @@ def test_one_that_does_not_come_up_again_is_done_without(
 def test_one_that_hangs_is_replaced_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlinf.engines.process.WATCH_S", 0.2)
+    monkeypatch.setattr("rlinf.engines.server_process.LIVENESS_INTERVAL_S", 0.2)
     tried = started(tmp_path / "policy", silent_s=2.0)
     engine: Any = tried.engine
     try:
@@ -227,7 +227,7 @@ def test_one_that_hangs_is_replaced_and_asked_again(
             return False
 
         began = time.monotonic()
-        got = tried.answers(request, hooks=Hooks(gives_up=gives_up))
+        got = tried.answers(request, hooks=RolloutHooks(should_abort=gives_up))
         assert time.monotonic() - began < 120
         assert len(asked) > 1, "samples were under way"
         assert engine.processes[0].pid != first
@@ -239,7 +239,7 @@ def test_one_that_hangs_is_replaced_and_asked_again(
 def test_one_that_is_only_slow_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlinf.engines.process.WATCH_S", 0.2)
+    monkeypatch.setattr("rlinf.engines.server_process.LIVENESS_INTERVAL_S", 0.2)
     tried = started(tmp_path / "policy", silent_s=8.0, step_s=1.0)
     engine: Any = tried.engine
     try:
@@ -257,31 +257,31 @@ def test_servers_that_sleep_hold_nothing_and_wake_with_their_weights(tmp_path: P
     request = grouped(tried, 4, 2, **LONG)
     try:
         whole = tried.answers(request)
-        size = engine.size()["server"].here
+        size = engine.group_sizes()["server"].here
         weights = {t.data_ptr(): t.nbytes for t in tried.policy.module.state_dict().values()}
         assert size == sum(weights.values()) + 2**30
         assert engine.offload("server", 1) == size
-        assert engine.size()["server"] == (0, size, 0)
+        assert engine.group_sizes()["server"] == (0, size, 0)
         assert engine.offload("server", 1) == 0
         asked = {"tokens": [2, 3], "most": 1, "least": 0, "seed": 0, "temperature": 1.0}
         for process in engine.processes:
-            with pytest.raises(Gone):  # it has nothing to compute with
+            with pytest.raises(ServerUnavailable):  # it has nothing to compute with
                 process.post("/generate", {**asked, "stops": []})
         engine.load(tried.folder, 3)
         assert_alike(tried.answers(request), whole, tried)
         engine.offload("server", 1)
         os.killpg(engine.processes[0].pid, 9)
-        engine.onload(["server"], filled=True)
-        assert engine.size()["server"] == (size, 0, 0)
+        engine.onload(["server"], copy_data=True)
+        assert engine.group_sizes()["server"] == (size, 0, 0)
         assert_alike(tried.answers(request), whole, tried)
         engine.offload("server", 1)
-        engine.onload(["server"], filled=False)
+        engine.onload(["server"], copy_data=False)
         engine.load_state(tried.policy.module.state_dict().items(), 4)
         got = tried.answers(request)
         assert_of_policy(tried, request, got)
     finally:
         engine.close()
-    assert engine.size() == {}
+    assert engine.group_sizes() == {}
 
 
 def test_all_end_at_once_when_it_closes(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_all_end_at_once_when_it_closes(tmp_path: Path) -> None:
     assert time.monotonic() - began < 2
     assert engine.processes == []
     assert not any(child.is_running() for child in own)
-    assert sorted(path.name[-6:] for path in engine.logs.iterdir()) == ["-0.log", "-1.log"]
+    assert sorted(path.name[-6:] for path in engine.log_folder.iterdir()) == ["-0.log", "-1.log"]
 
 
 def _command(process: psutil.Process) -> str:

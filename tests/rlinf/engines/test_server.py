@@ -16,12 +16,12 @@ import numpy as np
 import psutil
 import pytest
 
-from rlinf import tree
-from rlinf.config import semantic
+from rlinf import package_paths
+from rlinf.config import select_semantic
 from rlinf.engines import engines
-from rlinf.engines.base import Hooks
-from rlinf.engines.inside.start import shared_memory
-from rlinf.engines.process import ServerError
+from rlinf.engines.base import RolloutHooks
+from rlinf.engines.engine_plugins.server_launcher import shared_memory
+from rlinf.engines.server_process import ServerError
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
 from tests.contracts.test_engine import TOKENS, Tried, assert_alike
@@ -51,7 +51,7 @@ def test_what_a_server_took_with_it_is_asked_again(tried: Tried) -> None:
             os.killpg(first, 9)
         return False
 
-    got = tried.answers(request, hooks=Hooks(gives_up=gives_up))
+    got = tried.answers(request, hooks=RolloutHooks(should_abort=gives_up))
     assert engine.processes[0].pid != first
     for number, row in whole.items():
         np.testing.assert_array_equal(got[number]["tokens"], row["tokens"])
@@ -63,13 +63,13 @@ def test_one_that_slept_answers_as_before(tried: Tried) -> None:
     """By the calls that free memory on a GPU; on a CPU the servers take them and free nothing."""
     engine: Any = tried.engine
     if engine.device.type == "cpu":
-        assert engine.size() == {}
+        assert engine.group_sizes() == {}
     request = tried.request(range(6))
     before = tried.answers(request)
     (process,) = engine.processes
     engine.sleep(process)
     engine.wake(process)
-    engine.update(process, tried.folder, 3)
+    engine.update_weights(process, tried.folder, 3)
     assert_alike(tried.answers(request), before, tried)
     assert [one.pid for one in engine.processes] == [process.pid]
 
@@ -122,7 +122,7 @@ def test_it_ends_with_the_process_that_started_it(name: str, tmp_path: Path) -> 
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)],
         stdout=subprocess.PIPE,
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         text=True,
     ) as parent:
         assert parent.stdout is not None
@@ -152,26 +152,26 @@ def test_one_that_does_not_come_up_says_so_with_the_end_of_its_log(
     folder.mkdir()
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, folder)
     engine = cls(cls.Config(server_python=sys.executable), CausalLM, TOKENS)
-    engine.logs = tmp_path / "logs"
+    engine.log_folder = tmp_path / "logs"
     with pytest.raises(ServerError, match=r"(?s)exit code 1.*logs/.*No module named"):
         engine.load(folder, 1)
     engine.close()
-    assert list(engine.logs.glob("*.log")), "its log stays"
+    assert list(engine.log_folder.glob("*.log")), "its log stays"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_environment_that_is_not_there_is_named_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compose: Any
 ) -> None:
-    from pipeline.check import check
+    from pipeline.validate_config import validate_config
     from rlinf.config import RunConfig
 
     monkeypatch.setenv("RLINF_ENVS", str(tmp_path))
     config = RunConfig.model_validate(compose(f"engine={name}"))
     with pytest.raises(ConfigError, match=f"engine.server_python.*make env NAME={name}"):
-        check(config)
+        validate_config(config)
 
 
 def test_where_a_server_runs_changes_no_result() -> None:
     here, there = ({"engine": {"name": "vllm", "server_python": path}} for path in ("/a", "/b"))
-    assert semantic(here) == semantic(there) == {"engine": {"name": "vllm"}}
+    assert select_semantic(here) == select_semantic(there) == {"engine": {"name": "vllm"}}

@@ -27,5 +27,5 @@ def test_a_sample_fits_into_its_cache(name: str, tmp_path: Path) -> None:
     assert context() == context(cache_tokens=520) == 512
     assert context(cache_tokens=519) == 511
     assert context(cache_tokens=408, context=400) == 400
-    with pytest.raises(ConfigError, match=r"engine\.cache_tokens: 407 .*sample of 400"):
+    with pytest.raises(ConfigError, match=r"engine\.max_total_tokens: 407 .*sample of 400"):
         context(cache_tokens=407, context=400)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
-from rlinf.data.sampling import Sampling
-from rlinf.engines.base import NO_HOOKS, Hooks
-from rlinf.engines.sampling import sample
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.record import Record, RecordId
+from rlinf.data.sampling_params import SamplingParams
+from rlinf.device_memory import DeviceMemoryManager
+from rlinf.engines.base import NO_HOOKS, RolloutHooks
+from rlinf.engines.token_sampling import sample_tokens
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.residency import Residency
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 
@@ -45,7 +45,7 @@ def request(lengths: list[int], horizon: int = 10, temperature: float = 1.0) -> 
         row[:length] = random.integers(2, 14, length)
     # Two samples of each prompt, as in a group.
     return Record(
-        Identity(0, 0),
+        RecordId(0, 0),
         steps={
             "sample": np.arange(2 * len(lengths)),
             "prompt": prompts.repeat(2, axis=0),
@@ -64,7 +64,7 @@ def asked(*requests: Record) -> LocalChannel:
 
 
 def rows(
-    engine: TransformersEngine, wanted: Record, hooks: Hooks = NO_HOOKS
+    engine: TransformersEngine, wanted: Record, hooks: RolloutHooks = NO_HOOKS
 ) -> dict[int, dict[str, np.ndarray]]:
     found = {}
     for reply in engine.generate(asked(wanted), seed=7, stage="rollout", hooks=hooks):
@@ -93,7 +93,7 @@ def judged(
         prompt = wanted.steps["prompt"][number][: wanted.steps["prompt_length"][number]]
         records.append(
             Record(
-                Identity(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt}
+                RecordId(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt}
             )
         )
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_samples_go_on_with_newer_weights_from_the_next_token_on(
 
     wanted = request([3, 7, 5, 3], horizon=12)
     going = engine(folder, ignore_eos=True)
-    got = rows(going, wanted, Hooks(newer=newer))
+    got = rows(going, wanted, RolloutHooks(newer_weights=newer))
     assert going.version == 4
     plain = rows(engine(folder, ignore_eos=True), wanted)
     old, new = (judged(where, wanted, got, 1.0) for where in (folder, tmp_path))
@@ -155,7 +155,7 @@ def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_pat
         return (tmp_path, 3) if asked == 20 else None
 
     going, still = engine(folder), engine(folder)
-    got, plain = rows(going, wanted, Hooks(newer=newer)), rows(still, wanted)
+    got, plain = rows(going, wanted, RolloutHooks(newer_weights=newer)), rows(still, wanted)
     early = [number for number, row in plain.items() if row["length"] <= 20]
     assert 0 < len(early) < len(plain)
     for number in early:
@@ -178,7 +178,7 @@ def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max
         asked.append(left)
         return len(asked) >= at
 
-    got = rows(first, wanted, Hooks(gives_up=gives_up))
+    got = rows(first, wanted, RolloutHooks(should_abort=gives_up))
     given_up = {number: row for number, row in got.items() if row.get("unfinished")}
     assert given_up.keys() <= {n for n, row in plain.items() if row["length"] >= 2}
     assert given_up, "the test hands something over"
@@ -223,7 +223,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(folder: Path) -> None:
 def test_a_prompt_that_ends_with_token_zero_is_not_taken_for_a_shorter_one(folder: Path) -> None:
     """0 fills prompts up, and is an ordinary token of many tokenizers."""
     both = Record(
-        Identity(0, 0),
+        RecordId(0, 0),
         steps={
             "sample": np.arange(2),
             "prompt": np.array([[5, 9, 0], [5, 9, 0]]),
@@ -298,7 +298,7 @@ def test_samples_of_a_prompt_share_its_forward_pass_and_differ(
 
 def test_greedy_takes_the_most_likely_token() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    chosen, logprobs = sample(logits, torch.rand(2), Sampling(1, 0.0))
+    chosen, logprobs = sample_tokens(logits, torch.rand(2), SamplingParams(1, 0.0))
     assert chosen.tolist() == [1, 0]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
 
@@ -307,14 +307,14 @@ def test_sampling_has_the_right_frequencies() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     count = 40_000
     noise = torch.from_numpy(np.random.default_rng(0).random(count, dtype=np.float32))
-    chosen, _ = sample(probabilities.log().expand(count, -1), noise, Sampling(1))
+    chosen, _ = sample_tokens(probabilities.log().expand(count, -1), noise, SamplingParams(1))
     shares = torch.bincount(chosen, minlength=4) / count
     torch.testing.assert_close(shares, probabilities, atol=0.01, rtol=0)
 
 
 def test_a_noise_of_almost_one_stays_in_the_vocabulary() -> None:
-    chosen, _ = sample(
-        torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), Sampling(1)
+    chosen, _ = sample_tokens(
+        torch.zeros(1, 5), torch.tensor([np.nextafter(np.float32(1), 0)]), SamplingParams(1)
     )
     assert 0 <= int(chosen) < 5
 
@@ -364,11 +364,11 @@ def test_weights_from_memory_need_not_bring_back_those_they_replace(folder: Path
     wanted, used, fresh = request([3, 5]), engine(folder), engine(folder)
     tensors = {name: 1.5 * tensor for name, tensor in fresh._module.state_dict().items()}
     fresh.load_state(tensors.items(), 3)
-    residency = Residency(torch.device("cpu"), sys.maxsize)
-    residency.need(used)
-    residency.clear()
-    residency.need(used, filled=False)
-    for tensor in used.resident()["weights"]:
+    residency = DeviceMemoryManager(torch.device("cpu"), sys.maxsize)
+    residency.acquire(used)
+    residency.offload_all()
+    residency.acquire(used, copy_data=False)
+    for tensor in used.tensor_groups()["weights"]:
         tensor.fill_(torch.nan)  # whatever the memory holds
     used.load_state(tensors.items(), 3)
     for number, row in rows(fresh, wanted).items():
@@ -424,7 +424,7 @@ def test_an_engine_of_another_type_generates_the_same_whichever_way_its_weights_
     for tensors in (newer, {name: tensor.bfloat16() for name, tensor in newer.items()}):
         used = engine(folder, dtype="bfloat16")
         used.load_state(tensors.items(), 3)
-        assert {tensor.dtype for tensor in used.resident()["weights"]} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in used.tensor_groups()["weights"]} == {torch.bfloat16}
         replies.append(rows(used, wanted))
     exact = rows(engine(tmp_path), wanted)
     for number, row in replies[0].items():

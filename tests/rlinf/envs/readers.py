@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests, check_token_request
+from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks, check_token_request
 
 
 class Reader(Engine):
@@ -31,7 +31,7 @@ class Reader(Engine):
         pass
 
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         for request in requests:
             check_token_request(request)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
-from rlinf.envs.arithmetic import ArithmeticConfig, ArithmeticEnvironment, is_held_out
-from rlinf.envs.base import Episodes
-from rlinf.models.published_folder import PublishedFolder
-from rlinf.models.tokenizer import write_character_tokenizer
+from rlinf.envs.arithmetic import ArithmeticConfig, ArithmeticEnvironment, is_test_question
+from rlinf.envs.base import RolloutRequest
+from rlinf.models.character_tokenizer import write_character_tokenizer
+from rlinf.models.hf_folder import HFFolder
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +18,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer("0123456789+-*= ", folder)
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
-    return PublishedFolder(folder).tokenizer
+    return HFFolder(folder).tokenizer
 
 
 def make(tokenizer: Any, **options: Any) -> ArithmeticEnvironment:
     return ArithmeticEnvironment(ArithmeticConfig(**options), tokenizer)
 
 
-def episodes(split: Literal["train", "test"], seed: int = 0, count: int = 300) -> Episodes:
-    return Episodes(seed, 2, split, range(count), count, 1, 8, 1.0)
+def episodes(split: Literal["train", "test"], seed: int = 0, count: int = 300) -> RolloutRequest:
+    return RolloutRequest(seed, 2, split, range(count), count, 1, 8, 1.0)
 
 
 def test_answers_are_right(tokenizer: Any) -> None:
@@ -47,7 +47,7 @@ def test_no_training_question_is_held_out(tokenizer: Any) -> None:
     train = {p.text for p in task.prompts(episodes("train", count=2000))}
     test = {p.text for p in task.prompts(episodes("test"))}
     assert not train & test
-    assert all(is_held_out(text) for text in test)
+    assert all(is_test_question(text) for text in test)
     shown = task.demonstrations(0, 0, 200)
     questions = {tokenizer.decode(record.context["prompt"]) for record in shown}
     assert not questions & test
@@ -62,7 +62,7 @@ def test_held_out_questions_do_not_depend_on_the_run(tokenizer: Any) -> None:
 def test_a_worker_asks_the_questions_of_its_starts(tokenizer: Any) -> None:
     task = make(tokenizer)
     whole = task.prompts(episodes("train", count=10))
-    part = Episodes(0, 2, "train", range(1, 10, 3), 10, 1, 8, 1.0)
+    part = RolloutRequest(0, 2, "train", range(1, 10, 3), 10, 1, 8, 1.0)
     assert task.prompts(part) == whole[1::3]
 
 
@@ -75,7 +75,9 @@ def test_rambling_demonstrations_begin_with_the_answer(tokenizer: Any) -> None:
         assert int(answer) == eval(question)
         assert record.steps["actions"][-1] == tokenizer.eos_token_id
         rambling += bool(more)
-        assert not more or not is_held_out(more), "what is shown in passing is training data too"
+        assert not more or not is_test_question(more), (
+            "what is shown in passing is training data too"
+        )
     assert 0.4 < rambling / 400 < 0.6
 
 

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 pytest.importorskip("mujoco", reason="the extra 'sims' is not installed")
-from rlinf.envs.gym import GymConfig, simulator_process
+from rlinf.envs.gym import GymConfig, create_simulator_process
 from rlinf.errors import InputError
 
 
@@ -17,7 +17,7 @@ def test_where_there_is_no_renderer_it_says_which_packages_have_one(
     """Of the libraries that EGL offers none is there, as on a machine without them."""
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/none.json")
     config = GymConfig(id="InvertedPendulum-v5", images={"free": (8, 8)}, renderer="egl")
-    with contextlib.closing(simulator_process(config)) as process:
+    with contextlib.closing(create_simulator_process(config)) as process:
         said = r"task\.renderer: egl does not work here \(.+\); egl needs .*libegl1 .*libosmesa6"
         with pytest.raises(InputError, match=said):
             process.reset([0], [0])

@@ -16,24 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.algorithms.levels import at_level
+from rlinf.algorithms.granularity import batch_at_level
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.config import Section, validate
-from rlinf.data.batch import Sample, assemble
-from rlinf.data.instructions import INSTRUCTION, decoded
-from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS
+from rlinf.data.batch import TrainingSample, build_step_batch
+from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
-from rlinf.envs.seen import encoded
+from rlinf.envs.observations import encode_instruction
 from rlinf.errors import ConfigError, InputError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.rewards.base import Resources, Reward
-from rlinf.rewards.environment import EnvironmentConfig, EnvironmentReward
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from rlinf.rewards.base import Reward, RewardResources
+from rlinf.rewards.task_rewards import EnvironmentReward, EnvironmentRewardConfig
 from rlinf.seeding import generator
-from stages.collect import collect
-from stages.reward import judged
+from stages.reward import compute_rewards
+from stages.rollout_loop import local_rollout_iter
 
 WORDS = "tests.rlinf.envs.speaking_worlds:make"
 
@@ -48,19 +48,21 @@ def collected(
     value_level: Any = "chunk",
 ) -> tuple[list[Record], MLPPolicy]:
     """Experience of three samples with a policy of chunks, and that policy."""
-    policy = MLPConfig(hidden=(8,), chunk=chunk, value_level=value_level)
+    policy = MLPConfig(hidden=(8,), chunk_size=chunk, value_level=value_level)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        MLPPolicy.create(policy, GymEnvironment.measured(task), seed, folder)
+        MLPPolicy.create(policy, GymEnvironment.read_spec(task), seed, folder)
         engine = DirectEngine(DirectConfig(), MLPPolicy, policy)
         engine.load(folder, 0)
         with contextlib.closing(GymEnvironment(task, None)) as environment:
-            episodes = Episodes(seed, 0, split, range(3), 3, 1, horizon, 1.0)
-            records = sorted(collect(environment, engine, episodes, "rollout"), key=_identity)
+            episodes = RolloutRequest(seed, 0, split, range(3), 3, 1, horizon, 1.0)
+            records = sorted(
+                local_rollout_iter(environment, engine, episodes, "rollout"), key=_identity
+            )
         return records, MLPPolicy.load(folder, policy)
 
 
-def _identity(record: Record) -> Identity:
+def _identity(record: Record) -> RecordId:
     return record.identity
 
 
@@ -107,7 +109,7 @@ def replayed(task: GymConfig, record: Record, seed: int, split: str) -> dict[str
 def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
     name: str, chunk: int, limit: int, halves: Any, split: str, seed: int
 ) -> None:
-    task = GymConfig(id=name, kwargs={"max_episode_steps": limit}, halves=halves)
+    task = GymConfig(id=name, kwargs={"max_episode_steps": limit}, double_buffer=halves)
     records, policy = collected(task, chunk, horizon=8, seed=seed, split=split)
     for record in records:
         for column, expected in replayed(task, record, seed, split).items():
@@ -144,12 +146,12 @@ def test_advantages_of_chunks_are_those_of_their_summed_rewards() -> None:
     task = GymConfig(id="CartPole-v1", kwargs={"max_episode_steps": 21})
     records, _ = collected(task, 4, horizon=14)
     rows = [
-        Sample(r, Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}))
+        TrainingSample(r, Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}))
         for r in records
     ]
-    batch = assemble(rows)
+    batch = build_step_batch(rows)
     config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False)
-    found, _ = PPO(config).advantages(batch)
+    found, _ = PPO(config).compute_advantages(batch)
     kinds = set()
     for n, record in enumerate(records):
         steps = record.steps
@@ -175,21 +177,21 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
     gamma, lam = 0.9, 0.8
     task = GymConfig(id="Pendulum-v1", kwargs={"max_episode_steps": 9})
     records, policy = collected(task, 4, horizon=7, value_level="action")
-    reward = EnvironmentReward(EnvironmentConfig(scale=0.1), Resources())
-    verdict = judged(reward, PPO(PPOConfig()), None, records, Counter())
+    reward = EnvironmentReward(EnvironmentRewardConfig(scale=0.1), RewardResources())
+    verdict = compute_rewards(reward, PPO(PPOConfig()), None, records, Counter())
     given = [
         Record(r.identity, s, info={"keep": 1})
-        for r, s in zip(records, verdict.rewards, strict=True)
+        for r, s in zip(records, verdict.step_rewards, strict=True)
     ]
-    batch = at_level(assemble(list(map(Sample, records, given))), "action")
+    batch = batch_at_level(build_step_batch(list(map(TrainingSample, records, given))), "action")
     config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False, logprob_level="action")
-    found, returns = PPO(config).advantages(batch)
+    found, returns = PPO(config).compute_advantages(batch)
     cuts = 0
     for n, record in enumerate(records):
         steps = record.steps
         assert steps["values"].shape == (7, 4)
         for at, seen in zip(
-            record.context[CUT_STEPS], record.context[CUT_OBSERVATIONS], strict=True
+            record.context[TRUNCATION_STEPS], record.context[FINAL_OBSERVATIONS], strict=True
         ):
             with torch.no_grad():
                 said = policy.act({"observation": torch.tensor(seen)[None]}, None, 0.0)["value"]
@@ -215,7 +217,7 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
     assert cuts > 3
     # A stage between may have changed what chunks are worth, and said nothing of their actions.
     plain = [Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}) for r in given]
-    placed = assemble(list(map(Sample, records, plain))).require("action_rewards")
+    placed = build_step_batch(list(map(TrainingSample, records, plain))).require("action_rewards")
     torch.testing.assert_close(placed.sum(-1), batch.rewards)
     done = torch.tensor(np.stack([record.steps["executed"] for record in records])).long()
     at_last = placed.gather(2, done[..., None] - 1)[..., 0]
@@ -225,11 +227,11 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
         for r in given
     ]
     with pytest.raises(InputError, match="do not add up to 'rewards'; a stage that changes one"):
-        assemble(list(map(Sample, records, halved)))
+        build_step_batch(list(map(TrainingSample, records, halved)))
     for record in records:
         del record.steps["executed"]
     with pytest.raises(InputError, match="several values for a step"):
-        assemble(list(map(Sample, records, plain)))
+        build_step_batch(list(map(TrainingSample, records, plain)))
 
 
 class Given(Reward):
@@ -239,7 +241,7 @@ class Given(Reward):
     needs_score = False
     says: Any = None
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Any]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Any]:
         return [self.says for _ in trajectories]
 
 
@@ -250,8 +252,8 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
         "executed": np.array([3, 2, 1, 3], np.int32),
         "mask": np.array([1, 1, 0, 0], np.float32),
     }
-    record = Record(Identity(0, 0), steps)
-    reward = Given(Section(), Resources())
+    record = Record(RecordId(0, 0), steps)
+    reward = Given(Section(), RewardResources())
     each = np.arange(1.0, 13).reshape(4, 3)
     for said, wanted in (
         (5.0, [[0, 0, 0], [0, 5, 0]]),
@@ -260,18 +262,18 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
         (each, [[1, 2, 3], [4, 5 + 6 + each[2:].sum(), 0]]),
     ):
         reward.says = said
-        (judgement,) = reward.judgements([record], [])
-        assert np.asarray(judgement.worth).tolist() == [*wanted, [0, 0, 0], [0, 0, 0]]
-        (rewards,) = reward.rewards([record], [])
+        (judgement,) = reward.compute_results([record], [])
+        assert np.asarray(judgement.reward).tolist() == [*wanted, [0, 0, 0], [0, 0, 0]]
+        (rewards,) = reward.compute_step_rewards([record], [])
         assert rewards.dtype == np.float32
         assert rewards.tolist() == [*map(sum, wanted), 0, 0]
     reward.says = np.zeros((4, 2))
     with pytest.raises(InputError, match=r"shape \[4, 2\]; .* 4 steps, or for .* 3 actions"):
-        reward.judgements([record], [])
-    none = Record(Identity(0, 0), {**steps, "mask": np.zeros(4, np.float32)})
+        reward.compute_results([record], [])
+    none = Record(RecordId(0, 0), {**steps, "mask": np.zeros(4, np.float32)})
     reward.says = each
-    (judgement,) = reward.judgements([none], [])
-    assert np.asarray(judgement.worth).tolist() == [[0, 0, 0]] * 4
+    (judgement,) = reward.compute_results([none], [])
+    assert np.asarray(judgement.reward).tolist() == [[0, 0, 0]] * 4
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -280,20 +282,20 @@ def test_an_instruction_reaches_the_policy_and_the_trajectory(
     told: bool | str, processes: int
 ) -> None:
     """It is that of the moment: this world asks for another thing after every third step."""
-    task = GymConfig(world=WORDS, id="two", processes=processes, instruction=told)
+    task = GymConfig(simulator=WORDS, id="two", num_processes=processes, instruction=told)
     records, _ = collected(task, 2, horizon=4)
     for record in records:
         if told is False:
-            assert INSTRUCTION not in record.steps
+            assert INSTRUCTION_COLUMN not in record.steps
             continue
-        texts = [decoded(row) for row in record.steps[INSTRUCTION]]
+        texts = [decode_instruction(row) for row in record.steps[INSTRUCTION_COLUMN]]
         own = ["öffne 0", "öffne 0", "öffne 1", "öffne 2"]
         assert texts == (own if told is True else [told] * 4)
 
 
 def test_an_instruction_that_is_not_there_or_too_long_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.instruction: CartPole-v1 asks for nothing"):
-        GymEnvironment.measured(GymConfig(id="CartPole-v1", instruction=True))
+        GymEnvironment.read_spec(GymConfig(id="CartPole-v1", instruction=True))
     with pytest.raises(ConfigError, match=r"task\.instruction: .*300 bytes.*256"):
         validate(GymConfig, {"id": "CartPole-v1", "instruction": "x" * 300}, "task")
 
@@ -301,12 +303,12 @@ def test_an_instruction_that_is_not_there_or_too_long_is_refused() -> None:
 @given(st.text(max_size=64))
 def test_an_instruction_is_kept_to_the_letter(text: str) -> None:
     text = text.replace("\0", "")
-    assert decoded(encoded(text)) == text
+    assert decode_instruction(encode_instruction(text)) == text
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_simulator_without_an_expert_has_no_demonstrations(processes: int) -> None:
-    task = GymConfig(id="CartPole-v1", demonstrations=2, processes=processes)
+    task = GymConfig(id="CartPole-v1", demonstrations=2, num_processes=processes)
     with (
         contextlib.closing(GymEnvironment(task, None)) as environment,
         pytest.raises(InputError, match=r"task\.demonstrations: .*no expert"),

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.counted import counted
-from rlinf.data.left_open import MEASURED, STATE, taken_out
+from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, pop_open_episode
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymEnvironment, simulator_process
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.episode_runner import EPISODE_METRICS
+from rlinf.envs.gym import GymEnvironment, create_simulator_process
 from rlinf.envs.gym_config import GymConfig
-from rlinf.envs.loop import MEASURES
-from rlinf.envs.processes import SimulatorError
+from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import ConfigError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from stages.collect import collect
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from stages.rollout_loop import local_rollout_iter
 
 PENDULUM: dict[str, Any] = {
     "id": "Pendulum-v1",
@@ -46,24 +46,24 @@ class Player:
     def __init__(self, task: dict[str, Any], folder: Path) -> None:
         self.config = GymConfig.model_validate(task)
         bare = self.config.model_copy(update={"images": {}})
-        MLPPolicy.create(SMALL, GymEnvironment.describe(bare), 0, folder)
+        MLPPolicy.create(SMALL, GymEnvironment.model_spec(bare), 0, folder)
         self.engine = DirectEngine(DirectConfig(), MLPPolicy, SMALL)
         self.engine.load(folder, 0)
 
     def play(
         self, iteration: int, horizon: int, left: dict[int, Record] | None, starts: int = STARTS
     ) -> list[Record]:
-        episodes = Episodes(
-            0, iteration, "train", range(starts), starts, 1, horizon, 0.0, open=left
+        episodes = RolloutRequest(
+            0, iteration, "train", range(starts), starts, 1, horizon, 0.0, open_episodes=left
         )
         with closing(GymEnvironment(self.config, None)) as environment:
-            return list(collect(environment, self.engine, episodes, "rollout"))
+            return list(local_rollout_iter(environment, self.engine, episodes, "rollout"))
 
     def iterations(self, count: int, horizon: int) -> Iterator[list[Record]]:
         left: dict[int, Record] = {}
         for iteration in range(count):
             records = self.play(iteration, horizon, left)
-            found = [(record.identity.sample, taken_out(record)) for record in records]
+            found = [(record.identity.sample, pop_open_episode(record)) for record in records]
             left = {sample: still for sample, still in found if still is not None}
             yield records
 
@@ -91,7 +91,7 @@ def test_four_samples_are_one_of_four_times_their_length(
             if name != "bootstrap":
                 joined = np.concatenate([record.steps[name] for record in mine])
                 np.testing.assert_array_equal(joined, column, err_msg=name)
-        for name in MEASURES:
+        for name in EPISODE_METRICS:
             assert mine[-1].info[name] == pytest.approx(whole[sample].info[name], rel=1e-12)
         assert [record.info["episode_length"] for record in mine] == [5, 10, 15, 20]
 
@@ -120,7 +120,7 @@ def test_an_episode_has_the_limit_of_its_simulator_whatever_it_was_cut_into(
 def test_after_an_episode_that_ended_with_its_sample_another_begins(tmp_path: Path) -> None:
     """That of the iteration, as where nothing goes on."""
     player = Player({**PENDULUM, "kwargs": {"max_episode_steps": 5}}, tmp_path)
-    assert all(STATE not in record.context for record in player.play(0, 5, {}))
+    assert all(OPEN_STATE not in record.context for record in player.play(0, 5, {}))
     *_, last = player.iterations(2, 5)
     for record, anew in zip(last, player.play(1, 5, None), strict=True):
         assert record.digest() == anew.digest()
@@ -130,7 +130,7 @@ def test_samples_of_which_nothing_is_left_begin_anew_beside_those_that_go_on(
     tmp_path: Path,
 ) -> None:
     player = Player(PENDULUM, tmp_path)
-    left = {1: taken_out(player.play(0, 5, {})[1])}
+    left = {1: pop_open_episode(player.play(0, 5, {})[1])}
     first, second, third = player.play(1, 5, left)  # type: ignore[arg-type]
     anew = player.play(1, 5, None)
     lengths = [record.info["episode_length"] for record in (first, second, third)]
@@ -142,14 +142,16 @@ def test_samples_of_which_nothing_is_left_begin_anew_beside_those_that_go_on(
 
 def test_nothing_is_left_where_nothing_is_to_go_on(tmp_path: Path) -> None:
     for record in Player(PENDULUM, tmp_path).play(0, 5, None):
-        assert taken_out(record) is None
-        assert not {STATE, MEASURED} & record.context.keys()
+        assert pop_open_episode(record) is None
+        assert not {OPEN_STATE, OPEN_METRICS} & record.context.keys()
 
 
 def test_what_a_dead_process_stepped_begins_anew(tmp_path: Path) -> None:
     """The samples count: their steps were done."""
     with ExitStack() as ending:
-        process = ending.enter_context(closing(simulator_process(GymConfig(id="Pendulum-v1"))))
+        process = ending.enter_context(
+            closing(create_simulator_process(GymConfig(id="Pendulum-v1")))
+        )
         process.reset([0, 1], [1, 2])
         os.kill(process.pid, signal.SIGKILL)
         states, errors = process.save([0, 1])
@@ -168,8 +170,8 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
     kwargs = {"fails": "save", "once": str(tmp_path / "failed")}
     player = Player({**FORGETFUL, "kwargs": kwargs, "processes": processes}, tmp_path)
     records = player.play(0, 5, {})
-    assert all(counted(record).all() for record in records), "their steps were done"
-    (lost,) = [record for record in records if STATE not in record.context]
+    assert all(loss_mask(record).all() for record in records), "their steps were done"
+    (lost,) = [record for record in records if OPEN_STATE not in record.context]
     assert [record.info["failed"] for record in records if record is not lost] == [0, 0]
     assert f"start {lost.identity.sample}: the simulator failed to save" in caplog.text
     assert "ZeroDivisionError: no save in this version" in caplog.text
@@ -177,7 +179,9 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
     with closing(GymEnvironment(player.config, None)) as environment:
         environment.score(records, counts)
     assert counts["failed_episodes"] == 1
-    left = {record.identity.sample: taken_out(record) for record in records if record is not lost}
+    left = {
+        record.identity.sample: pop_open_episode(record) for record in records if record is not lost
+    }
     after = player.play(1, 5, left)  # type: ignore[arg-type]
     lengths = {record.identity.sample: record.info["episode_length"] for record in after}
     assert lengths == {s: 5 if s == lost.identity.sample else 10 for s in range(STARTS)}
@@ -188,7 +192,7 @@ def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Pa
     """It is committed, so another attempt has it too: only another simulator helps."""
     task = {**FORGETFUL, "kwargs": {"fails": "restore"}, "processes": processes}
     player = Player(task, tmp_path)
-    left = {1: taken_out(player.play(0, 5, {})[1])}
+    left = {1: pop_open_episode(player.play(0, 5, {})[1])}
     with pytest.raises(SimulatorError) as raised:
         player.play(1, 5, left)  # type: ignore[arg-type]
     assert str(raised.value).startswith(
@@ -202,7 +206,7 @@ def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Pa
 def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str) -> None:
     config = GymConfig.model_validate({**FORGETFUL, "kwargs": {"fails": fails}})
     with pytest.raises(ConfigError, match=rf"^task\.continues: .*: no {fails} in .*false$"):
-        GymEnvironment.verify(config)
+        GymEnvironment.verify_spec(config)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_a_world_that_is_not_saved_is_refused_before_the_run(
 ) -> None:
     config = GymConfig.model_validate({**PENDULUM, **changed})
     with pytest.raises(ConfigError, match=said):
-        GymEnvironment.extent(config, None)
+        GymEnvironment.task_size(config, None)
 
 
 def test_an_environment_that_keeps_what_nobody_can_save_is_refused_where_it_is_first_built() -> (
@@ -230,4 +234,4 @@ def test_an_environment_that_keeps_what_nobody_can_save_is_refused_where_it_is_f
         {**PENDULUM, "id": "tests.rlinf.envs.keeping_worlds:Foreign-v0", "observation": 1}
     )
     with pytest.raises(ConfigError, match=r"^task\.continues: Foreign\.engine is of .*false$"):
-        GymEnvironment.verify(config)
+        GymEnvironment.verify_spec(config)

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from rlinf.data.record import Record
 from rlinf.envs.conversations import (
     BEGIN,
+    CHATML_TEMPLATE,
     END,
-    TEMPLATE,
     ConversationsConfig,
     ConversationsEnvironment,
 )
@@ -52,7 +52,7 @@ TALKS = st.tuples(
 )
 
 
-def tokenizer(template: str | None = TEMPLATE) -> Any:
+def tokenizer(template: str | None = CHATML_TEMPLATE) -> Any:
     """One that merges characters."""
     made = Tokenizer(BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,7 +106,7 @@ def test_tokens_and_masks_are_those_of_the_library(
     """``transformers`` finds by itself what stands in the template's generation blocks."""
     conversations = [talk(*one) for one in talks]
     made = task(tmp_path_factory.mktemp("talks"), conversations)
-    for messages, record in zip(conversations, made.held_out_demonstrations(9), strict=True):
+    for messages, record in zip(conversations, made.test_demonstrations(9), strict=True):
         right = PROCESSOR.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -121,7 +121,7 @@ def test_tokens_and_masks_are_those_of_the_library(
 def test_each_turn_is_learnt_with_its_end_and_nothing_else(tmp_path: Path) -> None:
     (record,) = task(
         tmp_path, [talk("be kind", [("hello", "there"), ("im", "end")])]
-    ).held_out_demonstrations(1)
+    ).test_demonstrations(1)
     ids, mask = np.array(whole(record)), np.array(learnt(record), bool)
     assert PROCESSOR.decode(ids[mask]) == f"there{END}end{END}"
     assert PROCESSOR.decode(record.context["prompt"]) == (
@@ -131,10 +131,12 @@ def test_each_turn_is_learnt_with_its_end_and_nothing_else(tmp_path: Path) -> No
 
 def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], learn="last")
-    (record,) = made.held_out_demonstrations(1)
+    (record,) = made.test_demonstrations(1)
     assert record.steps["mask"].all()
     problem = made._problems["test"][0]
-    assert record.context["prompt"].tolist() == made.contexts([problem.given])[0].tolist()
+    assert (
+        record.context["prompt"].tolist() == made.encode_prompts([problem.model_input])[0].tolist()
+    )
     assert problem.answer == "end"
     assert made.grade(" end\n", problem.answer) == 1
     assert made.grade("ended", problem.answer) == 0
@@ -142,7 +144,7 @@ def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
 
 def test_without_a_token_that_ends_a_turn_the_last_one_gets_the_sample_end(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], tokenizer(PLAIN))
-    (record,) = made.held_out_demonstrations(1)
+    (record,) = made.test_demonstrations(1)
     ids, mask = np.array(whole(record)), np.array(learnt(record), bool)
     assert PROCESSOR.decode(ids[mask]) == f"there\nend\n{END}"
 
@@ -153,14 +155,14 @@ def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prom
     one, two = talk(None, [("hello", "there")]), talk(None, [("hello", "there"), ("im", "end")])
     other = tokenizer(FORGETS)
     empty = "<think>\n\n</think>\n\n"
-    records = task(tmp_path, [one, two], other).held_out_demonstrations(9)
+    records = task(tmp_path, [one, two], other).test_demonstrations(9)
     assert [PROCESSOR.decode(r.steps["actions"]) for r in records] == [
         f"{empty}{text}{END}" for text in ("there", "there", "end")
     ]
     assert all(record.steps["mask"].all() for record in records)
     last = PROCESSOR.decode(records[2].context["prompt"])
     assert last.endswith(f"{BEGIN}assistant\nthere{END}\n{BEGIN}user\nim{END}\n{BEGIN}assistant\n")
-    records = task(tmp_path, [one, two], other, learn="last").held_out_demonstrations(9)
+    records = task(tmp_path, [one, two], other, learn="last").test_demonstrations(9)
     assert len(records) == 2
 
 
@@ -178,10 +180,10 @@ def test_long_conversations_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     talks = [talk(None, [("hello", "there")]), talk(None, [("hello", "there " * 40 + "!")])]
-    assert len(task(tmp_path, talks, max_tokens=60).held_out_demonstrations(9)) == 1
-    assert "1 of 2 are longer than task.max_tokens=60" in caplog.text
+    assert len(task(tmp_path, talks, max_tokens=60).test_demonstrations(9)) == 1
+    assert "1 of 2 are longer than task.max_length=60" in caplog.text
     with pytest.raises(DataError, match=r"task\.test: all 2 conversations are longer"):
-        task(tmp_path, talks, max_tokens=3).held_out_demonstrations(9)
+        task(tmp_path, talks, max_tokens=3).test_demonstrations(9)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +199,15 @@ def test_malformed_rows_are_refused_by_line(tmp_path: Path, row: Any, words: str
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(DataError, match=words):
-        ConversationsEnvironment.describe(ConversationsConfig(train=path, test=path))
+        ConversationsEnvironment.model_spec(ConversationsConfig(train=path, test=path))
 
 
 def test_held_out_conversations_that_are_learnt_are_counted(tmp_path: Path) -> None:
     config = task(tmp_path, [talk(None, [("a", "b")])]).config
-    assert ConversationsEnvironment.held_out_overlap(config) == (1, 1)
+    assert ConversationsEnvironment.train_test_overlap(config) == (1, 1)
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("a", "b")])], tokenizer(None))
     with pytest.raises(ConfigError, match=r"needs a chat template, .* has none"):
-        made.held_out_demonstrations(1)
+        made.test_demonstrations(1)

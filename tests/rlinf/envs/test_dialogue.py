@@ -15,30 +15,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.commands.experiment import execute
-from pipeline.metrics import collect as metrics
-from rlinf.data.counted import counted
+from pipeline.commands.experiment import run_experiment
+from pipeline.metrics import read_metrics as metrics
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
-from rlinf.envs.base import Episodes
-from rlinf.envs.calculator import ALPHABET, CalculatorConfig, CalculatorEnvironment, Sum
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.calculator import (
+    ALPHABET,
+    CalculatorConfig,
+    CalculatorDialogue,
+    CalculatorEnvironment,
+)
 from rlinf.envs.dialogue import (
-    Answer,
-    Call,
     Dialogue,
     DialogueConfig,
     DialogueEnvironment,
+    DialogueStep,
+    ToolCall,
     ToolDialogue,
     ToolInputError,
     ToolLimits,
-    fit_arguments,
+    convert_arguments,
     is_failed,
 )
 from rlinf.errors import InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.published_folder import PublishedFolder
-from rlinf.registry import own_attribute
-from stages.collect import collect
+from rlinf.models.hf_folder import HFFolder
+from rlinf.registry import import_user_attribute
+from stages.rollout_loop import local_rollout_iter
 from tests.stages.test_reward import records
 
 Compose = Callable[..., dict[str, Any]]
@@ -55,7 +60,7 @@ class Talk(Dialogue):
     def init(self) -> Sequence[dict[str, str]]:
         return [{"role": "user", "content": f"{self.start}+1="}]
 
-    async def step(self, message: str) -> Answer:
+    async def step(self, message: str) -> DialogueStep:
         self.heard.append(message)
         await asyncio.sleep(0)
         if self.fails and len(self.heard) == 2:
@@ -72,10 +77,10 @@ class Talks(DialogueEnvironment):
     failing: ClassVar[frozenset[int]] = frozenset()
 
     @classmethod
-    def describe(cls, config: Any) -> dict[str, Any]:
+    def model_spec(cls, config: Any) -> dict[str, Any]:
         return {"alphabet": ALPHABET}
 
-    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+    def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
         self.begun = [*getattr(self, "begun", []), Talk(len(getattr(self, "begun", [])))]
         self.begun[-1].fails = self.begun[-1].start in self.failing
         return self.begun[-1]
@@ -91,20 +96,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talked(folder: Path, task: DialogueEnvironment, starts: range, horizon: int) -> list[Record]:
     engine = TransformersEngine(TransformersConfig(), CausalLM, CONFIG)
     engine.load(folder, 3)
-    episodes = Episodes(0, 1, "train", starts, 4, 2, horizon, 1.0)
-    made = list(collect(task, engine, episodes, "rollout"))
+    episodes = RolloutRequest(0, 1, "train", starts, 4, 2, horizon, 1.0)
+    made = list(local_rollout_iter(task, engine, episodes, "rollout"))
     return sorted(made, key=lambda record: record.identity)
 
 
 def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) -> None:
-    task = Talks(DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer)
+    task = Talks(DialogueConfig(max_turns=3, max_turn_tokens=5), HFFolder(folder).tokenizer)
     made = talked(folder, task, range(3), 40)
     assert [record.identity.sample for record in made] == list(range(6))
     policy = CausalLM.load(folder, CONFIG)
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate(made), 1.0)
     for i, (record, talk) in enumerate(zip(made, task.begun, strict=True)):
-        counts = counted(record)
+        counts = loss_mask(record)
         got = outputs.logprobs[i, : len(record)].numpy()
         np.testing.assert_allclose(got[counts], record.steps["logprobs"][counts], atol=2e-5)
         said = task.tokenizer.decode(record.steps["actions"][~counts])
@@ -124,7 +129,7 @@ def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) ->
 
 
 def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
-    task = Talks(DialogueConfig(turns=9, turn_tokens=6), PublishedFolder(folder).tokenizer)
+    task = Talks(DialogueConfig(max_turns=9, max_turn_tokens=6), HFFolder(folder).tokenizer)
     for record in talked(folder, task, range(3), 20):
         assert len(record) <= 20
         assert record.info["stop_reason"] == "length"
@@ -133,13 +138,13 @@ def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
 def test_a_dialogue_that_fails_costs_itself_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, tokenizer = DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer
+    config, tokenizer = DialogueConfig(max_turns=3, max_turn_tokens=5), HFFolder(folder).tokenizer
     whole = talked(folder, Talks(config, tokenizer), range(2), 40)
     monkeypatch.setattr(Talks, "failing", frozenset({1}))
     task = Talks(config, tokenizer)
     made = talked(folder, task, range(2), 40)
     assert [r.info["stop_reason"] for r in made] == ["length", "error", "length", "length"]
-    assert not counted(made[1]).any()
+    assert not loss_mask(made[1]).any()
     for number in (0, 2, 3):
         np.testing.assert_array_equal(made[number].steps["actions"], whole[number].steps["actions"])
     np.testing.assert_array_equal(task.score(made, Counter()), [6.0, np.nan, 6.0, 6.0])
@@ -150,7 +155,7 @@ def test_dialogues_that_all_fail_are_left_to_the_stage_which_knows_of_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Talks, "failing", frozenset(range(9)))
-    task = Talks(DialogueConfig(turns=3, turn_tokens=5), PublishedFolder(folder).tokenizer)
+    task = Talks(DialogueConfig(max_turns=3, max_turn_tokens=5), HFFolder(folder).tokenizer)
     made = talked(folder, task, range(2), 40)
     assert all(is_failed(record) for record in made)
     assert all("server is gone" in str(record.info["error"]) for record in made)
@@ -160,14 +165,14 @@ def test_dialogues_that_all_fail_are_left_to_the_stage_which_knows_of_others(
 def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
     folder: Path,
 ) -> None:
-    tokenizer = PublishedFolder(folder).tokenizer
+    tokenizer = HFFolder(folder).tokenizer
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}e:"
     )
-    task = Talks(DialogueConfig(turns=2, turn_tokens=4), tokenizer)
+    task = Talks(DialogueConfig(max_turns=2, max_turn_tokens=4), tokenizer)
     end = tokenizer.eos_token
     for record in talked(folder, task, range(2), 60):
-        tokens, counts = record.steps["actions"], counted(record)
+        tokens, counts = record.steps["actions"], loss_mask(record)
         assert tokenizer.decode(record.context["prompt"]).endswith(f"+1={end}e:")
         first, second = np.flatnonzero(np.diff(counts.astype(int)))
         said = tokenizer.decode(tokens[first + 1 : second + 1])
@@ -198,7 +203,7 @@ class Tools(ToolDialogue):
     def init(self) -> list[dict[str, str]]:
         return []
 
-    def judge(self, message: str) -> float:
+    def score_answer(self, message: str) -> float:
         return float(message == "right")
 
 
@@ -224,7 +229,7 @@ def call(text: str) -> str:
 def test_calls_are_made_side_by_side_and_the_policys_errors_told(
     message: str, said: list[str]
 ) -> None:
-    async def go() -> tuple[Answer, int]:
+    async def go() -> tuple[DialogueStep, int]:
         tools = Tools()
         return await tools.step(message), tools.tool_errors
 
@@ -260,13 +265,13 @@ def test_arguments_of_another_type_are_the_policys_error(
     arguments: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ToolInputError, match=error):
-        fit_arguments(add, arguments)
+        convert_arguments(add, arguments)
 
 
 def test_arguments_are_given_as_the_type_that_a_tool_names() -> None:
-    assert fit_arguments(add, {"a": "3", "parts": [1, "2"]}) == {"a": 3, "parts": [1.0, 2.0]}
-    assert fit_arguments(unknown_types, {"a": [1], "b": 2}) == {"a": [1], "b": 2}
-    assert fit_arguments(max, {"a": 1}) == {"a": 1}
+    assert convert_arguments(add, {"a": "3", "parts": [1, "2"]}) == {"a": 3, "parts": [1.0, 2.0]}
+    assert convert_arguments(unknown_types, {"a": [1], "b": 2}) == {"a": [1], "b": 2}
+    assert convert_arguments(max, {"a": 1}) == {"a": 1}
 
 
 FAILURES: list[Callable[[], Exception]] = [
@@ -303,7 +308,7 @@ class Unsteady(ToolDialogue):
     def init(self) -> Sequence[dict[str, str]]:
         return []
 
-    def judge(self, message: str) -> float:
+    def score_answer(self, message: str) -> float:
         return 0.0
 
 
@@ -329,8 +334,8 @@ def test_an_outage_is_tried_again_and_never_told(
 class Flaky(Unsteady):
     """Asks its tool after each message of the policy."""
 
-    def calls(self, message: str) -> Sequence[Call]:
-        return [Call("look", {})]
+    def parse_calls(self, message: str) -> Sequence[ToolCall]:
+        return [ToolCall("look", {})]
 
     def init(self) -> Sequence[dict[str, str]]:
         return [{"role": "user", "content": "1+1="}]
@@ -341,7 +346,7 @@ class Flakies(Talks):
 
     times: ClassVar[dict[int, int]] = {}
 
-    def begin(self, split: str, random: np.random.Generator) -> Dialogue:
+    def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
         self.begun = [*getattr(self, "begun", []), None]
         times = self.times.get(len(self.begun) - 1, 0)
         return Flaky(lambda: OSError("down"), times, asks=False)
@@ -353,18 +358,18 @@ def test_what_is_trained_on_does_not_depend_on_an_outage(
     folder: Path, failing: dict[int, int]
 ) -> None:
     """What retries overcame leaves no trace in the steps; what they did not trains nothing."""
-    config = DialogueConfig(turns=2, turn_tokens=4, tool_backoff_s=0.0)
+    config = DialogueConfig(max_turns=2, max_turn_tokens=4, tool_backoff_s=0.0)
     lost = {number for number, times in failing.items() if times > config.tool_retries}
     with pytest.MonkeyPatch.context() as patch:
-        plain = talked(folder, Flakies(config, PublishedFolder(folder).tokenizer), range(2), 40)
+        plain = talked(folder, Flakies(config, HFFolder(folder).tokenizer), range(2), 40)
         patch.setattr(Flakies, "times", failing)
-        task = Flakies(config, PublishedFolder(folder).tokenizer)
+        task = Flakies(config, HFFolder(folder).tokenizer)
         made = talked(folder, task, range(2), 40)
     scores = task.score(made, Counter())
     for number, (record, wanted) in enumerate(zip(made, plain, strict=True)):
         assert is_failed(record) == np.isnan(scores[number]) == (number in lost)
         if number in lost:
-            assert not counted(record).any()
+            assert not loss_mask(record).any()
             assert not record.steps["rewards"].any()
             assert record.info["tool_retries"] == config.tool_retries
             continue
@@ -379,11 +384,11 @@ def test_what_is_trained_on_does_not_depend_on_an_outage(
 def test_a_bug_of_a_tool_is_kept_as_the_users_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_attribute(__name__, "Flakies", "task.name")
+    import_user_attribute(__name__, "Flakies", "task.name")
     monkeypatch.setattr(Unsteady, "look", lambda self: {}["no such row"])
     task = Flakies(
-        DialogueConfig(turns=2, turn_tokens=4, tool_retries=1, tool_backoff_s=0.0),
-        PublishedFolder(folder).tokenizer,
+        DialogueConfig(max_turns=2, max_turn_tokens=4, tool_retries=1, tool_backoff_s=0.0),
+        HFFolder(folder).tokenizer,
     )
     for record in talked(folder, task, range(2), 40):
         assert record.info["bug"] == 1
@@ -409,7 +414,7 @@ def test_what_is_no_answer_of_a_dialogue_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, said: str
 ) -> None:
     monkeypatch.setattr(Talk, "step", lambda self, message: answer)
-    task = Talks(DialogueConfig(turns=2, turn_tokens=3), PublishedFolder(folder).tokenizer)
+    task = Talks(DialogueConfig(max_turns=2, max_turn_tokens=3), HFFolder(folder).tokenizer)
     with pytest.raises(InputError, match=rf"task: Talk\.step returned {said}"):
         talked(folder, task, range(1), 20)
 
@@ -424,7 +429,7 @@ class Slow(ToolDialogue):
     def init(self) -> Sequence[dict[str, str]]:
         return []
 
-    def judge(self, message: str) -> float:
+    def score_answer(self, message: str) -> float:
         return 0.0
 
 
@@ -448,7 +453,7 @@ def test_a_message_without_a_call_is_judged() -> None:
 
 
 def test_the_calculator_is_asked_and_believed() -> None:
-    dialogue = Sum("12*12")
+    dialogue = CalculatorDialogue("12*12")
     asked = asyncio.run(dialogue.step("12*12?"))
     assert asked == ([{"role": "tool", "content": "144"}], 0.0, False)
     assert asyncio.run(dialogue.step("144")) == ([], 1.0, True)
@@ -457,9 +462,9 @@ def test_the_calculator_is_asked_and_believed() -> None:
 
 
 def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Path) -> None:
-    task = CalculatorEnvironment(CalculatorConfig(), PublishedFolder(folder).tokenizer)
+    task = CalculatorEnvironment(CalculatorConfig(), HFFolder(folder).tokenizer)
     for record in task.demonstrations(0, 0, 5):
-        counts, end = counted(record), task.tokenizer.eos_token
+        counts, end = loss_mask(record), task.tokenizer.eos_token
         question = task.tokenizer.decode(record.context["prompt"])[:-1]
         value = str(eval(question))
         own = task.tokenizer.decode(record.steps["actions"][counts])
@@ -471,21 +476,21 @@ def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Pat
 @pytest.mark.usefixtures("undrawn")
 def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_path: Path) -> None:
     words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
-    words += ["warm_start.batch=64", "warm_start.lr=1e-2", "warm_start.evaluate_every=60"]
-    words += ["rollout.batch=8", "rollout.horizon=24", "algorithm.entropy_bonus=0"]
+    words += ["warm_start.batch_size=64", "warm_start.lr=1e-2", "warm_start.eval_every=60"]
+    words += ["rollout.batch_size=8", "rollout.horizon=24", "algorithm.entropy_coeff=0"]
     values = compose(*words, "optimizer.lr=1e-3", f"algorithm.advantage_level={level}")
     if level == "turn":
         values["reward"] = {"name": "environment"}
     for section in ("operations", "least_significant_first", "rambling"):
         values["task"].pop(section, None)
     values["task"]["digits"] = 1
-    execute(values)
+    run_experiment(values)
     rows = metrics(tmp_path / "tiny")
     made = records(tmp_path / "tiny", "rollout", "trajectories")
-    assert any(not counted(record).all() for record in made.values()), "the calculator was asked"
+    assert any(not loss_mask(record).all() for record in made.values()), "the calculator was asked"
     assert any(record.info["turns"] == 2 for record in made.values())
     for row in rows:
-        assert row["train/engine_gap"] < 1e-3
-        assert row["rollout/failed_share"] == row["rollout/tool_retries"] == 0
+        assert row["train/rollout_logprob_diff"] < 1e-3
+        assert row["rollout/failed_ratio"] == row["rollout/tool_retries"] == 0
         assert row["rollout/tool_errors"] >= 0
     assert sum(row["reward/group_std"] > 0 for row in rows), rows

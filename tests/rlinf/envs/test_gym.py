@@ -11,22 +11,21 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from pipeline.check import check
-from pipeline.commands.experiment import execute
-from rlinf.channels.base import Channel
-from rlinf.channels.local import LocalChannel
+from pipeline.commands.experiment import run_experiment
+from pipeline.validate_config import validate_config
+from rlinf.channels.channel import Channel, LocalChannel
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Identity, Record
-from rlinf.data.transitions import CUT_OBSERVATIONS, CUT_STEPS, transitions_of
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS, to_transitions
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.errors import ConfigError, MissingPackageError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.seeding import generator
-from stages.collect import collect
+from stages.rollout_loop import local_rollout_iter
 
 POLICY = MLPConfig(hidden=(16,))
 
@@ -34,7 +33,7 @@ POLICY = MLPConfig(hidden=(16,))
 @pytest.fixture(params=["CartPole-v1", "Pendulum-v1"])
 def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GymEnvironment, DirectEngine]:
     task = GymConfig(id=request.param)
-    MLPPolicy.create(POLICY, GymEnvironment.measured(task), 0, tmp_path)
+    MLPPolicy.create(POLICY, GymEnvironment.read_spec(task), 0, tmp_path)
     engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
     engine.load(tmp_path, 4)
     return GymEnvironment(task, None), engine
@@ -43,8 +42,10 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GymEnvironmen
 def run(
     parts: tuple[GymEnvironment, DirectEngine], starts: range, split: str = "train"
 ) -> list[Record]:
-    episodes = Episodes(1, 2, split, starts, 4, 1, 40, 1.0 if split == "train" else 0.0)  # type: ignore[arg-type]
-    return sorted(collect(*parts, episodes, "rollout"), key=lambda record: record.identity)
+    episodes = RolloutRequest(1, 2, split, starts, 4, 1, 40, 1.0 if split == "train" else 0.0)  # type: ignore[arg-type]
+    return sorted(
+        local_rollout_iter(*parts, episodes, "rollout"), key=lambda record: record.identity
+    )
 
 
 def test_trajectories_are_those_of_a_plain_loop_over_their_own_policy(
@@ -92,18 +93,18 @@ def test_evaluation_plays_one_episode_with_the_best_action(
 
 def test_an_unknown_environment_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"task\.id"):
-        GymEnvironment.measured(GymConfig(id="CartPoel-v1"))
+        GymEnvironment.read_spec(GymConfig(id="CartPoel-v1"))
 
 
 def test_observation_statistics_follow_all_batches() -> None:
     policy_settings = {"observation": 3, "action": {"kind": "discrete", "size": 2}}
-    from rlinf.models.mlp import ActorCritic
+    from rlinf.models.actor_critic import MLPActorCritic
 
-    settings = {**policy_settings, **MLPConfig(normalise_observations=True).model_dump(mode="json")}
-    policy = MLPPolicy(ActorCritic(settings), settings)
+    settings = {**policy_settings, **MLPConfig(normalize_observations=True).model_dump(mode="json")}
+    policy = MLPPolicy(MLPActorCritic(settings), settings)
     seen = np.random.default_rng(0).normal(3, 2, size=(100, 3)).astype(np.float32)
     for part in (seen[:30], seen[30:]):
-        policy.observe([Record(Identity(0, 0), {"observations": part})])
+        policy.update_observation_stats([Record(RecordId(0, 0), {"observations": part})])
     np.testing.assert_allclose(policy.module.mean, seen.mean(0), rtol=1e-5)
     np.testing.assert_allclose(policy.module.square, seen.var(0), rtol=1e-4)
 
@@ -148,7 +149,7 @@ def played(
     asked, answers = LocalChannel(), LocalChannel()
     worker = threading.Thread(target=script(act), args=(asked, answers))
     worker.start()
-    episodes = Episodes(1, iteration, split, range(3), 3, group_size, horizon, 1.0)
+    episodes = RolloutRequest(1, iteration, split, range(3), 3, group_size, horizon, 1.0)
     records = list(task.simulate(episodes, asked, answers))
     worker.join(timeout=30)
     assert not worker.is_alive(), "the environment closes the observation channel"
@@ -247,13 +248,13 @@ def test_actions_are_clipped_for_the_simulator_and_kept_as_drawn() -> None:
 
 def test_a_module_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"task\.id.*no_such_module"):
-        GymEnvironment.measured(GymConfig(id="no_such_module:World-v0"))
+        GymEnvironment.read_spec(GymConfig(id="no_such_module:World-v0"))
 
 
 def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingPackageError, match="sims"):
-        GymEnvironment.measured(GymConfig(id="CartPole-v1"))
+        GymEnvironment.read_spec(GymConfig(id="CartPole-v1"))
 
 
 def test_mujoco_leaves_no_log_in_the_working_directory(
@@ -261,7 +262,7 @@ def test_mujoco_leaves_no_log_in_the_working_directory(
 ) -> None:
     pytest.importorskip("mujoco")
     monkeypatch.chdir(tmp_path)
-    spec = GymEnvironment.measured(GymConfig(id="HalfCheetah-v5"))
+    spec = GymEnvironment.read_spec(GymConfig(id="HalfCheetah-v5"))
     bounds = {"low": [-1.0] * 6, "high": [1.0] * 6, "dtype": "float32"}
     assert spec == {"observation": 17, "action": {"kind": "box", "size": 6, **bounds}}
     assert not list(tmp_path.iterdir())
@@ -274,13 +275,13 @@ def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: i
     def chain(seen: np.ndarray) -> dict[str, np.ndarray]:
         return {"chain": seen[:, None, :2] * np.arange(3, dtype=np.float32)[None, :, None]}
 
-    task = GymEnvironment(GymConfig(id="CartPole-v1", processes=processes), None)
+    task = GymEnvironment(GymConfig(id="CartPole-v1", num_processes=processes), None)
     asked, answers = LocalChannel(), LocalChannel()
     worker = threading.Thread(target=script(balance, chain), args=(asked, answers))
     worker.start()
     try:
         records = list(
-            task.simulate(Episodes(1, 2, "train", range(3), 3, 1, 9, 1.0), asked, answers)
+            task.simulate(RolloutRequest(1, 2, "train", range(3), 3, 1, 9, 1.0), asked, answers)
         )
     finally:
         task.close()
@@ -296,7 +297,7 @@ def test_a_run_is_checked_without_a_simulator(
     monkeypatch: pytest.MonkeyPatch, compose: Callable[..., dict[str, Any]]
 ) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    check(validate(RunConfig, compose(experiment="cartpole_ppo")))
+    validate_config(validate(RunConfig, compose(experiment="cartpole_ppo")))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -304,7 +305,7 @@ def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
     compose: Callable[..., dict[str, Any]],
 ) -> None:
     with pytest.raises(ConfigError, match=r"task.observation: 5 is not what CartPole-v1 has; .* 4"):
-        execute(compose("task.observation=5", experiment="cartpole_ppo"))
+        run_experiment(compose("task.observation=5", experiment="cartpole_ppo"))
 
 
 @pytest.mark.parametrize(
@@ -321,12 +322,12 @@ def test_the_first_stage_sees_that_the_configuration_knows_the_simulator(
 def test_a_simulator_that_is_another_is_refused(changes: dict[str, Any], said: str) -> None:
     right = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
     with pytest.raises(ConfigError, match=rf"task\.\w+: .*{said}"):
-        GymEnvironment.verify(GymConfig.model_validate({**right, **changes}))
+        GymEnvironment.verify_spec(GymConfig.model_validate({**right, **changes}))
 
 
 def test_what_a_policy_is_made_for_must_be_said() -> None:
     with pytest.raises(ConfigError, match=r"task.action: is not set.*read from the simulator"):
-        GymEnvironment.describe(GymConfig(id="CartPole-v1", observation=4))
+        GymEnvironment.model_spec(GymConfig(id="CartPole-v1", observation=4))
 
 
 @pytest.mark.parametrize("limit", [7, 1000])
@@ -339,12 +340,12 @@ def test_what_was_seen_after_a_cut_is_kept(limit: int) -> None:
 
     environment = GymEnvironment(task, None)
     record = played(environment, push, horizon=30)[0]
-    cut = record.context[CUT_STEPS].tolist()
+    cut = record.context[TRUNCATION_STEPS].tolist()
     assert cut == ([6, 13, 20, 27, 29] if limit == 7 else [29])
     longer = played(environment, push, horizon=31)[0]
-    last = record.context[CUT_OBSERVATIONS][-1]
+    last = record.context[FINAL_OBSERVATIONS][-1]
     np.testing.assert_array_equal(last, longer.steps["observations"][30])
-    rows = transitions_of(record, record.steps["rewards"])
+    rows = to_transitions(record, record.steps["rewards"])
     assert rows["truncated"].nonzero()[0].tolist() == cut
     assert not rows["terminated"].any()
     environment.close()

@@ -14,8 +14,13 @@ import pytest
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.errors import ConfigError, InputError
-from rlinf.interpreters import FOLDER, TABLE, check_interpreter, interpreter
-from tests.rlinf.envs.test_processes import CARTPOLE, contents, engine_for, run, simulators
+from rlinf.interpreters import (
+    ENVIRONMENTS_VARIABLE,
+    INTERPRETERS_VARIABLE,
+    check_interpreter,
+    resolve_interpreter,
+)
+from tests.rlinf.envs.test_subprocess_env import CARTPOLE, contents, engine_for, run, simulators
 
 WORLD = """
 import json, sys, threading
@@ -73,31 +78,31 @@ def test_a_worker_runs_under_the_interpreter_and_imports_nothing_of_ours(
 
 def test_spaces_are_looked_at_under_the_interpreter(python: str) -> None:
     task = CARTPOLE.model_copy(update={"python": python})
-    assert GymEnvironment.measured(task) == GymEnvironment.measured(CARTPOLE)
+    assert GymEnvironment.read_spec(task) == GymEnvironment.read_spec(CARTPOLE)
     wrong = GymConfig(id="CartPoel-v1", python=python)
     with pytest.raises(InputError, match=r"task\.id: cannot make"):
-        GymEnvironment.measured(wrong)
+        GymEnvironment.read_spec(wrong)
 
 
 def test_an_interpreter_is_a_path_or_the_name_of_an_environment(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert interpreter(python, "task.python") == python
-    monkeypatch.setenv(FOLDER, str(Path(python).parents[2]))
-    assert interpreter("small", "task.python") == python
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    monkeypatch.setenv(TABLE, json.dumps({"small": python}))
-    assert interpreter("small", "task.python") == python
+    assert resolve_interpreter(python, "task.python") == python
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(Path(python).parents[2]))
+    assert resolve_interpreter("small", "task.python") == python
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(INTERPRETERS_VARIABLE, json.dumps({"small": python}))
+    assert resolve_interpreter("small", "task.python") == python
 
 
 def test_an_interpreter_that_is_not_there_is_refused_by_its_key(
     python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
     with pytest.raises(
         ConfigError, match=r"task\.python: there is no interpreter .*make env NAME=x"
     ):
-        interpreter("x", "task.python")
+        resolve_interpreter("x", "task.python")
     with pytest.raises(ConfigError, match=r"engine\.python: there is no interpreter /no/python"):
         check_interpreter("/no/python", "engine.python", ["numpy"])
     with pytest.raises(

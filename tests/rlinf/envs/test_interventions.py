@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from pipeline.commands.demonstrations import take_helped
-from rlinf.channels.file import FileReader, FileWriter
-from rlinf.data.batch import Sample, assemble
-from rlinf.data.counted import counted
-from rlinf.data.lerobot_writer import episodes_of
+from pipeline.commands.demonstrations import extract_interventions
+from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
+from rlinf.data.batch import TrainingSample, build_step_batch
+from rlinf.data.lerobot import split_episodes
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.transitions import carried_out, transitions_of
+from rlinf.data.transitions import executed_actions, to_transitions
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.errors import DataError, InputError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.replay import prior
-from stages.collect import collect
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from rlinf.replay import offline_data
+from stages.rollout_loop import local_rollout_iter
 from tests.rlinf.envs.helped_worlds import STEPS
 
 HELPED: dict[str, Any] = {
@@ -38,13 +38,13 @@ HORIZON = 23
 
 def collected(folder: Path, chunk: int = 1, **changed: Any) -> list[Record]:
     config = GymConfig.model_validate({**HELPED, **changed})
-    small = MLPConfig(hidden=(8,), chunk=chunk)
-    MLPPolicy.create(small, GymEnvironment.describe(config), 0, folder)
+    small = MLPConfig(hidden=(8,), chunk_size=chunk)
+    MLPPolicy.create(small, GymEnvironment.model_spec(config), 0, folder)
     engine = DirectEngine(DirectConfig(), MLPPolicy, small)
     engine.load(folder, 0)
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        episodes = Episodes(0, 0, "train", range(3), 3, 1, HORIZON, 1.0)
-        records = list(collect(environment, engine, episodes, "rollout"))
+        episodes = RolloutRequest(0, 0, "train", range(3), 3, 1, HORIZON, 1.0)
+        records = list(local_rollout_iter(environment, engine, episodes, "rollout"))
         counts = Counter[str]()
         environment.score(records, counts)
     assert counts["intervened_steps"] == sum(int(r.steps["intervened"].sum()) for r in records)
@@ -87,11 +87,11 @@ def test_processes_tell_the_same(
 def test_transitions_have_what_was_carried_out(records: list[Record]) -> None:
     for record in records:
         acted = record.steps["intervened"] != 0
-        rows = transitions_of(record, record.steps["rewards"])
+        rows = to_transitions(record, record.steps["rewards"])
         assert len(rows) == HORIZON, "with those steps, and their rewards"
         np.testing.assert_array_equal(rows["actions"][acted], record.steps["performed"][acted])
         np.testing.assert_array_equal(rows["actions"][~acted], record.steps["actions"][~acted])
-        written = np.concatenate([episode["actions"] for episode in episodes_of(record)])
+        written = np.concatenate([episode["actions"] for episode in split_episodes(record)])
         np.testing.assert_array_equal(written, rows["actions"], err_msg="for LeRobot")
 
 
@@ -105,42 +105,45 @@ def test_chunks_say_it_of_each_of_their_actions(tmp_path: Path) -> None:
         cut = record.steps["executed"] == 1
         assert cut.any()
         np.testing.assert_array_equal(record.steps["performed"][cut][:, 1], 0)
-        done = carried_out(record)
+        done = executed_actions(record)
         np.testing.assert_array_equal(done[acted != 0], record.steps["performed"][acted != 0])
 
 
 def test_helped_episodes_become_prior_data(records: list[Record], tmp_path: Path) -> None:
     source, to = tmp_path / "data", tmp_path / "prior"
     source.mkdir()
-    writer = FileWriter(source, "trajectories")
+    writer = RecordFileWriter(source, "trajectories")
     for record in records:
         writer.put(record)
     writer.close()
     wanted = []
     for record in records:
-        rows = transitions_of(record, record.steps["rewards"])
+        rows = to_transitions(record, record.steps["rewards"])
         for start in range(0, HORIZON, STEPS):
             part = slice(start, min(start + STEPS, HORIZON))
             if record.steps["intervened"][part].any():
                 wanted.append(rows[part])
-    said = take_helped(source, to)
+    said = extract_interventions(source, to)
     assert said.startswith(f"{len(wanted)} episodes, {sum(map(len, wanted))} steps")
     assert 0 < len(wanted) < 3 * -(-HORIZON // STEPS), "some were helped and some were not"
-    prior.check(to)
-    found = prior.load(to)
+    offline_data.check_offline_data(to)
+    found = offline_data.load_offline_data(to)
     np.testing.assert_array_equal(found.take(np.arange(len(found))), np.concatenate(wanted))
-    again = next(iter(FileReader(sorted(to.glob("trajectories-*.h5")))))
-    np.testing.assert_array_equal(again.steps["actions"], carried_out(again)), "once and for all"
+    again = next(iter(RecordFileReader(sorted(to.glob("trajectories-*.h5")))))
+    (
+        np.testing.assert_array_equal(again.steps["actions"], executed_actions(again)),
+        "once and for all",
+    )
     with pytest.raises(InputError, match="is not empty"):
-        take_helped(source, to)
+        extract_interventions(source, to)
     with pytest.raises(DataError, match=r"has no file trajectories-\*\.h5"):
-        take_helped(tmp_path, tmp_path / "other")
+        extract_interventions(tmp_path, tmp_path / "other")
 
 
 def test_algorithms_of_the_policys_own_choices_refuse_them(records: list[Record]) -> None:
     helped = next(record for record in records if record.steps["intervened"].any())
     with pytest.raises(InputError, match="a person acted in it"):
-        assemble([Sample(helped)])
+        build_step_batch([TrainingSample(helped)])
 
 
 def test_an_episode_that_is_lost_at_its_first_step_has_the_same_columns(tmp_path: Path) -> None:
@@ -150,8 +153,8 @@ def test_an_episode_that_is_lost_at_its_first_step_has_the_same_columns(tmp_path
         collected(tmp_path, kwargs={"falls": str(file)}, processes=processes)[0]
         for processes in (1, 0)
     )
-    assert not counted(lost)[0]
-    assert counted(whole).all()
+    assert not loss_mask(lost)[0]
+    assert loss_mask(whole).all()
     assert {n: (c.dtype, c.shape) for n, c in lost.steps.items()} == {
         n: (c.dtype, c.shape) for n, c in whole.steps.items()
     }

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlinf.channels.file import read_records, write_records
-from rlinf.data import row_cache
-from rlinf.data.record import Identity, Record
+from rlinf.channels.record_files import read_records, write_records
+from rlinf.data import array_cache
+from rlinf.data.record import Record, RecordId
 from rlinf.envs import problem_set
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
-from rlinf.envs.problems import read_problems
+from rlinf.envs.problem_set import read_problems
 from rlinf.errors import DataError
 
 CHAT = (
@@ -56,7 +56,7 @@ def test_an_epoch_asks_every_problem_once(tmp_path: Path) -> None:
     asked = [
         prompt.text
         for iteration in range(5)
-        for prompt in task.prompts(Episodes(3, iteration, "train", range(2), 2, 1, 8, 1.0))
+        for prompt in task.prompts(RolloutRequest(3, iteration, "train", range(2), 2, 1, 8, 1.0))
     ]
     assert sorted(asked[:5]) == [f"q {i}" for i in range(5)]
     assert sorted(asked[5:]) == [f"q {i}" for i in range(5)]
@@ -74,11 +74,13 @@ def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
     prompts = [
         prompt
         for iteration in range(3)
-        for prompt in task.prompts(Episodes(3, iteration, "train", range(8), 8, 1, 8, 1.0))
+        for prompt in task.prompts(RolloutRequest(3, iteration, "train", range(8), 8, 1, 8, 1.0))
     ]
-    prompts += task.prompts(Episodes(0, 0, "test", range(4), 4, 1, 8, 1.0))
+    prompts += task.prompts(RolloutRequest(0, 0, "test", range(4), 4, 1, 8, 1.0))
     actions = [record.steps["actions"].sum() for record in task.demonstrations(1, 2, 5)]
-    return [(p.given, p.answer, p.tokens) for p in prompts] + [("", "", int(a)) for a in actions]
+    return [(p.model_input, p.answer, p.tokens) for p in prompts] + [
+        ("", "", int(a)) for a in actions
+    ]
 
 
 @pytest.fixture
@@ -92,8 +94,8 @@ def rendered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         return plain(self, problems, key)
 
     monkeypatch.setattr(JsonlEnvironment, "_asked", counted)
-    monkeypatch.setattr(problem_set, "CHUNK", 3)
-    monkeypatch.setattr(problem_set, "HELD", 2)
+    monkeypatch.setattr(problem_set, "RENDER_CHUNK", 3)
+    monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return counts
 
@@ -105,7 +107,7 @@ def long_rows(path: Path) -> JsonlConfig:
         for i in range(20)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    return JsonlConfig(train=path, test=path, max_prompt_tokens=8, shots=0)
+    return JsonlConfig(train=path, test=path, max_prompt_length=8, num_fewshot=0)
 
 
 def test_prompts_are_the_same_however_few_are_in_memory(
@@ -117,8 +119,8 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     found = asked(few)
     assert len(few._problems["train"]._held) == 2
     assert "q 3 " not in str(found)
-    monkeypatch.setattr(problem_set, "CHUNK", 2048)
-    monkeypatch.setattr(problem_set, "HELD", 4096)
+    monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
+    monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)
     rendered.clear()
     every = JsonlEnvironment(config, Vocabulary())
     assert asked(every) == found
@@ -129,12 +131,14 @@ def test_a_later_process_renders_what_it_asks_alone(
     tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = long_rows(tmp_path / "p.jsonl")
-    monkeypatch.setattr(problem_set, "CACHED_FROM", 10)
-    monkeypatch.setattr(row_cache, "REMEMBERED", 0)
+    monkeypatch.setattr(problem_set, "DISK_CACHE_MIN_PROBLEMS", 10)
+    monkeypatch.setattr(array_cache, "MAX_IN_MEMORY", 0)
     first = asked(JsonlEnvironment(config, Vocabulary()))
     rendered.clear()
     again = JsonlEnvironment(config, Vocabulary())
-    assert rendered == [problem_set.PROBES] * 2, "some of each file tell the tokenizer apart"
+    assert rendered == [problem_set.TOKENIZER_PROBES] * 2, (
+        "some of each file tell the tokenizer apart"
+    )
     assert asked(again) == first
 
     class Halves(Vocabulary):
@@ -151,14 +155,14 @@ def test_a_later_process_renders_what_it_asks_alone(
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
     task = make(tmp_path, template="Solve: {prompt}")
-    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "Solve: q 0"
     chat = Words()
     chat.chat_template = CHAT
     task = make(tmp_path, chat, system="be brief")
-    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "q 0"
-    assert prompt.given == "<system> be brief <user> q 0 <assistant>"
+    assert prompt.model_input == "<system> be brief <user> q 0 <assistant>"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_a_template_may_open_the_thought_that_a_response_ends(
     task = make(tmp_path, chat, workers=1)
     texts = ("is it \\boxed{2}", "is it 3?</think>\\boxed{2}", "<think>\\boxed{2}")
     records = [
-        Record(Identity(0, i), info={"text": text, "answer": "2"}) for i, text in enumerate(texts)
+        Record(RecordId(0, i), info={"text": text, "answer": "2"}) for i, text in enumerate(texts)
     ]
     counts: Counter[str] = Counter()
     assert task.score(records, counts) == scores
@@ -196,12 +200,16 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
     rows = [{"messages": [*talk, reply]}, {"messages": [*talk, reply], "answer": "4"}]
     path.write_text("\n".join(map(json.dumps, rows)))
     config = JsonlConfig(
-        train=path, test=path, prompt_field="messages", template="Q: {prompt}", system="unused"
+        train=path,
+        test=path,
+        prompt_field="messages",
+        prompt_template="Q: {prompt}",
+        system_prompt="unused",
     )
     task = JsonlEnvironment(config, chat)
-    prompts = task.prompts(Episodes(0, 0, "test", [0, 1], 2, 1, 8, 1.0))
+    prompts = task.prompts(RolloutRequest(0, 0, "test", [0, 1], 2, 1, 8, 1.0))
     assert [prompt.answer for prompt in prompts] == ["It is 4", "4"]
-    assert {prompt.given for prompt in prompts} == {
+    assert {prompt.model_input for prompt in prompts} == {
         "<system> be kind <user> 1+1? <assistant> 2 <user> Q: 2+2? <assistant>"
     }
     assert prompts[0].text.splitlines()[-1] == "user: Q: 2+2?"
@@ -237,7 +245,7 @@ def test_prompts_that_are_too_long_are_left_out(
         make(tmp_path, max_prompt_tokens=1)
     path = write(tmp_path / "p.jsonl")
     path.write_text(path.read_text().replace("q 3", "q and more 3"))
-    JsonlEnvironment(JsonlConfig(train=path, test=path, max_prompt_tokens=2), Words())
+    JsonlEnvironment(JsonlConfig(train=path, test=path, max_prompt_length=2), Words())
     assert "task.test: 1 of 5 problems are left out" in caplog.text, "a score is of an easier set"
 
 
@@ -275,7 +283,7 @@ def test_data_columns_of_the_file_reach_the_reward(tmp_path: Path) -> None:
     path.write_text(json.dumps(row))
     names = ("level", "tests", "unit")
     task = JsonlEnvironment(JsonlConfig(train=path, test=path, info_fields=names), Words())
-    (prompt,) = task.prompts(Episodes(0, 0, "test", [0], 1, 1, 8, 1.0))
+    (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.info == {"level": 3, "tests": '["f(1) == 2"]', "unit": "cm"}
 
 
@@ -295,7 +303,7 @@ def test_a_data_column_is_of_one_kind(tmp_path: Path, given: list[Any], carried:
     path.write_text("\n".join(map(json.dumps, rows)))
     problems = read_problems(path, "question", "answer", "task.train", ["level"])
     assert [problem.info["level"] for problem in problems] == carried
-    made = [Record(Identity(0, i), info=dict(p.info)) for i, p in enumerate(problems)]
+    made = [Record(RecordId(0, i), info=dict(p.info)) for i, p in enumerate(problems)]
     write_records(tmp_path / "a.h5", made)
     assert [record.info for record in read_records(tmp_path / "a.h5")] == [r.info for r in made]
 

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
-from rlinf.envs.batch import Batch
-from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
-from rlinf.envs.processes import SimulatorError
-from rlinf.envs.seen import Refused
-from rlinf.envs.simulator import Worlds
-from rlinf.envs.worlds.needs import Needs, needs_of
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.batch import BatchedVectorEnv
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
+from rlinf.envs.observations import InvalidEnvConfig
+from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
+from rlinf.envs.subprocess_env import SimulatorError
+from rlinf.envs.vector_env import SyncVectorEnv
 from rlinf.errors import ConfigError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.rewards.base import Resources
-from rlinf.rewards.environment import EnvironmentReward
-from stages.collect import collect
-from stages.evaluate import held_out, of_held_out
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from rlinf.rewards.base import RewardResources
+from rlinf.rewards.task_rewards import EnvironmentReward
+from stages.evaluate import eval_policy_runner, run_eval_episodes
+from stages.rollout_loop import local_rollout_iter
 from tests.rlinf.envs import batched_worlds, breaking_worlds
 
 BREAKING: dict[str, Any] = {
@@ -42,7 +42,7 @@ POLICY = MLPConfig(hidden=(4,))
 
 def engine_for(config: GymConfig, folder: Path) -> DirectEngine:
     bare = config.model_copy(update={"images": {}})
-    MLPPolicy.create(POLICY, GymEnvironment.describe(bare), 0, folder)
+    MLPPolicy.create(POLICY, GymEnvironment.model_spec(bare), 0, folder)
     engine = DirectEngine(DirectConfig(), MLPPolicy, POLICY)
     engine.load(folder, 0)
     return engine
@@ -51,19 +51,19 @@ def engine_for(config: GymConfig, folder: Path) -> DirectEngine:
 def played(split: str, starts: int, folder: Path, **changed: Any) -> tuple[Any, list[Record]]:
     config = GymConfig.model_validate({**BREAKING, **changed})
     engine = engine_for(config, folder)
-    episodes = Episodes(0, 0, split, range(starts), starts, 1, 10, 1.0)  # type: ignore[arg-type]
+    episodes = RolloutRequest(0, 0, split, range(starts), starts, 1, 10, 1.0)  # type: ignore[arg-type]
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        return environment, list(collect(environment, engine, episodes, "rollout"))
+        return environment, list(local_rollout_iter(environment, engine, episodes, "rollout"))
 
 
 def test_its_rewards_are_nobodys(tmp_path: Path) -> None:
     """They would be credited to the last step that counts, which is of another episode."""
     _, (record,) = played("train", 1, tmp_path, kwargs={"fails": [2]})
-    assert counted(record).tolist() == [True] * 4 + [False] * 3 + [True] * 3
+    assert loss_mask(record).tolist() == [True] * 4 + [False] * 3 + [True] * 3
     assert record.steps["rewards"].tolist() == [1] * 4 + [0] * 3 + [1] * 3
-    reward = EnvironmentReward(EnvironmentReward.Config(), Resources())
-    (found,) = reward.judgements([record], [])
-    assert np.asarray(found.worth).tolist() == record.steps["rewards"].tolist()
+    reward = EnvironmentReward(EnvironmentReward.Config(), RewardResources())
+    (found,) = reward.compute_results([record], [])
+    assert np.asarray(found.reward).tolist() == record.steps["rewards"].tolist()
 
 
 @pytest.mark.parametrize("success", [True, False])
@@ -71,19 +71,19 @@ def test_it_is_not_scored(success: bool, tmp_path: Path) -> None:
     """It had success before the simulator failed."""
     changed = {"kwargs": {"fails": [1]}, "success": success}
     environment, records = played("test", 2, tmp_path, **changed)
-    assert all(not counted(record).any() for record in records)
+    assert all(not loss_mask(record).any() for record in records)
     counts = Counter[str]()
     assert all(math.isnan(score) for score in environment.score(records, counts))
     assert counts["failed_episodes"] == 2
-    assert environment.measures(records) == {}
+    assert environment.episode_metrics(records) == {}
     environment, (whole,) = played("test", 1, tmp_path, success=success)
     assert environment.score([whole], counts) == [1.0 if success else 4.0]
-    assert environment.measures([*records, whole])["return"] == 4
+    assert environment.episode_metrics([*records, whole])["return"] == 4
 
 
 def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None:
     config = GymConfig.model_validate({**BREAKING, "kwargs": {"fails": [1]}})
-    policy = of_held_out(engine_for(config, tmp_path))
+    policy = eval_policy_runner(engine_for(config, tmp_path))
     sampling = SimpleNamespace(settings=dict)
     rollout = SimpleNamespace(horizon=10, sampling=sampling)
     evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
@@ -93,7 +93,7 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
         stopping=lambda: False,
     )
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        _, scores = held_out(told, environment, policy, range(2), Counter())
+        _, scores = run_eval_episodes(told, environment, policy, range(2), Counter())
         assert np.isnan(scores).tolist() == [True, True]
 
 
@@ -107,7 +107,7 @@ def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
 
 
 def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
-    worlds = Worlds(lambda: breaking_worlds.make("any", {}))
+    worlds = SyncVectorEnv(lambda: breaking_worlds.make("any", {}))
     shown = worlds.demonstrate(0, 10)
     assert shown["seen.state"].tolist() == [[0]], "to its first success"
     seen = [worlds.reset([0], [0])["state"]]
@@ -116,30 +116,30 @@ def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
 
 
 def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
-    found = needs_of("tests.rlinf.envs.single_worlds:make")
+    found = get_requirements("tests.rlinf.envs.single_worlds:make")
     assert found.single
     assert not found.batched
     assert found.assets == {"file": "the robot's description"}
     assert found.packages == ()
-    assert needs_of("tests.rlinf.envs.batched_worlds:make").batched
-    assert needs_of("not.here:make") == Needs()
+    assert get_requirements("tests.rlinf.envs.batched_worlds:make").batched
+    assert get_requirements("not.here:make") == SimulatorRequirements()
 
 
 def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
     world = "tests.rlinf.envs.single_worlds:make"
-    config = GymConfig.model_validate({**BREAKING, "world": world, "kwargs": {"file": "here"}})
+    config = GymConfig.model_validate({**BREAKING, "simulator": world, "kwargs": {"file": "here"}})
     with pytest.raises(ConfigError, match=r"task\.halves: .* has one world at a time"):
-        GymEnvironment.extent(
-            config.model_copy(update={"halves": 2, "kwargs": {"file": str(tmp_path)}}), None
+        GymEnvironment.task_size(
+            config.model_copy(update={"double_buffer": 2, "kwargs": {"file": str(tmp_path)}}), None
         )
     _, records = played("train", 3, tmp_path, world=world)
     assert len(records) == 3
-    with pytest.raises(Refused, match=r"task\.world: its module says SINGLE"):
-        Worlds(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
+    with pytest.raises(InvalidEnvConfig, match=r"task\.world: its module says SINGLE"):
+        SyncVectorEnv(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
 
 
 def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:
-    batch = Batch(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
+    batch = BatchedVectorEnv(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
     batch.reset([0, 1], [2, 3])
     came, errors = batch.step([0, 1], np.array([[0.5], [1.0]]))
     assert list(errors) == [1]
@@ -160,14 +160,14 @@ def test_an_environment_of_a_batch_that_begins_with_no_number_is_reset_once_more
                 seen["state"][1] = np.nan
             return seen
 
-    batch = Batch(lambda count, images: Twice(count, images, 1e9, 1e9, 1e9))
+    batch = BatchedVectorEnv(lambda count, images: Twice(count, images, 1e9, 1e9, 1e9))
     assert batch.reset([0, 1], [2, 3])["state"].tolist() == [[2, 2], [3, 2]]
     assert Twice.asked == [[0, 1], [1]]
     assert not batch.step([0, 1], np.ones((2, 1)))[1]
 
 
 def test_where_it_cannot_begin_its_episode_is_lost_and_no_other() -> None:
-    batch = Batch(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
+    batch = BatchedVectorEnv(lambda **of: batched_worlds.make("any", {"nan_at": 4.0}, **of))
     assert batch.reset([0, 1], [2, 4])["state"].tolist() == [[2, 2], [0, 0]]
     came, errors = batch.step([0, 1], np.array([[0.5], [1.0]]))
     assert list(errors) == [1]
@@ -205,7 +205,7 @@ def test_a_rollout_goes_on_where_an_episode_cannot_begin(
     environment, records = played("train", starts, tmp_path, **task, processes=1)
     counts = Counter[str]()
     environment.score(records, counts)
-    lost = [record for record in records if not counted(record).all()]
+    lost = [record for record in records if not loss_mask(record).all()]
     assert counts["failed_episodes"] == sum(int(record.info["failed"]) for record in lost) > 0
     assert all(len(record.steps["rewards"]) == 10 for record in records)
     assert all(np.isfinite(record.steps["observations"]).all() for record in records)
@@ -221,7 +221,7 @@ def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_rai
     task = GymConfig.model_validate(
         {**BREAKING, **MANY, "kwargs": {"raises_at": 8.0, "fails_at": 5.0, "once": True}}
     )
-    with contextlib.closing(simulator_process(task)) as process:
+    with contextlib.closing(create_simulator_process(task)) as process:
         process.reset([0, 1, 2], [6, 0, 1])
         first = process.pid
         assert list(process.step([0, 1, 2], np.full((3, 1), 2.0))[1]) == [0, 1, 2]
@@ -252,4 +252,6 @@ def test_a_world_that_is_not_there_is_refused_by_its_key(
     world: str, said: str, apart: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        GymEnvironment.measured(GymConfig.model_validate({**BREAKING, **apart, "world": world}))
+        GymEnvironment.read_spec(
+            GymConfig.model_validate({**BREAKING, **apart, "simulator": world})
+        )

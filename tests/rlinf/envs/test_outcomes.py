@@ -16,18 +16,18 @@ pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlinf.config import Section
-from rlinf.data.batch import Sample, StepBatch, assemble
-from rlinf.data.counted import counted
-from rlinf.data.outcomes import OUTCOME_STEPS, OUTCOMES
+from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch
+from rlinf.data.episodes import OUTCOME_STEPS, OUTCOMES
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
-from rlinf.data.transitions import ENDS, transitions_of
-from rlinf.envs.base import Episodes
+from rlinf.data.transitions import EPISODE_ENDS, to_transitions
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
-from rlinf.envs.processes import SimulatorError
+from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import InputError
-from rlinf.rewards.base import Resources, Reward
-from rlinf.rewards.score import ScoreConfig, ScoreReward
-from stages.collect import collect
+from rlinf.rewards.base import Reward, RewardResources
+from rlinf.rewards.task_rewards import ScoreConfig, ScoreReward
+from stages.rollout_loop import local_rollout_iter
 from tests.rlinf.envs.test_lost_episodes import BREAKING, engine_for
 
 HORIZON = 10
@@ -38,27 +38,34 @@ def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> l
     horizon = changed.pop("horizon", HORIZON)
     left: Any = {} if changed.pop("goes_on", False) else None
     config = GymConfig.model_validate({**BREAKING, **changed})
-    episodes = Episodes(0, 0, "train", range(starts), starts, size, horizon, 1.0, open=left)
+    episodes = RolloutRequest(
+        0, 0, "train", range(starts), starts, size, horizon, 1.0, open_episodes=left
+    )
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        records = list(collect(environment, engine_for(config, folder), episodes, "rollout"))
+        records = list(
+            local_rollout_iter(environment, engine_for(config, folder), episodes, "rollout")
+        )
         assert len(environment.score(records, Counter())) == starts * size
     return records
 
 
 def judged(record: Record, **settings: Any) -> np.ndarray:
-    reward = ScoreReward(ScoreConfig(**settings), Resources())
-    return reward.rewards([record], [float("inf")])[0]
+    reward = ScoreReward(ScoreConfig(**settings), RewardResources())
+    return reward.compute_step_rewards([record], [float("inf")])[0]
 
 
 def batch_of(record: Record, **settings: Any) -> StepBatch:
-    return assemble([Sample(record, said_of(record, **settings))])
+    return build_step_batch([TrainingSample(record, said_of(record, **settings))])
 
 
 def said_of(record: Record, **settings: Any) -> Record:
     """What the reward stage says of it."""
-    reward = ScoreReward(ScoreConfig(**settings), Resources())
-    (one,) = reward.judgements([record], [float("inf")])
-    steps = {"rewards": np.asarray(one.worth), ENDS: np.asarray(one.ends, np.uint8)}
+    reward = ScoreReward(ScoreConfig(**settings), RewardResources())
+    (one,) = reward.compute_results([record], [float("inf")])
+    steps = {
+        "rewards": np.asarray(one.reward),
+        EPISODE_ENDS: np.asarray(one.episode_ends, np.uint8),
+    }
     return Record(record.identity, steps, info={"keep": 1})
 
 
@@ -83,15 +90,17 @@ def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
     batch = batch_of(record)
     batch.values[:], batch.bootstrap[:] = 0, 0  # type: ignore[index]
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
-    assert plain.advantages(batch)[0].tolist() == [[1.0] * 4 + [0.0] * 6]
-    relative = ReinforcePlusPlus(ReinforcePlusPlusConfig()).judged(batch).require("advantages")
+    assert plain.compute_advantages(batch)[0].tolist() == [[1.0] * 4 + [0.0] * 6]
+    relative = (
+        ReinforcePlusPlus(ReinforcePlusPlusConfig()).with_advantages(batch).require("advantages")
+    )
     assert (relative[0, :4] > 0).all()
     assert (relative[0, 4:] < 0).all()
 
 
 def test_transitions_have_the_reward_of_their_own_episode(tmp_path: Path) -> None:
     (record,) = played(tmp_path, success=True)
-    rows = transitions_of(record, judged(record))
+    rows = to_transitions(record, judged(record))
     assert rows["rewards"].tolist() == rows["terminated"].tolist() == [0, 0, 0, 1] * 2 + [0, 0]
 
 
@@ -101,10 +110,10 @@ def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
     (record,) = played(tmp_path, horizon=3)
     assert record.steps["bootstrap"][-1] != 0
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
-    _, returns = plain.advantages(batch_of(record))
+    _, returns = plain.compute_advantages(batch_of(record))
     assert returns.tolist() == [[pytest.approx(3.0)] * 3]
     said = said_of(record)
-    rows = transitions_of(record, said.steps["rewards"], said.steps[ENDS])
+    rows = to_transitions(record, said.steps["rewards"], said.steps[EPISODE_ENDS])
     assert rows["terminated"].tolist() == [0, 0, 1]
     assert rows["truncated"].tolist() == [0, 0, 0]
     (record,) = played(tmp_path)
@@ -145,16 +154,16 @@ class Same(Reward):
     Config = Section
     needs_score = False
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
         return [1.0] * len(trajectories)
 
 
 def test_one_number_for_several_episodes_is_refused(tmp_path: Path) -> None:
-    reward = Same(Section(), Resources())
+    reward = Same(Section(), RewardResources())
     (several,), (whole,) = played(tmp_path), played(tmp_path, horizon=4)
     with pytest.raises(InputError, match=r"sample 0 holds several episodes.*rollout\.group_size"):
-        reward.rewards([several], [])
-    assert torch.tensor(reward.rewards([whole], [])[0]).tolist() == [0, 0, 0, 1]
+        reward.compute_step_rewards([several], [])
+    assert torch.tensor(reward.compute_step_rewards([whole], [])[0]).tolist() == [0, 0, 0, 1]
 
 
 def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
@@ -173,4 +182,4 @@ def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:
     with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
         played(tmp_path, starts=3, size=2, kwargs={"fails": [1]}, at_once=2)
     records = played(tmp_path, starts=2, size=4, kwargs={"fails": [1]})
-    assert not any(counted(record).any() for record in records), "two starts may be at fault"
+    assert not any(loss_mask(record).any() for record in records), "two starts may be at fault"

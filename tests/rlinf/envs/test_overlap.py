@@ -6,19 +6,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.record import Identity, Record
-from rlinf.envs.overlap import Part, overlapped
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.episode_runner import EpisodeLoop, run_interleaved
 
 
-def part(sample: int, steps: int) -> Part:
+def part(sample: int, steps: int) -> EpisodeLoop:
     """Adds up what it is told, ``steps`` times."""
     total = 0
     for time in range(steps):
         asked = {"sample": np.array([sample]), "observation": np.array([[time]])}
-        reply = yield Record(Identity(0, sample), asked)
+        reply = yield Record(RecordId(0, sample), asked)
         assert reply.steps["sample"][0] == sample
         total += int(reply.steps["action"][0])
-    return [Record(Identity(0, sample), info={"total": total})]
+    return [Record(RecordId(0, sample), info={"total": total})]
 
 
 @given(lengths=st.lists(st.integers(0, 5), max_size=5), choices=st.randoms(use_true_random=False))
@@ -33,7 +33,7 @@ def test_replies_in_any_order_reach_the_loop_that_asked(lengths: list[int], choi
         return Record(asked.identity, steps)
 
     parts = [part(sample, steps) for sample, steps in enumerate(lengths)]
-    records = overlapped(parts, waiting.append, get)
+    records = run_interleaved(parts, waiting.append, get)
     assert [record.identity.sample for record in records] == list(range(len(lengths)))
     expected = [sum(100 * k + t for t in range(steps)) for k, steps in enumerate(lengths)]
     assert [record.info["total"] for record in records] == expected
@@ -53,7 +53,7 @@ def test_a_loop_is_stepped_while_another_waits() -> None:
         order.append(f"answered {asked.identity.sample}")
         return Record(asked.identity, {"sample": asked.steps["sample"], "action": np.array([0])})
 
-    overlapped([part(0, 2), part(1, 2)], put, get)
+    run_interleaved([part(0, 2), part(1, 2)], put, get)
     assert order == [
         *("asked 0", "asked 1", "answered 0", "asked 0"),
         *("answered 1", "asked 1", "answered 0", "answered 1"),

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.reasoning_gym import (
-    ReasoningGym,
     ReasoningGymConfig,
+    ReasoningGymEnvironment,
     _entries,
-    evaluating,
+    find_eval_call,
 )
 from rlinf.errors import ConfigError
 
@@ -40,21 +40,21 @@ def config(**keys: Any) -> ReasoningGymConfig:
     return ReasoningGymConfig(**{**usual, **keys})
 
 
-def asked(task: ReasoningGym, split: Any, count: int) -> list[Any]:
-    return list(task.prompts(Episodes(3, 0, split, range(count), count, 1, 8, 1.0)))
+def asked(task: ReasoningGymEnvironment, split: Any, count: int) -> list[Any]:
+    return list(task.prompts(RolloutRequest(3, 0, split, range(count), count, 1, 8, 1.0)))
 
 
 def trajectory(prompt: Any, text: str) -> Record:
     steps = {"actions": np.zeros(1, dtype=np.int64)}
     info = {**prompt.info, "text": text, "answer": prompt.answer}
-    return Record(Identity(0, 0), steps, info=info)
+    return Record(RecordId(0, 0), steps, info=info)
 
 
 @pytest.mark.parametrize(
     "dataset", ["letter_counting", "gcd", "word_sorting", "prime_factorization"]
 )
 def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None:
-    task = ReasoningGym(config(dataset=dataset), Words())
+    task = ReasoningGymEnvironment(config(dataset=dataset), Words())
     counts: Counter[str] = Counter()
     for split in ("train", "test"):
         prompts = asked(task, split, 10)
@@ -66,7 +66,7 @@ def test_the_datasets_answer_is_right_and_another_is_wrong(dataset: str) -> None
 
 
 def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
-    task = ReasoningGym(config(dataset="prime_factorization"), Words())
+    task = ReasoningGymEnvironment(config(dataset="prime_factorization"), Words())
     counts: Counter[str] = Counter()
     assert task.score([trajectory(asked(task, "test", 1)[0], "no idea")], counts) == [0.0]
     assert counts == {"parse_failures": 1}
@@ -74,7 +74,7 @@ def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
 
 def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
     """Its grader computes with exact fractions."""
-    task = ReasoningGym(config(dataset="coin_flip"), Words())
+    task = ReasoningGymEnvironment(config(dataset="coin_flip"), Words())
     counts: Counter[str] = Counter()
     (prompt,) = asked(task, "test", 1)
     huge = [trajectory(prompt, text) for text in ("1e999999999", "1E+1_000_000", " 2e-99999")]
@@ -86,34 +86,38 @@ def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
 def test_no_held_out_problem_is_trained_on() -> None:
     # Few problems differ at these settings, so that the two splits would meet.
     few = {"dataset": "gcd", "settings": {"max_value": 6}, "train_size": 400}
-    task = ReasoningGym(config(**few), Words())
+    task = ReasoningGymEnvironment(config(**few), Words())
     held_out = {prompt.text for prompt in asked(task, "test", 20)}
-    size = ReasoningGym.extent(task.config, Words()).train
+    size = ReasoningGymEnvironment.task_size(task.config, Words()).train
     assert size is not None
     assert 0 < size < 400
     assert not held_out & {prompt.text for prompt in asked(task, "train", size)}
     with pytest.raises(ConfigError, match=r"task\.settings.*also held out"):
-        ReasoningGym.read(config(**few | {"settings": {"max_value": 2, "max_numbers": 2}}), "train")
+        ReasoningGymEnvironment.load_problems(
+            config(**few | {"settings": {"max_value": 2, "max_numbers": 2}}), "train"
+        )
 
 
 def test_every_problem_is_made_once() -> None:
     _entries.cache_clear()
-    ReasoningGym(config(), Words())
-    ReasoningGym.read(config(), "train")
+    ReasoningGymEnvironment(config(), Words())
+    ReasoningGymEnvironment.load_problems(config(), "train")
     assert _entries.cache_info().misses == 2, "those for training, and those held out"
 
 
 def test_examples_stand_before_the_question_and_are_not_asked() -> None:
-    plain, shown = (ReasoningGym(config(shots=n, system="be brief"), Words()) for n in (0, 2))
-    examples = ReasoningGym.read(plain.config, "train")[:2]
+    plain, shown = (
+        ReasoningGymEnvironment(config(shots=n, system="be brief"), Words()) for n in (0, 2)
+    )
+    examples = ReasoningGymEnvironment.load_problems(plain.config, "train")[:2]
     (prompt,) = asked(shown, "test", 1)
     opening = "<system> be brief "
     for problem in examples:
         question = problem.messages[0]["content"]
         opening += f"<user> {question} <assistant> {problem.answer} "
     assert prompt.given == f"{opening}<user> {prompt.text} <assistant>"
-    size = ReasoningGym.extent(shown.config, Words()).train
-    assert size == (ReasoningGym.extent(plain.config, Words()).train or 0) - 2
+    size = ReasoningGymEnvironment.task_size(shown.config, Words()).train
+    assert size == (ReasoningGymEnvironment.task_size(plain.config, Words()).train or 0) - 2
     texts = {p.text for p in asked(shown, "train", size)}
     assert not texts & {problem.messages[0]["content"] for problem in examples}
 
@@ -122,7 +126,7 @@ def test_examples_need_a_chat_template() -> None:
     plain = Words()
     plain.chat_template = None
     with pytest.raises(ConfigError, match=r"task\.shots: .*chat template"):
-        ReasoningGym(config(shots=1), plain)
+        ReasoningGymEnvironment(config(shots=1), plain)
 
 
 @pytest.mark.parametrize(
@@ -136,22 +140,28 @@ def test_examples_need_a_chat_template() -> None:
 )
 def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        ReasoningGym.describe(config(**keys))
+        ReasoningGymEnvironment.model_spec(config(**keys))
 
 
 def test_settings_may_be_lists() -> None:
     weekdays = config(dataset="calendar_arithmetic", settings={"tasks": ["weekday_of_date"]})
-    assert ReasoningGym.describe(weekdays) == {}
-    assert "day of the week" in ReasoningGym.read(weekdays, "test")[0].messages[0]["content"]
+    assert ReasoningGymEnvironment.model_spec(weekdays) == {}
+    assert (
+        "day of the week"
+        in ReasoningGymEnvironment.load_problems(weekdays, "test")[0].messages[0]["content"]
+    )
 
 
 def test_a_grader_that_evaluates_answers_is_admitted_where_that_is_asked_for() -> None:
-    assert ReasoningGym.describe(config(dataset="countdown", evaluates_answers=True)) == {}
+    assert (
+        ReasoningGymEnvironment.model_spec(config(dataset="countdown", evaluates_answers=True))
+        == {}
+    )
 
 
 def test_graders_that_evaluate_are_found() -> None:
     from reasoning_gym.factory import DATASETS
 
-    found = {name for name, (kind, _) in DATASETS.items() if evaluating(kind)}
+    found = {name for name, (kind, _) in DATASETS.items() if find_eval_call(kind)}
     assert {"countdown", "puzzle24", "simple_integration", "codeio"} <= found
     assert not {"letter_counting", "gcd", "chain_sum", "spell_backward"} & found

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.data.record import Identity, Record
-from rlinf.envs.base import scores_of
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import score_trajectories
 from rlinf.errors import InputError
 
-RECORDS = [Record(Identity(0, number), {"actions": np.zeros(1)}) for number in range(2)]
+RECORDS = [Record(RecordId(0, number), {"actions": np.zeros(1)}) for number in range(2)]
 
 
 def scored(returned: Any) -> list[float]:
     task: Any = SimpleNamespace(score=lambda trajectories, counts: returned)
-    return scores_of(task, RECORDS, Counter())
+    return score_trajectories(task, RECORDS, Counter())
 
 
 @pytest.mark.parametrize(

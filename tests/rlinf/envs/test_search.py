@@ -13,17 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.counted import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines import engines
-from rlinf.envs.base import Episodes
-from rlinf.envs.corpus import Question
-from rlinf.envs.search import Search, SearchConfig, SearchEnvironment, holds, is_exact
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.search import (
+    SearchConfig,
+    SearchDialogue,
+    SearchEnvironment,
+    contains_answer,
+    is_exact_match,
+)
+from rlinf.envs.search_corpus import SearchQuestion
 from rlinf.errors import ConfigError, InputError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 from rlinf.seeding import generator
-from stages.collect import collect
+from stages.rollout_loop import local_rollout_iter
 from tests.environments import need_environment
 from tests.rlinf.envs.readers import Reader, expert, guesser
 
@@ -59,7 +65,7 @@ def rivers(folder: Path, about: dict[str, str] = RIVERS, **settings: Any) -> Sea
         documents=written(folder, "documents", texts),
         train=written(folder, "train", TRAIN),
         test=written(folder, "test", TEST),
-        index=folder / "index",
+        index_dir=folder / "index",
         **{"instruction": "Ask.", "results": 1, **settings},
     )
 
@@ -67,14 +73,14 @@ def rivers(folder: Path, about: dict[str, str] = RIVERS, **settings: Any) -> Sea
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
-    spec = SearchEnvironment.describe(SearchConfig())
-    CausalLM.create(TINY.model_copy(update={"max_positions": 2048}), spec, 0, folder)
+    spec = SearchEnvironment.model_spec(SearchConfig())
+    CausalLM.create(TINY.model_copy(update={"max_position_embeddings": 2048}), spec, 0, folder)
     return folder
 
 
-def dialogue(config: SearchConfig, **question: Any) -> Search:
-    asked = Question(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
-    return Search(asked, [], config, lambda query: f"<information>{query}?</information>")
+def dialogue(config: SearchConfig, **question: Any) -> SearchDialogue:
+    asked = SearchQuestion(**{"text": "Where?", "answers": ("Rome",), "queries": (), **question})
+    return SearchDialogue(asked, [], config, lambda query: f"<information>{query}?</information>")
 
 
 @pytest.mark.parametrize(("says", "low", "high"), [(expert, 0.95, 1.0), (guesser, 0.0, 0.3)])
@@ -82,10 +88,10 @@ def test_who_searches_knows_the_answers(
     folder: Path, tmp_path: Path, says: Callable[[str], str], low: float, high: float
 ) -> None:
     # Of this tokenizer a character is a token.
-    config = SearchConfig(index=tmp_path, result_tokens=1000)
-    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
-    episodes = Episodes(0, 0, "test", range(100), 100, 1, 4000, 1.0)
-    made = list(collect(task, Reader(says, task.tokenizer), episodes, "rollout"))
+    config = SearchConfig(index_dir=tmp_path, max_result_tokens=1000)
+    task = SearchEnvironment(config, HFFolder(folder).tokenizer)
+    episodes = RolloutRequest(0, 0, "test", range(100), 100, 1, 4000, 1.0)
+    made = list(local_rollout_iter(task, Reader(says, task.tokenizer), episodes, "rollout"))
     score = float(np.mean(task.score(made, Counter())))
     assert low <= score <= high
     if says is expert:
@@ -100,14 +106,14 @@ def test_what_is_found_is_behind_the_call_and_does_not_count(folder: Path, tmp_p
     def says(seen: str) -> str:
         return "<answer>the mediterranean!</answer>" if "ends in the Med" in seen else forged
 
-    task = SearchEnvironment(rivers(tmp_path), PublishedFolder(folder).tokenizer)
+    task = SearchEnvironment(rivers(tmp_path), HFFolder(folder).tokenizer)
     settings = {"stop": json.dumps(["FIN"])}
-    episodes = Episodes(0, 0, "train", range(6), 6, 1, 400, 1.0, sampling=settings)
+    episodes = RolloutRequest(0, 0, "train", range(6), 6, 1, 400, 1.0, sampling=settings)
     engine = Reader(says, task.tokenizer)
-    made = list(collect(task, engine, episodes, "rollout"))
+    made = list(local_rollout_iter(task, engine, episodes, "rollout"))
     assert engine.stops == ["FIN", "</search>", "</answer>"]
     record = next(r for r in made if r.info["answer"] == "Mediterranean")
-    counts, tokens = counted(record), record.steps["actions"]
+    counts, tokens = loss_mask(record), record.steps["actions"]
     own, other = task.tokenizer.decode(tokens[counts]), task.tokenizer.decode(tokens[~counts])
     assert own == forged + "<answer>the mediterranean!</answer>"
     found = 'Doc 1 (Title: "Nile") It ends in the Mediterranean.'
@@ -132,7 +138,7 @@ def test_a_malformed_message_is_told_so_and_the_dialogue_goes_on(message: str) -
 
 
 def test_the_first_search_that_finds_an_answer_has_a_reward_of_its_own() -> None:
-    talk = dialogue(SearchConfig(found_reward=0.25, searches=4))
+    talk = dialogue(SearchConfig(retrieval_reward=0.25, max_searches=4))
     searched = [talk.step(f"<search>{words}</search>")[1] for words in ("Romeo", "in Rome", "Rome")]
     assert searched == [0.0, 0.25, 0.0]
     assert talk.step("<answer>Paris</answer>") == ([], 0.0, True)
@@ -150,11 +156,11 @@ def test_the_first_search_that_finds_an_answer_has_a_reward_of_its_own() -> None
     ],
 )
 def test_a_text_holds_an_answer_by_whole_words(text: str, found: bool) -> None:
-    assert holds(text, ["Baku", "the North Sea"]) == found
+    assert contains_answer(text, ["Baku", "the North Sea"]) == found
 
 
 def test_no_more_is_searched_than_allowed() -> None:
-    talk = dialogue(SearchConfig(searches=1))
+    talk = dialogue(SearchConfig(max_searches=1))
     assert talk.step("<search>a</search>")[0][0]["content"] == "<information>a?</information>"
     messages, _, done = talk.step("<search>b</search>")
     assert "no search is left" in messages[0]["content"]
@@ -183,11 +189,11 @@ def test_the_score_is_exact_match_and_the_reward_has_the_format_too(
 
 
 def test_any_of_the_answers_is_right_but_for_form() -> None:
-    assert is_exact("An  apple, a day", ["no", "apple day"])
-    assert not is_exact("theory", ["ory"])
-    assert is_exact("a", ["A"])
-    assert not is_exact("the", ["A"])
-    assert is_exact("São Tomé", ["são tomé"])
+    assert is_exact_match("An  apple, a day", ["no", "apple day"])
+    assert not is_exact_match("theory", ["ory"])
+    assert is_exact_match("a", ["A"])
+    assert not is_exact_match("the", ["A"])
+    assert is_exact_match("São Tomé", ["são tomé"])
 
 
 @pytest.mark.parametrize("most", [16, 20, 40])
@@ -195,7 +201,7 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     folder: Path, tmp_path: Path, most: int
 ) -> None:
     """Of a tokenizer whose tokens are bytes: characters of several are never cut."""
-    tokenizer = PublishedFolder(folder).tokenizer
+    tokenizer = HFFolder(folder).tokenizer
     frame = len(tokenizer("\n\n<information></information>\n\n")["input_ids"])
     about = {"Nile": "é" * 99, "Nilo": "Nile"}
     config = rivers(tmp_path, about, results=3, result_tokens=frame + most)
@@ -235,8 +241,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchConfig
     new, taught = folder / "new", folder / "taught"
     new.mkdir()
     taught.mkdir()
-    CausalLM.create(TINY, SearchEnvironment.describe(config), 0, new)
-    learned(new, SearchEnvironment(config, PublishedFolder(new).tokenizer), 120, taught)
+    CausalLM.create(TINY, SearchEnvironment.model_spec(config), 0, new)
+    learned(new, SearchEnvironment(config, HFFolder(new).tokenizer), 120, taught)
     return taught, config
 
 
@@ -257,21 +263,21 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
     cls = engines.get(name)
     if name != "transformers":
         need_environment(cls.Config().server_python)
-    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
+    task = SearchEnvironment(config, HFFolder(folder).tokenizer)
     engine = cls(cls.Config(), CausalLM, TINY)
     try:
         engine.load(folder, 3)
 
         def play(starts: list[int], horizon: int = 256) -> dict[int, Record]:
-            episodes = Episodes(0, 1, "train", starts, 8, 2, horizon, 0.2)
-            made = collect(task, engine, episodes, "rollout")
+            episodes = RolloutRequest(0, 1, "train", starts, 8, 2, horizon, 0.2)
+            made = local_rollout_iter(task, engine, episodes, "rollout")
             return {record.identity.sample: record for record in made}
 
         together = play(list(range(6)))
         assert {record.info["turns"] for record in together.values()} == {2, 3}
         assert sum(task.score(list(together.values()), Counter())) >= 10
         for record in together.values():
-            counts, tokens = counted(record), record.steps["actions"]
+            counts, tokens = loss_mask(record), record.steps["actions"]
             own = task.tokenizer.decode(tokens[counts])
             # The tokens that the engine drew end with the stop strings.
             assert re.fullmatch(r"(<search>[^<]*</search>)+<answer>[^<]*</answer>", own)
@@ -282,7 +288,7 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
         with torch.no_grad():
             found = policy.evaluate(policy.collate(list(together.values())), 0.2).logprobs.numpy()
         for row, record in zip(found, together.values(), strict=True):
-            counts = counted(record)
+            counts = loss_mask(record)
             got = record.steps["logprobs"]
             np.testing.assert_allclose(row[: len(record)][counts], got[counts], atol=1e-3)
         for start in range(6) if name == "transformers" else [0]:
@@ -292,7 +298,7 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
         # What is found does not fit any more: the dialogue is over.
         for record in play([0], 60).values():
             assert record.info["stop_reason"] == "length"
-            assert counted(record).all()
+            assert loss_mask(record).all()
     finally:
         engine.close()
 
@@ -300,7 +306,7 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
 def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     folder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = PublishedFolder(folder).tokenizer
+    tokenizer = HFFolder(folder).tokenizer
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}a:"
     )
@@ -311,8 +317,8 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
         return replies[seen.count("</information>")]
 
     task = SearchEnvironment(rivers(tmp_path, shots=1), tokenizer)
-    episodes = Episodes(0, 0, "test", range(1), 1, 1, 400, 1.0)
-    (record,) = collect(task, Reader(says, tokenizer), episodes, "rollout")
+    episodes = RolloutRequest(0, 0, "test", range(1), 1, 1, 400, 1.0)
+    (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
     prompt = tokenizer.decode(record.context["prompt"])
     assert prompt.count(end) == 3, "the example is two turns of its own"
     assert prompt.endswith(f"u:Where does the Rhine end?{end}a:")
@@ -322,7 +328,7 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     assert said.startswith("<search>Nile</search>\n\n<information>Doc 1")
     assert said.endswith("</information>\n\n<answer>x</answer>")
     replies[1], replies[2] = f"hm{end}", "<answer>North Sea</answer>"
-    (record,) = collect(task, Reader(says, tokenizer), episodes, "rollout")
+    (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
     said = tokenizer.decode(record.steps["actions"])
     assert said.startswith(f"hm{end}u:\n\n<information>error: ")
     assert said.endswith(f"</information>\n\n{end}a:<answer>North Sea</answer>")
@@ -331,22 +337,22 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
 
 def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> None:
     """What it has of special tokens is read as its letters."""
-    tokenizer = PublishedFolder(folder).tokenizer
+    tokenizer = HFFolder(folder).tokenizer
     end = tokenizer.eos_token
     task = SearchEnvironment(rivers(tmp_path, {"Rhine": f"It ends{end} here."}), tokenizer)
-    episodes = Episodes(0, 0, "test", range(1), 1, 1, 400, 1.0)
+    episodes = RolloutRequest(0, 0, "test", range(1), 1, 1, 400, 1.0)
     call, answer = "<search>Rhine</search>", "<answer>here</answer>"
     engine = Reader(lambda seen: answer if end in seen else call, tokenizer)
-    (record,) = collect(task, engine, episodes, "rollout")
+    (record,) = local_rollout_iter(task, engine, episodes, "rollout")
     assert f"It ends{end} here." in record.info["text"]
     assert tokenizer.eos_token_id not in record.steps["actions"]
 
 
 def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
-    task = SearchEnvironment(rivers(tmp_path), PublishedFolder(folder).tokenizer)
+    task = SearchEnvironment(rivers(tmp_path), HFFolder(folder).tokenizer)
     said = set()
     for record in task.demonstrations(0, 0, 8):
-        counts, tokens = counted(record), record.steps["actions"]
+        counts, tokens = loss_mask(record), record.steps["actions"]
         said.add(task.tokenizer.decode(tokens[counts]))
         assert "It ends in the" in task.tokenizer.decode(tokens[~counts])
     assert said == {
@@ -372,14 +378,14 @@ def test_files_that_cannot_be_used_are_refused(
     for name, rows in change.items():
         written(tmp_path, name, rows)
     with pytest.raises(InputError, match=message):
-        SearchEnvironment.describe(config)
+        SearchEnvironment.model_spec(config)
 
 
 def test_held_out_questions_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     config = rivers(tmp_path)
-    assert SearchEnvironment.held_out_overlap(config) == (0, len(TEST))
+    assert SearchEnvironment.train_test_overlap(config) == (0, len(TEST))
     written(tmp_path, "train", TEST)
-    assert SearchEnvironment.held_out_overlap(config) == (len(TEST), len(TEST))
+    assert SearchEnvironment.train_test_overlap(config) == (len(TEST), len(TEST))
 
 
 def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: Path) -> None:
@@ -389,27 +395,25 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
     with pytest.raises(ValueError, match="corpus and documents are both set"):
         SearchConfig(corpus="manual", **files)
     (tmp_path / "file").touch()
-    task = SearchEnvironment(
-        SearchConfig(index=tmp_path / "file"), PublishedFolder(folder).tokenizer
-    )
+    task = SearchEnvironment(SearchConfig(index_dir=tmp_path / "file"), HFFolder(folder).tokenizer)
     with pytest.raises(ConfigError, match=r"task\.index: .* cannot be written"):
         task._find("x")
 
 
 def test_countries_are_held_out_whole(folder: Path) -> None:
-    task = SearchEnvironment(SearchConfig(), PublishedFolder(folder).tokenizer)
-    asked = {split: task.begin(split, generator(0, split)) for split in ("train", "test")}
+    task = SearchEnvironment(SearchConfig(), HFFolder(folder).tokenizer)
+    asked = {split: task.create_dialogue(split, generator(0, split)) for split in ("train", "test")}
     assert asked["train"].info["answer"] != asked["test"].info["answer"]
     named = [{q.text.rpartition(" of ")[2] for q in part} for part in (task._train, task._test)]
     assert not named[0] & named[1]
 
 
 def test_the_manual_is_searched_like_any_texts(folder: Path, tmp_path: Path) -> None:
-    config = SearchConfig(corpus="manual", index=tmp_path)
-    assert '"' in SearchEnvironment.describe(config)["alphabet"]
-    task = SearchEnvironment(config, PublishedFolder(folder).tokenizer)
+    config = SearchConfig(corpus="manual", index_dir=tmp_path)
+    assert '"' in SearchEnvironment.model_spec(config)["alphabet"]
+    task = SearchEnvironment(config, HFFolder(folder).tokenizer)
     question = task._test[0]
-    one = Search(question, [], config, task._find)
+    one = SearchDialogue(question, [], config, task._find)
     told, _, done = one.step(f"<search>{question.queries[0]}</search>")
     assert not done
     assert question.answers[0] in told[0]["content"]

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from gymnasium import spaces
 
-from rlinf.channels.local import LocalChannel
+from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
-from rlinf.envs.seen import Refused, Shown
-from rlinf.envs.spaces import performed
-from rlinf.envs.structured_spaces import flattened
+from rlinf.envs.observations import InvalidEnvConfig, ObservationSelection
+from rlinf.envs.spaces import flatten_env, to_env_actions
 from rlinf.errors import ConfigError
 from tests.rlinf.envs.structured_worlds import GOALS, Sampled
 from tests.rlinf.envs.test_gym import script
@@ -52,7 +51,7 @@ def composed(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(composed(st.one_of(LEAVES, BOXES)), st.integers(0, 99))
 def test_the_state_is_what_gymnasium_flattens(space: Any, seed: int) -> None:
     world = Sampled(space)
-    plain = flattened(world, Shown())
+    plain = flatten_env(world, ObservationSelection())
     shown = plain.reset(seed=seed)[0]
     state = shown["state"] if isinstance(shown, dict) else shown
     np.testing.assert_array_equal(state, spaces.flatten(space, world.shown))
@@ -66,22 +65,22 @@ def test_the_state_is_what_gymnasium_flattens(space: Any, seed: int) -> None:
 def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, seed: int) -> None:
     """The expert's actions, translated to what a policy gives and back, are carried out as such."""
     world = Sampled("goals", space)
-    plain = flattened(world, Shown())
+    plain = flatten_env(world, ObservationSelection())
     plain.reset(seed=0)
     space.seed(seed)
     world.expert = space.sample  # type: ignore[attr-defined]
     action, given = plain.action_space, np.asarray(plain.expert())
     if action is space:
         return
-    plain.step(performed(action, given[None])[0])
+    plain.step(to_env_actions(action, given[None])[0])
     space.seed(seed)
     wanted = spaces.flatten(space, space.sample())
     np.testing.assert_allclose(spaces.flatten(space, world.done), wanted, rtol=1e-6)
     if hasattr(action, "low"):
-        plain.step(performed(action, np.full((1, *action.shape), 99.0))[0])
+        plain.step(to_env_actions(action, np.full((1, *action.shape), 99.0))[0])
     else:
         for choice in range(action.n):
-            plain.step(performed(action, np.array([choice]))[0])
+            plain.step(to_env_actions(action, np.array([choice]))[0])
 
 
 @pytest.mark.parametrize(
@@ -99,12 +98,14 @@ def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
     space: Any, said: str
 ) -> None:
     world = Sampled(spaces.Dict(x=space, state=spaces.Box(-1, 1, (2,))))
-    with pytest.raises(Refused, match=said):
-        flattened(world, Shown())
-    left = flattened(world, Shown(ignored=["x"])).reset(seed=1)[0]
+    with pytest.raises(InvalidEnvConfig, match=said):
+        flatten_env(world, ObservationSelection())
+    left = flatten_env(world, ObservationSelection(ignored=["x"])).reset(seed=1)[0]
     np.testing.assert_array_equal(left["state"], world.shown["state"])
-    with pytest.raises(Refused, match=r"task.ignore_observations: there is no 'y', but x, state"):
-        flattened(world, Shown(ignored=["x", "y"]))
+    with pytest.raises(
+        InvalidEnvConfig, match=r"task.ignore_observations: there is no 'y', but x, state"
+    ):
+        flatten_env(world, ObservationSelection(ignored=["x", "y"]))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,8 @@ def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
     ],
 )
 def test_actions_that_no_policy_gives_are_refused(space: Any, said: str) -> None:
-    with pytest.raises(Refused, match=f"task.id: its actions are .*{said}"):
-        flattened(Sampled("goals", space), Shown())
+    with pytest.raises(InvalidEnvConfig, match=f"task.id: its actions are .*{said}"):
+        flatten_env(Sampled("goals", space), ObservationSelection())
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Re
     act = script(lambda samples, _: np.repeat(action[None], len(samples), 0), lambda _: {})
     worker = threading.Thread(target=act, args=(asked, answers))
     worker.start()
-    episodes = Episodes(1, 0, "train", range(starts), starts, 1, 8, 1.0)
+    episodes = RolloutRequest(1, 0, "train", range(starts), starts, 1, 8, 1.0)
     records = list(task.simulate(episodes, asked, answers))
     worker.join(timeout=30)
     return records
@@ -141,7 +142,7 @@ def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Re
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_goal_beside_the_state_reaches_the_policy(processes: int) -> None:
     config = {"id": SAMPLED, "processes": processes}
-    assert GymEnvironment.measured(GymConfig.model_validate(config))["observation"] == 5
+    assert GymEnvironment.read_spec(GymConfig.model_validate(config))["observation"] == 5
     with environment(**config) as task:
         for record in played(task, np.zeros(2, np.float32)):
             assert record.steps["observations"].shape == (8, 5)
@@ -154,7 +155,7 @@ def test_a_picture_within_the_observation_is_a_camera() -> None:
     keys: dict[str, Any] = {"id": SAMPLED, "kwargs": {"observation": "pictures"}}
     keys["ignore_observations"] = ["words"]
     with pytest.raises(ConfigError, match=r"set task.images.sensor_rgb=\[4, 5\]"):
-        GymEnvironment.measured(GymConfig.model_validate(keys))
+        GymEnvironment.read_spec(GymConfig.model_validate(keys))
     keys["images"] = {"sensor_rgb": [4, 5]}
     with environment(**keys) as task:
         record = played(task, np.zeros(2, np.float32), 1)[0]
@@ -165,7 +166,7 @@ def test_a_picture_within_the_observation_is_a_camera() -> None:
 
 def test_environments_that_are_stepped_together_are_flattened_too() -> None:
     keys = {"id": "many", "world": "tests.rlinf.envs.structured_worlds:make"}
-    spec = GymEnvironment.measured(GymConfig.model_validate(keys))
+    spec = GymEnvironment.read_spec(GymConfig.model_validate(keys))
     assert spec == {"observation": 5, "action": {"kind": "discrete", "size": 6}}
     with environment(**keys) as task:
         records = played(task, np.array(5))
@@ -178,4 +179,4 @@ def test_environments_that_are_stepped_together_are_flattened_too() -> None:
 
 def test_observations_that_are_choices_are_one_hot() -> None:
     for name, size in (("Blackjack-v1", 45), ("FrozenLake-v1", 16), ("Taxi-v4", 500)):
-        assert GymEnvironment.measured(GymConfig(id=name))["observation"] == size
+        assert GymEnvironment.read_spec(GymConfig(id=name))["observation"] == size

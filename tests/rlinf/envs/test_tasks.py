@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.left_open import taken_out
-from rlinf.data.record import Identity, Record
+from rlinf.data.episodes import pop_open_episode
+from rlinf.data.record import Record, RecordId
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymConfig, GymEnvironment, ids_of, simulator_process
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process, task_ids
 from rlinf.errors import ConfigError, InputError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from stages.collect import collect
-from stages.evaluate import by_task
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from stages.evaluate import scores_by_task
+from stages.rollout_loop import local_rollout_iter
 
 ALL: dict[str, Any] = {
     "world": "tests.rlinf.envs.several_worlds:make",
@@ -40,11 +40,11 @@ def played(folder: Path, split: Any, starts: int, **changed: Any) -> list[Record
     config = GymConfig.model_validate({**ALL, **changed})
     small = MLPConfig(hidden=(4,))
     bare = config.model_copy(update={"images": {}, "instruction": False})
-    MLPPolicy.create(small, GymEnvironment.describe(bare), 0, folder)
+    MLPPolicy.create(small, GymEnvironment.model_spec(bare), 0, folder)
     engine = DirectEngine(DirectConfig(), MLPPolicy, small)
     engine.load(folder, 0)
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        records = collect(environment, engine, Episodes(**of), "rollout")
+        records = local_rollout_iter(environment, engine, RolloutRequest(**of), "rollout")
         return sorted(records, key=lambda record: record.identity)
 
 
@@ -88,8 +88,8 @@ def test_held_out_starts_are_of_each_task_in_each_of_its_states(tmp_path: Path) 
 def test_pictures_and_instructions_are_of_the_task_that_is_there(tmp_path: Path) -> None:
     said = {"one_hot": False, "observation": 1, "images": {"side": [2, 2]}, "instruction": True}
     config = GymConfig.model_validate({**ALL, **said})
-    GymEnvironment.verify(config)
-    with contextlib.closing(simulator_process(config)) as process:
+    GymEnvironment.verify_spec(config)
+    with contextlib.closing(create_simulator_process(config)) as process:
         seen = process.reset([0, 1], [0, 0], None, [4, 8])
         assert seen["side"][:, 0, 0, 0].tolist() == [1, 2]
         assert [bytes(row).rstrip(b"\0") for row in seen["instruction"]] == [b"do two", b"do three"]
@@ -104,7 +104,7 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
             tmp_path, "train", 4, iteration=iteration, open=left, horizon=2, continues=True
         )
         assert [record.info["task"] for record in records] == [*NAMES, "one"]
-        found = [(record.identity.sample, taken_out(record)) for record in records]
+        found = [(record.identity.sample, pop_open_episode(record)) for record in records]
         left = {sample: still for sample, still in found if still is not None}
         if not iteration:
             assert len(left) == 4
@@ -144,24 +144,25 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
 def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     config = GymConfig.model_validate({**ALL, **changed})
     with pytest.raises((ConfigError, InputError), match=said):
-        GymEnvironment.extent(config, None)
-        GymEnvironment.verify(config)
+        GymEnvironment.task_size(config, None)
+        GymEnvironment.verify_spec(config)
         played(tmp_path, "train", 2, **changed)
 
 
 def test_a_name_for_several_tasks_is_a_list_of_them() -> None:
-    assert ids_of(GymConfig.model_validate(ALL)) == NAMES
-    suite = GymConfig.model_validate({"world": "libero", "id": "libero_spatial"})
-    assert ids_of(suite) == [f"libero_spatial/{number}" for number in range(10)]
+    assert task_ids(GymConfig.model_validate(ALL)) == NAMES
+    suite = GymConfig.model_validate({"simulator": "libero", "id": "libero_spatial"})
+    assert task_ids(suite) == [f"libero_spatial/{number}" for number in range(10)]
     assert (
-        GymEnvironment.tasks(GymConfig.model_validate({"world": "metaworld", "id": "MT50"})) == 50
+        GymEnvironment.num_tasks(GymConfig.model_validate({"simulator": "metaworld", "id": "MT50"}))
+        == 50
     )
 
 
 def test_evaluation_has_a_score_of_each_task() -> None:
     def of(task: str | None) -> Record:
-        return Record(Identity(0, 0), info={} if task is None else {"task": task})
+        return Record(RecordId(0, 0), info={} if task is None else {"task": task})
 
     scores = [1.0, 0.0, 3.0, float("nan"), 7.0]
     tasks = ["one", "two", "one", "two", None]
-    assert by_task([of(task) for task in tasks], scores) == {"one": [1.0, 3.0], "two": [0.0]}
+    assert scores_by_task([of(task) for task in tasks], scores) == {"one": [1.0, 3.0], "two": [0.0]}

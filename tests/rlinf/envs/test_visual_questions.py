@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.envs.base import Episodes
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.visual_questions import (
     BACKGROUND,
     COLOURS,
     SHAPES,
     Scene,
-    Thing,
+    SceneObject,
     VisualPrompt,
-    VisualQuestions,
     VisualQuestionsConfig,
+    VisualQuestionsEnvironment,
 )
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -31,19 +31,23 @@ from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("vl")
     config = Qwen25VLConfig(hidden=32, layers=1, heads=2, kv_heads=1, vision_hidden=16)
-    Qwen25VL.create(config, VisualQuestions.describe(VisualQuestionsConfig()), 0, folder)
+    Qwen25VL.create(
+        config, VisualQuestionsEnvironment.model_spec(VisualQuestionsConfig()), 0, folder
+    )
     return Qwen25VL.processor(folder, config)
 
 
-def task(processor: Any, **options: Any) -> VisualQuestions:
-    return VisualQuestions(VisualQuestionsConfig(**options), processor)
+def task(processor: Any, **options: Any) -> VisualQuestionsEnvironment:
+    return VisualQuestionsEnvironment(VisualQuestionsConfig(**options), processor)
 
 
-def asked(made: VisualQuestions, split: Any = "train", seed: int = 0, count: int = 40) -> Any:
-    return made.prompts(Episodes(seed, 3, split, range(count), count, 1, 8, 1.0))
+def asked(
+    made: VisualQuestionsEnvironment, split: Any = "train", seed: int = 0, count: int = 40
+) -> Any:
+    return made.prompts(RolloutRequest(seed, 3, split, range(count), count, 1, 8, 1.0))
 
 
-def looked_at(image: np.ndarray, cells: int) -> list[Thing]:
+def looked_at(image: np.ndarray, cells: int) -> list[SceneObject]:
     """The shapes of a picture, by its pixels alone: told by how much of their box they fill."""
     side, found = image.shape[0] // cells, []
     for row, column in np.ndindex(cells, cells):
@@ -55,7 +59,7 @@ def looked_at(image: np.ndarray, cells: int) -> list[Thing]:
         rows, columns = (np.flatnonzero(inside.any(axis)) for axis in (1, 0))
         filled = inside.sum() / (len(rows) * len(columns))
         shape = "square" if filled > 0.95 else "circle" if filled > 0.65 else "triangle"
-        found.append(Thing(shape, colour, row, column))
+        found.append(SceneObject(shape, colour, row, column))
     return found
 
 
@@ -64,14 +68,14 @@ def looked_at(image: np.ndarray, cells: int) -> list[Thing]:
 def test_a_picture_shows_each_shape_where_it_is(cells: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, cells**2 - 1), min_size=1, max_size=4, unique=True))
     things = [
-        Thing(
+        SceneObject(
             data.draw(st.sampled_from(SHAPES)),
             data.draw(st.sampled_from(list(COLOURS))),
             *divmod(place, cells),
         )
         for place in sorted(places)
     ]
-    assert looked_at(Scene(tuple(things), cells).drawn(28 * cells), cells) == things
+    assert looked_at(Scene(tuple(things), cells).render(28 * cells), cells) == things
 
 
 def test_answers_are_what_the_pictures_show(processor: Any) -> None:
@@ -95,7 +99,7 @@ def test_answers_are_what_the_pictures_show(processor: Any) -> None:
 def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> None:
     made = task(processor, size=84, cells=3)
     (prompt,) = asked(made, count=1)
-    (ids,) = made.contexts([prompt.given])
+    (ids,) = made.encode_prompts([prompt.given])
     assert prompt.image.shape == (84, 84, 3)
     assert (ids == processor.images.token).sum() == 9
     positions = processor.images.positions(ids, np.array([[84, 84]]))
@@ -106,12 +110,12 @@ def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> No
 def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
     made = task(processor, instruction=" think first")
     (prompt,) = asked(made, count=1)
-    (plain,) = made.contexts([prompt.given])
+    (plain,) = made.encode_prompts([prompt.given])
     assert processor.decode(plain[-5:]) == "first"
     other = copy.deepcopy(processor)
     other.images = processor.images
     other.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
-    (turn,) = task(other, instruction=" think first").contexts([prompt.given])
+    (turn,) = task(other, instruction=" think first").encode_prompts([prompt.given])
     assert turn.tolist() == [*processor.encode("user\n"), *plain, *processor.encode("\n")]
 
 

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.base import Episodes
-from rlinf.envs.gym import GymConfig, GymEnvironment, simulator_process
-from rlinf.envs.processes import Process
-from rlinf.envs.worlds.needs import Needs
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
+from rlinf.envs.simulators.requirements import SimulatorRequirements
+from rlinf.envs.subprocess_env import SubprocessVectorEnv
 from rlinf.errors import ConfigError, InputError
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from stages.collect import collect
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from stages.rollout_loop import local_rollout_iter
 
 THREE: dict[str, Any] = {
     "world": "tests.rlinf.envs.numbered_worlds:make",
@@ -35,13 +35,13 @@ def played(task: dict[str, Any], split: str, folder: Path) -> list[Record]:
     small = MLPConfig(hidden=(4,))
     folder.mkdir(exist_ok=True)
     MLPPolicy.create(
-        small, GymEnvironment.describe(config.model_copy(update={"images": {}})), 0, folder
+        small, GymEnvironment.model_spec(config.model_copy(update={"images": {}})), 0, folder
     )
     engine = DirectEngine(DirectConfig(), MLPPolicy, small)
     engine.load(folder, 0)
-    episodes = Episodes(0, 0, split, range(1, 6), 6, 1, 4, 1.0)  # type: ignore[arg-type]
+    episodes = RolloutRequest(0, 0, split, range(1, 6), 6, 1, 4, 1.0)  # type: ignore[arg-type]
     with contextlib.closing(GymEnvironment(config, None)) as environment:
-        return list(collect(environment, engine, episodes, "evaluate"))
+        return list(local_rollout_iter(environment, engine, episodes, "evaluate"))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -79,7 +79,7 @@ def test_what_is_refused_is_told_by_its_key(
     changed: dict[str, Any], processes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        GymEnvironment.measured(GymConfig.model_validate({**THREE, **processes, **changed}))
+        GymEnvironment.read_spec(GymConfig.model_validate({**THREE, **processes, **changed}))
 
 
 MANY: dict[str, Any] = {
@@ -92,9 +92,9 @@ MANY: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def batch(**changed: Any) -> Iterator[Process]:
+def batch(**changed: Any) -> Iterator[SubprocessVectorEnv]:
     config = GymConfig.model_validate({**MANY, **changed})
-    with contextlib.closing(simulator_process(config)) as process:
+    with contextlib.closing(create_simulator_process(config)) as process:
         yield process
 
 
@@ -157,9 +157,9 @@ def test_pictures_that_a_batch_does_not_make_are_refused(
 
 
 def test_a_batch_has_a_process_of_its_own_whatever_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = GymConfig.model_validate({**MANY, "processes": 0})
-    GymEnvironment.verify(config)
+    config = GymConfig.model_validate({**MANY, "num_processes": 0})
+    GymEnvironment.verify_spec(config)
     # Where its module cannot be read beforehand, making it says so.
-    monkeypatch.setattr("rlinf.envs.gym.needs_of", lambda _: Needs())
+    monkeypatch.setattr("rlinf.envs.gym.needs_of", lambda _: SimulatorRequirements())
     with pytest.raises(ConfigError, match=r"task\.processes: 0, but .* set 1"):
-        GymEnvironment.verify(config)
+        GymEnvironment.verify_spec(config)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlinf.channels.base import Channel
+from rlinf.channels.channel import Channel
 from rlinf.data.record import Record
 from rlinf.envs.arithmetic import ArithmeticEnvironment
-from rlinf.envs.base import Episodes
-from rlinf.envs.prompts import Prompt
+from rlinf.envs.base import RolloutRequest
+from rlinf.envs.text_environment import Prompt
 
 
 class ToolSpeaksLast(ArithmeticEnvironment):
@@ -21,7 +21,7 @@ class ToolSpeaksLast(ArithmeticEnvironment):
     """
 
     def simulate(
-        self, episodes: Episodes, observations: Channel, actions: Channel
+        self, episodes: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         for made in super().simulate(episodes, observations, actions):
             mask = np.full(len(made) + 1, float(made.identity.sample != 0), np.float32)
@@ -33,7 +33,7 @@ class ToolSpeaksLast(ArithmeticEnvironment):
             }
             yield replace(made, steps={**steps, "mask": mask})
 
-    def prompts(self, episodes: Episodes) -> list[Prompt]:
+    def prompts(self, episodes: RolloutRequest) -> list[Prompt]:
         return [replace(p, info={"hint": p.text[::-1]}) for p in super().prompts(episodes)]
 
     def grade(self, response: str, answer: str) -> float:

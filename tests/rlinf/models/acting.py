@@ -10,16 +10,16 @@ import torch
 
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, PPOConfig
-from rlinf.channels.local import LocalChannel
-from rlinf.channels.world import World
+from rlinf.channels.channel import LocalChannel
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.batch import Sample
-from rlinf.data.instructions import INSTRUCTION
-from rlinf.data.record import Identity, Record
+from rlinf.data.batch import TrainingSample
+from rlinf.data.episodes import INSTRUCTION_COLUMN
+from rlinf.data.record import Record, RecordId
 from rlinf.engines.direct import DirectConfig, DirectEngine
-from rlinf.envs.loop import COLUMN_OF
-from rlinf.envs.seen import encoded
-from rlinf.sharded import local
+from rlinf.envs.episode_runner import TRAJECTORY_NAMES
+from rlinf.envs.observations import encode_instruction
+from rlinf.sharded_tensors import local_shard
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 SPEC: dict[str, Any] = {
@@ -43,12 +43,12 @@ def request(count: int, time: int, temperature: float = 1.0, seed: int = 0) -> R
     steps: dict[str, Any] = {
         "sample": np.arange(count),
         "observation": random.normal(size=(count, 5)).astype(np.float32),
-        INSTRUCTION: np.stack([encoded(TEXTS[i % 2]) for i in range(count)]),
+        INSTRUCTION_COLUMN: np.stack([encode_instruction(TEXTS[i % 2]) for i in range(count)]),
     }
     for camera, (height, width) in SPEC["images"].items():
         steps[f"images.{camera}"] = random.integers(0, 256, (count, height, width, 3), np.uint8)
     info: dict[str, Any] = {"time": time, "horizon": 3, "temperature": temperature}
-    return Record(Identity(0, 0), steps, info=info)
+    return Record(RecordId(0, 0), steps, info=info)
 
 
 def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) -> list[Record]:
@@ -67,29 +67,29 @@ def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) ->
         for ask, reply in zip(asked, replies, strict=True):
             seen = {**ask.steps, "observations": ask.steps["observation"], **reply.steps}
             for name, column in seen.items():
-                steps.setdefault(COLUMN_OF.get(name, name), []).append(column[row])
+                steps.setdefault(TRAJECTORY_NAMES.get(name, name), []).append(column[row])
         columns = {name: np.stack(column) for name, column in steps.items()}
         columns["submask"] = np.ones_like(columns["logprobs"], np.uint8)
         columns["executed"] = np.full(3, columns["actions"].shape[1], np.int32)
         info: dict[str, Any] = {"group": row, "policy_version": 0}
-        records.append(Record(Identity(0, row), columns, info=info))
+        records.append(Record(RecordId(0, row), columns, info=info))
     return records
 
 
 def trainer(cls: Any, config: Any, folder: Path, **options: Any) -> FSDPTrainer:
     return FSDPTrainer(
         cls.load(folder, config),
-        FSDPConfig(token_budget=400, device="cpu", **options),
+        FSDPConfig(max_tokens_per_microbatch=400, device="cpu", **options),
         OptimizerSection(lr=1e-3),
-        World(),
+        ProcessGroupInfo(),
     )
 
 
-def rewarded(records: list[Record]) -> list[Sample]:
+def rewarded(records: list[Record]) -> list[TrainingSample]:
     """With rewards of some kind."""
     random = np.random.default_rng(0)
     return [
-        Sample(
+        TrainingSample(
             record,
             Record(
                 record.identity,
@@ -126,11 +126,11 @@ def assert_values_of_actions(cls: Any, config: Any, folder: Path) -> None:
         steps = {"rewards": each.sum(1), "action_rewards": each}
         reward = Record(sample.trajectory.identity, steps, info={"keep": 1})
         samples.append(sample._replace(reward=reward))
-    settings = PPOConfig(logprob_level="action", old_logprobs="rollout", value_coefficient=1.0)
+    settings = PPOConfig(logprob_level="action", old_logprobs="rollout", value_loss_coef=1.0)
     learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
     PPO(settings).update(learner, [samples])
     head = learns.policy.module.state_dict()["value_head.fc2.weight"]
-    changed = (local(head) - before["value_head.fc2.weight"]).abs().amax(1)
+    changed = (local_shard(head) - before["value_head.fc2.weight"]).abs().amax(1)
     assert changed.shape == (4,)
     assert (changed > 1e-4).all(), "each action's value learns"
     learns.close()
@@ -158,11 +158,11 @@ def assert_values_begin_anew(cls: Any, folder: Path, state: dict[str, Any]) -> N
 def assert_first_update(learns: FSDPTrainer, records: list[Record], level: Any) -> None:
     """Before any step the policy is that which sampled, and there is something to learn."""
     learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
-    algorithm = PPO(PPOConfig(logprob_level=level, old_logprobs="rollout", value_coefficient=0.0))
+    algorithm = PPO(PPOConfig(logprob_level=level, old_logprobs="rollout", value_loss_coef=0.0))
     algorithm.update(learner, [rewarded(records)])
     found = learner.metrics
     # Advantages have a mean of zero, and every ratio is one.
     assert abs(found["policy_loss"]) < 1e-5
-    assert found["clip_share"] == 0
-    assert found["kl_old"] < 1e-7
+    assert found["clip_ratio"] == 0
+    assert found["approx_kl"] < 1e-7
     assert found["grad_norm"] > 1e-2

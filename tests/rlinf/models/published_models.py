@@ -22,7 +22,7 @@ def facts() -> list[dict[str, Any]]:
 
     ``config`` has the switches of ``config.json`` with their published values, but sizes are small,
     and a window is 8. ``stops`` are the tokens that end a response, ``context`` is vLLM's own
-    limit, and ``run_length`` what rlinf takes by default where that is less. ``checked`` names
+    limit, and ``max_model_len`` what rlinf takes by default where that is less. ``checked`` names
     public material that agrees, with what of it is about another model or a part of the facts.
     """
     return [json.loads(path.read_text()) for path in sorted(FACTS.glob("*.json"))]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
 
@@ -33,7 +33,7 @@ def records() -> list[Record]:
     random = np.random.default_rng(1)
     return [
         Record(
-            Identity(0, i),
+            RecordId(0, i),
             {"actions": random.integers(2, 14, n)},
             {"prompt": random.integers(2, 14, p)},
         )
@@ -117,7 +117,7 @@ def test_a_tokenizer_without_end_is_refused(folder: Path) -> None:
     vocabulary = folder / "tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace("<|endoftext|>", "<other>"))
     with pytest.raises(DataError, match="no end-of-sequence token"):
-        _ = PublishedFolder(folder).tokenizer
+        _ = HFFolder(folder).tokenizer
 
 
 def test_model_code_is_not_run_without_permission(folder: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
-from rlinf.models.cnn import CNNConfig, CNNPolicy
+from rlinf.models.actor_critic import CNNConfig, CNNPolicy
 
 SPEC: dict[str, Any] = {
     "observation": 3,
@@ -21,7 +21,7 @@ SPEC: dict[str, Any] = {
 
 
 def policy(folder: Path, **options: Any) -> CNNPolicy:
-    config = CNNConfig(hidden=(8,), features=8, **options)
+    config = CNNConfig(hidden=(8,), features_dim=8, **options)
     CNNPolicy.create(config, SPEC, 0, folder)
     found = CNNPolicy.load(folder, config)
     assert isinstance(found, CNNPolicy)
@@ -32,7 +32,7 @@ def records(count: int = 3) -> list[Record]:
     random = np.random.default_rng(0)
     return [
         Record(
-            Identity(0, number),
+            RecordId(0, number),
             {
                 "observations": random.normal(size=(5, 3)).astype(np.float32),
                 "actions": random.normal(size=(5, 2)).astype(np.float32),

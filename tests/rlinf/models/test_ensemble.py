@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlinf.models import ensemble
-from rlinf.models.ensemble import BatchRenorm, Ensemble, Norm
+from rlinf.models import tanh_normal_q
+from rlinf.models.tanh_normal_q import CriticEnsemble, CriticNorm, EnsembleBatchRenorm
 
 
-def alone(networks: Ensemble, number: int, inputs: Tensor) -> Tensor:
+def alone(networks: CriticEnsemble, number: int, inputs: Tensor) -> Tensor:
     """One of them, by linear layers; without running statistics."""
     at, last = inputs, len(networks.weights) - 1
     for place, (weight, bias) in enumerate(zip(networks.weights, networks.biases, strict=True)):
@@ -24,16 +24,16 @@ def alone(networks: Ensemble, number: int, inputs: Tensor) -> Tensor:
     return at[:, 0]
 
 
-def made(norm: Norm) -> tuple[Ensemble, Tensor]:
+def made(norm: CriticNorm) -> tuple[CriticEnsemble, Tensor]:
     torch.manual_seed(0)
-    networks = Ensemble(3, 4, (8, 5), norm)
+    networks = CriticEnsemble(3, 4, (8, 5), norm)
     for parameter in networks.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return networks, torch.randn(7, 4)
 
 
 @pytest.mark.parametrize("norm", ["none", "layer"])
-def test_each_is_as_if_it_were_alone(norm: Norm) -> None:
+def test_each_is_as_if_it_were_alone(norm: CriticNorm) -> None:
     networks, inputs = made(norm)
     wanted = torch.stack([alone(networks, number, inputs) for number in range(3)])
     torch.testing.assert_close(networks(inputs), wanted)
@@ -42,7 +42,7 @@ def test_each_is_as_if_it_were_alone(norm: Norm) -> None:
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "batch_renorm"])
-def test_frozen_ones_pass_gradients_to_their_inputs_alone(norm: Norm) -> None:
+def test_frozen_ones_pass_gradients_to_their_inputs_alone(norm: CriticNorm) -> None:
     networks, inputs = made(norm)
     before = {name: tensor.clone() for name, tensor in networks.state_dict().items()}
     inputs.requires_grad_()
@@ -57,17 +57,17 @@ def test_a_batch_is_normalised_by_its_own_statistics_and_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    norm, batch = BatchRenorm(2, 3), torch.randn(2, 64, 3) * 4 + 7
+    norm, batch = EnsembleBatchRenorm(2, 3), torch.randn(2, 64, 3) * 4 + 7
     out = norm(batch, frozen=False, chosen=None)
     torch.testing.assert_close(out.mean(1), torch.zeros(2, 3), atol=1e-5, rtol=0)
     torch.testing.assert_close(out.std(1, unbiased=False), torch.ones(2, 3), atol=1e-4, rtol=0)
     torch.testing.assert_close(norm.mean, 0.01 * batch.mean(1, keepdim=True))
     # Where the statistics have become exact, renormalisation is the normalisation by them.
-    monkeypatch.setattr(ensemble, "RENORM_FROM", 0)
+    monkeypatch.setattr(tanh_normal_q, "RENORM_WARMUP_BATCHES", 0)
     norm.mean.copy_(batch.mean(1, keepdim=True) + 0.5)
     norm.variance.copy_(batch.var(1, unbiased=False, keepdim=True) * 1.5)
     wanted = norm(batch, frozen=True, chosen=None)
     torch.testing.assert_close(norm(batch, frozen=False, chosen=None), wanted, atol=1e-5, rtol=0)
     norm.mean.copy_(batch.mean(1, keepdim=True) + 1e4)
     shifted = norm(batch, frozen=False, chosen=None)
-    assert shifted.mean().item() == pytest.approx(-ensemble.D_MAX, abs=1e-3), "it is clipped"
+    assert shifted.mean().item() == pytest.approx(-tanh_normal_q.D_MAX, abs=1e-3), "it is clipped"

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.families import ENCODERS, REFUSED
-from rlinf.models.fit import check_weights, stored_shapes
+from rlinf.models.causal_lm_config import ENCODER_FAMILIES, UNSUPPORTED_FAMILIES
+from rlinf.models.checkpoint_tensors import check_checkpoint_tensors, stored_shapes
 from tests.rlinf.models import tiny
 from tests.rlinf.models.tiny_families import (
     NEED_MORE,
@@ -30,7 +30,7 @@ FIRST = [
     *("minimax", "qwen3_5_text", "qwen3_next", "roberta", "stablelm", "trocr"),
 ]
 """One of each kind: recurrent layers, ALiBi, no fused attention, chunks, no cache, offsets."""
-REST = [f for f in all_families() if f not in {*FIRST, *REFUSED, *NEED_MORE}]
+REST = [f for f in all_families() if f not in {*FIRST, *UNSUPPORTED_FAMILIES, *NEED_MORE}]
 
 
 VOCABULARY = len(tiny.ALPHABET) + 2
@@ -48,7 +48,7 @@ def check_works(
     folder: Path, family: str, made: dict[str, Any] | None = None, context: int | None = None
 ) -> None:
     config = tiny.write(folder / "m", family, made=made or tiny_settings(family, VOCABULARY))
-    config = config.model_copy(update={"context": context})
+    config = config.model_copy(update={"max_model_len": context})
     CausalLM.check(config, {})
     served = tiny.engine(config, max_rows=6)
     # Some rows join late and others leave early: eight places are asked for, six are there.
@@ -141,7 +141,9 @@ def write_settings(folder: Path, family: str, **settings: object) -> CausalLMCon
     return CausalLMConfig(path=folder)
 
 
-@pytest.mark.parametrize("family", sorted(set(REFUSED) - {"gemma4_assistant", "reformer"}))
+@pytest.mark.parametrize(
+    "family", sorted(set(UNSUPPORTED_FAMILIES) - {"gemma4_assistant", "reformer"})
+)
 def test_what_is_no_policy_of_tokens_is_refused_at_the_door(tmp_path: Path, family: str) -> None:
     with pytest.raises(DataError, match=r"model.path: .* cannot generate and be trained token by"):
         CausalLM.check(write_settings(tmp_path, family), {})
@@ -149,7 +151,7 @@ def test_what_is_no_policy_of_tokens_is_refused_at_the_door(tmp_path: Path, fami
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
 def test_an_encoder_is_refused_unless_it_is_a_decoder(tmp_path: Path, family: str) -> None:
-    assert family in ENCODERS
+    assert family in ENCODER_FAMILIES
     with pytest.raises(DataError, match="is_decoder is not true"):
         CausalLM.check(write_settings(tmp_path / "a", family), {})
     with pytest.raises(DataError, match=r"has no \*\.safetensors"):
@@ -162,7 +164,7 @@ def test_a_package_that_a_network_needs_is_named(tmp_path: Path) -> None:
     write_settings(tmp_path, "gemma3n")
     save_file({"one": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"model.path: .*requires the timm library"):
-        check_weights(tmp_path)
+        check_checkpoint_tensors(tmp_path)
 
 
 def test_what_answers_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.gguf import convert_gguf, find_gguf
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -81,7 +81,7 @@ def test_a_file_becomes_a_folder_that_a_run_takes(
     assert not torch.equal(
         state["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(tensors["blk.0.attn_q"])
     ), "rows of queries and keys stand in another order in GGUF files"
-    tokenizer = PublishedFolder(tmp_path / "model", False).tokenizer
+    tokenizer = HFFolder(tmp_path / "model", False).tokenizer
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.convert_ids_to_tokens(tokenizer("abcd")["input_ids"])[-2:] == ["ab", "cd"]
     with pytest.raises(DataError, match="is there already"):

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from rlinf.errors import DataError
 from rlinf.models.images import (
-    PREPROCESSOR,
-    ImageSettings,
-    columns_of,
-    images_in,
-    sizes_in,
+    PREPROCESSOR_FILE,
+    ImageProcessor,
+    image_sizes,
+    pack_images,
+    unpack_images,
 )
 
 TOKEN = 7
-SETTINGS = ImageSettings(token=TOKEN, unwritten=(TOKEN,))
+SETTINGS = ImageProcessor(image_token_id=TOKEN, ungenerated_token_ids=(TOKEN,))
 SIDES = st.integers(8, 200)
 
 
@@ -41,28 +41,32 @@ def test_patches_are_those_of_the_processor(height: int, width: int, seed: int) 
     )
     given_ = image(height, width, seed)
     right = module.Qwen2VLImageProcessorPil()(images=[given_], return_tensors="np")
-    fitted = SETTINGS.fitted(given_)
-    np.testing.assert_allclose(SETTINGS.patches(fitted), right["pixel_values"], rtol=0, atol=2e-6)
-    grids = SETTINGS.grids(np.array([fitted.shape[:2]]))
+    fitted = SETTINGS.resize(given_)
+    np.testing.assert_allclose(
+        SETTINGS.to_patches(fitted), right["pixel_values"], rtol=0, atol=2e-6
+    )
+    grids = SETTINGS.patch_grids(np.array([fitted.shape[:2]]))
     np.testing.assert_array_equal(grids, right["image_grid_thw"])
-    assert SETTINGS.tokens(fitted) == grids.prod() // SETTINGS.merge**2
+    assert SETTINGS.num_tokens(fitted) == grids.prod() // SETTINGS.merge_size**2
 
 
 def test_a_patch_is_what_the_formula_says() -> None:
     """Pixel by pixel: patches of a token together, each channel, frame, row and column in turn."""
-    small = ImageSettings(token=TOKEN, unwritten=(), patch=2, mean=(0.5, 0.4, 0.3))
+    small = ImageProcessor(
+        image_token_id=TOKEN, ungenerated_token_ids=(), patch_size=2, image_mean=(0.5, 0.4, 0.3)
+    )
     shown = image(8, 12)
-    found = small.patches(shown)
+    found = small.to_patches(shown)
     at = 0
     for row, column in np.ndindex(2, 3):
         for down, right in np.ndindex(2, 2):
             wanted = [
                 (
                     shown[4 * row + 2 * down + y, 4 * column + 2 * right + x, channel] / 255
-                    - small.mean[channel]
+                    - small.image_mean[channel]
                 )
-                / small.std[channel]
-                for channel, _, y, x in np.ndindex(3, small.frames, 2, 2)
+                / small.image_std[channel]
+                for channel, _, y, x in np.ndindex(3, small.temporal_patch_size, 2, 2)
             ]
             np.testing.assert_allclose(found[at], wanted, atol=1e-6)
             at += 1
@@ -83,7 +87,7 @@ def test_positions_are_those_of_the_network(parts: list[tuple[int, int, int]], a
         sizes.append((rows * 28, columns * 28))
     tokens += [1] * after
     ids, shapes = np.array(tokens), np.array(sizes, np.int64).reshape(-1, 2)
-    found = SETTINGS.positions(ids, shapes)
+    found = SETTINGS.rope_positions(ids, shapes)
 
     class Bare:
         config = Qwen2_5_VLConfig()
@@ -93,13 +97,14 @@ def test_positions_are_those_of_the_network(parts: list[tuple[int, int, int]], a
         Bare(),
         torch.from_numpy(ids)[None],
         torch.from_numpy((ids == TOKEN).astype(np.int32))[None],
-        image_grid_thw=torch.from_numpy(SETTINGS.grids(shapes)),
+        image_grid_thw=torch.from_numpy(SETTINGS.patch_grids(shapes)),
     )
     np.testing.assert_array_equal(found, right[:, 0].numpy())
-    assert SETTINGS.shift(shapes) == int(deltas[0, 0])
+    assert SETTINGS.rope_shift(shapes) == int(deltas[0, 0])
     # What follows later goes on where this ends.
     np.testing.assert_array_equal(
-        SETTINGS.positions(np.append(ids, 1), shapes)[:, -1], len(ids) + SETTINGS.shift(shapes)
+        SETTINGS.rope_positions(np.append(ids, 1), shapes)[:, -1],
+        len(ids) + SETTINGS.rope_shift(shapes),
     )
     assert len(list(groupby(tokens))) >= len(parts)
 
@@ -109,35 +114,35 @@ def test_positions_are_those_of_the_network(parts: list[tuple[int, int, int]], a
 )
 def test_image_tokens_that_are_not_those_of_the_images_are_refused(tokens: list[int]) -> None:
     with pytest.raises(DataError, match=r"image tokens, and images of \[4\]"):
-        SETTINGS.positions(np.array(tokens), np.array([[56, 56]]))
+        SETTINGS.rope_positions(np.array(tokens), np.array([[56, 56]]))
 
 
 def test_an_image_that_was_not_fitted_is_refused() -> None:
     with pytest.raises(DataError, match=r"not made of squares of 28; fit them first"):
-        SETTINGS.grids(np.array([[56, 50]]))
+        SETTINGS.patch_grids(np.array([[56, 50]]))
     with pytest.raises(DataError, match="narrower than 1 in 200"):
-        SETTINGS.fitted(image(2, 500))
+        SETTINGS.resize(image(2, 500))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3))
 def test_columns_hold_the_images_padded_or_not(shapes: list[tuple[int, int]]) -> None:
     every = [image(*shape, seed) for seed, shape in enumerate(shapes)]
-    columns = columns_of(every)
+    columns = pack_images(every)
     longer = {
         "pixels": np.append(columns["pixels"], np.ones(9, np.uint8)),
         "image_sizes": np.append(columns["image_sizes"], [[0, 0]], axis=0),
     }
     for given_ in (columns, longer):
-        for one, other in zip(images_in(given_), every, strict=True):
+        for one, other in zip(unpack_images(given_), every, strict=True):
             np.testing.assert_array_equal(one, other)
-        assert sizes_in(given_).tolist() == [list(shape) for shape in shapes]
-    assert images_in({}) == []
-    assert len(sizes_in({})) == 0
+        assert image_sizes(given_).tolist() == [list(shape) for shape in shapes]
+    assert unpack_images({}) == []
+    assert len(image_sizes({})) == 0
 
 
 def test_a_folder_without_a_preprocessor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"preprocessor_config\.json .*how images become patches"):
-        ImageSettings.of(tmp_path, {"image_token_id": 5})
-    (tmp_path / PREPROCESSOR).write_text(json.dumps({"patch_size": 14}))
+        ImageProcessor.from_folder(tmp_path, {"image_token_id": 5})
+    (tmp_path / PREPROCESSOR_FILE).write_text(json.dumps({"patch_size": 14}))
     with pytest.raises(DataError, match="malformed"):
-        ImageSettings.of(tmp_path, {"image_token_id": 5})
+        ImageProcessor.from_folder(tmp_path, {"image_token_id": 5})

@@ -10,18 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import DataError
-from rlinf.models.lerobot_scaling import (
-    ACTION,
+from rlinf.models.smolvla_folder import (
+    ACTION_FEATURE,
     POSTPROCESSOR,
-    STATE,
-    UNNORMALISER,
-    Scaling,
-    read_scaling,
-    read_statistics,
+    STATE_FEATURE,
+    UNNORMALIZER_STEP,
+    FeatureNormalizer,
+    SmolVLAConfig,
+    new_policy_config,
+    read_feature_statistics,
+    read_normalizer,
     replace_statistics,
     write_processors,
 )
-from rlinf.models.smolvla_folder import SmolVLAConfig, new_settings
 
 SPEC = {
     "observation": 2,
@@ -29,8 +30,8 @@ SPEC = {
     "images": {"front": [16, 16]},
 }
 STATISTICS = {
-    STATE: {"mean": [0.0, 0.0], "std": [1.0, 1.0]},
-    ACTION: {"mean": [1.0, -1.0], "std": [2.0, 3.0], "min": [-4.0, 1.0], "max": [4.0, 1.0]},
+    STATE_FEATURE: {"mean": [0.0, 0.0], "std": [1.0, 1.0]},
+    ACTION_FEATURE: {"mean": [1.0, -1.0], "std": [2.0, 3.0], "min": [-4.0, 1.0], "max": [4.0, 1.0]},
 }
 
 
@@ -44,17 +45,21 @@ STATISTICS = {
     ],
 )
 def test_each_way_of_scaling_and_its_inverse(mode: str, restored: list[float]) -> None:
-    scaling = Scaling.of(mode, STATISTICS[ACTION], 2, "here")
+    scaling = FeatureNormalizer.from_statistics(mode, STATISTICS[ACTION_FEATURE], 2, "here")
     values = torch.tensor([0.5, -1.0])
-    found = scaling.restored(values)
+    found = scaling.unnormalize(values)
     torch.testing.assert_close(found, torch.tensor(restored))
-    torch.testing.assert_close(scaling.normalised(found), values)
+    torch.testing.assert_close(scaling.normalize(found), values)
 
 
 def test_quantiles_take_the_statistics_of_that_name() -> None:
     known = {"q01": [0.0], "q99": [4.0], "q10": [1.0], "q90": [3.0]}
-    one = Scaling.of("QUANTILES", known, 1, "here").restored(torch.tensor([1.0]))
-    other = Scaling.of("QUANTILE10", known, 1, "here").restored(torch.tensor([1.0]))
+    one = FeatureNormalizer.from_statistics("QUANTILES", known, 1, "here").unnormalize(
+        torch.tensor([1.0])
+    )
+    other = FeatureNormalizer.from_statistics("QUANTILE10", known, 1, "here").unnormalize(
+        torch.tensor([1.0])
+    )
     assert (float(one), float(other)) == (4.0, 3.0)
 
 
@@ -70,16 +75,16 @@ def test_statistics_that_do_not_fit_are_refused(
     mode: str, known: dict[str, list[float]], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        Scaling.of(mode, known, 2, "here")
+        FeatureNormalizer.from_statistics(mode, known, 2, "here")
 
 
 def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
-    write_processors(tmp_path, new_settings(SmolVLAConfig(), SPEC), STATISTICS)
+    write_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
     (tmp_path / "stats.json").write_text(
         json.dumps(
             {
-                STATE: {"mean": [1.0, 2.0, 9.0], "std": [1.0, 1.0, 1.0]},
-                ACTION: {"mean": [5.0, 6.0], "std": [1.0, 1.0]},
+                STATE_FEATURE: {"mean": [1.0, 2.0, 9.0], "std": [1.0, 1.0, 1.0]},
+                ACTION_FEATURE: {"mean": [5.0, 6.0], "std": [1.0, 1.0]},
             }
         )
     )
@@ -88,9 +93,12 @@ def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
     known["steps"].append({"registry_name": "another", "state_file": "another.safetensors"})
     path.write_text(json.dumps(known))
     save_file({"own": torch.ones(1)}, tmp_path / "another.safetensors")
-    replace_statistics(tmp_path, read_statistics(tmp_path / "stats.json", {STATE: 2, ACTION: 2}))
+    replace_statistics(
+        tmp_path,
+        read_feature_statistics(tmp_path / "stats.json", {STATE_FEATURE: 2, ACTION_FEATURE: 2}),
+    )
     assert list(load_file(tmp_path / "another.safetensors")) == ["own"], "of another step"
-    found = read_scaling(tmp_path, POSTPROCESSOR, UNNORMALISER, ACTION, 2)
+    found = read_normalizer(tmp_path, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, 2)
     assert found.low.tolist() == [5.0, 6.0]
 
 
@@ -108,7 +116,7 @@ def test_a_folder_is_given_other_statistics(tmp_path: Path) -> None:
 def test_a_file_of_other_statistics_is_refused(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "stats.json").write_text(content)
     with pytest.raises(DataError, match=said):
-        read_statistics(tmp_path / "stats.json", {STATE: 2, ACTION: 2})
+        read_feature_statistics(tmp_path / "stats.json", {STATE_FEATURE: 2, ACTION_FEATURE: 2})
 
 
 @pytest.mark.parametrize(
@@ -120,10 +128,10 @@ def test_a_file_of_other_statistics_is_refused(tmp_path: Path, content: str, sai
     ],
 )
 def test_a_processor_of_another_kind_is_refused(tmp_path: Path, change: object, said: str) -> None:
-    write_processors(tmp_path, new_settings(SmolVLAConfig(), SPEC), STATISTICS)
+    write_processors(tmp_path, new_policy_config(SmolVLAConfig(), SPEC), STATISTICS)
     path = tmp_path / f"{POSTPROCESSOR}.json"
     known = json.loads(path.read_text())
     change(known)  # type: ignore[operator]
     path.write_text(json.dumps(known))
     with pytest.raises(DataError, match=said):
-        read_scaling(tmp_path, POSTPROCESSOR, UNNORMALISER, ACTION, 2)
+        read_normalizer(tmp_path, POSTPROCESSOR, UNNORMALIZER_STEP, ACTION_FEATURE, 2)

@@ -13,14 +13,14 @@ from torch import nn
 
 from rlinf.errors import DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, records
 
 __all__ = ["folder"]
 
 
 def outlined(path: Path, config: CausalLMConfig = CONFIG) -> CausalLM:
     """With memory that holds nothing of use yet; tied weights stay tied."""
-    policy = CausalLM.outline(path, config)
+    policy = CausalLM.meta_from_folder(path, config)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in policy.module.modules():
         for name, own in part._parameters.items():
@@ -48,7 +48,7 @@ def test_it_is_the_network_that_loading_whole_gives(
     CausalLM.create(config, {"alphabet": "0123456789+="}, 0, tmp_path)
     config = config.model_copy(update={"dtype": dtype})
     policy = outlined(tmp_path, config)
-    policy.fill()
+    policy.load_weights()
     assert_loaded(policy, CausalLM.load(tmp_path, config))
 
 
@@ -71,10 +71,10 @@ def test_the_files_of_a_sharded_checkpoint_are_found_by_its_index(
     folder: Path, tmp_path: Path
 ) -> None:
     policy = outlined(in_parts(folder, tmp_path / "parts"))
-    policy.fill()
+    policy.load_weights()
     assert_loaded(policy, CausalLM.load(folder, CONFIG))
     other = outlined(folder)
-    other.fill(tmp_path / "parts")
+    other.load_weights(tmp_path / "parts")
     assert_loaded(other, CausalLM.load(folder, CONFIG))
 
 
@@ -84,7 +84,7 @@ def test_weights_may_be_those_of_the_network_below_the_head(folder: Path, tmp_pa
     tensors = {name.removeprefix("model."): t for name, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     policy = outlined(tmp_path / "base")
-    policy.fill()
+    policy.load_weights()
     assert_loaded(policy, CausalLM.load(folder, CONFIG))
 
 
@@ -102,7 +102,7 @@ def test_tensors_that_are_not_its_own_are_listed_and_nothing_changes(
     save_file(tensors, path, metadata={"format": "pt"})
     policy = outlined(parts)
     with pytest.raises(DataError) as refused:
-        policy.fill()
+        policy.load_weights()
     said = str(refused.value)
     assert f"missing: {gone}" in said
     assert "not of this network: model.extra" in said

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlinf.models import causal_lm, logprobs
-from rlinf.models.architectures import Architecture
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.logprobs import head_logprobs, token_logprobs, without
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
+from rlinf.models.causal_lm_config import Architecture
+from rlinf.models.logprobs import head_logprobs, mask_tokens, token_logprobs
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, records
 
 __all__ = ["folder"]
 
@@ -44,11 +44,11 @@ def test_parts_are_the_whole_with_gradients(
     chosen, entropy = token_logprobs(logits, taken, temperature, True)
     assert entropy is not None
     both = torch.stack([chosen * of_taken, entropy * of_entropy], 1)
-    out = head_logprobs(hidden, weight, taken, temperature, part, bias=bias, cap=cap)
+    out = head_logprobs(hidden, weight, taken, temperature, part, bias=bias, softcap=cap)
     assert_alike(out[:, 0].detach(), chosen.detach())
     assert_alike(out[:, 1].detach(), entropy.detach())
     alone = head_logprobs(
-        hidden, weight, taken, temperature, part, bias=bias, cap=cap, entropy=False
+        hidden, weight, taken, temperature, part, bias=bias, softcap=cap, entropy=False
     )
     assert torch.equal(alone, out[:, :1])
     scales = torch.stack([of_taken, of_entropy], 1)
@@ -81,9 +81,9 @@ def test_what_is_never_said_has_finite_logits_of_every_type(dtype: torch.dtype) 
     hidden, weight = (10 * torch.randn(n, 16, generator=random) for n in (5, 301))
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     taken = torch.randint(1, 300, (5,), generator=random)
-    bias = without(weight.new_zeros(301), (0, 300))
+    bias = mask_tokens(weight.new_zeros(301), (0, 300))
     out = head_logprobs(hidden, weight, taken, 2.0, bias=bias)
-    chosen, entropy = token_logprobs(without(hidden @ weight.T, (0, 300)), taken, 2.0, True)
+    chosen, entropy = token_logprobs(mask_tokens(hidden @ weight.T, (0, 300)), taken, 2.0, True)
     assert entropy is not None
     torch.testing.assert_close(out, torch.stack([chosen, entropy], 1))
     of_unsaid, _ = token_logprobs(hidden @ weight.T + bias, torch.zeros_like(taken), 2.0, False)
@@ -99,13 +99,13 @@ def test_a_policy_computes_alike_either_way(
     config = CausalLMConfig(**{**CONFIG.model_dump(), "architecture": architecture})
     CausalLM.create(config, {"alphabet": "0123456789+="}, 0, tmp_path)
     results = []
-    for whole in (logprobs.WHOLE, 40):
-        monkeypatch.setattr(causal_lm, "WHOLE", whole)
+    for whole in (logprobs.MAX_LOGITS, 40):
+        monkeypatch.setattr(causal_lm, "MAX_LOGITS", whole)
         policy = CausalLM.load(tmp_path, config)
         if not tied:
             head = policy.module.get_output_embeddings()  # type: ignore[operator]
             head.weight = torch.nn.Parameter(head.weight.detach().flip(0))
-        if logprobs.final_cap(policy.module) is not None:
+        if logprobs.final_softcap(policy.module) is not None:
             # Logits of a new network are far below the usual cap of 30.
             policy.module.config.final_logit_softcapping = 0.5  # type: ignore[union-attr]
         out = policy.evaluate(policy.collate(records()), 0.9, entropy=True)
@@ -125,7 +125,7 @@ def test_a_policy_computes_alike_either_way(
 
 
 def test_the_logits_are_never_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_lm, "WHOLE", 40)
+    monkeypatch.setattr(causal_lm, "MAX_LOGITS", 40)
     policy = CausalLM.load(folder, CONFIG)
     batch = policy.collate(records())
     seen: list[int] = []
@@ -178,13 +178,13 @@ def after_head(family: str) -> tuple[Tensor, Tensor]:
         return made[-1]
 
     tokens = torch.ones(1, 4, dtype=torch.int64)
-    with torch.no_grad(), logprobs.replaced(module.get_output_embeddings(), compute):
+    with torch.no_grad(), logprobs.override_head(module.get_output_embeddings(), compute):
         out: Tensor = module(input_ids=tokens, use_cache=False, logits_to_keep=3).logits
     return made[0], out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(logprobs.HEAD_LAST))
+@pytest.mark.parametrize("family", sorted(logprobs.PLAIN_HEAD_FAMILIES))
 def test_nothing_works_on_the_logits_of_these_families_after_the_head(family: str) -> None:
     made, out = after_head(family)
     assert out is made
@@ -197,8 +197,8 @@ def test_a_family_that_changes_its_logits_is_not_among_them_and_that_is_said_onc
     made, out = after_head("cohere")
     assert out is not made
     module = network("cohere")
-    logprobs.say_whole.cache_clear()
-    monkeypatch.setattr(causal_lm, "WHOLE", 40)
+    logprobs.warn_full_logits.cache_clear()
+    monkeypatch.setattr(causal_lm, "MAX_LOGITS", 40)
     policy = CausalLM(module, tmp_path)
     for _ in range(2):
         policy.evaluate(policy.collate(records()), 1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.mlp_q import MLPQConfig, MLPQPolicy
+from rlinf.models.tanh_normal_q import MLPQConfig, MLPQPolicy
 
 BOX = {"observation": 4, "action": {"kind": "box", "size": 2}}
 
@@ -26,7 +26,7 @@ def test_sampled_actions_fill_the_interval_and_have_the_density_of_acting(tmp_pa
     random = torch.Generator().manual_seed(0)
     seen = torch.randn(2000, 4, generator=random)
     noise = torch.randn(2000, 2, generator=random)
-    actions, logprobs = policy.sample(seen, noise)
+    actions, logprobs = policy.rsample(seen, noise)
     assert 0.8 < actions.abs().max() < 1
     with torch.no_grad():
         acted = policy.act({"observation": seen}, noise, 1.0)
@@ -41,7 +41,7 @@ def test_the_density_is_the_gradient_through_the_noise(tmp_path: Path) -> None:
     """Of one component: d action / d noise times the density of the action is that of the noise."""
     policy = made(tmp_path)
     seen, noise = torch.zeros(1, 4), torch.tensor([[0.3, -0.2]], requires_grad=True)
-    actions, logprob = policy.sample(seen, noise)
+    actions, logprob = policy.rsample(seen, noise)
     slopes = [torch.autograd.grad(actions[0, i], noise, retain_graph=True)[0][0, i] for i in (0, 1)]
     normal = torch.distributions.Normal(0, 1).log_prob(noise).sum()
     torch.testing.assert_close(logprob[0], normal - torch.stack(slopes).log().sum())
@@ -56,8 +56,8 @@ def test_targets_begin_as_the_critics_and_follow_them(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in module.critics.parameters():
             parameter.add_(1.0)
-    module.follow(0.1)
-    module.follow(0.1)
+    module.polyak_update(0.1)
+    module.polyak_update(0.1)
     for name, tensor in module.targets.state_dict().items():
         torch.testing.assert_close(tensor, first[name] + 0.19)
     assert not any(parameter.requires_grad for parameter in module.targets.parameters())
@@ -65,9 +65,9 @@ def test_targets_begin_as_the_critics_and_follow_them(tmp_path: Path) -> None:
 
 def test_groups_are_those_that_are_named(tmp_path: Path) -> None:
     policy = made(tmp_path, state_value=True)
-    found = {policy.group(name) for name, _ in policy.module.named_parameters()}
-    assert found == set(policy.groups)
-    assert policy.group("targets.weights.0") == "critic"
+    found = {policy.parameter_group(name) for name, _ in policy.module.named_parameters()}
+    assert found == set(policy.parameter_groups)
+    assert policy.parameter_group("targets.weights.0") == "critic"
 
 
 def test_what_it_cannot_be_made_for_or_read_is_refused(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_it_cannot_be_made_for_or_read_is_refused(tmp_path: Path) -> None:
 def test_data_on_the_edge_of_the_interval_have_a_finite_density(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = torch.tensor([[1.0, -1.0], [0.0, 5.0]])
-    said = policy.judge(torch.zeros(2, 4), actions, edge=1e-3)
+    said = policy.action_logprob(torch.zeros(2, 4), actions, eps=1e-3)
     assert said.isfinite().all()
-    inside = policy.judge(torch.zeros(1, 4), torch.tensor([[0.999, -0.999]]))
+    inside = policy.action_logprob(torch.zeros(1, 4), torch.tensor([[0.999, -0.999]]))
     np.testing.assert_allclose(said[0].item(), inside.item(), rtol=1e-4)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.record import Record, RecordId
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.published_folder import PublishedFolder
+from rlinf.models.hf_folder import HFFolder
 from tests.rlinf.models import published_models, tiny
 
 MODELS = published_models.facts()
@@ -33,13 +33,13 @@ def test_there_are_enough_of_them() -> None:
 def test_a_published_model(tmp_path: Path, known: dict[str, Any]) -> None:
     config = published_models.write(tmp_path / "model", known)
     CausalLM.check(config, {})
-    published = PublishedFolder.of(config)
+    published = HFFolder.from_config(config)
     assert published.context_length == known["context"]
-    assert CausalLM.positions(config) == known.get("run_length", known["context"])
+    assert CausalLM.max_model_len(config) == known.get("run_length", known["context"])
     names = published.tokenizer.convert_ids_to_tokens(sorted(published.stop_token_ids))
     assert set(names) == set(known["stops"])
     bos = [known["tokenizer"]["bos"]] if known["tokenizer"]["adds_bos"] else []
-    prefix = published.chat_format.prefix.tolist()
+    prefix = published.chat_format.bos_token_ids.tolist()
     assert published.tokenizer.convert_ids_to_tokens(prefix) == bos
     check_engine_and_trainer(config)
     check_tuning_teaches_to_stop(config, published, tmp_path / "tuned")
@@ -61,7 +61,7 @@ def check_engine_and_trainer(config: CausalLMConfig) -> None:
     assert float(better) > 0
 
 
-def demonstration(published: PublishedFolder) -> Record:
+def demonstration(published: HFFolder) -> Record:
     """Return the token ids of a question and its answer, with what ends it."""
     chat, tokenizer = published.chat_format, published.tokenizer
 
@@ -70,20 +70,20 @@ def demonstration(published: PublishedFolder) -> Record:
         return found
 
     if chat.template is None:
-        prompt = [*chat.prefix.tolist(), *ids(TALK[0]["content"])]
+        prompt = [*chat.bos_token_ids.tolist(), *ids(TALK[0]["content"])]
         answer = ids(TALK[1]["content"])
     else:
-        ((turn,),) = chat.turns([TALK], ["here"])
-        prompt, answer = ids(turn.prompt), ids(turn.answer)
+        ((turn,),) = chat.assistant_turns([TALK], ["here"])
+        prompt, answer = ids(turn.prompt), ids(turn.completion)
     # Without a template, and of GLM's, nothing stands behind the last answer.
-    if answer[-1] != chat.end_token_id and not published.stop_token_ids.intersection(answer):
-        answer.append(chat.end_token_id)
-    return Record(Identity(0, 0), {"actions": np.array(answer)}, {"prompt": np.array(prompt)})
+    if answer[-1] != chat.end_of_turn_token_id and not published.stop_token_ids.intersection(
+        answer
+    ):
+        answer.append(chat.end_of_turn_token_id)
+    return Record(RecordId(0, 0), {"actions": np.array(answer)}, {"prompt": np.array(prompt)})
 
 
-def check_tuning_teaches_to_stop(
-    config: CausalLMConfig, published: PublishedFolder, folder: Path
-) -> None:
+def check_tuning_teaches_to_stop(config: CausalLMConfig, published: HFFolder, folder: Path) -> None:
     """See that a few steps of fine-tuning are repeated by the engine, which then stops."""
     assert config.path is not None
     policy, record = CausalLM.load(config.path, config), demonstration(published)
@@ -115,7 +115,7 @@ def greedy(served: TransformersEngine, prompt: np.ndarray, horizon: int) -> list
         "prompt": np.asarray(prompt, np.int64)[None],
         "prompt_length": np.array([len(prompt)]),
     }
-    channel.put(Record(Identity(0, 0), steps, info={"horizon": horizon, "temperature": 0.0}))
+    channel.put(Record(RecordId(0, 0), steps, info={"horizon": horizon, "temperature": 0.0}))
     channel.close()
     return list(served.generate(channel, seed=0, stage="evaluate"))
 
@@ -125,6 +125,6 @@ def test_vllm_takes_the_same_lengths(tmp_path: Path) -> None:
     config = pytest.importorskip("vllm.config", reason="vLLM is not in this environment")
     for number, known in enumerate(MODELS):
         made = published_models.write(tmp_path / str(number), known)
-        most = CausalLM.positions(made)
+        most = CausalLM.max_model_len(made)
         model = config.ModelConfig(model=str(made.path), max_model_len=most)
         assert most is None or model.max_model_len == most

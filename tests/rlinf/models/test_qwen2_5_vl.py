@@ -12,20 +12,20 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rlinf.channels.local import LocalChannel
-from rlinf.channels.world import World
+from rlinf.channels.channel import LocalChannel
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.padding import pad
-from rlinf.data.record import Identity, Record
-from rlinf.engines.base import NO_HOOKS, Hooks
+from rlinf.data.batch import pad_right
+from rlinf.data.record import Record, RecordId
+from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.errors import ConfigError, DataError
 from rlinf.models import causal_lm
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.images import columns_of
+from rlinf.models.images import pack_images
 from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from tests.rlinf.trainers.test_lanes import loss
+from tests.rlinf.trainers.test_threaded_data_parallel import loss
 
 CONFIG = Qwen25VLConfig(
     hidden=64, layers=2, heads=2, kv_heads=1, intermediate=64, vision_hidden=16, vision_window=28
@@ -52,7 +52,7 @@ def policy(folder: Path, *, packed: bool = False) -> Qwen25VL:
         for tensor in made.module.parameters():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=random))
     if packed:
-        made.use_packing(CPU, torch.float32)
+        made.enable_packing(CPU, torch.float32)
     return made
 
 
@@ -66,9 +66,9 @@ def record(
     for rows, columns in shapes:
         images.append(random.integers(0, 256, (28 * rows, 28 * columns, 3), dtype=np.uint8))
         prompt += [14, *[token] * (rows * columns), 15]
-    context = {"prompt": np.array([*prompt, *text]), **(columns_of(images) if images else {})}
+    context = {"prompt": np.array([*prompt, *text]), **(pack_images(images) if images else {})}
     actions = np.random.default_rng(steps).integers(2, 14, steps)
-    return Record(Identity(0, seed), {"actions": actions}, context)
+    return Record(RecordId(0, seed), {"actions": actions}, context)
 
 
 RECORDS = [
@@ -95,7 +95,7 @@ def test_log_probs_are_those_of_the_network_by_itself(folder: Path) -> None:
                 seen = {"mm_token_type_ids": kinds, "pixel_values": batch["patches"]}
                 seen["image_grid_thw"] = batch["grids"]
             logits = made.network(input_ids=ids, use_cache=False, **seen).logits[0]
-            logits[:, list(made.image_settings(folder).unwritten)] = -torch.inf
+            logits[:, list(made.image_processor(folder).ungenerated_token_ids)] = -torch.inf
             begin, count = len(one.context["prompt"]), len(one)
             right = logits[begin - 1 : begin - 1 + count].log_softmax(-1)
             right = right.gather(1, ids[0, begin:, None])[:, 0]
@@ -109,7 +109,7 @@ def test_log_probs_are_those_of_the_network_by_itself(folder: Path) -> None:
 def test_packed_rows_are_separate_rows(
     folder: Path, whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal_lm, "WHOLE", whole)
+    monkeypatch.setattr(causal_lm, "MAX_LOGITS", whole)
     found = []
     for made, parts in (
         (policy(folder, packed=True), [RECORDS]),
@@ -142,8 +142,8 @@ def test_a_prompt_is_shared_by_those_who_have_its_image_too(folder: Path) -> Non
     batch = made.collate(RECORDS[:3])
     assert len(batch["grids"]) == 2
     assert (batch["tokens"] == 16).sum() == 8
-    assert made.shared(RECORDS[0]) == made.shared(RECORDS[1])
-    assert made.shared(RECORDS[0])[0] != made.shared(RECORDS[2])[0]
+    assert made.shared_prefix(RECORDS[0]) == made.shared_prefix(RECORDS[1])
+    assert made.shared_prefix(RECORDS[0])[0] != made.shared_prefix(RECORDS[2])[0]
 
 
 def test_an_answer_with_an_image_token_is_refused(folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_answer_with_an_image_token_is_refused(folder: Path) -> None:
 def request(records: Sequence[Record], horizon: int, temperature: float = 1.0) -> Record:
     def column(name: str) -> np.ndarray:
         arrays = [one.context[name] for one in records]
-        return pad(arrays, max(map(len, arrays))).numpy()
+        return pad_right(arrays, max(map(len, arrays))).numpy()
 
     steps = {
         "sample": np.arange(len(records)),
@@ -165,7 +165,7 @@ def request(records: Sequence[Record], horizon: int, temperature: float = 1.0) -
         "pixels": column("pixels"),
         "image_sizes": column("image_sizes"),
     }
-    return Record(Identity(0, 0), steps, info={"horizon": horizon, "temperature": temperature})
+    return Record(RecordId(0, 0), steps, info={"horizon": horizon, "temperature": temperature})
 
 
 @pytest.mark.parametrize("rows", [2, 64])
@@ -186,13 +186,13 @@ def test_the_engine_says_what_the_trainer_says(
         return (later, 1) if asked == 4 else None
 
     prompts = [one for one in RECORDS[:5] for _ in range(2)]
-    settings = TransformersConfig(device="cpu", max_rows=rows)
+    settings = TransformersConfig(device="cpu", max_num_seqs=rows)
     engine = TransformersEngine(settings, Qwen25VL, CONFIG)
     engine.load(served, 0)
     channel = LocalChannel()
     channel.put(request(prompts, 12))
     channel.close()
-    hooks = Hooks(newer=look) if newer else NO_HOOKS
+    hooks = RolloutHooks(newer_weights=look) if newer else NO_HOOKS
     policies = [Qwen25VL.load(path, CONFIG) for path in (served, later)]
     count, versions = 0, set[int]()
     for reply in engine.generate(channel, seed=3, stage="rollout", hooks=hooks):
@@ -200,7 +200,7 @@ def test_the_engine_says_what_the_trainer_says(
             length = int(reply.steps["length"][i])
             tokens = reply.steps["tokens"][i, :length]
             assert not np.isin(tokens, (16, 17)).any()
-            told = Record(Identity(0, sample), {"actions": tokens}, prompts[sample].context)
+            told = Record(RecordId(0, sample), {"actions": tokens}, prompts[sample].context)
             made_by = reply.steps["version"][i, :length] if newer else np.zeros(length, np.int64)
             versions |= set(made_by.tolist())
             with torch.no_grad():
@@ -216,15 +216,19 @@ def test_the_engine_says_what_the_trainer_says(
 def test_training_moves_what_sees_and_what_speaks(
     folder: Path, tmp_path: Path, options: dict[str, object]
 ) -> None:
-    config = FSDPConfig.model_validate({"device": "cpu", "token_budget": 40, **options})
-    made = FSDPTrainer(Qwen25VL.load(folder, CONFIG), config, OptimizerSection(lr=1e-2), World())
-    before = {name: tensor.clone() for name, tensor in made.full_state().items()}
+    config = FSDPConfig.model_validate(
+        {"device": "cpu", "max_tokens_per_microbatch": 40, **options}
+    )
+    made = FSDPTrainer(
+        Qwen25VL.load(folder, CONFIG), config, OptimizerSection(lr=1e-2), ProcessGroupInfo()
+    )
+    before = {name: tensor.clone() for name, tensor in made.full_state_dict().items()}
     for _ in range(2):
         made.step(RECORDS[:5], loss, lr=1e-2)
-    changed = {n for n, t in made.full_state().items() if not torch.equal(t, before[n])}
+    changed = {n for n, t in made.full_state_dict().items() if not torch.equal(t, before[n])}
     assert any("visual" in name for name in changed)
     assert any("language_model" in name for name in changed)
-    made.policy.save_state(tmp_path, made.stream())
+    made.policy.save_state(tmp_path, made.stream_weights())
     again = Qwen25VL.load(tmp_path, CONFIG)
     with torch.no_grad():
         right = again.evaluate(again.collate(RECORDS[:5]), 1.0).logprobs
@@ -242,9 +246,14 @@ def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) ->
     said = []
     for dtype in ("float32", "float16"):
         config = FSDPConfig.model_validate(
-            {"device": "cpu", "token_budget": 40, "packing": packing, "param_dtype": dtype}
+            {
+                "device": "cpu",
+                "max_tokens_per_microbatch": 40,
+                "packing": packing,
+                "param_dtype": dtype,
+            }
         )
-        made = FSDPTrainer(policy(folder), config, OptimizerSection(lr=1e-3), World())
+        made = FSDPTrainer(policy(folder), config, OptimizerSection(lr=1e-3), ProcessGroupInfo())
         said.append(made.step(RECORDS[:5], loss, lr=1e-3))
     right, half = said
     assert half["skipped_steps"] == 0.0
@@ -253,10 +262,10 @@ def test_training_in_float16_is_close_to_float32(folder: Path, packing: bool) ->
 
 
 def test_a_context_beyond_the_positions_of_a_checkpoint_is_refused(folder: Path) -> None:
-    config = Qwen25VLConfig(path=folder, context=512)
+    config = Qwen25VLConfig(path=folder, max_model_len=512)
     Qwen25VL.check(config, {})
-    with pytest.raises(ConfigError, match=r"model.context: 513 tokens .* 512 .*config.json"):
-        Qwen25VL.check(config.model_copy(update={"context": 513}), {})
+    with pytest.raises(ConfigError, match=r"model.max_model_len: 513 tokens .* 512 .*config.json"):
+        Qwen25VL.check(config.model_copy(update={"max_model_len": 513}), {})
 
 
 def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -285,16 +294,16 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.config import OptimizerSection
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.models.test_qwen2_5_vl import CONFIG, RECORDS, Qwen25VL
-from tests.rlinf.trainers.test_lanes import loss
+from tests.rlinf.trainers.test_threaded_data_parallel import loss
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 
 def trained(world, load):
-    config = FSDPConfig(device="cpu", token_budget=40, unit_mb=0)
+    config = FSDPConfig(device="cpu", max_tokens_per_microbatch=40, fsdp_wrap_min_mb=0)
     made = FSDPTrainer(load(folder, CONFIG), config, OptimizerSection(lr=1e-2, name="sgd"), world)
     made.step(RECORDS[:5], loss, lr=1e-2)
     return made

@@ -14,7 +14,7 @@ from rlinf.engines.sglang import SGLangEngine
 from rlinf.engines.vllm import VLLMConfig, VLLMEngine
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.packed import APART
+from rlinf.models.packed_attention import PACKABLE_FAMILIES
 from rlinf.models.rotary import freeze_rotary, length_scaling
 from tests.rlinf.models import tiny
 from tests.rlinf.models.tiny_families import tiny_settings
@@ -54,7 +54,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_sample_draws_the_same_tokens_alone_and_beside_longer_ones(
     family: CausalLMConfig, context: int | None
 ) -> None:
-    served = tiny.engine(family.model_copy(update={"context": context}))
+    served = tiny.engine(family.model_copy(update={"max_model_len": context}))
     request = tiny.requests([3, 12, 5, 30], horizon=10)
     together = tiny.generate(served, request)
     for row in range(4):
@@ -67,7 +67,7 @@ def test_a_sample_draws_the_same_tokens_alone_and_beside_longer_ones(
 def test_engine_and_trainer_have_the_same_frequencies_across_the_threshold(
     family: CausalLMConfig, context: int | None
 ) -> None:
-    config = family.model_copy(update={"context": context})
+    config = family.model_copy(update={"max_model_len": context})
     assert config.path is not None
     request = tiny.requests([3, 12, 5, 30], horizon=10)
     records = tiny.trajectories(request, tiny.generate(tiny.engine(config), request))
@@ -87,7 +87,7 @@ def test_an_update_is_the_same_however_it_is_cut(family: CausalLMConfig) -> None
         assert family.path is not None
         policy = CausalLM.load(family.path, family)
         if packed:
-            policy.use_packing(torch.device("cpu"), torch.float32)
+            policy.enable_packing(torch.device("cpu"), torch.float32)
         for cut in cuts:
             batch = policy.collate([records[row] for row in cut])
             (-policy.evaluate(batch, 1.0).logprobs.sum() / 40).backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def test_an_update_is_the_same_however_it_is_cut(family: CausalLMConfig) -> None
     whole = gradients([[0, 1, 2, 3]], packed=False)
     cuts = [([[3], [0, 2], [1]], False)]
     if "phi3" in str(family.path):
-        assert "phi3" in APART
+        assert "phi3" in PACKABLE_FAMILIES
         cuts += [([[0, 1, 2, 3]], True), ([[0, 1], [2, 3]], True)]
     for cut, packed in cuts:
         for name, gradient in gradients(cut, packed).items():
@@ -107,7 +107,7 @@ def test_the_length_of_the_run_chooses_the_frequencies(tmp_path: Path) -> None:
     tiny.write(tmp_path, "phi3", **FAMILIES["phi3"])
     found = {}
     for context in (None, 16, 17, 64):
-        policy = CausalLM.load(tmp_path, CausalLMConfig(path=tmp_path, context=context))
+        policy = CausalLM.load(tmp_path, CausalLMConfig(path=tmp_path, max_model_len=context))
         network: Any = policy.module
         network.model.rotary_emb(torch.zeros(1), torch.arange(60)[None])
         found[context] = network.model.rotary_emb.inv_freq.clone()
@@ -123,22 +123,24 @@ def test_without_a_length_a_model_reads_as_far_as_its_plain_frequencies_reach(
     phi |= {"rope_scaling": {"type": "longrope"}}  # type: ignore[dict-item]
     scaling = length_scaling(phi)
     assert scaling is not None
-    assert (scaling.original, scaling.longest) == (4096, 131072)
+    assert (scaling.original_length, scaling.max_length) == (4096, 131072)
     assert length_scaling({**phi, "rope_scaling": {"type": "su"}}) == scaling
     linear = {"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2}}
     assert length_scaling(linear) is None
     for name, settings in FAMILIES.items():
         config = tiny.write(tmp_path / name, name, **settings)
-        assert CausalLM.positions(config) == 16
-        assert CausalLM.positions(config.model_copy(update={"context": 40})) == 40
+        assert CausalLM.max_model_len(config) == 16
+        assert CausalLM.max_model_len(config.model_copy(update={"max_model_len": 40})) == 40
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
     tiny.write(tmp_path, "phi3", **FAMILIES["phi3"])
-    with pytest.raises(ConfigError, match=r"model.context: 65 tokens do not fit into the 64"):
-        CausalLM.check(CausalLMConfig(path=tmp_path, context=65), {})
-    with pytest.raises(ConfigError, match=r"model.context: 600 .* 512 .*model.max_positions"):
-        CausalLM.check(CausalLMConfig(context=600), {"alphabet": "01"})
+    with pytest.raises(ConfigError, match=r"model.max_model_len: 65 tokens do not fit into the 64"):
+        CausalLM.check(CausalLMConfig(path=tmp_path, max_model_len=65), {})
+    with pytest.raises(
+        ConfigError, match=r"model.max_model_len: 600 .* 512 .*model.max_position_embeddings"
+    ):
+        CausalLM.check(CausalLMConfig(max_model_len=600), {"alphabet": "01"})
 
 
 def test_engines_that_choose_other_frequencies_are_refused(tmp_path: Path) -> None:
@@ -146,8 +148,8 @@ def test_engines_that_choose_other_frequencies_are_refused(tmp_path: Path) -> No
     VLLMEngine.check_policy(VLLMConfig(), config)
     with pytest.raises(ConfigError, match=r"engine.name: SGLang .*longrope"):
         SGLangEngine.check_policy(SGLangEngine.Config(), config)
-    with pytest.raises(ConfigError, match=r"engine.context: .* set model.context=32"):
-        VLLMEngine.check_policy(VLLMConfig(context=32), config)
+    with pytest.raises(ConfigError, match=r"engine.max_model_len: .* set model.max_model_len=32"):
+        VLLMEngine.check_policy(VLLMConfig(max_model_len=32), config)
     config = tiny.write(tmp_path / "b", "llama", **FAMILIES["llama"])
     with pytest.raises(ConfigError, match=r"engine.name: VLLM .*dynamic"):
         VLLMEngine.check_policy(VLLMConfig(), config)
@@ -172,9 +174,11 @@ def test_a_network_that_chooses_by_the_longest_row_all_the_same_is_refused_at_th
 ) -> None:
     config = phimoe(tmp_path)
     assert config.path is not None
-    longer = config.model_copy(update={"context": 17})
+    longer = config.model_copy(update={"max_model_len": 17})
     for refuse in (lambda: CausalLM.check(longer, {}), lambda: CausalLM.load(tmp_path, longer)):
-        with pytest.raises(DataError, match=r"PhimoeRotaryEmbedding .* model.context .* to 16"):
+        with pytest.raises(
+            DataError, match=r"PhimoeRotaryEmbedding .* model.max_model_len .* to 16"
+        ):
             refuse()
 
 
@@ -186,9 +190,9 @@ def test_a_row_has_the_same_log_probs_alone_and_beside_the_longest(
         config = phimoe(tmp_path)
     else:
         config = tiny.write(tmp_path, family, **FAMILIES[family])
-        config = config.model_copy(update={"context": 40})
+        config = config.model_copy(update={"max_model_len": 40})
     CausalLM.check(config, {})
-    longest = CausalLM.positions(config)
+    longest = CausalLM.max_model_len(config)
     assert longest is not None
     policy = CausalLM.load(tmp_path, config)
     request = tiny.requests([3, longest - 6], horizon=6)
@@ -210,7 +214,7 @@ def test_a_dynamic_scaling_with_an_alpha_is_the_same_for_all_lengths(
     config = tiny.write(tmp_path, family, made={**made, "rope_parameters": rope})
     CausalLM.check(config, {})
     VLLMEngine.check_policy(VLLMConfig(), config)
-    assert CausalLM.positions(config) == 64
+    assert CausalLM.max_model_len(config) == 64
     policy = CausalLM.load(tmp_path, config)
     network: Any = policy.module
     size = network.config.head_dim

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.data.record import Identity, Record
-from rlinf.models.denoising import CHAIN, Denoising
+from rlinf.data.record import Record, RecordId
+from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.trainers.base import of_steps
-from rlinf.tree import ROOT
+from rlinf.package_paths import ROOT
+from rlinf.trainers.base import loss_from_steps
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC, request, stirred
 
@@ -38,7 +38,7 @@ SHARED = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.config import OptimizerSection
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
@@ -50,7 +50,7 @@ folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 records, config = rolled_out(folder), SmolVLAConfig(**SIZES)
 
 def stepped(world):
-    options = FSDPConfig(device="cpu", unit_mb=0, token_budget=400)
+    options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
     policy = SmolVLAPolicy.load(folder, config)
     trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
     loss = of_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
@@ -85,7 +85,9 @@ def rolled_out(folder: Path, temperature: float = 1.0, **options: Any) -> list[R
 
 def acted(policy: SmolVLAPolicy, rows: int = 5, noise: Any = None) -> dict[str, Tensor]:
     seen = {n: torch.tensor(c[:rows]) for n, c in request(5, 0).steps.items() if n != "sample"}
-    drawn = torch.tensor(policy.noise(np.random.default_rng(0), rows)) if noise is None else noise
+    drawn = (
+        torch.tensor(policy.draw_noise(np.random.default_rng(0), rows)) if noise is None else noise
+    )
     with torch.no_grad():
         return policy.act(seen, drawn, 1.0)
 
@@ -102,8 +104,8 @@ def test_chunks_of_normal_data_come_out_as_normal_data(level: float) -> None:
 
     random = torch.Generator().manual_seed(0)
     drawn = torch.randn(20_000, 201, 2, 2, generator=random)
-    denoising = Denoising(200, level, 2)
-    found = denoising.sampled(velocity, drawn[:, 0], drawn[:, 1:], 1.0)[:, -1]
+    denoising = DenoisingChain(200, level, 2)
+    found = denoising.sample(velocity, drawn[:, 0], drawn[:, 1:], 1.0)[:, -1]
     assert torch.allclose(found.mean(0), mean, atol=0.03)
     assert torch.allclose(found.std(0), std, rtol=0.05)
 
@@ -117,8 +119,8 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
     policy = made(tmp_path, noise=noise)
     records = rolled_out(tmp_path, temperature, noise=noise)
     assert records[0].steps["logprobs"].shape == records[0].steps["actions"].shape == (3, 4, 3)
-    assert records[0].steps[CHAIN].shape == (3, policy.steps + 1, 4, 3)
-    learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise=noise), tmp_path)
+    assert records[0].steps[CHAIN_COLUMN].shape == (3, policy.steps + 1, 4, 3)
+    learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise_method=noise), tmp_path)
     acting.assert_recomputed(learns, records, temperature)
     learns.close()
 
@@ -153,12 +155,12 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
     means = []
     for _ in range(20):
         with torch.no_grad():
-            done = policy.act(seen, torch.tensor(policy.noise(random, 32)), 1.0)
+            done = policy.act(seen, torch.tensor(policy.draw_noise(random, 32)), 1.0)
         rewards = -(done["action"] - target).square().mean((1, 2))
         means.append(float(rewards.mean()))
         advantages = ((rewards - rewards.mean()) / rewards.std())[:, None]
-        chained = {**steps, CHAIN: done[CHAIN].numpy()}
-        batch = policy.collate([Record(Identity(0, 0), chained)])
+        chained = {**steps, CHAIN_COLUMN: done[CHAIN_COLUMN].numpy()}
+        batch = policy.collate([Record(RecordId(0, 0), chained)])
         for _ in range(2):
             said = policy.evaluate(batch, 1.0).logprobs[0]
             ratios = (said - done["logprob"]).sum(-1).exp()
@@ -186,7 +188,7 @@ def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "near"),
     [
-        ({"activation_checkpointing": True}, 1e-5),
+        ({"gradient_checkpointing": True}, 1e-5),
         ({"param_dtype": "bfloat16"}, 0.02),
         ({"lora": {"rank": 2}}, 1e-5),
     ],
@@ -198,13 +200,13 @@ def test_ways_of_training_have_the_same_loss_and_learn(
     if "lora" in options:
         pytest.importorskip("peft")
     policy, records = made(tmp_path), rolled_out(tmp_path)
-    loss = of_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
     known = policy.module.state_dict()
     found = []
     for each in ({}, options):
         learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES), tmp_path, **each)
         found.append(learns.step(records, loss, lr=1e-2)["loss"])
-        state = learns.full_state()
+        state = learns.full_state_dict()
         learns.close()
     assert found[1] == pytest.approx(found[0], rel=near)
     assert state.keys() == known.keys()
@@ -237,7 +239,7 @@ def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path) 
 
 def test_the_length_of_other_instructions_does_not_matter(tmp_path: Path) -> None:
     policy = made(tmp_path)
-    noise = torch.tensor(policy.noise(np.random.default_rng(0), 5))
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 5))
     together, alone = acted(policy, 5, noise), acted(policy, 1, noise[:1])
     torch.testing.assert_close(together["action"][:1], alone["action"], atol=1e-5, rtol=0)
 
@@ -245,8 +247,8 @@ def test_the_length_of_other_instructions_does_not_matter(tmp_path: Path) -> Non
 def test_actions_that_are_not_carried_out_have_no_part_in_those_before(tmp_path: Path) -> None:
     """So the first ones of a chunk are denoised alone, and their likelihood is whole."""
     policy = made(tmp_path / "whole")
-    noise = torch.tensor(policy.noise(np.random.default_rng(0), 5))
-    config = SmolVLAConfig(path=tmp_path / "whole", chunk=2)
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 5))
+    config = SmolVLAConfig(path=tmp_path / "whole", chunk_size=2)
     (tmp_path / "first").mkdir()
     SmolVLAPolicy.create(config, SPEC, 0, tmp_path / "first")
     shorter = SmolVLAPolicy.load(tmp_path / "first", config)
@@ -259,14 +261,17 @@ def test_actions_that_are_not_carried_out_have_no_part_in_those_before(tmp_path:
 def test_a_demonstration_is_learned_as_the_chunks_that_begin_at_its_steps(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 3)).astype(np.float32)
-    record = Record(Identity(2, 1), {"actions": actions})
-    found = policy.demonstrated(record, 5).steps
+    record = Record(RecordId(2, 1), {"actions": actions})
+    found = policy.prepare_demonstration(record, 5).steps
     for t in range(6):
         for k in range(4):
             assert (found["submask"][t, k] == (t + k < 6)).all()
             if t + k < 6:
                 np.testing.assert_array_equal(found["actions"][t, k], actions[t + k])
-    again, other = policy.demonstrated(record, 5).steps, policy.demonstrated(record, 6).steps
+    again, other = (
+        policy.prepare_demonstration(record, 5).steps,
+        policy.prepare_demonstration(record, 6).steps,
+    )
     np.testing.assert_array_equal(found["noise"], again["noise"])
     assert not (found["uniform"] == other["uniform"]).any()
 
@@ -288,8 +293,8 @@ def test_imitation_makes_it_do_what_was_shown(tmp_path: Path) -> None:
     chunks = np.repeat(wanted[:, None], 4, 1).astype(np.float32)
     losses = []
     for number in range(150):
-        shown = policy.demonstrated(
-            Record(Identity(number, 0), {**steps, "actions": wanted.astype(np.float32)})
+        shown = policy.prepare_demonstration(
+            Record(RecordId(number, 0), {**steps, "actions": wanted.astype(np.float32)})
         )
         shown.steps["actions"] = chunks
         loss = -policy.evaluate(policy.collate([shown]), 1.0).logprobs.mean()
@@ -314,7 +319,7 @@ def test_states_and_actions_are_scaled_by_the_statistics_of_a_data_set(tmp_path:
     policy = made(tmp_path / "policy", statistics=tmp_path / "stats.json")
     found = acted(policy)
     mean, std = (torch.tensor(stats["action"][name]) for name in ("mean", "std"))
-    torch.testing.assert_close(found["action"], found[CHAIN][:, -1] * std + mean)
+    torch.testing.assert_close(found["action"], found[CHAIN_COLUMN][:, -1] * std + mean)
     batch = policy.collate(rolled_out(tmp_path / "policy"))
     state = torch.tensor(request(5, 0).steps["observation"][:, :2])
     scaled = (state - torch.tensor([1.0, 2.0])) / torch.tensor([2.0, 4.0])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.smolvla import HEADS, SmolVLAPolicy
+from rlinf.models.smolvla import HEADS_FILE, SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
 from tests.rlinf.models import acting
 from tests.rlinf.models.acting import SPEC
@@ -26,9 +26,12 @@ def test_a_folder_is_lerobots_with_the_heads_apart(tmp_path: Path) -> None:
     assert settings["input_features"]["observation.images.wrist"]["shape"] == [3, 16, 24]
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in tensors} == {"model"}
-    assert {n.split(".")[0] for n in load_file(tmp_path / HEADS)} == {"value_head", "noise_head"}
-    (tmp_path / HEADS).unlink()
-    again = SmolVLAPolicy.load(tmp_path, SmolVLAConfig(noise="learned"))
+    assert {n.split(".")[0] for n in load_file(tmp_path / HEADS_FILE)} == {
+        "value_head",
+        "noise_head",
+    }
+    (tmp_path / HEADS_FILE).unlink()
+    again = SmolVLAPolicy.load(tmp_path, SmolVLAConfig(noise_method="learned"))
     batch = policy.collate(rolled_out(tmp_path, noise="learned"))
     said = again.evaluate(batch, 1.0)
     assert said.values is not None
@@ -40,7 +43,7 @@ def test_a_folder_is_lerobots_with_the_heads_apart(tmp_path: Path) -> None:
 def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     first = made(tmp_path / "trained")
     (tmp_path / "copy").mkdir()
-    config = SmolVLAConfig(path=tmp_path / "trained", steps=7)
+    config = SmolVLAConfig(path=tmp_path / "trained", denoising_steps=7)
     SmolVLAPolicy.create(config, SPEC, 5, tmp_path / "copy")
     loaded = SmolVLAPolicy.load(tmp_path / "copy", config)
     assert loaded.steps == 7
@@ -87,11 +90,11 @@ def test_a_folder_for_another_task_is_refused(tmp_path: Path) -> None:
     top = {**SPEC, "images": {"top": [16, 24]}}
     with pytest.raises(ConfigError, match=r"the model sees front, wrist.*model\.cameras"):
         SmolVLAPolicy.check(config, top)
-    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, cameras={"wrist": "top"}), top)
+    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "top"}), top)
     with pytest.raises(ConfigError, match=r"model\.cameras: the task shows no side, only top"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, cameras={"wrist": "side"}), top)
+        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "side"}), top)
     with pytest.raises(ConfigError, match=r"model\.chunk: 9, .*4"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, chunk=9), SPEC)
+        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, chunk_size=9), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,10 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     shutil.move(tmp_path / "vlm", tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"model\.vlm: .*tokenizer\.json of vlm"):
         SmolVLAPolicy.check(config, SPEC)
-    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm=tmp_path / "elsewhere"), SPEC)
+    SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
     (tmp_path / "elsewhere" / "tokenizer.json").rename(tmp_path / "words.json")
     with pytest.raises(DataError, match=r"model\.vlm: .*no tokenizer\.json"):
-        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm=tmp_path / "elsewhere"), SPEC)
+        SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
     (tmp_path / "words.json").rename(tmp_path / "elsewhere" / "tokenizer.json")
     shutil.move(tmp_path / "elsewhere", tmp_path / "vlm")
     (tmp_path / "model.safetensors").rename(tmp_path / "other")
@@ -140,7 +143,7 @@ def test_statistics_that_scale_nothing_are_refused_at_the_door(tmp_path: Path) -
     path = tmp_path / "stats.json"
     path.write_text(json.dumps({n: {"mean": [0, 0, 0]} for n in ("action", "observation.state")}))
     with pytest.raises(DataError, match=r"model\.statistics: .*observation\.state: no std"):
-        SmolVLAPolicy.check(SmolVLAConfig(**SIZES, statistics=path), SPEC)
+        SmolVLAPolicy.check(SmolVLAConfig(**SIZES, norm_stats=path), SPEC)
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:

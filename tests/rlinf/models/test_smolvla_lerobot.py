@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.instructions import INSTRUCTION
-from rlinf.data.record import Identity, Record
-from rlinf.envs.seen import encoded
-from rlinf.models.denoising import CHAIN, log_deviation, times
+from rlinf.data.episodes import INSTRUCTION_COLUMN
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.observations import encode_instruction
+from rlinf.models.character_tokenizer import DEFAULT_ALPHABET, write_character_tokenizer
+from rlinf.models.denoising import CHAIN_COLUMN, bounded_log_std, noise_fractions
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.models.tokenizer import ALPHABET, write_character_tokenizer
 from tests.environments import need_environment
 from tests.rlinf.models.acting import stirred
 
@@ -53,9 +53,9 @@ def of_ours(folder: Path) -> SmolVLAPolicy:
         intermediate=48,
         vision_hidden=16,
         vision_heads=2,
-        chunk=4,
-        steps=10,
-        noise="learned",
+        chunk_size=4,
+        denoising_steps=10,
+        noise_method="learned",
     )
     first = folder / "first"
     first.mkdir()
@@ -67,13 +67,13 @@ def of_theirs(folder: Path) -> SmolVLAPolicy:
     """One that LeRobot made and saved: with actions that are not carried out, numbers that fill
     states and actions up, an empty camera, a model cut off above, and statistics."""
     (folder / "vlm").mkdir()
-    write_character_tokenizer(ALPHABET + "\n", folder / "vlm")
+    write_character_tokenizer(DEFAULT_ALPHABET + "\n", folder / "vlm")
     lerobot("make", folder / "theirs")
     config = SmolVLAConfig(
         path=folder / "theirs",
-        vlm=folder / "vlm",
-        cameras={"camera1": "front", "camera2": "wrist"},
-        noise="learned",
+        vlm_path=folder / "vlm",
+        camera_map={"camera1": "front", "camera2": "wrist"},
+        noise_method="learned",
     )
     first = folder / "first"
     first.mkdir()
@@ -94,7 +94,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
     draw = np.random.default_rng(0)
     seen: dict[str, Any] = {
         "observation": draw.normal(size=(count, 4)).astype(np.float32),
-        INSTRUCTION: np.stack([encoded(text) for text in TEXTS]),
+        INSTRUCTION_COLUMN: np.stack([encode_instruction(text) for text in TEXTS]),
     }
     for camera, shape in SPEC["images"].items():
         seen[f"images.{camera}"] = draw.integers(0, 256, (count, *shape, 3), np.uint8)
@@ -105,7 +105,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
 
     columns = {name: torch.tensor(column) for name, column in seen.items()}
     with torch.no_grad():
-        prompt, there = (x[0] for x in made._prompts(seen[INSTRUCTION][None]))
+        prompt, there = (x[0] for x in made._prompts(seen[INSTRUCTION_COLUMN][None]))
         state = made._scaled(columns["observation"])
         pictures = [columns[name] for name in made._pictures]
         prefix = made.module.prefix(prompt, there, state, *pictures)
@@ -117,7 +117,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
         sampled = made._action.restored(euler[:, -1, :, :size])
         uniform = ((torch.tensor(tau) - 0.001) / 0.999) ** 1.5
         shown = Record(
-            Identity(0, 0),
+            RecordId(0, 0),
             {
                 **seen,
                 "observations": seen["observation"],
@@ -128,25 +128,25 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
         )
         losses = -made.evaluate(made.collate([shown]), 1.0).logprobs[0]
     named = {"camera1": "front", "camera2": "wrist"} if make is of_theirs else {}
-    plain = SmolVLAPolicy.load(folder, SmolVLAConfig(cameras=named))
+    plain = SmolVLAPolicy.load(folder, SmolVLAConfig(camera_map=named))
     chains, logprobs = {}, {}
     for kind, policy in (("sde", plain), ("learned", made)):
         for temperature in (1.0, 0.6):
-            steps = torch.tensor(policy.noise(np.random.default_rng(2), count))
+            steps = torch.tensor(policy.draw_noise(np.random.default_rng(2), count))
             chained = {**seen, "observations": seen["observation"]}
             with torch.no_grad():
                 acted = policy.act(columns, steps, temperature)
-                chained[CHAIN] = chains[f"{kind}{temperature}"] = acted[CHAIN].numpy()
-                batch = policy.collate([Record(Identity(0, 0), chained)])
+                chained[CHAIN_COLUMN] = chains[f"{kind}{temperature}"] = acted[CHAIN_COLUMN].numpy()
+                batch = policy.collate([Record(RecordId(0, 0), chained)])
                 judged = policy.evaluate(batch, temperature).logprobs[0]
             np.testing.assert_allclose(judged.numpy(), acted["logprob"].numpy(), atol=1e-5)
             logprobs[f"{kind}{temperature}"] = judged.numpy()
             if kind == "learned":
                 with torch.no_grad():
-                    at = acted[CHAIN][:, :-1]
-                    raw = made.module.velocity(prefix, at, times(made.steps))[1]
+                    at = acted[CHAIN_COLUMN][:, :-1]
+                    raw = made.module.velocity(prefix, at, noise_fractions(made.steps))[1]
                 assert raw is not None
-                spread = log_deviation(raw, (0.08, 0.16)).exp() * temperature
+                spread = bounded_log_std(raw, (0.08, 0.16)).exp() * temperature
                 assert float(spread.std()) > 0.002, "learned noise is the same everywhere"
                 chains[f"std{temperature}"] = spread.numpy()
     names = ("camera1", "camera2") if make is of_theirs else ("front", "wrist")

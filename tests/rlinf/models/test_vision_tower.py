@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.models.vision_tower import PretrainedTower
-from rlinf.models.vla_folder import KNOWN
-from rlinf.models.vla_network import TOWERS
+from rlinf.models.vla_folder import KNOWN_TOWERS
+from rlinf.models.vla_network import TOWERS, PretrainedVisionTower
 from tests.rlinf.models import timm_reference
 
 FOUND: dict[str, Any] = json.loads(
@@ -22,11 +21,11 @@ FOUND: dict[str, Any] = json.loads(
 )
 
 
-def small(tower: str) -> PretrainedTower:
+def small(tower: str) -> PretrainedVisionTower:
     sizes = timm_reference.SMALL[tower]
     shapes = FOUND["small"][tower]["shapes"]
     registers = shapes["reg_token"][1] if "reg_token" in shapes else None
-    module = PretrainedTower(
+    module = PretrainedVisionTower(
         {
             "image_size": sizes["img_size"],
             "patch_size": 14,
@@ -64,11 +63,11 @@ def test_every_tensor_that_is_read_matters_and_no_other_is_trained(tower: str) -
     assert {name for name, _ in module.named_buffers()} == unread
 
 
-@pytest.mark.parametrize(("tower", "name"), zip(TOWERS, KNOWN, strict=True))
+@pytest.mark.parametrize(("tower", "name"), zip(TOWERS, KNOWN_TOWERS, strict=True))
 def test_towers_of_published_folders_have_the_tensors_of_timm(tower: str, name: str) -> None:
     assert timm_reference.TOWERS[tower] == name
     with torch.device("meta"):
-        whole = PretrainedTower({**KNOWN[name], "image_size": [224, 224]})
+        whole = PretrainedVisionTower({**KNOWN_TOWERS[name], "image_size": [224, 224]})
     found = {name: list(tensor.shape) for name, tensor in whole.state_dict().items()}
     assert found == FOUND["whole"][tower]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_bins import STATISTICS
+from rlinf.models.action_encoding import STATISTICS_FILE
 from rlinf.models.vla import VLAPolicy
 from rlinf.models.vla_folder import VLAConfig
 from rlinf.trainers.fsdp import FSDPTrainer
@@ -83,10 +83,10 @@ def test_tokens_are_drawn_as_often_as_the_network_says(tmp_path: Path) -> None:
     one = request(1, 0).steps
     count = 4000
     seen = {n: torch.tensor(c).expand(count, *c.shape[1:]) for n, c in one.items()}
-    noise = torch.tensor(policy.noise(np.random.default_rng(0), count))
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), count))
     with torch.no_grad():
         found = policy.act(seen, noise, 0.7)
-    place = found["tokens"][:, 1, 2] - policy.module.first
+    place = found["tokens"][:, 1, 2] - policy.module.first_action_token
     share = torch.bincount(place, minlength=8) / count
     claimed = torch.zeros(8)
     claimed[place] = found["logprob"][:, 1, 2].exp()
@@ -112,7 +112,7 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
     record = rolled_out(tmp_path)[0]
     total = torch.zeros(3, 4, 3)
     with torch.no_grad():
-        for token in range(policy.module.first, policy.module.first + 8):
+        for token in range(policy.module.first_action_token, policy.module.first_action_token + 8):
             record.steps["tokens"] = np.full((3, 4, 3), token)
             said = policy.evaluate(policy.collate([record]), 1.0, entropy=True)
             total += said.logprobs[0].exp()
@@ -124,20 +124,20 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
 def test_a_demonstration_is_learned_as_the_chunks_that_begin_at_its_steps(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 3)).astype(np.float32)
-    found = policy.demonstrated(Record(Identity(0, 0), {"actions": actions})).steps
+    found = policy.prepare_demonstration(Record(RecordId(0, 0), {"actions": actions})).steps
     for t in range(6):
         for k in range(4):
             assert (found["submask"][t, k] == (t + k < 6)).all()
             if t + k < 6:
                 np.testing.assert_array_equal(
-                    found["tokens"][t, k], policy.bins.tokens(actions[t + k])
+                    found["tokens"][t, k], policy.bins.encode(actions[t + k])
                 )
 
 
 def test_a_folder_holds_what_the_format_says_and_begins_what_it_lacks(tmp_path: Path) -> None:
     policy = made(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
-    statistics = json.loads((tmp_path / STATISTICS).read_text())
+    statistics = json.loads((tmp_path / STATISTICS_FILE).read_text())
     assert settings["model_type"] == "openvla"
     assert statistics[settings["unnorm_key"]]["action"]["q99"] == [1.0, 1.0, 1.0]
     tensors = load_file(tmp_path / "model.safetensors")

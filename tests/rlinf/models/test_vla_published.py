@@ -19,11 +19,15 @@ from tokenizers import Tokenizer, processors
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.action_bins import STATISTICS, ActionBins
-from rlinf.models.images import PREPROCESSOR
-from rlinf.models.tokenizer import ALPHABET, TOKENIZER, write_character_tokenizer
+from rlinf.models.action_encoding import STATISTICS_FILE, ActionBins
+from rlinf.models.character_tokenizer import (
+    DEFAULT_ALPHABET,
+    TOKENIZER_FILE,
+    write_character_tokenizer,
+)
+from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.vla import VLAPolicy
-from rlinf.models.vla_folder import VLAConfig, asked, outline, vla_settings
+from rlinf.models.vla_folder import VLAConfig, missing_settings, new_meta_network, read_vla_config
 from tests.rlinf.models import acting, test_vision_tower
 from tests.rlinf.models.acting import SPEC, stirred
 
@@ -70,14 +74,14 @@ def published(folder: Path) -> VLAConfig:
     settings["auto_map"] = {"AutoModelForVision2Seq": "modeling_prismatic.OpenVLA"}
     (folder / "modeling_prismatic.py").write_text("raise SystemExit\n")
     (folder / "config.json").write_text(json.dumps(settings))
-    (folder / STATISTICS).unlink()
+    (folder / STATISTICS_FILE).unlink()
     # Llama's begins a text with a token of its own.
-    known = write_character_tokenizer(ALPHABET, folder, special_tokens=[BEGIN])
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    known = write_character_tokenizer(DEFAULT_ALPHABET, folder, special_tokens=[BEGIN])
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", special_tokens=[(BEGIN, known[BEGIN])]
     )
-    tokenizer.save(str(folder / TOKENIZER))
+    tokenizer.save(str(folder / TOKENIZER_FILE))
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in tensors.items() if "value_head" not in name}
     names = sorted(tensors)
@@ -88,12 +92,12 @@ def published(folder: Path) -> VLAConfig:
     places = {n: f"model-0000{1 if n in names[:cut] else 2}-of-00002.safetensors" for n in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "model.safetensors").unlink()
-    return VLAConfig(path=folder, dataset="one", chunk=4)
+    return VLAConfig(path=folder, unnorm_key="one", chunk_size=4)
 
 
 def said(policy: VLAPolicy, seed: int = 0) -> dict[str, torch.Tensor]:
     seen = {n: torch.tensor(c) for n, c in acting.request(3, 0, seed=seed).steps.items()}
-    noise = torch.tensor(policy.noise(np.random.default_rng(0), 3))
+    noise = torch.tensor(policy.draw_noise(np.random.default_rng(0), 3))
     with torch.no_grad():
         return policy.act(seen, noise, 0.7)
 
@@ -141,16 +145,16 @@ def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     tmp_path: Path, dtype: str
 ) -> None:
     made(tmp_path, proprio=2)
-    config = VLAConfig(**SIZES, proprio=2)
+    config = VLAConfig(**SIZES, proprio_dim=2)
     records = acting.rolled_out(VLAPolicy, config, tmp_path)
     learns = acting.trainer(VLAPolicy, config, tmp_path, param_dtype=dtype)
     before = {n: t.clone() for n, t in VLAPolicy.load(tmp_path, config).module.state_dict().items()}
     learner = Learner(learns, {"policy": 1e-2, "value": 1e-2}, temperature=1.0)
-    algorithm = PPO(PPOConfig(logprob_level="token", old_logprobs="rollout", value_coefficient=1.0))
+    algorithm = PPO(PPOConfig(logprob_level="token", old_logprobs="rollout", value_loss_coef=1.0))
     algorithm.update(learner, [acting.rewarded(records)])
     saved = tmp_path / "saved"
     saved.mkdir()
-    learns.policy.save(saved, learns.full_state())
+    learns.policy.save(saved, learns.full_state_dict())
     after = load_file(saved / "model.safetensors")
     unread = {name for name, _ in VLAPolicy.load(tmp_path, config).module.named_buffers()}
     still = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
@@ -169,7 +173,7 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
     network = policy.module
     found = said(policy)
     steps = acting.request(3, 0).steps
-    tokenizer = Tokenizer.from_file(str(tmp_path / "run" / TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "run" / TOKENIZER_FILE))
     model = network.language_model
     means = torch.tensor([[0.485, 0.456, 0.406], [0.5] * 3]).reshape(2, 3, 1, 1)
     deviations = torch.tensor([[0.229, 0.224, 0.225], [0.5] * 3]).reshape(2, 3, 1, 1)
@@ -193,7 +197,7 @@ def test_what_the_language_model_reads_is_laid_out_as_in_openvla_oft(tmp_path: P
         begin = inputs.shape[1] - 14
         of_actions = logits[0, begin : begin + 12, -256:] / 0.7
         logprobs = F.log_softmax(of_actions, -1).reshape(4, 3, 256)
-        tokens = found["tokens"][row] - network.first
+        tokens = found["tokens"][row] - network.first_action_token
         wanted = logprobs.gather(-1, tokens[..., None])[..., 0]
         assert torch.allclose(found["logprob"][row], wanted, atol=1e-5)
 
@@ -203,13 +207,13 @@ def test_tokens_and_actions_are_those_of_the_published_formula() -> None:
     32000 less the number of its bin from 1, bins being 2/255 wide; the action of a token the middle
     of bin 31999 - token (the last one's, of token 31744), taken to the quantiles where masked."""
     statistics = {"q01": [-0.5, -1.0], "q99": [1.5, 3.0], "mask": [True, False]}
-    bins = ActionBins.of(statistics, 32064 - 64 - 256, 256)
+    bins = ActionBins.from_statistics(statistics, 32064 - 64 - 256, 256)
     actions = np.array([[-0.5, -1.0], [1.5, 1.0], [0.5, 0.0], [-9.0, 9.0], [0.0, -0.5]])
     # -0.5 is a quarter of [-1, 1]: 63.75 bins of 2/255, the 64th. A quantile's own number is just
     # inside the last bin, for 1e-8 is added to the width.
     wanted = [[31999] * 2, [31745, 31744], [31872] * 2, [31999, 31744], [31936, 31936]]
-    assert bins.tokens(actions).tolist() == wanted
-    found = bins.actions(torch.tensor([[31999] * 2, [31872] * 2, [31744] * 2, [31745] * 2]))
+    assert bins.encode(actions).tolist() == wanted
+    found = bins.decode(torch.tensor([[31999] * 2, [31872] * 2, [31744] * 2, [31745] * 2]))
     near = 254 / 255
     middles = [[1 - near - 0.5, -near], [0.5, 0.0], [1 + near - 0.5, near], [1 + near - 0.5, near]]
     np.testing.assert_allclose(found.numpy(), middles, atol=1e-6)
@@ -250,9 +254,9 @@ def changed(file: str, **values: Any) -> Callable[[Path], None]:
             r"model-00002.*\nmissing: vision_backbone\.fused_featurizer\.pos_embed",
         ),
         (enlarged, r"model-00001.*\nof another shape: projector\.fc2\.weight \[32, 64\]"),
-        (lambda f: (f / PREPROCESSOR).unlink(), r"preprocessor_config\.json"),
+        (lambda f: (f / PREPROCESSOR_FILE).unlink(), r"preprocessor_config\.json"),
         (
-            changed(PREPROCESSOR, tvf_normalize_params=[{"mean": [0, 0, 0]}]),
+            changed(PREPROCESSOR_FILE, tvf_normalize_params=[{"mean": [0, 0, 0]}]),
             r"preprocessor_config\.json: tvf_normalize_params.*std",
         ),
         (changed("config.json", norm_stats=None), r"dataset_statistics\.json"),
@@ -274,7 +278,7 @@ def changed(file: str, **values: Any) -> Callable[[Path], None]:
             changed("config.json", text_config={"vocab_size": "many"}),
             r"config\.json describes no network .*vocab_size",
         ),
-        (lambda f: (f / TOKENIZER).unlink(), r"tokenizer\.json"),
+        (lambda f: (f / TOKENIZER_FILE).unlink(), r"tokenizer\.json"),
         (
             lambda f: (f / "action_head--100_checkpoint.pt").touch(),
             r"action_head--100_checkpoint\.pt.*no probabilities",
@@ -300,9 +304,9 @@ def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
         VLAPolicy.check(VLAConfig(path=tmp_path / "published"), SPEC)
     # What OpenVLA-OFT writes beside counts before what OpenVLA has inside.
     statistics = {"late": {"action": {"q01": [0.0] * 3, "q99": [9.0] * 3}}}
-    (tmp_path / "published" / STATISTICS).write_text(json.dumps(statistics))
+    (tmp_path / "published" / STATISTICS_FILE).write_text(json.dumps(statistics))
     (tmp_path / "run").mkdir()
-    config = VLAConfig(path=tmp_path / "published", chunk=4)
+    config = VLAConfig(path=tmp_path / "published", chunk_size=4)
     VLAPolicy.create(config, SPEC, 0, tmp_path / "run")
     assert VLAPolicy.load(tmp_path / "run", config).bins.high.tolist() == [9.0] * 3
 
@@ -378,13 +382,19 @@ def test_a_folder_of_the_published_size_has_the_tensors_of_our_network(tmp_path:
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     scaling = [{"mean": [0.5] * 3, "std": [0.5] * 3, "inplace": False}] * 2
-    (tmp_path / PREPROCESSOR).write_text(json.dumps({"tvf_normalize_params": scaling}))
-    write_character_tokenizer(ALPHABET, tmp_path)
+    (tmp_path / PREPROCESSOR_FILE).write_text(json.dumps({"tvf_normalize_params": scaling}))
+    write_character_tokenizer(DEFAULT_ALPHABET, tmp_path)
     write_outline(tmp_path / "model.safetensors", tensors)
     config = VLAConfig(path=tmp_path)
     VLAPolicy.check(config, WHOLE_SPEC)
-    network = outline(tmp_path, vla_settings(tmp_path, asked(tmp_path, config, WHOLE_SPEC)))
-    assert (network.first, network.chunk, network.positions) == (31744, (8, 7), 256 + 56 + 1)
+    network = new_meta_network(
+        tmp_path, read_vla_config(tmp_path, missing_settings(tmp_path, config, WHOLE_SPEC))
+    )
+    assert (network.first_action_token, network.action_shape, network.positions) == (
+        31744,
+        (8, 7),
+        256 + 56 + 1,
+    )
     assert network._end == 2
     del tensors["language_model.model.layers.31.mlp.up_proj.weight"]
     write_outline(tmp_path / "model.safetensors", tensors)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf.channels.local import LocalChannel
-from rlinf.data.record import Identity, Record
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.record import Record, RecordId
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.models.tokenizer import write_character_tokenizer
+from rlinf.models.character_tokenizer import write_character_tokenizer
 
 ALPHABET = "0123456789+-*/=() ."
 SIZES: dict[str, Any] = {
@@ -40,7 +40,7 @@ def write(
     """Write a checkpoint with random weights and a character tokenizer.
 
     Args:
-        made: all settings, in place of :data:`SIZES`.
+        made: all settings, in place of :data:`SIZES_COLUMN`.
         kind: the library's class that makes the network; None: a causal language model.
         settings: further ones, as in ``config.json``.
 
@@ -76,7 +76,7 @@ def requests(lengths: list[int], horizon: int, group: int = 1, seed: int = 0) ->
         "prompt": prompts.repeat(group, axis=0),
         "prompt_length": np.array(lengths).repeat(group),
     }
-    return Record(Identity(0, 0), steps, info={"horizon": horizon, "temperature": 1.0})
+    return Record(RecordId(0, 0), steps, info={"horizon": horizon, "temperature": 1.0})
 
 
 def rows_of(request: Record, rows: list[int]) -> Record:
@@ -115,7 +115,7 @@ def trajectories(request: Record, found: dict[int, tuple[Any, Any]]) -> list[Rec
         prompt = request.steps["prompt"][i, : request.steps["prompt_length"][i]]
         tokens, logprobs = found[sample]
         steps = {"actions": tokens, "logprobs": logprobs}
-        made.append(Record(Identity(0, sample), steps, {"prompt": prompt}))
+        made.append(Record(RecordId(0, sample), steps, {"prompt": prompt}))
     return made
 
 

@@ -339,16 +339,22 @@ def page() -> str:
 
 def row(family: str) -> str:
     """Return a family's line in the table."""
-    from rlinf.engines.cohorts import REREAD
-    from rlinf.models.families import ENCODERS, REFUSED
-    from rlinf.models.packed import APART
+    from rlinf.engines.kv_cache import FAMILIES_WITHOUT_CACHE
+    from rlinf.models.causal_lm_config import ENCODER_FAMILIES, UNSUPPORTED_FAMILIES
+    from rlinf.models.packed_attention import PACKABLE_FAMILIES
 
-    if why := REFUSED.get(family):
+    if why := UNSUPPORTED_FAMILIES.get(family):
         return f"| `{family}` | refused | no | {why} |"
-    note = "with `is_decoder` true in `config.json` only" if family in ENCODERS else ""
+    note = "with `is_decoder` true in `config.json` only" if family in ENCODER_FAMILIES else ""
     note = NOTES.get(family, note)
-    apart = family in APART
-    way = "padded" if apart else "cohorts, read again" if family in REREAD else "cohorts"
+    apart = family in PACKABLE_FAMILIES
+    way = (
+        "padded"
+        if apart
+        else "cohorts, read again"
+        if family in FAMILIES_WITHOUT_CACHE
+        else "cohorts"
+    )
     if family in NO_CACHE:
         way = "cohorts, read again"
     return f"| `{family}` | {way} | {'yes' if apart else 'no'} | {note} |"

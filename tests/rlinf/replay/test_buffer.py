@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.transitions import row_type
+from rlinf.data.transitions import transition_dtype
 from rlinf.errors import DataError
 from rlinf.replay import buffer as module
-from rlinf.replay.buffer import ROWS, STATE, ReplayBuffer
+from rlinf.replay.buffer import ROWS_FILE, STATE_FILE, ReplayBuffer
 
-KIND = row_type(2, 1)
+KIND = transition_dtype(2, 1)
 
 
 def rows(first: int, count: int) -> np.ndarray:
@@ -51,19 +51,19 @@ def test_a_view_is_the_newest_of_all_that_was_added(counts: list[int], capacity:
                 stop = ends[iteration - back]
                 wanted = list(range(max(0, stop - capacity), stop))
                 assert held(buffer, iteration - back) == wanted
-            assert buffer.view(iteration).new == count
-        assert (Path(name) / "replay" / ROWS).stat().st_size == buffer.slots * KIND.itemsize
+            assert buffer.view(iteration).num_new == count
+        assert (Path(name) / "replay" / ROWS_FILE).stat().st_size == buffer.slots * KIND.itemsize
 
 
 def test_the_same_append_again_changes_nothing(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     first = buffer.append(0, rows(0, 4))
     second = buffer.append(1, rows(4, 4))
-    before = (tmp_path / "replay" / ROWS).read_bytes()
+    before = (tmp_path / "replay" / ROWS_FILE).read_bytes()
     again = opened(tmp_path)
     assert again.append(1, rows(4, 4)) == second
     assert again.append(0, rows(0, 4)) == first
-    assert (tmp_path / "replay" / ROWS).read_bytes() == before
+    assert (tmp_path / "replay" / ROWS_FILE).read_bytes() == before
     assert held(again, 1) == list(range(8))
 
 
@@ -121,18 +121,18 @@ def test_what_was_overwritten_is_not_given_out(tmp_path: Path) -> None:
 def test_a_buffer_of_another_schema_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
     opened(tmp_path).append(0, rows(0, 4))
     with pytest.raises(DataError, match="another schema; field 'observations'"):
-        opened(tmp_path, dtype=row_type(3, 1))
+        opened(tmp_path, dtype=transition_dtype(3, 1))
     with pytest.raises(DataError, match=r"capacity is 10, not 11"):
         opened(tmp_path, capacity=11)
     with pytest.raises(DataError, match="field 'actions'"):
-        opened(tmp_path).append(1, np.zeros(1, row_type(2, 3)))
+        opened(tmp_path).append(1, np.zeros(1, transition_dtype(2, 3)))
     with pytest.raises(DataError, match="adds 5 transitions, room is for 4"):
         opened(tmp_path).append(1, rows(0, 5))
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
     opened(tmp_path).append(0, rows(0, 4))
-    file = tmp_path / "replay" / ROWS
+    file = tmp_path / "replay" / ROWS_FILE
     data = bytearray(file.read_bytes())
     data[KIND.itemsize + 3] ^= 1
     file.write_bytes(data)
@@ -141,18 +141,18 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     file.write_bytes(data[:-1])
     with pytest.raises(DataError, match="damaged"):
         opened(tmp_path)
-    (tmp_path / "replay" / STATE).write_text(json.dumps({"schema": 1}))
+    (tmp_path / "replay" / STATE_FILE).write_text(json.dumps({"schema": 1}))
     with pytest.raises(DataError, match="not the state of a replay buffer"):
         opened(tmp_path)
 
 
 def test_a_buffer_that_lost_a_file_is_no_new_one(tmp_path: Path) -> None:
     opened(tmp_path).append(0, rows(0, 4))
-    rest = (tmp_path / "replay" / ROWS).rename(tmp_path / "rest")
+    rest = (tmp_path / "replay" / ROWS_FILE).rename(tmp_path / "rest")
     with pytest.raises(DataError, match="0 bytes"):
         opened(tmp_path)
-    rest.rename(tmp_path / "replay" / ROWS)
-    (tmp_path / "replay" / STATE).unlink()
+    rest.rename(tmp_path / "replay" / ROWS_FILE)
+    (tmp_path / "replay" / STATE_FILE).unlink()
     with pytest.raises(DataError, match="lost"):
         opened(tmp_path)
 
@@ -196,5 +196,5 @@ def test_nobody_else_can_read_it(tmp_path: Path) -> None:
     opened(tmp_path).append(0, rows(0, 4))
     folder = tmp_path / "replay"
     assert folder.stat().st_mode & 0o077 == 0
-    for name in (ROWS, STATE):
+    for name in (ROWS_FILE, STATE_FILE):
         assert (folder / name).stat().st_mode & 0o077 == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlinf.models.tokenizer import write_character_tokenizer
+from rlinf.models.character_tokenizer import write_character_tokenizer
 
 ALPHABET = "0123456789+=abcdefghijklmnopqrstuvwxyz<>|: "
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from rlinf.errors import ConfigError
-from rlinf.rewards.answers import Answers
+from rlinf.rewards.judge import AnswerCache
 
 
 def test_another_process_finds_them_and_what_they_cost(tmp_path: Path) -> None:
     folder = tmp_path / "answers"
-    first, other = Answers(folder, "a-r0"), Answers(folder, "b-r0")
+    first, other = AnswerCache(folder, "a-r0"), AnswerCache(folder, "b-r0")
     first.put("x", "yes\nand\u2028no", 2, 30)
     first.put("y", None, 3, 0)
     assert other.get("x") is None
     other.refresh()
-    for one in (first, other, Answers(folder, "c-r0")):
+    for one in (first, other, AnswerCache(folder, "c-r0")):
         assert (one.get("x"), one.get("y")) == ("yes\nand\u2028no", None)
         assert (one.requests, one.tokens) == (5, 30)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -26,32 +26,32 @@ def test_another_process_finds_them_and_what_they_cost(tmp_path: Path) -> None:
 
 
 def test_the_first_answer_to_a_question_stays(tmp_path: Path) -> None:
-    answers = Answers(tmp_path, "a")
+    answers = AnswerCache(tmp_path, "a")
     answers.put("x", "one", 1, 1)
     answers.put("x", "other", 1, 1)
-    assert answers.get("x") == Answers(tmp_path, "a").get("x") == "one"
+    assert answers.get("x") == AnswerCache(tmp_path, "a").get("x") == "one"
 
 
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
-    Answers(tmp_path, "a").put("x", "one", 1, 1)
+    AnswerCache(tmp_path, "a").put("x", "one", 1, 1)
     path = tmp_path / "a.jsonl"
     path.write_bytes(path.read_bytes() + b'{"digest": "y", "te')
-    again = Answers(tmp_path, "a")
+    again = AnswerCache(tmp_path, "a")
     again.put("z", "three", 1, 1)
-    found = Answers(tmp_path, "a")
+    found = AnswerCache(tmp_path, "a")
     for answers in (again, found):
         assert [answers.get(name) for name in "xyz"] == ["one", None, "three"]
         assert answers.requests == 2
 
 
 def test_without_a_folder_they_are_kept_in_memory() -> None:
-    answers = Answers(None, "a")
+    answers = AnswerCache(None, "a")
     answers.put("x", "one", 2, 3)
     assert (answers.get("x"), answers.requests, answers.tokens) == ("one", 2, 3)
 
 
 def test_several_threads_add_whole_lines(tmp_path: Path) -> None:
-    answers = [Answers(tmp_path, "same") for _ in range(4)]
+    answers = [AnswerCache(tmp_path, "same") for _ in range(4)]
 
     def add(number: int) -> None:
         for i in range(25):
@@ -62,14 +62,14 @@ def test_several_threads_add_whole_lines(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = Answers(tmp_path, "same")
+    found = AnswerCache(tmp_path, "same")
     assert found.requests == 100
     assert all(found.get(f"{n}-{i}") for n in range(4) for i in range(25))
 
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "elsewhere")
-    answers = Answers(None, "a")
+    answers = AnswerCache(None, "a")
     answers._folder = tmp_path
     with pytest.raises(ConfigError, match="is a link"):
         answers.put("x", "one", 1, 1)

@@ -19,16 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.channels.world import World
-from rlinf.config import semantic, validate
-from rlinf.data.record import Identity, Record
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import select_semantic, validate
+from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError, DataError
-from rlinf.rewards.base import Resources
-from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, filled
+from rlinf.rewards.base import RewardResources
+from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, fill_template
 from tests.environments import need_environment
 from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
 
-ALONE = World()
+ALONE = ProcessGroupInfo()
 PROMPT = "Q: {prompt} A: {answer} R: {response} {unit} {not a field} {{"
 
 
@@ -42,7 +42,7 @@ def trajectories(*texts: str) -> list[Record]:
     steps = {"actions": np.zeros(2, np.int64)}
     return [
         Record(
-            Identity(0, n),
+            RecordId(0, n),
             steps,
             info={"prompt_text": "1+1=", "text": text, "answer": "2", "unit": "cm", "group": 0},
         )
@@ -51,16 +51,23 @@ def trajectories(*texts: str) -> list[Record]:
 
 
 def judge(
-    server: ChatServer, folder: Path | None = None, world: World = ALONE, **config: Any
+    server: ChatServer, folder: Path | None = None, world: ProcessGroupInfo = ALONE, **config: Any
 ) -> JudgeReward:
-    endpoint = {"url": server.url, "backoff_s": 0.01, "retries": 1, **config.pop("endpoint", {})}
+    endpoint = {
+        "url": server.url,
+        "initial_backoff_s": 0.01,
+        "retries": 1,
+        **config.pop("endpoint", {}),
+    }
     values = {"endpoint": endpoint, "model": "tiny", "prompt": PROMPT, **config}
-    return JudgeReward(validate(JudgeConfig, values, "reward"), Resources(world, folder=folder))
+    return JudgeReward(
+        validate(JudgeConfig, values, "reward"), RewardResources(world, folder=folder)
+    )
 
 
 def said(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
-    found = reward.judgements(trajectories(*texts), [])
-    return [(float(np.sum(j.worth)), j.kept, j.trouble) for j in found]
+    found = reward.compute_results(trajectories(*texts), [])
+    return [(float(np.sum(j.reward)), j.valid, j.failure) for j in found]
 
 
 def by_length(question: str) -> Reply:
@@ -91,7 +98,7 @@ def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
 
 def test_what_a_response_says_is_no_template() -> None:
     (trajectory,) = trajectories("{answer} {unit.__class__} {0}")
-    assert filled("{response}|{answer}", trajectory) == "{answer} {unit.__class__} {0}|2"
+    assert fill_template("{response}|{answer}", trajectory) == "{answer} {unit.__class__} {0}|2"
 
 
 def test_a_field_that_is_not_there_is_named(server: ChatServer) -> None:
@@ -118,7 +125,7 @@ def test_what_is_not_answered_has_the_fallback_and_says_why(
         (worth, kept, "refused"),
         (1.0, True, ""),
     ]
-    assert {trouble for _, _, trouble in found} - {""} < set(JudgeReward.troubles)
+    assert {trouble for _, _, trouble in found} - {""} < set(JudgeReward.failure_kinds)
 
 
 def test_a_repeated_stage_asks_for_nothing_that_was_answered(
@@ -159,7 +166,12 @@ def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path
 def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_path: Path) -> None:
     """Which are there from the beginning, and know of each other's requests by the folder alone."""
     ranks = [
-        judge(server, tmp_path, World(rank, 4), endpoint={"max_requests": 20, "concurrency": 2})
+        judge(
+            server,
+            tmp_path,
+            ProcessGroupInfo(rank, 4),
+            endpoint={"max_requests": 20, "concurrency": 2},
+        )
         for rank in range(4)
     ]
     found = list[tuple[float, bool, str]]()
@@ -202,7 +214,9 @@ def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
     server: ChatServer, tmp_path: Path
 ) -> None:
     budget = {"max_tokens": 25, "concurrency": 1}
-    first, second = (judge(server, tmp_path, World(rank, 2), endpoint=budget) for rank in range(2))
+    first, second = (
+        judge(server, tmp_path, ProcessGroupInfo(rank, 2), endpoint=budget) for rank in range(2)
+    )
 
     def answer(question: str) -> Reply:
         server.answer = lambda question: Reply()
@@ -239,7 +253,7 @@ def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None
 def test_a_number_counts_on_a_line_of_its_own_within_its_range(
     text: str, verdict: float | None
 ) -> None:
-    assert VerdictConfig().read(text) == verdict
+    assert VerdictConfig().parse(text) == verdict
 
 
 @pytest.mark.parametrize(
@@ -253,16 +267,16 @@ def test_a_number_counts_on_a_line_of_its_own_within_its_range(
 )
 def test_words_count_as_they_are_given(text: str, verdict: float | None) -> None:
     config = VerdictConfig(
-        pattern=r"(?i)verdict:\s*(\w+)", words={"correct": 1.0, "incorrect": 0.0}
+        pattern=r"(?i)verdict:\s*(\w+)", labels={"correct": 1.0, "incorrect": 0.0}
     )
-    assert config.read(text) == verdict
+    assert config.parse(text) == verdict
 
 
 @given(st.text(max_size=60))
 def test_any_answer_is_a_verdict_in_range_or_none(text: str) -> None:
-    for config in (VerdictConfig(), VerdictConfig(pattern=r"(\S+)", least=-5, most=5)):
-        verdict = config.read(text)
-        assert verdict is None or config.least <= verdict <= config.most
+    for config in (VerdictConfig(), VerdictConfig(pattern=r"(\S+)", min_value=-5, max_value=5)):
+        verdict = config.parse(text)
+        assert verdict is None or config.min_value <= verdict <= config.max_value
 
 
 @pytest.mark.parametrize(
@@ -274,7 +288,7 @@ def test_any_answer_is_a_verdict_in_range_or_none(text: str) -> None:
         ({"verdict": {"pattern": "(a)(b)"}}, "reward.verdict.pattern: has 2 groups"),
         ({"verdict": {"least": 1.0}}, "reward.verdict: least 1 is not below most 1"),
         ({"verdict": {"words": {"yes": 2.0}}}, "reward.verdict: words.yes 2 is not within"),
-        ({"more": {"model": "x"}}, "reward.more: holds model"),
+        ({"more": {"model": "x"}}, "reward.extra_body: holds model"),
         ({"fallback": "drop"}, "reward.fallback"),
         ({"fall_back": 0.0}, "'fallback'"),
         ({"endpoint": {"url": "http://far/v1"}}, "reward.endpoint: url"),
@@ -290,30 +304,34 @@ def test_where_the_judge_runs_changes_no_result() -> None:
     def reward(url: str, model: str) -> dict[str, Any]:
         return {"reward": {"name": "judge", "endpoint": {"url": url}, "model": model}}
 
-    assert semantic(reward("https://a/v1", "m")) == semantic(reward("https://b/v1", "m"))
-    assert semantic(reward("https://a/v1", "m")) != semantic(reward("https://a/v1", "n"))
+    assert select_semantic(reward("https://a/v1", "m")) == select_semantic(
+        reward("https://b/v1", "m")
+    )
+    assert select_semantic(reward("https://a/v1", "m")) != select_semantic(
+        reward("https://a/v1", "n")
+    )
 
 
 def test_a_run_whose_judge_never_answers_has_a_status(
     server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    from pipeline.commands.experiment import execute
+    from pipeline.commands.experiment import run_experiment
     from pipeline.commands.status import read_status
 
     server.answer = lambda question: Reply(text="Who knows")
-    words = ["reward=judge", f"reward.endpoint.url={server.url}", "reward.model=tiny"]
-    execute(compose("iterations=1", *words, "evaluate.samples=2"))
+    words = ["reward=judge", f"reward.endpoint.base_url={server.url}", "reward.model=tiny"]
+    run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
     status = read_status(tmp_path / "tiny")
     assert status.reward is None
-    assert any("no sample could be judged" in notice for notice in status.notices)
+    assert any("no sample could be judged" in notice for notice in status.warnings)
 
 
 def test_a_run_counts_and_records_what_was_not_judged(
     server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """From the configuration group to the metrics; then the stage is made again, for nothing."""
-    from pipeline.commands.experiment import execute
-    from pipeline.metrics import collect
+    from pipeline.commands.experiment import run_experiment
+    from pipeline.metrics import read_metrics
     from tests.stages.test_reward import records
 
     lock, seen = threading.Lock(), list[str]()
@@ -324,9 +342,9 @@ def test_a_run_counts_and_records_what_was_not_judged(
             return Reply(text=f"Score: {len(seen) % 2}" if len(seen) > 3 else "Who knows")
 
     server.answer = answer
-    words = ["reward=judge", f"reward.endpoint.url={server.url}", "reward.model=tiny"]
-    execute(compose("iterations=1", *words, "evaluate.samples=2"))
-    (row,) = collect(tmp_path / "tiny")
+    words = ["reward=judge", f"reward.endpoint.base_url={server.url}", "reward.model=tiny"]
+    run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
+    (row,) = read_metrics(tmp_path / "tiny")
     given = records(tmp_path / "tiny", "reward", "rewards")
     troubles = Counter(str(record.info["trouble"]) for record in given.values())
     assert row["reward/unreadable"] == troubles["unreadable"] >= 3
@@ -340,8 +358,8 @@ def test_a_run_counts_and_records_what_was_not_judged(
 def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
     server: ChatServer, compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    from pipeline.commands.experiment import execute
-    from pipeline.settle import Choice
+    from pipeline.commands.experiment import run_experiment
+    from pipeline.resume import OnMismatch
 
     asked = list[str]()
 
@@ -350,13 +368,13 @@ def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
         return Reply(text=f"Score: {len(question) % 2}")
 
     server.answer = answer
-    words = ["iterations=1", "reward=judge", f"reward.endpoint.url={server.url}"]
+    words = ["iterations=1", "reward=judge", f"reward.endpoint.base_url={server.url}"]
     words += ["reward.model=tiny", "evaluate.samples=2", "reward.endpoint.max_requests=24"]
-    execute(compose(*words))
+    run_experiment(compose(*words))
     first = sorted(asked)
-    execute(compose(*words, "optimizer.lr=0.5"), Choice.REDO)
+    run_experiment(compose(*words, "optimizer.lr=0.5"), OnMismatch.RECOMPUTE)
     assert sorted(asked) == first, "the rewards did not depend on it"
-    execute(compose(*words, "reward.scale=2.0"), Choice.REDO)
+    run_experiment(compose(*words, "reward.scale=2.0"), OnMismatch.RECOMPUTE)
     assert 12 < len(first) <= 24, "both together are more than the budget of one"
     assert sorted(asked) == sorted([*first, *first])
     (old,) = (tmp_path / "tiny" / "set-aside").glob("*/answers/*.jsonl")
@@ -366,9 +384,9 @@ def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
 @pytest.mark.slow
 def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
     """Its random model writes digits and signs; what it says is the verdict all the same."""
-    from rlinf.engines.process import ServerProcess
+    from rlinf.engines.server_process import ServerProcess
     from rlinf.models.causal_lm import CausalLM
-    from rlinf.segments import segment_name
+    from rlinf.shared_memory import new_segment_name
     from tests.contracts.test_engine import TOKENS
 
     python = need_environment("vllm")
@@ -396,13 +414,13 @@ def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": os.fspath(tmp_path) if len(str(tmp_path)) < 60 else "/tmp",
         },
-        tmp_path / segment_name(),
+        tmp_path / new_segment_name(),
         tmp_path / "log",
         60.0,
     )
     try:
         while True:
-            assert process.alive, process.tail()
+            assert process.is_alive, process.log_tail()
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             time.sleep(0.2)
@@ -415,11 +433,11 @@ def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
         }
         made = validate(JudgeConfig, config, "reward")
         texts = ["2", "3", "1+1", "22=", "0"]
-        first = said(JudgeReward(made, Resources(folder=tmp_path / "a")), *texts)
-        assert sum(not trouble for _, _, trouble in first) >= 3, process.tail()
+        first = said(JudgeReward(made, RewardResources(folder=tmp_path / "a")), *texts)
+        assert sum(not trouble for _, _, trouble in first) >= 3, process.log_tail()
         assert all(trouble in ("", "unreadable") for _, _, trouble in first)
         # Greedy: asked anew, without the answers, it says the same.
-        assert said(JudgeReward(made, Resources(folder=tmp_path / "b")), *texts) == first
+        assert said(JudgeReward(made, RewardResources(folder=tmp_path / "b")), *texts) == first
         lines = (tmp_path / "a").glob("*.jsonl")
         assert all(json.loads(x)["tokens"] > 0 for p in lines for x in p.read_text().splitlines())
     finally:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlinf.config import RunConfig
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.residency import Residency
-from rlinf.rewards.base import Resources
-from rlinf.rewards.reward_model import RewardModelConfig, RewardModelReward, batches
+from rlinf.rewards.base import RewardResources
+from rlinf.rewards.reward_model import RewardModelConfig, RewardModelReward, length_grouped_batches
 from tests.rlinf.rewards.folders import ALPHABET, write_reward_model
 
 TEXTS = [("1+1=", "2"), ("what is 3+4=", "seven"), ("", "x"), ("10+10=", "20 or so"), ("a", "")]
@@ -33,19 +33,23 @@ TEMPLATE = (
 def trajectory(prompt: str, text: str, sample: int = 0) -> Record:
     steps = {"actions": torch.zeros(3, dtype=torch.int64).numpy()}
     return Record(
-        Identity(0, sample), steps, info={"prompt_text": prompt, "text": text, "group": 0}
+        RecordId(0, sample), steps, info={"prompt_text": prompt, "text": text, "group": 0}
     )
 
 
 TRAJECTORIES = [trajectory(*pair, number) for number, pair in enumerate(TEXTS)]
 
 
-def made(folder: Path, resources: Resources | None = None, **config: Any) -> RewardModelReward:
-    return RewardModelReward(RewardModelConfig(path=folder, **config), resources or Resources())
+def made(
+    folder: Path, resources: RewardResources | None = None, **config: Any
+) -> RewardModelReward:
+    return RewardModelReward(
+        RewardModelConfig(path=folder, **config), resources or RewardResources()
+    )
 
 
 def numbers(reward: RewardModelReward) -> list[float]:
-    return [float(steps.sum()) for steps in reward.rewards(TRAJECTORIES, [])]
+    return [float(steps.sum()) for steps in reward.compute_step_rewards(TRAJECTORIES, [])]
 
 
 def direct(folder: Path, texts: list[str], special: bool) -> list[float]:
@@ -77,7 +81,7 @@ def test_it_gives_what_a_direct_forward_gives(
     expected = direct(folder, texts, True)
     assert len({round(number, 2) for number in expected}) > 3, "they differ"
     for budget in (1, 24, 1000):
-        got = made(folder, batch_tokens=budget).rewards(asked, [])
+        got = made(folder, batch_tokens=budget).compute_step_rewards(asked, [])
         assert [float(steps.sum()) for steps in got] == pytest.approx(expected, abs=1e-5)
 
 
@@ -99,15 +103,15 @@ def test_scale_and_offset_are_applied(tmp_path: Path) -> None:
 def test_what_is_too_long_for_it_is_said(setting: Any, worth: float, tmp_path: Path) -> None:
     """Cut off it would be judged by what it does not say."""
     reward = made(write_reward_model(tmp_path), max_tokens=12, too_long=setting)
-    found = reward.judgements(TRAJECTORIES, [])
-    assert [judgement.trouble for judgement in found] == ["", "too_long", "", "too_long", ""]
-    assert [judgement.kept for judgement in found] == [
-        judgement.trouble == "" or setting != "mask" for judgement in found
+    found = reward.compute_results(TRAJECTORIES, [])
+    assert [judgement.failure for judgement in found] == ["", "too_long", "", "too_long", ""]
+    assert [judgement.valid for judgement in found] == [
+        judgement.failure == "" or setting != "mask" for judgement in found
     ]
-    assert float(torch.as_tensor(found[1].worth).sum()) == worth
+    assert float(torch.as_tensor(found[1].reward).sum()) == worth
     model_limit = made(reward.config.path)
     longer = trajectory("1" * 60, "12345")
-    assert model_limit.judgements([longer], [])[0].trouble == "too_long", "64 positions"
+    assert model_limit.compute_results([longer], [])[0].failure == "too_long", "64 positions"
 
 
 def test_its_folder_is_read_once_for_all_judgements(tmp_path: Path) -> None:
@@ -120,17 +124,17 @@ def test_its_folder_is_read_once_for_all_judgements(tmp_path: Path) -> None:
 
 def test_its_weights_leave_the_device_for_others_and_come_back(tmp_path: Path) -> None:
     folder = write_reward_model(tmp_path)
-    residency = Residency(torch.device("cpu"), 1 << 30)
-    reward = made(folder, Resources(device="cpu", residency=residency))
-    assert reward.size() == {}
+    residency = DeviceMemoryManager(torch.device("cpu"), 1 << 30)
+    reward = made(folder, RewardResources(device="cpu", residency=residency))
+    assert reward.group_sizes() == {}
     first = numbers(reward)
-    whole = reward.size()["weights"].here
+    whole = reward.group_sizes()["weights"].on_device
     assert whole > 10_000
-    residency.clear()
-    assert reward.size()["weights"] == (0, whole, 0)
+    residency.offload_all()
+    assert reward.group_sizes()["weights"] == (0, whole, 0)
     assert numbers(reward) == first
     reward.close()
-    assert reward.size() == {}
+    assert reward.group_sizes() == {}
 
 
 def no_head(folder: Path) -> None:
@@ -188,20 +192,20 @@ def test_what_is_no_reward_model_is_refused(
 
 
 def test_a_run_with_one_that_is_not_there_is_refused_before_it_begins(compose: Any) -> None:
-    from pipeline.check import check
+    from pipeline.validate_config import validate_config
 
     words = ("reward=reward_model", "reward.path=/no/such/folder")
     config = RunConfig.model_validate(compose(*words))
     with pytest.raises(DataError, match=r"reward\.path: no folder /no/such/folder"):
-        check(config)
+        validate_config(config)
     wrong = RunConfig.model_validate(compose(*words, "reward.batch_token=4"))
-    with pytest.raises(ConfigError, match=r"reward\.batch_token.*'batch_tokens'"):
-        check(wrong)
+    with pytest.raises(ConfigError, match=r"reward\.batch_token.*'max_tokens_per_batch'"):
+        validate_config(wrong)
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
 def test_batches_hold_every_row_once_within_their_budget(lengths: list[int], most: int) -> None:
-    found = list(batches(lengths, most))
+    found = list(length_grouped_batches(lengths, most))
     assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
     for batch in found:
         assert len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= most

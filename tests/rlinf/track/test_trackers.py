@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.experiment import execute
+from pipeline.commands.experiment import run_experiment
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
-from rlinf.track.base import settings_of
-from rlinf.track.mlflow import MLflow
-from rlinf.track.tensorboard import TensorBoard
-from rlinf.track.wandb import WeightsAndBiases
+from rlinf.track.base import settings_of_run
+from rlinf.track.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
 
 Compose = Callable[..., dict[str, Any]]
 
@@ -84,7 +82,7 @@ def test_every_score_arrives_and_each_run_has_its_own(
     board = Board()
     installed(monkeypatch, board.init)
     for name in ("first", "second"):
-        execute(compose("log.trackers=[wandb]", f"run.name={name}", "evaluate.every=1"))
+        run_experiment(compose("log.trackers=[wandb]", f"run.name={name}", "evaluate.every=1"))
     assert len(board.runs) == 2
     for run in board.runs:
         over = [row[run.over] for row in run.rows if "evaluate/score" in row]
@@ -101,7 +99,7 @@ def test_a_tracker_that_cannot_begin_stops_nothing(
         raise OSError("no such server")
 
     installed(monkeypatch, init)
-    execute(compose("log.trackers=[wandb]"))
+    run_experiment(compose("log.trackers=[wandb]"))
     assert "tracker wandb failed and is switched off: no such server" in capsys.readouterr().err
 
 
@@ -129,33 +127,33 @@ def folder(tmp_path: Path) -> Path:
 def board(monkeypatch: pytest.MonkeyPatch) -> Board:
     board = Board()
     installed(monkeypatch, board.init, board.login)
-    monkeypatch.setattr(RunConfig, "semantic", lambda self: {})
+    monkeypatch.setattr(RunConfig, "semantic_values", lambda self: {})
     return board
 
 
 def test_trackers_get_no_secrets(folder: Path) -> None:
     reward = {"judge": {"url": "https://u:p@host/v1", "max_tokens": 7}}
     (folder / "run.json").write_text(json.dumps({"settings": {"reward": reward}}))
-    assert settings_of(folder, configured())["reward"] == {
+    assert settings_of_run(folder, configured())["reward"] == {
         "judge": {"url": "https://(not shown)@host/v1", "max_tokens": 7}
     }
 
 
 def test_settings_of_wandb_reach_it(board: Board, folder: Path) -> None:
-    WeightsAndBiases(folder, configured(wandb=SETTINGS))
+    WandbTracker(folder, configured(wandb=SETTINGS))
     assert {name: board.wanted[name] for name in SETTINGS} == SETTINGS
 
 
 def test_without_settings_the_environment_of_wandb_decides(
     board: Board, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    WeightsAndBiases(folder, configured())
+    WandbTracker(folder, configured())
     wanted = board.wanted
     assert (wanted["project"], wanted["name"], wanted["mode"]) == ("rlinf", "sums-1", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_MODE", "online")
     board.runs.clear()
-    WeightsAndBiases(folder, configured())
+    WandbTracker(folder, configured())
     assert (board.wanted["project"], board.wanted["mode"]) == ("theirs", "online")
 
 
@@ -163,9 +161,9 @@ def test_an_offline_run_is_said_with_the_command_that_uploads_it(
     board: Board, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="rlinf"):
-        WeightsAndBiases(folder, configured())
+        WandbTracker(folder, configured())
         board.runs.clear()
-        WeightsAndBiases(folder, configured(wandb={"mode": "online"}))
+        WandbTracker(folder, configured(wandb={"mode": "online"}))
     offline, online = caplog.messages
     assert f"wandb sync '{folder}'/wandb/offline-run-*" in offline
     assert "log.wandb.mode=online" in offline
@@ -177,11 +175,11 @@ def test_online_without_a_login_is_refused_before_the_run_begins(
 ) -> None:
     values = compose("log.trackers=[wandb]", "log.wandb.mode=online")
     with pytest.raises(ConfigError, match=r"log\.wandb\.mode: online needs a login.*wandb login"):
-        execute(values)
+        run_experiment(values)
     assert not (tmp_path / "tiny").exists()
-    WeightsAndBiases.check(configured())  # offline needs none
+    WandbTracker.check(configured())  # offline needs none
     board.key = True
-    WeightsAndBiases.check(configured(wandb={"mode": "online"}))
+    WandbTracker.check(configured(wandb={"mode": "online"}))
 
 
 class Store:
@@ -205,14 +203,14 @@ def test_settings_of_mlflow_reach_it(
         monkeypatch.delenv(name, raising=False)
     store = Store()
     monkeypatch.setitem(sys.modules, "mlflow", store)  # type: ignore[arg-type]
-    MLflow(folder, configured())
+    MlflowTracker(folder, configured())
     assert store.told["set_tracking_uri"] == ((folder / "mlflow").as_uri(),)
     assert store.told["set_experiment"] == ("rlinf",)
     assert store.told["start_run"]["run_name"] == "sums-1"
     assert "mlflow ui --backend-store-uri" in caplog.text
     settings = {"tracking_uri": "http://server:5000", "experiment": "sums", "name": "short"}
     caplog.clear()
-    MLflow(folder, configured(mlflow=settings))
+    MlflowTracker(folder, configured(mlflow=settings))
     assert store.told["set_tracking_uri"] == ("http://server:5000",)
     assert store.told["set_experiment"] == ("sums",)
     assert store.told["start_run"]["run_name"] == "short"
@@ -226,7 +224,7 @@ def test_a_resumed_run_of_the_real_mlflow_is_one_run_on_disk(
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     for step in (1, 2):
-        tracker = MLflow(folder, configured(mlflow={"experiment": "sums"}))
+        tracker = MlflowTracker(folder, configured(mlflow={"experiment": "sums"}))
         tracker.log(step, {"train/loss": 1 / step})
         tracker.close()
     (found,) = mlflow.search_runs(experiment_names=["sums"], output_format="list")
@@ -238,17 +236,17 @@ def test_an_offline_run_of_the_real_wandb_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
-    monkeypatch.setattr(RunConfig, "semantic", lambda self: {})
+    monkeypatch.setattr(RunConfig, "semantic_values", lambda self: {})
     monkeypatch.setenv("HOME", str(folder))
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    tracker = WeightsAndBiases(folder, configured(wandb={"project": "sums", "group": "first"}))
+    tracker = WandbTracker(folder, configured(wandb={"project": "sums", "group": "first"}))
     tracker.log(1, {"train/loss": 0.5})
     tracker.close()
     (written,) = (folder / "wandb").glob("offline-run-*")
     assert list(written.glob("run-*.wandb"))
     with pytest.raises(ConfigError, match="needs a login"):
-        WeightsAndBiases.check(configured(wandb={"mode": "online"}))
+        WandbTracker.check(configured(wandb={"mode": "online"}))
 
 
 def test_an_older_step_after_a_resume_erases_nothing(tmp_path: Path) -> None:
@@ -257,11 +255,11 @@ def test_an_older_step_after_a_resume_erases_nothing(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = RunConfig.model_construct()
-    first = TensorBoard(tmp_path, config)
+    first = TensorBoardTracker(tmp_path, config)
     for step in range(1, 7):
         first.log(step, {"train/loss": 1 / step})
     first.close()
-    resumed = TensorBoard(tmp_path, config)
+    resumed = TensorBoardTracker(tmp_path, config)
     resumed.log(5, {"evaluate/score": 0.5})
     resumed.log(7, {"train/loss": 1 / 7})
     resumed.close()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.data.packing import Span
+from rlinf.data.load_balancing import StepSpan
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import StageError
 from rlinf.models.base import Batch, Policy
-from rlinf.residency import Residency
 from rlinf.trainers.fsdp import FSDPTrainer
-from tests.rlinf.trainers.test_lanes import folder, loss, records, trainer
+from tests.rlinf.trainers.test_threaded_data_parallel import folder, loss, records, trainer
 
 __all__ = ["folder"]
 LR = 1e-3
@@ -26,7 +26,7 @@ def gradients(made: FSDPTrainer) -> dict[str, torch.Tensor]:
 
 
 def weights(made: FSDPTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in made.full_state().items()}
+    return {name: tensor.clone() for name, tensor in made.full_state_dict().items()}
 
 
 def assert_close(
@@ -54,7 +54,9 @@ def test_parts_have_the_gradient_and_the_metrics_of_the_whole(folder: Path, thre
 
 
 def test_the_scale_is_that_of_the_loss(folder: Path) -> None:
-    def fourfold(policy: Policy, inputs: Batch, spans: list[Span]) -> tuple[Any, dict[str, Any]]:
+    def fourfold(
+        policy: Policy, inputs: Batch, spans: list[StepSpan]
+    ) -> tuple[Any, dict[str, Any]]:
         value, metrics = loss(policy, inputs, spans)
         return 4 * value, {name: 4 * part for name, part in metrics.items()}
 
@@ -68,7 +70,7 @@ def test_the_scale_is_that_of_the_loss(folder: Path) -> None:
 
 @pytest.mark.parametrize("end", ["error", "discard", "not finite"])
 def test_an_attempt_that_did_not_end_leaves_nothing_behind(folder: Path, end: str) -> None:
-    def broken(policy: Policy, inputs: Batch, spans: list[Span]) -> tuple[Any, dict[str, Any]]:
+    def broken(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> tuple[Any, dict[str, Any]]:
         if end == "error":
             raise ArithmeticError
         value, metrics = loss(policy, inputs, spans)
@@ -84,7 +86,7 @@ def test_an_attempt_that_did_not_end_leaves_nothing_behind(folder: Path, end: st
     else:
         used.accumulate(data[5:], broken)
     if end == "discard":
-        used.discard()
+        used.discard_gradients()
     elif end == "not finite":
         with pytest.raises(StageError, match="previous weights are untouched"):
             used.update(lr=LR)
@@ -101,13 +103,13 @@ def test_an_attempt_that_did_not_end_leaves_nothing_behind(folder: Path, end: st
 def test_leaving_the_device_between_all_calls_changes_no_byte(folder: Path, threads: int) -> None:
     data = records()
     stays, moves = trainer(folder, threads), trainer(folder, threads)
-    residency = Residency(moves.device, sys.maxsize)
+    residency = DeviceMemoryManager(moves.device, sys.maxsize)
 
     def need(*groups: str) -> None:
-        residency.need(moves)
-        residency.clear()
-        assert not any(map(bytes_of, moves.resident().values()))
-        residency.need(moves, *groups)
+        residency.acquire(moves)
+        residency.offload_all()
+        assert not any(map(bytes_of, moves.tensor_groups().values()))
+        residency.acquire(moves, *groups)
 
     for _ in range(2):
         for part in (data[:4], data[4:]):
@@ -144,14 +146,16 @@ def test_what_will_be_there_counts_as_much_as_what_is(folder: Path) -> None:
     made = trainer(folder, 1)
 
     def sizes() -> dict[str, int]:
-        return {name: sum(t.nbytes for t in tensors) for name, tensors in made.resident().items()}
+        return {
+            name: sum(t.nbytes for t in tensors) for name, tensors in made.tensor_groups().items()
+        }
 
     before = sizes()
     made.accumulate(records(), loss)
-    assert not any(tensor.is_meta for tensor in made.resident()["gradients"])
+    assert not any(tensor.is_meta for tensor in made.tensor_groups()["gradients"])
     assert sizes() == before
     made.update(lr=LR)
-    assert all(tensor.is_meta for tensor in made.resident()["gradients"]), "given back"
+    assert all(tensor.is_meta for tensor in made.tensor_groups()["gradients"]), "given back"
     steps = 4 * len(made.optimizer.state)
     assert sizes() == {**before, "optimizer": before["optimizer"] + steps}
 

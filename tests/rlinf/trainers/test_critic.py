@@ -9,49 +9,49 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.packing import Span
+from rlinf.data.load_balancing import StepSpan
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
-from rlinf.residency import Residency
-from rlinf.trainers.base import Loss, of_steps
+from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.contracts.test_trainer import assert_alike, weights
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, records
 from tests.rlinf.trainers.test_options import together
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, records
 
 __all__ = ["folder"]
 LR = 1e-3
 
 
 def make(
-    folder: Path, world: World | None = None, critic: str = "own", **options: Any
+    folder: Path, world: ProcessGroupInfo | None = None, critic: str = "own", **options: Any
 ) -> FSDPTrainer:
-    world = world or World()
+    world = world or ProcessGroupInfo()
     config = CausalLMCriticConfig.model_validate(
         {**CONFIG.model_dump(exclude_unset=True), "critic": critic}
     )
-    load = CausalLMCritic.outline if world.size > 1 else CausalLMCritic.load
-    given = {"device": "cpu", "token_budget": 40, **options}
+    load = CausalLMCritic.meta_from_folder if world.size > 1 else CausalLMCritic.load
+    given = {"device": "cpu", "max_tokens_per_microbatch": 40, **options}
     return FSDPTrainer(
         load(folder, config), FSDPConfig.model_validate(given), OptimizerSection(lr=LR), world
     )
 
 
-def policy_loss(outputs: StepOutputs, spans: list[Span]) -> Loss:
+def policy_loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
     return -outputs.logprobs.sum() / 50, {}
 
 
-def both_losses(outputs: StepOutputs, spans: list[Span]) -> Loss:
+def both_losses(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
     assert outputs.values is not None
     error = ((outputs.values - 0.5) ** 2).sum() / 50
     return error - outputs.logprobs.sum() / 50, {"value_loss": error.detach()}
 
 
-imitate, learn = of_steps(policy_loss), of_steps(both_losses)
+imitate, learn = loss_from_steps(policy_loss), loss_from_steps(both_losses)
 
 
 @pytest.mark.parametrize("critic", ["own", "shared"])
@@ -79,7 +79,7 @@ def test_an_update_of_the_value_alone_leaves_the_policy_as_it_is(folder: Path) -
     trainer, data = make(folder), records()
     before = weights(trainer)
     for _ in range(2):
-        trainer.step(data, learn, lr=LR, only=["value"])
+        trainer.step(data, learn, lr=LR, groups=["value"])
     after = weights(trainer)
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"critic"}
@@ -87,15 +87,15 @@ def test_an_update_of_the_value_alone_leaves_the_policy_as_it_is(folder: Path) -
 
 def test_the_critic_leaves_the_device_with_the_policy(folder: Path) -> None:
     stays, moves, data = make(folder), make(folder), records()
-    residency = Residency(moves.device, sys.maxsize)
-    residency.need(moves)
-    held = sum(size.here for size in moves.size().values())
+    residency = DeviceMemoryManager(moves.device, sys.maxsize)
+    residency.acquire(moves)
+    held = sum(size.on_device for size in moves.group_sizes().values())
     assert held >= sum(p.nbytes for p in moves.policy.module.parameters())
     for _ in range(2):
-        residency.need(moves)
-        residency.clear()
-        assert not any(size.here for size in moves.size().values())
-        residency.need(moves)
+        residency.acquire(moves)
+        residency.offload_all()
+        assert not any(size.on_device for size in moves.group_sizes().values())
+        residency.acquire(moves)
         assert stays.step(data, learn, lr=LR) == moves.step(data, learn, lr=LR)
     assert_alike(weights(stays), weights(moves))
 
@@ -110,16 +110,16 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
 from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make, weights, LR
-from tests.rlinf.trainers.test_lanes import records
+from tests.rlinf.trainers.test_threaded_data_parallel import records
 
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 world = World(rank, size, meeting=folder.parent / "channels" / "group-critic.json")
 data = records()
 for critic in ("own", "shared"):
-    for options in ({"unit_mb": 0}, {}):
+    for options in ({"fsdp_wrap_min_mb": 0}, {}):
         alone, both = make(folder, critic=critic), make(folder, world, critic, **options)
         assert_alike(weights(both), weights(alone))
         # The critic's units are not there in this backward pass.
@@ -160,4 +160,6 @@ def test_processes_share_both_networks(folder: Path) -> None:
 def test_a_trainer_that_was_not_tried_with_it_refuses(folder: Path) -> None:
     policy = make(folder).policy
     with pytest.raises(ConfigError, match=r"trainer\.name: CausalLMCritic has several networks"):
-        DeepSpeedTrainer(policy, DeepSpeedConfig(device="cpu"), OptimizerSection(), World())
+        DeepSpeedTrainer(
+            policy, DeepSpeedConfig(device="cpu"), OptimizerSection(), ProcessGroupInfo()
+        )

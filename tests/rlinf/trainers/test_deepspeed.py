@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf.channels.world import ParallelLayout
+from rlinf.channels.process_group import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -18,9 +18,9 @@ from tests.environments import need_environment
 ODD = """
 import sys
 from pathlib import Path
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.config import OptimizerSection
-from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
 
 config, spec = MLPConfig(hidden=(8,)), {"observation": 4, "action": {"kind": "discrete", "size": 2}}
@@ -43,7 +43,7 @@ def check(**options: object) -> None:
     ("options", "key"),
     [
         ({"stage": 2, "offload_param": True}, "trainer.offload_param: stage 2"),
-        ({"stage": 3, "lora": {"rank": 4}}, "trainer.stage: 3 .* choose 1 or 2"),
+        ({"stage": 3, "lora": {"rank": 4}}, "trainer.zero_stage: 3 .* choose 1 or 2"),
         ({"stage": 1, "lora": {"rank": 4}, "param_dtype": "bfloat16"}, "trainer.param_dtype"),
     ],
 )

@@ -13,18 +13,18 @@ import sys
 from pathlib import Path
 import torch
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.residency import Residency
+from rlinf.device_memory import Residency
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.config import OptimizerSection
-from tests.rlinf.trainers.test_lanes import loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 folder = Path(sys.argv[1])
 config = CausalLMConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=64)
 CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
 
 def make():
-    options = FSDPConfig(device="cpu", param_dtype="bfloat16", unit_mb=int(sys.argv[2]))
+    options = FSDPConfig(device="cpu", param_dtype="bfloat16", fsdp_wrap_min_mb=int(sys.argv[2]))
     return FSDPTrainer(CausalLM.load(folder, config), options, OptimizerSection(), World())
 
 trainer = make()
@@ -99,7 +99,7 @@ meeting = folder.parent / "channels" / "group-t.json"
 world = World(int(sys.argv[3]), 2, meeting=meeting)
 
 def make():
-    options = FSDPConfig(device="cpu", unit_mb=0)
+    options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0)
     return FSDPTrainer(CausalLM.load(folder, config), options, OptimizerSection(), world)
 
 kept, again = make(), make()
@@ -134,14 +134,14 @@ def test_weights_of_a_sharded_module_are_whole_and_tied_ones_are_one(tmp_path: P
     run(WHOLE, tmp_path)
 
 
-@pytest.mark.parametrize("unit_mb", [0, 32])
+@pytest.mark.parametrize("fsdp_wrap_min_mb", [0, 32])
 def test_shards_leave_the_device_between_all_calls_and_no_byte_changes(
     tmp_path: Path, unit_mb: int
 ) -> None:
     run(MOVED, tmp_path, unit_mb)
 
 
-@pytest.mark.parametrize("unit_mb", [0, 32])
+@pytest.mark.parametrize("fsdp_wrap_min_mb", [0, 32])
 def test_whole_weights_are_taken_by_sharded_and_other_trainers(
     tmp_path: Path, unit_mb: int
 ) -> None:

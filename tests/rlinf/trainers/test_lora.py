@@ -10,41 +10,43 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
 LR = 1e-2
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-def make(folder: Path, world: World | None = None, **options: Any) -> FSDPTrainer:
-    policy = (CausalLM.outline if world else CausalLM.load)(folder, CONFIG)
-    given = {"device": "cpu", "token_budget": 40, "lora": LORA, **options}
+def make(folder: Path, world: ProcessGroupInfo | None = None, **options: Any) -> FSDPTrainer:
+    policy = (CausalLM.meta_from_folder if world else CausalLM.load)(folder, CONFIG)
+    given = {"device": "cpu", "max_tokens_per_microbatch": 40, "lora": LORA, **options}
     config = FSDPConfig.model_validate(given)
-    return FSDPTrainer(policy, config, OptimizerSection(lr=LR), world or World())
+    return FSDPTrainer(policy, config, OptimizerSection(lr=LR), world or ProcessGroupInfo())
 
 
 def assert_close(one: FSDPTrainer, other: FSDPTrainer, atol: float = LR / 50) -> None:
-    theirs = other.full_state()
-    for name, tensor in one.full_state().items():
+    theirs = other.full_state_dict()
+    for name, tensor in one.full_state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=atol, msg=name)
 
 
 def test_adapters_alone_are_trained_and_kept(folder: Path) -> None:
     made = make(folder)
     start = CausalLM.load(folder, CONFIG).module.state_dict()
-    whole = made.full_state()
+    whole = made.full_state_dict()
     assert whole.keys() == start.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in start.items())
     made.step(records(), loss, lr=LR)
     own = made.policy.module.state_dict()
     assert all(torch.equal(own[name], tensor) for name, tensor in start.items())
-    changed = {name for name, t in made.full_state().items() if not torch.equal(t, start[name])}
+    changed = {
+        name for name, t in made.full_state_dict().items() if not torch.equal(t, start[name])
+    }
     assert changed == {name for name in start if "proj.weight" in name}
     assert all(".lora_" in name for name in made.snapshot())
 
@@ -53,9 +55,9 @@ def test_the_merged_network_says_what_the_adapted_one_says(folder: Path) -> None
     made, plain = make(folder), make(folder, lora=None)
     for _ in range(2):
         made.step(records(), loss, lr=LR)
-    plain.load_weights(made.full_state().items())
+    plain.load_weights(made.full_state_dict().items())
     again = make(folder)
-    again.load_weights(made.full_state().items())
+    again.load_weights(made.full_state_dict().items())
     said = [trainer.forward(records(), 1.0) for trainer in (made, plain, again)]
     for (_, one), (_, two), (_, three) in zip(*said, strict=True):
         torch.testing.assert_close(one.logprobs, two.logprobs, rtol=0, atol=1e-5)
@@ -79,11 +81,11 @@ def test_gradients_and_moments_are_of_adapters(folder: Path) -> None:
     made, plain = make(folder), make(folder, lora=None)
     for trainer in (made, plain):
         trainer.step(records(), loss, lr=LR)
-    own, whole = made.size(), plain.size()
+    own, whole = made.group_sizes(), plain.group_sizes()
     adapters = sum(p.nbytes for p in made.policy.module.parameters() if p.requires_grad)
-    assert own["gradients"].to_come == adapters
-    assert 2 * adapters <= own["optimizer"].here < whole["optimizer"].here
-    assert own["weights"].here == whole["weights"].here + adapters
+    assert own["gradients"].to_allocate == adapters
+    assert 2 * adapters <= own["optimizer"].on_device < whole["optimizer"].on_device
+    assert own["weights"].on_device == whole["weights"].on_device + adapters
 
 
 def test_a_target_that_is_nowhere_is_refused(folder: Path) -> None:
@@ -114,14 +116,14 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from rlinf.channels.world import World
-from tests.rlinf.trainers.test_lanes import loss, records
+from rlinf.channels.process_group import World
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_lora import LR, assert_close, make
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 alone = make(folder)
 world = World(rank, 2, meeting=folder.parent / "channels" / "group-l.json")
-both = make(folder, world, unit_mb=0)
+both = make(folder, world, fsdp_wrap_min_mb=0)
 assert_close(both, alone, 0.0)
 for trainer in (alone, both):
     trainer.step(records(), loss, lr=LR)

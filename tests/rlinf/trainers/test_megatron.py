@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.mixture import create
-from pipeline.commands.experiment import execute
-from rlinf import tree
-from rlinf.channels.world import World
+from benchmarks.moe_checkpoint import create_moe_checkpoint
+from pipeline.commands.experiment import run_experiment
+from rlinf import package_paths
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.environments import need_environment
-from tests.rlinf.trainers.test_lanes import loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 LR = 1e-3
 ALPHABET = {"alphabet": "0123456789+="}
@@ -36,11 +36,11 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, World
 from rlinf.config import OptimizerSection
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
-from tests.rlinf.trainers.test_lanes import loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
 said = json.loads(sys.argv[1])
 rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
@@ -48,7 +48,7 @@ layout = ParallelLayout.parse(said["layout"])
 world = World(rank, size, meeting=out / "channels" / "group-m.json", layout=layout)
 cls, folder = trainers.get("megatron"), Path(said["folder"])
 load = CausalLM.outline if size > 1 else CausalLM.load
-options = {"device": "cpu", "token_budget": 40, **said["options"]}
+options = {"device": "cpu", "max_tokens_per_microbatch": 40, **said["options"]}
 trainer = cls(
     load(folder, CausalLMConfig()),
     cls.Config.model_validate(options),
@@ -95,7 +95,7 @@ def run(
     processes = [
         subprocess.Popen(
             [python, "-c", PROGRAM, json.dumps(said), str(rank)],
-            cwd=tree.ROOT,
+            cwd=package_paths.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,9 +114,9 @@ def alone(folder: Path, steps: int = 2, lora: dict[str, Any] | None = None) -> F
     """One process of FSDP2 after as many steps."""
     trainer = FSDPTrainer(
         CausalLM.load(folder, CausalLMConfig()),
-        FSDPConfig.model_validate({"token_budget": 40, "device": "cpu", "lora": lora}),
+        FSDPConfig.model_validate({"max_tokens_per_microbatch": 40, "device": "cpu", "lora": lora}),
         OptimizerSection(lr=LR, weight_decay=0.1),
-        World(),
+        ProcessGroupInfo(),
     )
     trainer.metrics = [trainer.step(records(lowest=0), loss, lr=LR) for _ in range(steps)]  # type: ignore[attr-defined]
     return trainer
@@ -140,7 +140,7 @@ def check(
         torch.testing.assert_close(found[f"forward/{row}"], outputs.logprobs, rtol=0, atol=1e-5)
     for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
         assert mine == pytest.approx(theirs, rel=1e-5)
-    assert_weights(found, right.full_state())
+    assert_weights(found, right.full_state_dict())
     # Its state to one process of FSDP2, and that one's to it: a further step is the same.
     other = alone(folder, 0, lora)
     other.load(tmp_path / "one" / "state")
@@ -152,8 +152,8 @@ def check(
     _, went_on = run(folder, tmp_path / "two", layout, size, 1, tmp_path / "right", **options)
     for trainer in (right, other):
         trainer.step(records(lowest=0), loss, lr=LR)
-    assert_weights(went_on, right.full_state())
-    assert_weights(went_on, other.full_state())
+    assert_weights(went_on, right.full_state_dict())
+    assert_weights(went_on, other.full_state_dict())
     return right, tmp_path / "one" / "state"
 
 
@@ -195,9 +195,9 @@ def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
     ("layout", "options"),
     [
         ("tp=2", {}),
-        ("pp=2", {"stage_layers": [3, 1]}),
+        ("pp=2", {"layers_per_pipeline_stage": [3, 1]}),
         ("", {}),
-        ("", {"distributed_optimizer": True, "activation_checkpointing": True}),
+        ("", {"use_distributed_optimizer": True, "gradient_checkpointing": True}),
     ],
 )
 def test_adapters_alone_are_trained_in_every_layout(
@@ -216,7 +216,7 @@ def test_they_share_each_sequence(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("tp=2,cp=2", {"sequence_parallel": True, "activation_checkpointing": True}),
+        ("tp=2,cp=2", {"sequence_parallel": True, "gradient_checkpointing": True}),
         ("cp=2,pp=2", {"lora": LORA}),
         ("cp=2", {}),
     ],
@@ -231,7 +231,7 @@ def test_sequences_are_shared_in_every_layout(
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3_moe")
-    create(CausalLMConfig(**SIZES), ALPHABET["alphabet"], path)
+    create_moe_checkpoint(CausalLMConfig(**SIZES), ALPHABET["alphabet"], path)
     return path
 
 
@@ -262,25 +262,25 @@ def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_processes_share_matrices_and_layers(folder: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sequence_parallel": True, "activation_checkpointing": True}
+    options: dict[str, Any] = {"sequence_parallel": True, "gradient_checkpointing": True}
     metrics, found = run(folder, tmp_path / "four", "tp=2,pp=2", 4, **options)
     right = alone(folder)
     for mine, theirs in zip(metrics, right.metrics, strict=True):  # type: ignore[attr-defined]
         assert mine == pytest.approx(theirs, rel=1e-5)
-    assert_weights(found, right.full_state())
+    assert_weights(found, right.full_state_dict())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_bfloat16_is_close(folder: Path, tmp_path: Path) -> None:
     """Each step is at most as long as the learning rate, in either direction."""
-    options: dict[str, Any] = {"distributed_optimizer": True, "param_dtype": "bfloat16"}
+    options: dict[str, Any] = {"use_distributed_optimizer": True, "param_dtype": "bfloat16"}
     metrics, found = run(folder, tmp_path / "half", "", 2, 1, **options)
     right = alone(folder, 1)
     (theirs,) = right.metrics  # type: ignore[attr-defined]
     assert metrics[0]["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
     assert metrics[0]["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-2)
-    assert_weights(found, right.full_state(), 2.1 * LR)
+    assert_weights(found, right.full_state_dict(), 2.1 * LR)
 
 
 @pytest.mark.timeout(300)
@@ -292,5 +292,5 @@ def test_a_plan_that_the_model_does_not_fit_writes_nothing(
     values = compose("cluster=local", "trainer=megatron", "trainer.python=megatron")
     values["plan"] = {"stages": {"train": {"processes": 2, "layout": {"tp": 2}}}}
     with pytest.raises(ConfigError, match=r"^plan\.stages\.train\.layout\.tp: 2 processes cannot"):
-        execute(values)
+        run_experiment(values)
     assert not (tmp_path / "tiny").exists()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.channels.world import ParallelLayout
+from rlinf.channels.process_group import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.trainers.megatron import names, on_cpu
+from rlinf.trainers.megatron import cpu_import_hook, hf_mapping
 from rlinf.trainers.megatron.trainer import MegatronConfig, MegatronTrainer
 
 MODEL = {"heads": 12, "kv_heads": 4, "intermediate": 96, "layers": 6}
@@ -38,11 +38,15 @@ def _lora(*targets: str) -> dict[str, Any]:
     ("layout", "options", "text"),
     [
         ("tp=3", {}, r"^train\.tp: 3 .* share 12 heads, 4 heads of keys .* 1, 2 or 4 can$"),
-        ("pp=4", {}, r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*stage_layers"),
+        (
+            "pp=4",
+            {},
+            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*layers_per_pipeline_stage",
+        ),
         (
             "pp=2",
-            {"stage_layers": [3, 2]},
-            r"^trainer\.stage_layers: \[3, 2\] are not the 6 layers",
+            {"layers_per_pipeline_stage": [3, 2]},
+            r"^trainer\.layers_per_pipeline_stage: \[3, 2\] are not the 6 layers",
         ),
         ("cp=2", {"packing": True}, r"^trainer\.packing: .* share out positions \(train\.cp\) pad"),
         ("ep=2", {}, r"^train\.ep: this model has no experts"),
@@ -64,8 +68,8 @@ def test_layouts_and_options(layout: str, options: dict[str, Any], text: str) ->
     with pytest.raises(ConfigError, match=text):
         check(config, CausalLMConfig(**MODEL), layout)
     check(MegatronConfig(), CausalLMConfig(**MODEL), "tp=2,cp=2,pp=3")
-    check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "pp=2")
-    check(MegatronConfig(stage_layers=(1, 5)), CausalLMConfig(**MODEL), "")
+    check(MegatronConfig(layers_per_pipeline_stage=(1, 5)), CausalLMConfig(**MODEL), "pp=2")
+    check(MegatronConfig(layers_per_pipeline_stage=(1, 5)), CausalLMConfig(**MODEL), "")
     adapted = {**_lora("q_proj", "mlp.up_proj"), "param_dtype": "bfloat16"}
     model = CausalLMConfig(**MODEL, dtype="bfloat16")
     check(MegatronConfig.model_validate(adapted), model, "tp=2,pp=3")
@@ -116,8 +120,8 @@ def test_a_mixture_that_will_be_made_has_its_experts() -> None:
 
 
 def test_the_distributed_optimizer_is_adamws() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.distributed_optimizer: .* is sgd"):
-        check(MegatronConfig(distributed_optimizer=True), CausalLMConfig(), "", "sgd")
+    with pytest.raises(ConfigError, match=r"^trainer\.use_distributed_optimizer: .* is sgd"):
+        check(MegatronConfig(use_distributed_optimizer=True), CausalLMConfig(), "", "sgd")
 
 
 def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
@@ -129,7 +133,7 @@ def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
     }
     whole[f"{prefix}o_proj.weight"] = torch.randn(hidden, 16)
     for rank in range(2):
-        where = names.Where(
+        where = hf_mapping.RankSlice(
             {n: tuple(t.shape) for n, t in whole.items()}, 2, rank, 3, 0, (4, 2), True
         )
         fused = torch.cat(
@@ -144,7 +148,7 @@ def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
             ("decoder.layers.0.self_attention.linear_qkv.weight", fused),
             ("decoder.layers.0.self_attention.linear_proj.weight", columns),
         ):
-            share = names.share(name, tuple(local.shape), where)
+            share = hf_mapping.map_param(name, tuple(local.shape), where)
             size = local.numel()
             for cut in (0, 5, 17, 31, size):
                 stretches = [
@@ -152,11 +156,11 @@ def test_a_stretch_of_heads_and_columns_is_found_in_its_tensors() -> None:
                     for start, stop in ((0, cut), (cut, size))
                 ]
                 flats = [local.view(-1)[:cut], local.view(-1)[cut:]]
-                for part in names.parts(stretches, str.__len__):
-                    own = torch.cat([flats[n][b : b + c] for n, b, c in part.copies])
-                    assert torch.equal(own, part.place.take(whole[part.name]))
+                for part in hf_mapping.tensor_parts(stretches, str.__len__):
+                    own = torch.cat([flats[n][b : b + c] for n, b, c in part.ranges])
+                    assert torch.equal(own, part.placement.extract(whole[part.name]))
                     other = torch.zeros_like(whole[part.name])
-                    part.place.put(other, own)
+                    part.placement.insert(other, own)
                     assert torch.equal(other[other != 0], whole[part.name][other != 0])
                     assert int((other != 0).sum()) == len(own)
 
@@ -176,14 +180,16 @@ def test_a_factor_is_whole_or_cut_as_the_matrix_of_its_layer(
     own, kind = f"model.layers.3.{tensor}.lora_{side}.default.weight", tensor.rpartition(".")[2]
     whole = torch.randn(8, 6)
     for rank in range(2):
-        where = names.Where({own: (8, 6)}, 2, rank, 3, 0, (4, 2), True)
+        where = hf_mapping.RankSlice({own: (8, 6)}, 2, rank, 3, 0, (4, 2), True)
         local = (whole if cut is None else whole.chunk(2, cut)[rank]).contiguous()
         name = f"decoder.layers.0.{linear}.adapter.lora_{side}.{kind}"
-        share = names.share(name, tuple(local.shape), where)
-        assert share.split == (cut is not None)
-        (part,) = names.parts([(share, tuple(local.shape), 0, local.numel())], str.__len__)
+        share = hf_mapping.map_param(name, tuple(local.shape), where)
+        assert share.is_tensor_parallel == (cut is not None)
+        (part,) = hf_mapping.tensor_parts(
+            [(share, tuple(local.shape), 0, local.numel())], str.__len__
+        )
         assert part.name == own
-        assert torch.equal(part.place.take(whole), local.view(-1))
+        assert torch.equal(part.placement.extract(whole), local.view(-1))
 
 
 def test_sources_are_rewritten_for_the_cpu() -> None:
@@ -199,10 +205,10 @@ def test_sources_are_rewritten_for_the_cpu() -> None:
         "moved = x.is_cuda\n"
         "x.record_stream(torch.cuda.current_stream())\n"
     )
-    from rlinf.trainers.megatron import no_cuda
+    from rlinf.trainers.megatron import torch_cuda_stub
 
-    space: dict[str, Any] = {on_cpu._NAME: no_cuda}
-    exec(on_cpu.rewritten(source), space)
+    space: dict[str, Any] = {cpu_import_hook._NAME: torch_cuda_stub}
+    exec(cpu_import_hook.rewrite_for_cpu(source), space)
     assert space["found"] == ["called"]
     assert space["x"].device == space["device"] == torch.device("cpu")
     assert (space["kind"], space["named"], space["moved"]) == (True, "cpu", True)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf import tree
-from rlinf.trainers.megatron.context import order, positions
+from rlinf import package_paths
+from rlinf.trainers.megatron.context_parallel import gather_order, local_positions
 from tests.environments import need_environment
 
 
@@ -19,16 +19,16 @@ from tests.environments import need_environment
 def test_what_is_shared_out_comes_together_in_order(processes: int, half: int) -> None:
     length = 2 * processes * half
     sequence = torch.randn(length, 3)
-    parts = [sequence[positions(length, processes, rank)] for rank in range(processes)]
+    parts = [sequence[local_positions(length, processes, rank)] for rank in range(processes)]
     assert {len(part) for part in parts} == {2 * half}
-    assert torch.equal(torch.cat(parts)[order(length, processes)], sequence)
+    assert torch.equal(torch.cat(parts)[gather_order(length, processes)], sequence)
 
 
 @given(processes=st.integers(1, 8), half=st.integers(1, 9))
 def test_all_have_as_much_to_attend_to(processes: int, half: int) -> None:
     """A position sees itself and all before it."""
     length = 2 * processes * half
-    work = {int((positions(length, processes, r) + 1).sum()) for r in range(processes)}
+    work = {int((local_positions(length, processes, r) + 1).sum()) for r in range(processes)}
     assert len(work) == 1
 
 
@@ -53,10 +53,10 @@ print(json.dumps(found))
 def test_they_are_shared_out_as_megatron_does(length: int, processes: int) -> None:
     done = subprocess.run(
         [need_environment("megatron"), "-c", THEIRS, json.dumps([length, processes])],
-        cwd=tree.ROOT,
+        cwd=package_paths.ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    own = [positions(length, processes, rank).tolist() for rank in range(processes)]
+    own = [local_positions(length, processes, rank).tolist() for rank in range(processes)]
     assert json.loads(done.stdout.splitlines()[-1]) == own

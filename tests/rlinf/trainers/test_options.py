@@ -11,31 +11,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.channels.world import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models import causal_lm
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.causal_lm import CausalLM
-from rlinf.models.mlp import MLPConfig, MLPPolicy
-from rlinf.trainers import offload
+from rlinf.trainers import optimizer
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from tests.rlinf.trainers.test_lanes import CONFIG, folder, loss, records
+from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, folder, loss, records
 
 __all__ = ["folder"]
 LR = 1e-3
 
 
-def make(folder: Path, world: World | None = None, **options: Any) -> FSDPTrainer:
-    world = world or World()
-    policy = (CausalLM.outline if world.size > 1 else CausalLM.load)(folder, CONFIG)
-    given = {"device": "cpu", "token_budget": 40, "packing": False, **options}
+def make(folder: Path, world: ProcessGroupInfo | None = None, **options: Any) -> FSDPTrainer:
+    world = world or ProcessGroupInfo()
+    policy = (CausalLM.meta_from_folder if world.size > 1 else CausalLM.load)(folder, CONFIG)
+    given = {"device": "cpu", "max_tokens_per_microbatch": 40, "packing": False, **options}
     config = FSDPConfig.model_validate(given)
     return FSDPTrainer(policy, config, OptimizerSection(lr=LR), world)
 
 
 def assert_close(one: FSDPTrainer, other: FSDPTrainer, atol: float) -> None:
-    theirs = other.full_state()
-    for name, tensor in one.full_state().items():
+    theirs = other.full_state_dict()
+    for name, tensor in one.full_state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=atol, msg=name)
 
 
@@ -50,7 +50,7 @@ def saved_bytes(trainer: FSDPTrainer) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         trainer.accumulate(records(), loss)
-    trainer.discard()
+    trainer.discard_gradients()
     return count
 
 
@@ -68,9 +68,11 @@ def test_activations_that_are_not_kept_are_computed_again(folder: Path, threads:
 def test_a_policy_without_blocks_has_nothing_to_compute_again(tmp_path: Path) -> None:
     spec = {"observation": 3, "action": {"kind": "discrete", "size": 2}}
     MLPPolicy.create(MLPConfig(), spec, 0, tmp_path)
-    config = FSDPConfig(device="cpu", activation_checkpointing=True)
-    with pytest.raises(ConfigError, match="activation_checkpointing"):
-        FSDPTrainer(MLPPolicy.load(tmp_path, MLPConfig()), config, OptimizerSection(), World())
+    config = FSDPConfig(device="cpu", gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        FSDPTrainer(
+            MLPPolicy.load(tmp_path, MLPConfig()), config, OptimizerSection(), ProcessGroupInfo()
+        )
 
 
 def test_offloaded_optimizer_state_comes_to_the_device_in_parts(
@@ -81,12 +83,12 @@ def test_offloaded_optimizer_state_comes_to_the_device_in_parts(
 
     def moved(tensor: Tensor, device: torch.device) -> Tensor:
         nonlocal there, peak
-        there += -tensor.nbytes if device is offload.HOST else tensor.nbytes
+        there += -tensor.nbytes if device is optimizer.HOST_DEVICE else tensor.nbytes
         peak = max(peak, there)
         return tensor.clone()
 
-    monkeypatch.setattr(offload, "moved", moved)
-    monkeypatch.setattr(offload.step, "__defaults__", (8192,))
+    monkeypatch.setattr(optimizer, "to_device", moved)
+    monkeypatch.setattr(optimizer.step_with_offload, "__defaults__", (8192,))
     plain, away = make(folder), make(folder, offload_optimizer=True)
     sizes = [p.nbytes for p in away.policy.module.parameters()]
     for number in range(3):
@@ -99,7 +101,7 @@ def test_offloaded_optimizer_state_comes_to_the_device_in_parts(
     other = make(folder, offload_optimizer=True)
     other.load(tmp_path)
     assert there < 0  # what was read is on the host
-    assert "optimizer" not in {name for name, size in other.size().items() if sum(size)}
+    assert "optimizer" not in {name for name, size in other.group_sizes().items() if sum(size)}
     for trainer in (plain, other):
         trainer.step(records(), loss, lr=LR)
     assert_close(plain, other, 0.0)
@@ -110,10 +112,10 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.models import causal_lm
-from rlinf.sharded import local
-from tests.rlinf.trainers.test_lanes import loss, records
+from rlinf.sharded_tensors import local
+from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 
 folder, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
@@ -125,19 +127,19 @@ alone.step(data, loss, lr=LR)
 SHARDED = (
     RANKS
     + """
-one = make(folder, world, unit_mb=0)
+one = make(folder, world, fsdp_wrap_min_mb=0)
 right = one.step(data, loss, lr=LR)
-both = {"activation_checkpointing": True, "packing": True}
+both = {"gradient_checkpointing": True, "packing": True}
 for options in (both, {"offload_optimizer": True}, {"parts": True}):
     causal_lm.WHOLE = 40 if options.pop("parts", False) else 1 << 25
-    other = make(folder, world, unit_mb=0, **options)
+    other = make(folder, world, fsdp_wrap_min_mb=0, **options)
     said = other.step(data, loss, lr=LR)
     assert all(abs(said[name] - value) < 1e-5 * max(1, abs(value)) for name, value in right.items())
     assert_close(other, alone, LR / 50)
 for whole in (1 << 25, 40):
     causal_lm.WHOLE = whole
     types = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
-    half = make(folder, world, unit_mb=0, **types)
+    half = make(folder, world, fsdp_wrap_min_mb=0, **types)
     seen = set()
     for block in half.policy.blocks():
         block.register_forward_hook(lambda module, _, out: seen.add(
@@ -211,7 +213,10 @@ def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
     plain = make(folder, token_budget=36)
     packed = make(folder, token_budget=36, threads=threads, packing=True)
     if threads == 1:
-        (one,), (other,) = plain.cut(records()), packed.cut(records())
+        (one,), (other,) = (
+            plain.split_micro_batches(records()),
+            packed.split_micro_batches(records()),
+        )
         assert len(other.batches) < len(one.batches)
     right = plain.step(records(), loss, lr=LR)
     assert packed.step(records(), loss, lr=LR) == pytest.approx(right, rel=1e-5)
@@ -226,7 +231,7 @@ def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
 def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
     def check(processes: int) -> None:
         given = OptimizerSection(), ParallelLayout(), processes, "train.layout"
-        FSDPTrainer.check(FSDPConfig(replicas=3), CausalLM, CONFIG, *given)
+        FSDPTrainer.check(FSDPConfig(dp_replicate=3), CausalLM, CONFIG, *given)
 
     for good in (1, 3, 6):
         check(good)
@@ -238,5 +243,5 @@ def test_log_probs_of_a_lane_in_parts_are_those_of_the_plain_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = make(folder).step(records(), loss, lr=LR)
-    monkeypatch.setattr(causal_lm, "WHOLE", 40)
+    monkeypatch.setattr(causal_lm, "MAX_LOGITS", 40)
     assert make(folder, threads=2).step(records(), loss, lr=LR) == pytest.approx(plain, rel=1e-5)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.ppo import PPO, PPOConfig
-from rlinf.channels.world import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.batch import Sample
-from rlinf.data.packing import Span
-from rlinf.data.record import Identity, Record
-from rlinf.models.mlp import MLPConfig, MLPPolicy
+from rlinf.data.batch import TrainingSample
+from rlinf.data.load_balancing import StepSpan
+from rlinf.data.record import Record, RecordId
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 LR = 1e-3
@@ -35,16 +35,18 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def trainer(folder: Path, budget: int, world: World | None = None, threads: int = 1) -> FSDPTrainer:
+def trainer(
+    folder: Path, budget: int, world: ProcessGroupInfo | None = None, threads: int = 1
+) -> FSDPTrainer:
     return FSDPTrainer(
         MLPPolicy.load(folder, MLPConfig()),
-        FSDPConfig(token_budget=budget, device="cpu", threads=threads),
+        FSDPConfig(max_tokens_per_microbatch=budget, device="cpu", cpu_threads=threads),
         OptimizerSection(lr=LR, clip_grad=0.5),
-        world or World(),
+        world or ProcessGroupInfo(),
     )
 
 
-def samples() -> list[Sample]:
+def samples() -> list[TrainingSample]:
     """Of very unlike lengths; some steps do not count."""
     random = np.random.default_rng(0)
     found = []
@@ -64,9 +66,9 @@ def samples() -> list[Sample]:
             "mask": mask.astype(np.float32),
         }
         info: dict[str, Any] = {"group": number, "policy_version": 0}
-        identity = Identity(0, number)
+        identity = RecordId(0, number)
         reward = Record(identity, {"rewards": column() * mask}, info={"keep": 1})
-        found.append(Sample(Record(identity, steps, info=info), reward, Record(identity)))
+        found.append(TrainingSample(Record(identity, steps, info=info), reward, Record(identity)))
     return found
 
 
@@ -75,25 +77,25 @@ class Watched:
     """A trainer that notes what is evaluated at once."""
 
     trainer: FSDPTrainer
-    seen: list[list[Span]]
+    seen: list[list[StepSpan]]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
 
     def accumulate(self, records: Any, loss: Any, **how: Any) -> None:
-        def noted(policy: Any, inputs: Any, spans: list[Span]) -> Any:
+        def noted(policy: Any, inputs: Any, spans: list[StepSpan]) -> Any:
             self.seen.append(spans)
             return loss(policy, inputs, spans)
 
         self.trainer.accumulate(records, noted, **how)
 
 
-def updated(made: FSDPTrainer) -> tuple[dict[str, Tensor], dict[str, float], list[list[Span]]]:
+def updated(made: FSDPTrainer) -> tuple[dict[str, Tensor], dict[str, float], list[list[StepSpan]]]:
     """Weights and metrics after PPO on the samples, and what was evaluated at once."""
     watched: Any = Watched(made, [])
     learner = Learner(watched, {"policy": LR, "value": LR}, temperature=0.9)
-    PPO(PPOConfig(epochs=2, minibatches=2, entropy_bonus=0.01)).update(learner, [samples()])
-    weights = {name: tensor.clone() for name, tensor in made.full_state().items()}
+    PPO(PPOConfig(epochs=2, minibatches=2, entropy_coeff=0.01)).update(learner, [samples()])
+    weights = {name: tensor.clone() for name, tensor in made.full_state_dict().items()}
     return weights, learner.metrics, watched.seen
 
 
@@ -125,7 +127,7 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from tests.rlinf.trainers.test_spans import samples, trainer, updated, LR
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])

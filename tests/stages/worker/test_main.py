@@ -14,23 +14,23 @@ import pytest
 import yaml
 
 import stages.inference
-import stages.ranks
+import stages.rank_reports
 import stages.reward
 import stages.rollout
 from pipeline.commands.experiment import compose
-from rlinf.artifacts import Manifest, commit, content_digest, read_manifest
-from rlinf.channels.control import Controller, Report
+from rlinf.artifacts import Manifest, commit_output, content_digest, read_manifest
+from rlinf.channels.control_link import Controller, PeerReport
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Identity, Record
-from slurm.signals import StopFlag
-from stages.board import Board
-from stages.context import Context
-from stages.layout import CONFIG
+from rlinf.data.record import Record, RecordId
+from slurm.stop_signals import StopFlag
+from stages.context import StageContext
+from stages.layout import CONFIG_FILE
+from stages.live_store import LiveStore
 from stages.worker import messages
-from stages.worker.asks import Asks
-from stages.worker.inbox import SOCKET, Inbox, Outbox
-from stages.worker.main import CHANNELS, Worker
+from stages.worker.main import CHANNELS_FOLDER, PoolWorker
 from stages.worker.messages import StageEnded, StageOrder, read_report
+from stages.worker.policy_client import PolicyClient
+from stages.worker.record_transfer import SOCKET, RecordReceiver, RecordSender
 from tests.conftest import QUIET, TINY
 
 NAME, SAMPLES = "pool-0-1-r0", 16
@@ -40,7 +40,7 @@ MANY = 100
 
 def trajectory(sample: int) -> Record:
     steps = {"actions": np.zeros(3, np.int64)}
-    return Record(Identity(0, sample), steps, info={"stop_reason": "end", "group": 0})
+    return Record(RecordId(0, sample), steps, info={"stop_reason": "end", "group": 0})
 
 
 class Bench:
@@ -50,31 +50,31 @@ class Bench:
         self.run, self.stop = run, StopFlag()
         words = ["experiment=arithmetic_grpo", f"++run.root={run}", *QUIET, *TINY]
         values = compose(words)
-        (run / CONFIG).write_text(yaml.safe_dump(values))
+        (run / CONFIG_FILE).write_text(yaml.safe_dump(values))
         config = validate(RunConfig, values)
-        self.controller = Controller(run / CHANNELS)
-        self.worker = Worker(run, config, "pool-0-1", self.stop, uncast=False, deltas=False)
+        self.controller = Controller(run / CHANNELS_FOLDER)
+        self.worker = PoolWorker(run, config, "pool-0-1", self.stop, uncast=False, deltas=False)
         self._thread = threading.Thread(target=self.worker.serve, args=(600.0,), daemon=True)
         self._thread.start()
         self.reports: dict[str, StageEnded] = {}
 
     def order(self, *orders: StageOrder) -> None:
-        self.controller.send(NAME, messages.Run(stages=orders).packed())
+        self.controller.send_order(NAME, messages.RunStages(stages=orders).to_dict())
 
     def ended(self, node: str, timeout_s: float = 20.0) -> StageEnded:
         """What the worker said of a stage in the end."""
         deadline = time.monotonic() + timeout_s
         while node not in self.reports and time.monotonic() < deadline:
-            for event in self.controller.events(0.1):
-                said = read_report(event.content) if isinstance(event, Report) else None
+            for event in self.controller.poll_events(0.1):
+                said = read_report(event.content) if isinstance(event, PeerReport) else None
                 if isinstance(said, StageEnded):
                     self.reports[said.node] = said
         said = self.reports[node]
-        assert not said.code, said.reason
+        assert not said.exit_code, said.reason
         return said
 
     def close(self) -> None:
-        self.controller.send(NAME, messages.Leave().packed())
+        self.controller.send_order(NAME, messages.ShutDown().to_dict())
         self._thread.join(30)
         self.controller.close()
 
@@ -96,12 +96,12 @@ def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> St
         stage=stage,
         iteration=iteration,
         position=(iteration, 0, ["rollout", "reward", "inference"].index(stage)),
-        parts=1,
-        out=f"it/{iteration:04d}/{stage}",
+        num_chunks=1,
+        output=f"it/{iteration:04d}/{stage}",
         attempt=f"{stage}{iteration}",
         ranks=(0,),
         inputs=live,
-        gathers=gathers,
+        receives_trajectories=gathers,
     )
 
 
@@ -121,14 +121,14 @@ def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: 
     about = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "extra": {}}
     content = content_digest({}, {})
     (bench.run / "warm_start" / "data").mkdir(parents=True)
-    commit(
+    commit_output(
         bench.run / "warm_start",
         Manifest("warm_start", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
-    outbox = Outbox(bench.run / CHANNELS)
+    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
     assert until(lambda: len(bench.worker._busy) == MANY)
-    writer = outbox.writer("it/0000/rollout:trajectories", [NAME], 0, 1)
+    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(SAMPLES):
         writer.put(trajectory(sample))
     bench.ended("rollout/0")
@@ -142,26 +142,26 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     read: list[int] = []
     goes_on = threading.Event()
 
-    def rollout(ctx: Context) -> None:
-        trajectories = ctx.writer("trajectories")
+    def rollout(ctx: StageContext) -> None:
+        trajectories = ctx.open_writer("trajectories")
         for sample in range(SAMPLES):
             record = trajectory(sample)
             made.append(weakref.ref(record))
             trajectories.put(record)
         trajectories.close()
 
-    def reward(ctx: Context) -> None:
+    def reward(ctx: StageContext) -> None:
         goes_on.wait(20)
-        read.append(len(ctx.records("trajectories", range(SAMPLES))))
+        read.append(len(ctx.read_records("trajectories", range(SAMPLES))))
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
     monkeypatch.setattr(stages.reward, "run", reward)
-    taker = Board()
-    inbox = Inbox(bench.run / CHANNELS, "taker", taker)
+    taker = LiveStore()
+    inbox = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
     for iteration in range(3):
         out, to = f"it/{iteration:04d}/rollout", {"taker": SOCKET}
-        send = messages.Send(out=out, channel="trajectories", maker=NAME, to=to)
-        bench.controller.send(NAME, send.packed())
+        send = messages.SendOutput(output=out, channel="trajectories", producer=NAME, transports=to)
+        bench.controller.send_order(NAME, send.to_dict())
     bench.order(
         *(order("rollout", i) for i in range(3)),
         *(order("reward", i, "trajectories<rollout") for i in range(3)),
@@ -176,7 +176,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     assert len(made) == 3 * SAMPLES
     assert until(lambda: not any(ref() for ref in made))
     there = taker.output("it/0002/rollout").stream("trajectories")
-    assert until(lambda: there.complete(range(SAMPLES + 1)))
+    assert until(lambda: there.is_complete(range(SAMPLES + 1)))
     inbox.close()
 
 
@@ -186,17 +186,17 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
 ) -> None:
     """The worker that made it has committed it and let go of it, or was lost."""
 
-    def rollout(ctx: Context) -> None:
-        trajectories = ctx.writer("trajectories")
+    def rollout(ctx: StageContext) -> None:
+        trajectories = ctx.open_writer("trajectories")
         for sample in range(SAMPLES):
             trajectories.put(trajectory(sample))
         trajectories.close()
 
     read: list[list[int]] = []
 
-    def inference(ctx: Context) -> None:
+    def inference(ctx: StageContext) -> None:
         for samples in (range(3), range(3, SAMPLES)):
-            read.append([r.identity.sample for r in ctx.records("trajectories", samples)])
+            read.append([r.identity.sample for r in ctx.read_records("trajectories", samples)])
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
     monkeypatch.setattr(stages.inference, "run", inference)
@@ -204,8 +204,8 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
     bench.ended("rollout/0")
     assert read_manifest(bench.run / "it/0000/rollout") is not None
     assert until(lambda: "it/0000/rollout" not in bench.worker._board)
-    outbox = Outbox(bench.run / CHANNELS)
-    writer = outbox.writer("it/0000/rollout:trajectories", [NAME], 0, 1)
+    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
+    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(came):
         writer.put(trajectory(sample))
     assert writer.flush()
@@ -220,7 +220,7 @@ def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(
 ) -> None:
     """The others of its stage may have had theirs long ago, and wait for it."""
     goes_on = threading.Event()
-    monkeypatch.setattr(stages.ranks, "TOUCH_S", 0.02)
+    monkeypatch.setattr(stages.rank_reports, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(stages.rollout, "run", lambda ctx: goes_on.wait(20))
     bench.order(order("rollout", 0), order("rollout", 1).model_copy(update={"ranks": (0, 1)}))
     sign = bench.run / "it/0001/rollout/data-rollout1.ranks/0"
@@ -244,13 +244,13 @@ def test_a_stage_under_way_that_is_ordered_once_more_is_told_so_and_computed_onc
     began: list[str] = []
     told: list[str] = []
 
-    def rollout(ctx: Context) -> None:
-        began.append(ctx.data.name)
+    def rollout(ctx: StageContext) -> None:
+        began.append(ctx.data_folder.name)
         goes_on.wait(20)
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
-    monkeypatch.setattr(Asks, "ordered", lambda _, order: told.append(order.attempt))
-    one = order("rollout", 0).model_copy(update={"asks": ("policy-r0",)})
+    monkeypatch.setattr(PolicyClient, "update_order", lambda _, order: told.append(order.attempt))
+    one = order("rollout", 0).model_copy(update={"policy_workers": ("policy-r0",)})
     bench.order(one)
     assert until(lambda: bool(began))
     bench.order(one.model_copy(update={"attempt": "second"}))

@@ -9,59 +9,63 @@ import pytest
 
 from rlinf.errors import DataError
 from stages.worker import messages
-from stages.worker.messages import Message, read_order, read_report
+from stages.worker.messages import WorkerMessage, read_order, read_report
 
 STAGE = messages.StageOrder(
     node="train/3",
     stage="train",
     iteration=3,
     position=(3, 0, 4),
-    parts=4,
-    out="it/0003/train",
+    num_chunks=4,
+    output="it/0003/train",
     attempt="a",
     ranks=(0, 1),
     inputs={"rewards": ("it/0003/reward", True)},
 )
-BEGUN = messages.Begun(claim=2, channel="unfinished-b", samples=1, attempt=None)
+BEGUN = messages.PartialSamples(
+    work_item=2, channel="unfinished-b", num_samples=1, weights_attempt=None
+)
 ORDERS = [
-    messages.Run(stages=(STAGE,)),
-    messages.Send(out="o", channel="c", to={"w": "socket"}, maker="m"),
-    messages.Claim(
-        claim="b",
-        name="rollout/3 claim 2",
+    messages.RunStages(stages=(STAGE,)),
+    messages.SendOutput(output="o", channel="c", transports={"w": "socket"}, producer="m"),
+    messages.GenerateStarts(
+        work_item="b",
+        label="rollout/3 claim 2",
         iteration=3,
-        out="o",
+        output="o",
         weights="w",
-        attempt=None,
-        to="t",
+        weights_attempt=None,
+        receiver="t",
         starts=(0, 5),
-        begun=BEGUN,
+        partial=BEGUN,
     ),
-    messages.HandOver(claim="b", to="w"),
-    messages.Drop(),
-    messages.Leave(commits_s=3.0),
+    messages.ReassignWork(work_item="b", successor="w"),
+    messages.CancelWork(),
+    messages.ShutDown(commit_timeout_s=3.0),
 ]
 REPORTS = [
-    messages.StageEnded(node="train/3", code=1, reason="why"),
-    messages.Gathered(node="rollout/3", starts=(1, 2)),
-    messages.HasWeights(out="o", attempt="a", iteration=3),
-    messages.Cut(worker="w"),
-    messages.ClaimEnded(claim="b", host="h", spans=(("generate", 0.0, 1.5),), rest=(5,)),
+    messages.StageEnded(node="train/3", exit_code=1, reason="why"),
+    messages.CollectedPrompts(node="rollout/3", starts=(1, 2)),
+    messages.WeightsAvailable(output="o", attempt="a", iteration=3),
+    messages.ConnectionLost(worker="w"),
+    messages.WorkItemEnded(
+        work_item="b", host="h", spans=(("generate", 0.0, 1.5),), unfinished_starts=(5,)
+    ),
 ]
 
 
-def travelled(message: Message) -> dict[str, Any]:
-    content: dict[str, Any] = msgpack.unpackb(msgpack.packb(message.packed()))
+def travelled(message: WorkerMessage) -> dict[str, Any]:
+    content: dict[str, Any] = msgpack.unpackb(msgpack.packb(message.to_dict()))
     return content
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.what)
-def test_an_order_arrives_as_it_was_sent(order: messages.Order) -> None:
+def test_an_order_arrives_as_it_was_sent(order: messages.WorkerOrder) -> None:
     assert read_order(travelled(order)) == order
 
 
 @pytest.mark.parametrize("said", REPORTS, ids=lambda said: said.what)
-def test_a_report_arrives_as_it_was_sent(said: messages.Said) -> None:
+def test_a_report_arrives_as_it_was_sent(said: messages.WorkerReport) -> None:
     assert read_report(travelled(said)) == said
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlinf.data.record import Identity, Record
-from stages.board import Board, Stream
-from stages.worker.inbox import SHARED_MEMORY, SOCKET, Inbox, Outbox
-from stages.worker.relays import Relays
+from rlinf.data.record import Record, RecordId
+from stages.live_store import LiveStore, RecordStream
+from stages.worker.record_transfer import (
+    SHARED_MEMORY,
+    SOCKET,
+    RecordForwarder,
+    RecordReceiver,
+    RecordSender,
+)
 
 FOLDER, CHANNEL = "it/0000/rollout", "trajectories"
 TO = f"{FOLDER}:{CHANNEL}"
@@ -22,19 +27,19 @@ class Rank:
     """What a worker has of its own to take and pass on records."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.board = name, Board()
+        self.name, self.board = name, LiveStore()
         self.cut: list[str] = []
-        self.outbox = Outbox(folder, self.cut.append, name)
-        self.relays = Relays(self.outbox)
-        self.inbox = Inbox(folder, name, self.board, passing=self._passing)
+        self.outbox = RecordSender(folder, self.cut.append, name)
+        self.relays = RecordForwarder(self.outbox)
+        self.inbox = RecordReceiver(folder, name, self.board, forward=self._passing)
         self.passed: list[int] = []
 
     def _passing(self, to: str, maker: str, record: Record) -> None:
         self.passed.append(record.identity.sample)
-        self.relays.arrived(to, maker, record)
+        self.relays.forward(to, maker, record)
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> RecordStream:
         return self.board.output(FOLDER).stream(CHANNEL)
 
     def close(self) -> None:
@@ -51,24 +56,24 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 
 
 def records(samples: range) -> list[Record]:
-    return [Record(Identity(0, s), {"x": np.array([s])}, info={"group": 7}) for s in samples]
+    return [Record(RecordId(0, s), {"x": np.array([s])}, info={"group": 7}) for s in samples]
 
 
 def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
     maker, ranks = Rank(tmp_path, "m"), [Rank(tmp_path, f"r{i}") for i in range(4)]
-    ranks[0].relays.want(TO, "m", {"r1": SOCKET, "r2": SOCKET})
-    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
+    ranks[0].relays.subscribe(TO, "m", {"r1": SOCKET, "r2": SOCKET})
+    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
     for record in records(range(5)):
         sender.put(record)
     assert until(lambda: all(len(rank.stream) == 5 for rank in ranks[:3]))
-    assert not ranks[1].stream.complete(range(6)), "there is no end yet"
+    assert not ranks[1].stream.is_complete(range(6)), "there is no end yet"
     # One that is told of late gets what came before.
-    ranks[1].relays.want(TO, "m", {"r3": SOCKET})
+    ranks[1].relays.subscribe(TO, "m", {"r3": SOCKET})
     assert until(lambda: len(ranks[3].stream) == 5)
     sender.close()
-    assert until(lambda: all(rank.stream.complete(range(9)) for rank in ranks))
+    assert until(lambda: all(rank.stream.is_complete(range(9)) for rank in ranks))
     for rank in ranks:
-        taken = rank.stream.take(range(9))
+        taken = rank.stream.read(range(9))
         assert [int(record.steps["x"][0]) for record in taken] == list(range(5))
         assert {str(record.info) for record in taken} == {"{'group': 7}"}
     for rank in [maker, *ranks]:
@@ -78,9 +83,9 @@ def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
 def test_only_what_that_worker_made_is_passed_on_and_nothing_twice(tmp_path: Path) -> None:
     makers = [Rank(tmp_path, "m0"), Rank(tmp_path, "m1")]
     ranks = [Rank(tmp_path, f"r{i}") for i in range(2)]
-    ranks[0].relays.want(TO, "m0", {"r1": SOCKET})
-    ranks[1].relays.want(TO, "m1", {"r0": SOCKET})
-    senders = [maker.outbox.writer(TO, [f"r{i}"], i, 2) for i, maker in enumerate(makers)]
+    ranks[0].relays.subscribe(TO, "m0", {"r1": SOCKET})
+    ranks[1].relays.subscribe(TO, "m1", {"r0": SOCKET})
+    senders = [maker.outbox.stream_to(TO, [f"r{i}"], i, 2) for i, maker in enumerate(makers)]
     first, second = records(range(2)), records(range(2, 5))
     for record in [*first, *first]:
         senders[0].put(record)
@@ -88,7 +93,7 @@ def test_only_what_that_worker_made_is_passed_on_and_nothing_twice(tmp_path: Pat
         senders[1].put(record)
     for sender in senders:
         sender.close()
-    assert until(lambda: all(rank.stream.complete(range(9)) for rank in ranks))
+    assert until(lambda: all(rank.stream.is_complete(range(9)) for rank in ranks))
     assert until(lambda: [len(rank.passed) for rank in ranks] == [5 + 4, 4 + 3])
     time.sleep(0.3)
     assert sorted(ranks[0].passed) == [-1, -1, 0, 0, 1, 1, 2, 3, 4]
@@ -101,19 +106,19 @@ def test_who_missed_a_record_does_not_take_the_rest_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A record that comes by socket may be too large for the shared memory of the next rank."""
-    monkeypatch.setattr("stages.worker.inbox.SHARED_BYTES", 1 << 20)
+    monkeypatch.setattr("stages.worker.record_transfer.SHARED_MEMORY_BYTES", 1 << 20)
     maker, head, behind = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
-    head.relays.want(TO, "m", {"r1": SHARED_MEMORY})
-    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
-    small, large = records(range(1))[0], Record(Identity(0, 1), {"x": np.zeros(1 << 19)})
+    head.relays.subscribe(TO, "m", {"r1": SHARED_MEMORY})
+    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
+    small, large = records(range(1))[0], Record(RecordId(0, 1), {"x": np.zeros(1 << 19)})
     for record in (small, large, records(range(2, 3))[0]):
         sender.put(record)
     sender.close()
-    assert until(lambda: head.stream.complete(range(9)))
+    assert until(lambda: head.stream.is_complete(range(9)))
     assert until(lambda: len(behind.stream) == 2)
     assert until(lambda: "it is read from disk instead" in caplog.text)
     time.sleep(0.3)
-    assert not behind.stream.complete(range(9)), "it would go on with fewer records than others"
+    assert not behind.stream.is_complete(range(9)), "it would go on with fewer records than others"
     for rank in (maker, head, behind):
         rank.close()
 
@@ -121,15 +126,15 @@ def test_who_missed_a_record_does_not_take_the_rest_for_all(
 def test_what_is_on_disk_is_not_kept_and_all_else_is(tmp_path: Path) -> None:
     head, late = Rank(tmp_path, "r0"), Rank(tmp_path, "r1")
     for iteration in range(100):
-        head.relays.arrived(f"it/{iteration:04d}/rollout:{CHANNEL}", "m", records(range(1))[0])
-    head.relays.forget({"it/0000/rollout"})
+        head.relays.forward(f"it/{iteration:04d}/rollout:{CHANNEL}", "m", records(range(1))[0])
+    head.relays.drop_outputs({"it/0000/rollout"})
     for to in ("it/0000/rollout", "it/0001/rollout"):
-        head.relays.want(f"{to}:{CHANNEL}", "m", {"r1": SOCKET})
+        head.relays.subscribe(f"{to}:{CHANNEL}", "m", {"r1": SOCKET})
     kept = late.board.output("it/0001/rollout").stream(CHANNEL)
     assert until(lambda: len(kept) == 1)
     assert not len(late.board.output("it/0000/rollout").stream(CHANNEL))
     head.relays.close()
-    head.relays.arrived(TO, "m", records(range(1))[0])
+    head.relays.forward(TO, "m", records(range(1))[0])
     for rank in (head, late):
         rank.close()
 
@@ -138,12 +143,12 @@ def test_a_rank_that_is_gone_does_not_keep_the_others_waiting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     maker, head, there = Rank(tmp_path, "m"), Rank(tmp_path, "r0"), Rank(tmp_path, "r2")
-    head.relays.want(TO, "m", {"r1": SOCKET, "r2": SOCKET})
-    sender = maker.outbox.writer(TO, ["r0"], 0, 1)
+    head.relays.subscribe(TO, "m", {"r1": SOCKET, "r2": SOCKET})
+    sender = maker.outbox.stream_to(TO, ["r0"], 0, 1)
     for record in records(range(3)):
         sender.put(record)
     sender.close()
-    assert until(lambda: there.stream.complete(range(9)))
+    assert until(lambda: there.stream.is_complete(range(9)))
     assert until(lambda: head.cut == ["r1"]), "the driver is told"
     for rank in (maker, head, there):
         rank.close()

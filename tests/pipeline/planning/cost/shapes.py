@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.planning.cost.device import Device, from_data_sheet
-from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.hardware import GpuDevice, device_from_data_sheet
+from pipeline.planning.cost.model_shape import ModelShape
 from pipeline.planning.cost.rates import RateTable, data_sheet_rates
-from pipeline.planning.cost.work import Generation, Inference, Training
+from pipeline.planning.cost.workload import GenerationWorkload, InferenceWorkload, TrainingWorkload
 
 LLAMA_2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 32000)
 LLAMA_2_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 32000)
@@ -17,8 +17,8 @@ MIXTRAL = ModelShape(
     32, 4096, 32, 8, 128, 14336, 32000, experts=8, active_experts=2, expert_ffn=14336
 )
 SMALL = ModelShape(12, 768, 12, 4, 64, 2048, 32000)
-A100 = from_data_sheet("a100-80gb-sxm", inter_bytes_per_s=200e9)
-H100 = from_data_sheet("h100-sxm", inter_bytes_per_s=400e9)
+A100 = device_from_data_sheet("a100-80gb-sxm", inter_bytes_per_s=200e9)
+H100 = device_from_data_sheet("h100-sxm", inter_bytes_per_s=400e9)
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelShape:
@@ -39,9 +39,9 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelShape:
     )
 
 
-def tiny_device(memory_gib: float) -> Device:
+def tiny_device(memory_gib: float) -> GpuDevice:
     """A PCIe GPU with as much memory as wanted."""
-    return from_data_sheet("a40", memory_gib=memory_gib)
+    return device_from_data_sheet("a40", memory_gib=memory_gib)
 
 
 KINDS = (
@@ -59,10 +59,10 @@ KINDS = (
 def many_tables(shape: ModelShape) -> list[RateTable]:
     """Rates of five stages of an iteration on 4,096 GPUs of each of eight kinds."""
     lengths = np.random.default_rng(0).lognormal(7, 0.8, 4000).clip(1, 8192)
-    works = [Generation(lengths, 8192, 512, 16), *[Inference(8192, 2000, 8704)] * 3]
-    works.append(Training(1024, 2000, 8704, steps=8))
+    works = [GenerationWorkload(lengths, 8192, 512, 16), *[InferenceWorkload(8192, 2000, 8704)] * 3]
+    works.append(TrainingWorkload(1024, 2000, 8704, steps=8))
     return [
-        data_sheet_rates(shape, work, from_data_sheet(kind), 4096)
+        data_sheet_rates(shape, work, device_from_data_sheet(kind), 4096)
         for kind in KINDS
         for work in works
     ]

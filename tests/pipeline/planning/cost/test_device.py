@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.device import from_data_sheet, from_group
+from pipeline.planning.cost.hardware import device_from_data_sheet, device_from_node_group
 from rlinf.errors import PlanError
 from slurm.gpus import GPUS
 from slurm.inventory import NodeGroup
@@ -16,7 +16,7 @@ from tests.pipeline.planning.cost.shapes import A100
 
 @pytest.mark.parametrize("model", GPUS)
 def test_every_known_gpu_has_a_device_with_the_sources_of_its_numbers(model):
-    device = from_data_sheet(model)
+    device = device_from_data_sheet(model)
     assert device.usable_bytes > 0
     assert device.flops > device.bandwidth_bytes_per_s
     assert set(device.sources) == {
@@ -30,7 +30,7 @@ def test_every_known_gpu_has_a_device_with_the_sources_of_its_numbers(model):
 
 
 def test_a_v100_counts_in_float16_and_says_so():
-    device = from_data_sheet("v100-32gb")
+    device = device_from_data_sheet("v100-32gb")
     assert device.flops == 125e12
     assert "float16" in device.sources["flops"]
 
@@ -44,10 +44,10 @@ def test_an_inventory_overrides_the_data_sheet():
         mem_mb_per_node=1,
         gpu_model="a100-80gb-sxm",
         gpu_memory_gib=79,
-        bandwidth_inter_bytes_per_s=100e9,
+        inter_node_bandwidth_bytes_per_s=100e9,
         slowdown=2.0,
     )
-    device = from_group("gpu", group)
+    device = device_from_node_group("gpu", group)
     assert (device.name, device.gpus_per_node, device.memory_bytes) == ("gpu", 4, 79 * 2**30)
     assert device.inter.bytes_per_s == pytest.approx(80e9)
     assert device.sources["inter"] == "given"
@@ -57,13 +57,13 @@ def test_an_inventory_overrides_the_data_sheet():
 
 def test_unknown_gpus_are_named():
     with pytest.raises(PlanError, match="did you mean 'h100-sxm'"):
-        from_data_sheet("h100-smx")
+        device_from_data_sheet("h100-smx")
     bare = NodeGroup(count=1, gpu_type="x9", gpus_per_node=4, cpus_per_node=1, mem_mb_per_node=1)
     with pytest.raises(PlanError, match=r"'x9'.*gpu_model in the site file"):
-        from_group("odd", bare)
+        device_from_node_group("odd", bare)
     none = NodeGroup(count=1, cpus_per_node=1, mem_mb_per_node=1)
     with pytest.raises(PlanError, match="have no GPUs"):
-        from_group("cpu", none)
+        device_from_node_group("cpu", none)
 
 
 @given(st.floats(0, 1e18), st.floats(0, 1e12))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.layout import ALL_REPLICAS, cut, layouts
-from pipeline.planning.cost.work import Generation, Inference, Training
+from pipeline.planning.cost.layout import ALL_REPLICAS, candidate_layouts, split_pipeline
+from pipeline.planning.cost.workload import GenerationWorkload, InferenceWorkload, TrainingWorkload
 from tests.pipeline.planning.cost.shapes import LLAMA_3_70B, MIXTRAL, SMALL, gpt
 
 SHAPES = [SMALL, MIXTRAL, LLAMA_3_70B, gpt(6, 512, 8)]
@@ -22,8 +22,8 @@ SHAPES = [SMALL, MIXTRAL, LLAMA_3_70B, gpt(6, 512, 8)]
 )
 @settings(deadline=None)
 def test_every_layout_is_possible(shape, gpus, samples, per_node):
-    for work in (Training(samples, 100), Inference(samples, 100)):
-        for layout in layouts(shape, work, gpus, per_node):
+    for work in (TrainingWorkload(samples, 100), InferenceWorkload(samples, 100)):
+        for layout in candidate_layouts(shape, work, gpus, per_node):
             assert np.all(layout.gpus <= gpus)
             assert np.all(shape.heads % layout.tp == 0)
             assert np.all(per_node % layout.tp == 0)
@@ -38,8 +38,8 @@ def test_every_layout_is_possible(shape, gpus, samples, per_node):
 @given(st.integers(1, 3000))
 def test_no_useful_number_of_replicas_is_left_out(samples):
     """Beyond the first ones all that leave the slowest replica less work than any fewer."""
-    work = Generation(np.array([10.0]), samples, 10)
-    found = {int(n) for layout in layouts(SMALL, work, 4096, 1) for n in layout.dp}
+    work = GenerationWorkload(np.array([10.0]), samples, 10)
+    found = {int(n) for layout in candidate_layouts(SMALL, work, 4096, 1) for n in layout.dp}
     least = samples + 1
     for replicas in range(1, samples + 1):
         share = -(-samples // replicas)
@@ -50,7 +50,7 @@ def test_no_useful_number_of_replicas_is_left_out(samples):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stages_together_hold_the_whole_model(shape):
     for pp in (1, 2, 4) if shape.layers % 4 == 0 else (1, 2, 3):
-        stages = cut(shape, pp)
+        stages = split_pipeline(shape, pp)
         assert stages.count.sum() == pp
         whole = (stages.count * (stages.shared + stages.routed)).sum()
         copy = shape.embedding_parameters * (shape.tied and pp > 1)
@@ -61,12 +61,12 @@ def test_stages_together_hold_the_whole_model(shape):
 
 
 def test_like_stages_are_kept_once():
-    assert len(cut(LLAMA_3_70B, 40).count) == 3
+    assert len(split_pipeline(LLAMA_3_70B, 40).count) == 3
 
 
 def test_one_of_many_layouts_reads_plainly():
-    work = Training(64, 100)
-    some = next(iter(layouts(MIXTRAL, work, 64, 8)))
-    one = some.at(5)
+    work = TrainingWorkload(64, 100)
+    some = next(iter(candidate_layouts(MIXTRAL, work, 64, 8)))
+    one = some.select(5)
     assert isinstance(one.tp, int)
     assert str(one).startswith(f"tp {one.tp}, pp 1, dp {one.dp}")

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.layout import Layout
-from pipeline.planning.cost.memory import (
-    kv_bytes_per_token,
-    memory,
-    running_requests,
+from pipeline.planning.cost.layout import CandidateLayout
+from pipeline.planning.cost.memory import kv_bytes_per_token, running_requests, stage_memory
+from pipeline.planning.cost.workload import (
+    GenerationWorkload,
+    InferenceWorkload,
+    StateBytes,
+    TrainingWorkload,
 )
-from pipeline.planning.cost.work import Generation, Inference, StateBytes, Training
 from tests.pipeline.planning.cost.shapes import (
     LLAMA_3_8B,
     LLAMA_3_70B,
@@ -32,7 +33,7 @@ GIB = 2**30
 def test_states_are_those_of_the_zero_paper(zero, gigabytes):
     """Rajbhandari et al. 2020, figure 1 and table 1: 7.5 B parameters over 64 replicas."""
     shape = gpt(36, 4096, 32)
-    used = memory(shape, Layout(dp=64), Training(64, 1, zero=zero))
+    used = stage_memory(shape, CandidateLayout(dp=64), TrainingWorkload(64, 1, zero=zero))
     states = used.weights + used.gradients + used.optimizer
     if zero == 3:
         # The paper leaves out the two layers that are whole at a time.
@@ -43,19 +44,24 @@ def test_states_are_those_of_the_zero_paper(zero, gigabytes):
 def test_experts_are_shared_by_expert_parallel_ranks_and_their_states_by_the_copies():
     shared = MIXTRAL.parameters - MIXTRAL.expert_parameters.sum()
     routed = MIXTRAL.expert_parameters.sum()
-    used = memory(MIXTRAL, Layout(tp=2, dp=8, ep=4), Training(64, 10, zero=1))
+    used = stage_memory(
+        MIXTRAL, CandidateLayout(tp=2, dp=8, ep=4), TrainingWorkload(64, 10, zero=1)
+    )
     assert used.weights == pytest.approx(2 * (shared / 2 + routed / 8))
     assert used.gradients == used.weights
     assert used.optimizer == pytest.approx(12 * (shared / 16 + routed / 16))
 
 
 def test_memory_must_hold_the_longest_sequence():
-    usual, longest = Training(64, 1000), Training(64, 1000, 3000)
-    for work in (usual, Inference(64, 1000)):
+    usual, longest = TrainingWorkload(64, 1000), TrainingWorkload(64, 1000, 3000)
+    for work in (usual, InferenceWorkload(64, 1000)):
         longer = replace(work, longest=3000)
-        here = memory(SMALL, Layout(), work).activations
-        assert memory(SMALL, Layout(), longer).activations == pytest.approx(3 * here)
-    assert memory(SMALL, Layout(), longest).weights == memory(SMALL, Layout(), usual).weights
+        here = stage_memory(SMALL, CandidateLayout(), work).activations
+        assert stage_memory(SMALL, CandidateLayout(), longer).activations == pytest.approx(3 * here)
+    assert (
+        stage_memory(SMALL, CandidateLayout(), longest).weights
+        == stage_memory(SMALL, CandidateLayout(), usual).weights
+    )
 
 
 def test_keys_and_values_are_those_of_the_paper_on_paged_attention():
@@ -66,9 +72,9 @@ def test_keys_and_values_are_those_of_the_paper_on_paged_attention():
 
 
 def test_the_first_pipeline_stage_holds_activations_of_all_micro_batches_in_flight():
-    shape, work = gpt(8, 1024, 16), Training(64, 512)
-    flat = memory(shape, Layout(pp=1), work)
-    deep = memory(shape, Layout(pp=4), work)
+    shape, work = gpt(8, 1024, 16), TrainingWorkload(64, 512)
+    flat = stage_memory(shape, CandidateLayout(pp=1), work)
+    deep = stage_memory(shape, CandidateLayout(pp=4), work)
     layers = shape.activation_bytes().sum() * 512
     logits = 512 * (shape.head_activation_bytes + 4 * shape.vocab)
     assert flat.activations == pytest.approx(layers + logits)
@@ -79,7 +85,7 @@ def test_the_first_pipeline_stage_holds_activations_of_all_micro_batches_in_flig
 
 
 layout_choices = st.builds(
-    Layout,
+    CandidateLayout,
     tp=st.sampled_from([1, 2, 4, 8]),
     pp=st.sampled_from([1, 2, 4]),
     dp=st.sampled_from([4, 8, 32]),
@@ -89,36 +95,39 @@ layout_choices = st.builds(
 )
 works = st.one_of(
     st.builds(
-        Training,
+        TrainingWorkload,
         st.integers(200, 1000),
         st.integers(10, 4000),
         zero=st.integers(0, 3),
         state=st.builds(StateBytes, st.sampled_from([2, 4])),
     ),
-    st.builds(Inference, st.integers(200, 1000), st.integers(10, 4000)),
+    st.builds(InferenceWorkload, st.integers(200, 1000), st.integers(10, 4000)),
 )
 
 
 @given(st.sampled_from([MIXTRAL, LLAMA_3_70B]), layout_choices, works)
 def test_memory_never_falls_with_fewer_gpus_or_more_work(shape, layout, work):
-    here = memory(shape, layout, work).total
+    here = stage_memory(shape, layout, work).total
     near = 1 - 1e-12
     if layout.tp > 1:
-        assert memory(shape, replace(layout, tp=layout.tp // 2), work).total >= here * near
+        assert stage_memory(shape, replace(layout, tp=layout.tp // 2), work).total >= here * near
     fewer = replace(layout, dp=layout.dp // 2, ep=min(layout.ep, layout.dp // 2))
-    assert memory(shape, fewer, work).total >= here * near
+    assert stage_memory(shape, fewer, work).total >= here * near
     larger = replace(layout, micro_batch=2 * layout.micro_batch)
-    assert memory(shape, larger, work).total >= here * near
-    assert memory(shape, layout, replace(work, longest=2 * work.tokens)).total >= here * near
+    assert stage_memory(shape, larger, work).total >= here * near
+    assert stage_memory(shape, layout, replace(work, longest=2 * work.tokens)).total >= here * near
 
 
 @given(layout_choices, st.integers(10, 4000))
 def test_sharing_more_states_and_recomputing_more_never_take_memory(layout, tokens):
-    totals = [memory(MIXTRAL, layout, Training(512, tokens, zero=zero)).total for zero in (0, 1, 2)]
+    totals = [
+        stage_memory(MIXTRAL, layout, TrainingWorkload(512, tokens, zero=zero)).total
+        for zero in (0, 1, 2)
+    ]
     assert totals == sorted(totals, reverse=True)
-    work = Training(512, tokens)
+    work = TrainingWorkload(512, tokens)
     full, selective = (
-        memory(MIXTRAL, replace(layout, recompute=how), work).activations
+        stage_memory(MIXTRAL, replace(layout, recompute=how), work).activations
         for how in ("full", "selective")
     )
     # Where few layers are kept at once, the one that is recomputed counts.
@@ -131,10 +140,10 @@ def test_sharing_more_states_and_recomputing_more_never_take_memory(layout, toke
 def test_running_requests_fill_the_memory_that_is_left(tp_power, longest, gib):
     tp = 2 ** (tp_power % 4)
     device = tiny_device(gib)
-    work = Generation(np.array([1.0, longest]), 10_000, 100, max_running=100_000)
-    layout = Layout(tp=tp)
+    work = GenerationWorkload(np.array([1.0, longest]), 10_000, 100, max_running=100_000)
+    layout = CandidateLayout(tp=tp)
     count = running_requests(LLAMA_3_8B, layout, work, device)
-    least = memory(LLAMA_3_8B, layout, work)
+    least = stage_memory(LLAMA_3_8B, layout, work)
     if not count:
         assert least.total > device.usable_bytes
         return

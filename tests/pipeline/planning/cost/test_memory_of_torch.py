@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.planning.cost.layout import Layout
-from pipeline.planning.cost.memory import memory
-from pipeline.planning.cost.model import from_hf_config
-from pipeline.planning.cost.work import Training
-from pipeline.planning.profile.estimate import TRAINED
+from pipeline.planning.cost.layout import CandidateLayout
+from pipeline.planning.cost.memory import stage_memory
+from pipeline.planning.cost.model_shape import from_hf_config
+from pipeline.planning.cost.workload import TrainingWorkload
+from pipeline.planning.profile.data_sheet_profile import TRAINER_STATE
 
 PROCESSES, TOKENS = 4, 128
 CASES = {
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlinf.channels.world import World
+from rlinf.channels.process_group import World
 from rlinf.config import OptimizerSection
 from rlinf.data.record import Identity, Record
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -63,8 +63,8 @@ for dtype, recompute, rows in cases:
         for row in range(rows * processes)
     ]
     config = FSDPConfig(
-        device="cpu", param_dtype=dtype, token_budget=1 << 20,
-        activation_checkpointing=recompute, unit_mb=1,
+        device="cpu", param_dtype=dtype, max_tokens_per_microbatch=1 << 20,
+        gradient_checkpointing=recompute, fsdp_wrap_min_mb=1,
     )
     policy = CausalLM.load(folder, shape)
     trainer = FSDPTrainer(policy, config, OptimizerSection(lr=1e-3), World(0, processes, 0))
@@ -104,12 +104,14 @@ def test_a_sharded_step_takes_what_is_planned(folder: Path, case: str) -> None:
     found = counted(folder)[list(CASES).index(case)]
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     shape = from_hf_config({**config, "dtype": dtype})
-    layout = Layout(dp=PROCESSES, micro_batch=rows, recompute="full" if recompute else "selective")
-    work = Training(rows * PROCESSES, TOKENS, zero=3, state=TRAINED)
-    planned = memory(shape, layout, work)
+    layout = CandidateLayout(
+        dp=PROCESSES, micro_batch=rows, recompute="full" if recompute else "selective"
+    )
+    work = TrainingWorkload(rows * PROCESSES, TOKENS, zero=3, state=TRAINER_STATE)
+    planned = stage_memory(shape, layout, work)
     assert float(planned.total) == pytest.approx(found["Total"], rel=0.2)
-    weights = TRAINED.weights * shape.parameters / PROCESSES
-    moments = TRAINED.optimizer * shape.parameters / PROCESSES
+    weights = TRAINER_STATE.weights * shape.parameters / PROCESSES
+    moments = TRAINER_STATE.optimizer * shape.parameters / PROCESSES
     assert found["Sharded Param"] == pytest.approx(weights, rel=0.02)
     assert found["OptState"] == pytest.approx(moments, rel=0.02)
     assert float(planned.optimizer) == pytest.approx(moments)

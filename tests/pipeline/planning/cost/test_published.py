@@ -2,7 +2,7 @@
 
 ``python -m tests.pipeline.planning.cost.test_published`` prints them all.
 
-The efficiencies of :mod:`pipeline.planning.cost.device` were chosen with :data:`FOUNDRY` in view;
+The efficiencies of :mod:`pipeline.planning.cost.hardware` were chosen with :data:`FOUNDRY` in view;
 the other tables were not used for them.
 """
 
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pipeline.planning.cost.device import Device
-from pipeline.planning.cost.fit import Z
-from pipeline.planning.cost.layout import Layout
-from pipeline.planning.cost.model import ModelShape
+from pipeline.planning.cost.hardware import GpuDevice
+from pipeline.planning.cost.layout import CandidateLayout
+from pipeline.planning.cost.model_shape import ModelShape
 from pipeline.planning.cost.rates import DATA_SHEET_SPREAD
-from pipeline.planning.cost.times import decode_step, seconds
-from pipeline.planning.cost.work import Generation, StateBytes, Training
+from pipeline.planning.cost.regression import Z
+from pipeline.planning.cost.times import decode_step, stage_seconds
+from pipeline.planning.cost.workload import GenerationWorkload, StateBytes, TrainingWorkload
 from tests.pipeline.planning.cost.shapes import A100, H100, LLAMA_2_7B, LLAMA_2_70B, gpt
 
 
@@ -146,8 +146,10 @@ ONE_REQUEST = (
 """gpt-fast, ``README.md``: model, tp, tokens per second of one request; A100."""
 
 
-def train_s(shape: ModelShape, layout: Layout, work: Training, device: Device = A100) -> float:
-    return float(seconds(shape, layout, work, device).total)
+def train_s(
+    shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice = A100
+) -> float:
+    return float(stage_seconds(shape, layout, work, device).total)
 
 
 def megatron() -> list[Row]:
@@ -156,8 +158,8 @@ def megatron() -> list[Row]:
         # Their equation 3, with everything recomputed.
         flops = 96 * batch * 2048 * layers * hidden**2
         flops *= 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
-        layout = Layout(tp, pp, gpus // tp // pp, recompute="full")
-        ours = train_s(gpt(layers, hidden, heads), layout, Training(batch, 2048, zero=0))
+        layout = CandidateLayout(tp, pp, gpus // tp // pp, recompute="full")
+        ours = train_s(gpt(layers, hidden, heads), layout, TrainingWorkload(batch, 2048, zero=0))
         rows.append(Row(f"{tp} x {pp}, hidden {hidden}", flops / (gpus * tflops * 1e12), ours))
     return rows
 
@@ -166,19 +168,21 @@ def recomputation() -> list[Row]:
     rows = []
     for heads, hidden, layers, pp, batch, micro, full, selective in RECOMPUTATION:
         for how, published in (("full", full), ("selective", selective)):
-            layout = Layout(8, pp, 1, 1, micro, how)
-            ours = train_s(gpt(layers, hidden, heads), layout, Training(batch, 2048, zero=0))
+            layout = CandidateLayout(8, pp, 1, 1, micro, how)
+            ours = train_s(
+                gpt(layers, hidden, heads), layout, TrainingWorkload(batch, 2048, zero=0)
+            )
             rows.append(Row(f"hidden {hidden}, {how}", published, ours))
     return rows
 
 
 def turing() -> list[Row]:
-    shape, work = gpt(105, 20480, 128), Training(1920, 2048, zero=0)
+    shape, work = gpt(105, 20480, 128), TrainingWorkload(1920, 2048, zero=0)
     return [
         Row(
             f"{gpus} GPUs",
             published,
-            train_s(shape, Layout(8, 35, gpus // 280, recompute="full"), work),
+            train_s(shape, CandidateLayout(8, 35, gpus // 280, recompute="full"), work),
         )
         for gpus, published in TURING
     ]
@@ -189,10 +193,10 @@ def foundry(shortest: int = 0, longest: int = 4096) -> list[Row]:
     for device, name, tokens, gpus, micro, batch, recomputes, rate in FOUNDRY:
         if shortest <= tokens <= longest:
             shape = gpt(*FOUNDRY_SHAPES[name], vocab=50368)
-            layout = Layout(
+            layout = CandidateLayout(
                 dp=gpus, micro_batch=micro, recompute="full" if recomputes else "selective"
             )
-            work = Training(batch, tokens, zero=3, state=StateBytes(2, 2, 16))
+            work = TrainingWorkload(batch, tokens, zero=3, state=StateBytes(2, 2, 16))
             ours = train_s(shape, layout, work, device)
             label = f"{device.name} {name}, {gpus} GPUs, {tokens}"
             rows.append(Row(label, batch * tokens / (gpus * rate), ours))
@@ -202,20 +206,20 @@ def foundry(shortest: int = 0, longest: int = 4096) -> list[Row]:
 def engine() -> list[Row]:
     rows = []
     for shape, batch, tp, prompt, response, rate in ENGINE:
-        work = Generation(np.array([float(response)]), batch, prompt, max_running=batch)
-        ours = float(seconds(shape, Layout(tp), work, A100).total)
+        work = GenerationWorkload(np.array([float(response)]), batch, prompt, max_running=batch)
+        ours = float(stage_seconds(shape, CandidateLayout(tp), work, A100).total)
         label = f"{shape.layers} layers, {batch} x {prompt} + {response}"
         rows.append(Row(label, batch * response / (tp * rate), ours))
     return rows
 
 
-def of_7b(table: tuple[tuple[float, ...], ...], shape: ModelShape, device: Device) -> list[Row]:
+def of_7b(table: tuple[tuple[float, ...], ...], shape: ModelShape, device: GpuDevice) -> list[Row]:
     """Four rounds of as many requests as there are at once."""
     rows = []
     for batch, prompt, response, rate in table:
         count = 4 * int(batch)
-        work = Generation(np.array([response]), count, int(prompt), max_running=int(batch))
-        ours = float(seconds(shape, Layout(), work, device).total)
+        work = GenerationWorkload(np.array([response]), count, int(prompt), max_running=int(batch))
+        ours = float(stage_seconds(shape, CandidateLayout(), work, device).total)
         rows.append(Row(f"{batch} x {prompt} + {response}", count * response / rate, ours))
     return rows
 
@@ -233,7 +237,7 @@ def one_request() -> list[Row]:
     return [
         Row(f"{shape.layers} layers, tp {tp}", 1 / rate, ours)
         for shape, tp, rate in ONE_REQUEST
-        for ours in [float(decode_step(shape, Layout(tp), 1, 100, A100).total)]
+        for ours in [float(decode_step(shape, CandidateLayout(tp), 1, 100, A100).total)]
     ]
 
 

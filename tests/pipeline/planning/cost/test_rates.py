@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.cost.fit import Point
-from pipeline.planning.cost.layout import layouts
-from pipeline.planning.cost.memory import memory
+from pipeline.planning.cost.layout import candidate_layouts
+from pipeline.planning.cost.memory import stage_memory
 from pipeline.planning.cost.rates import (
     DATA_SHEET_SPREAD,
     data_sheet_rates,
     measured_rates,
 )
-from pipeline.planning.cost.times import BOUNDS, seconds
-from pipeline.planning.cost.work import Generation, Inference, Training
-from pipeline.planning.planner.problem import Kind, Problem, Stage
+from pipeline.planning.cost.regression import TimingPoint
+from pipeline.planning.cost.times import BOUNDS, stage_seconds
+from pipeline.planning.cost.workload import GenerationWorkload, InferenceWorkload, TrainingWorkload
+from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
 from rlinf.errors import PlanError
 from tests.pipeline.planning.cost.shapes import (
     A100,
@@ -32,17 +32,21 @@ from tests.pipeline.planning.cost.shapes import (
 )
 
 LENGTHS = np.array([100.0, 500.0, 2000.0])
-WORKS = [Training(48, 1024), Inference(48, 1024), Generation(LENGTHS, 48, 256, 8)]
+WORKS = [
+    TrainingWorkload(48, 1024),
+    InferenceWorkload(48, 1024),
+    GenerationWorkload(LENGTHS, 48, 256, 8),
+]
 
 
 def each_by_itself(shape, work, device, gpus) -> np.ndarray:
     """Least seconds on exactly 0, 1, ... GPUs, one layout after the other."""
     best = np.full(gpus + 1, np.inf)
-    for some in layouts(shape, work, gpus, device.gpus_per_node):
+    for some in candidate_layouts(shape, work, gpus, device.gpus_per_node):
         for i in range(len(np.atleast_1d(some.gpus))):
-            one = some.at(i)
-            if memory(shape, one, work).total <= device.usable_bytes:
-                total = float(seconds(shape, one, work, device).total)
+            one = some.select(i)
+            if stage_memory(shape, one, work).total <= device.usable_bytes:
+                total = float(stage_seconds(shape, one, work, device).total)
                 best[one.gpus] = min(best[one.gpus], total)
     return best
 
@@ -63,10 +67,10 @@ def test_the_table_is_what_trying_each_layout_finds(work, shape):
             assert table.used[gpus] == table.rates[gpus] == 0
             continue
         assert layout.gpus == table.used[gpus] == gpus
-        used = memory(shape, layout, work).total
+        used = stage_memory(shape, layout, work).total
         assert used == pytest.approx(table.memory_bytes[gpus])
         assert used <= device.usable_bytes
-        times = seconds(shape, layout, work, device)
+        times = stage_seconds(shape, layout, work, device)
         assert times.total == pytest.approx(1 / table.rates[gpus])
         parts = [float(part) for part in vars(times).values()]
         assert table.bound(gpus) == BOUNDS[int(np.argmax(parts))]
@@ -87,8 +91,8 @@ def test_memory_decides_what_runs(shape, work, gib, gpus):
     assert len(table.rates) == gpus + 1
     if gpus:
         fits = [
-            some.gpus[memory(shape, some, work).total <= device.usable_bytes]
-            for some in layouts(shape, work, gpus, device.gpus_per_node)
+            some.gpus[stage_memory(shape, some, work).total <= device.usable_bytes]
+            for some in candidate_layouts(shape, work, gpus, device.gpus_per_node)
         ]
         able = {int(count) for counts in fits for count in counts}
         assert set(np.flatnonzero(table.rates)) == able
@@ -98,14 +102,14 @@ def test_memory_decides_what_runs(shape, work, gib, gpus):
 
 
 def test_what_bounds_a_stage_is_what_one_would_expect():
-    batch, tiny = Training(1024, 4096), Generation(np.array([1000.0]), 16, 10)
+    batch, tiny = TrainingWorkload(1024, 4096), GenerationWorkload(np.array([1000.0]), 16, 10)
     assert data_sheet_rates(LLAMA_3_8B, batch, A100, 64).bound(64) == "compute"
     assert data_sheet_rates(LLAMA_3_70B, tiny, A100, 8).bound(8) == "memory bandwidth"
     assert data_sheet_rates(SMALL, tiny, A100, 8).bound(8) == "overhead"
 
 
-def points(counts, seconds_at) -> list[Point]:
-    return [Point(n, 1000.0, seconds_at(n), 0.01 * seconds_at(n), 5) for n in counts]
+def points(counts, seconds_at) -> list[TimingPoint]:
+    return [TimingPoint(n, 1000.0, seconds_at(n), 0.01 * seconds_at(n), 5) for n in counts]
 
 
 def amdahl(n: int) -> float:
@@ -161,9 +165,9 @@ def test_points_too_few_for_a_fit_stand_for_themselves():
 
 def test_the_planner_takes_the_tables_as_they_are():
     tables = [data_sheet_rates(SMALL, work, A100, 8) for work in WORKS[1:]]
-    stages = [Stage(f"stage {i}", {"a100": table.rates}) for i, table in enumerate(tables)]
-    problem = Problem(stages, [Kind("a100", 8)])
-    assert np.array_equal(problem.table(stages[0], 0), tables[0].rates)
+    stages = [PlacementStage(f"stage {i}", {"a100": table.rates}) for i, table in enumerate(tables)]
+    problem = PlacementProblem(stages, [GpuKind("a100", 8)])
+    assert np.array_equal(problem.rate_table(stages[0], 0), tables[0].rates)
 
 
 def test_tables_for_eight_kinds_of_4096_gpus_take_well_under_two_seconds():

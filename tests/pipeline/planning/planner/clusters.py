@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from pipeline.planning.profile.identity import Identity
+from pipeline.planning.profile.profile_identity import ProfileIdentity
 from pipeline.planning.profile.schema import (
     KindProfile,
-    Lengths,
-    Measured,
+    Measurement,
     Overhead,
-    Point,
     Profile,
-    Wait,
+    ProfilePoint,
+    QueueWait,
+    ResponseLengths,
 )
 from rlinf.config import RunConfig
 from slurm.inventory import Inventory, NodeGroup, PartitionInventory
@@ -62,7 +62,7 @@ def inventory(nodes: int = 2) -> Inventory:
     }
     return Inventory(
         schema_version=1,
-        taken=TAKEN,
+        created_at=TAKEN,
         slurm_version="25.05.1",
         partitions={
             name: PartitionInventory(name=name, groups=own, time_limit_min=60)
@@ -73,14 +73,14 @@ def inventory(nodes: int = 2) -> Inventory:
 
 def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
     points = [
-        Point(
+        ProfilePoint(
             stage=stage,
             nodes=1,
             processes=processes,
             samples=samples,
             tokens=100,
             token_budget=64 if stage in ("inference", "train") else None,
-            time=Measured.of([seconds * f for f in (0.99, 1.0, 1.01)]),
+            time=Measurement.of([seconds * f for f in (0.99, 1.0, 1.01)]),
             peak_memory_bytes=400 << 20,
         )
         for stage in WORK
@@ -98,7 +98,7 @@ def kind_profile(kind: str, wait_s: float = 0.0) -> KindProfile:
         devices_per_node=8 if kind == "cpu" else 2,
         points=tuple(points),
         overheads=tuple(overheads),
-        waits=(Wait(nodes=1, test_only_s=wait_s),) if wait_s else (),
+        waits=(QueueWait(nodes=1, test_only_s=wait_s),) if wait_s else (),
     )
 
 
@@ -106,11 +106,11 @@ def profile(config: RunConfig, *kinds: str, **waits: float) -> Profile:
     """Measurements of some kinds; all by default."""
     return Profile(
         schema_version=1,
-        taken=TAKEN,
-        identity=Identity.of(config),
+        created_at=TAKEN,
+        identity=ProfileIdentity.of(config),
         samples=32,
         token_budget=64,
         weights_bytes=4_000_000,
-        lengths=Lengths(samples=(2, 3, 9), count=3, truncated_share=0.0, horizon=12),
+        lengths=ResponseLengths(samples=(2, 3, 9), count=3, truncated_share=0.0, horizon=12),
         kinds={kind: kind_profile(kind, waits.get(kind, 0.0)) for kind in kinds or SPEED},
     )

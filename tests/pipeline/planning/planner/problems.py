@@ -8,19 +8,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.planning.planner.groupings import groupings
-from pipeline.planning.planner.objective import IterationTime, Money, Objective, TimeTo
-from pipeline.planning.planner.predict import Predictor
-from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage, jobs
-from pipeline.planning.planner.search import by_job
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import (
+    GpuKind,
+    IterationTime,
+    MonetaryCost,
+    Objective,
+    Placement,
+    PlacementProblem,
+    PlacementStage,
+    TimeToFinish,
+    pools_of_jobs,
+)
+from pipeline.planning.planner.search import enumerate_groupings, gpus_by_job
 
-OBJECTIVES: tuple[Objective, ...] = (IterationTime(), Money(), TimeTo(20))
+OBJECTIVES: tuple[Objective, ...] = (IterationTime(), MonetaryCost(), TimeToFinish(20))
 NAMES = ("rollout", "reward", "inference", "train", "critic", "teacher", "judge", "search")
 
 
 def random_problem(
     seed: int, sizes: tuple[int, ...], stages: int, *, smooth: bool = False, beside: bool = False
-) -> Problem:
+) -> PlacementProblem:
     """Stages of unlike scaling on kinds of unlike speed; some combinations cannot run.
 
     Args:
@@ -28,12 +36,12 @@ def random_problem(
     """
     rng = np.random.default_rng([seed, stages, *sizes])
     kinds = [
-        Kind(
+        GpuKind(
             f"kind{i}",
             size,
             price=float(rng.uniform(0.5, 4)),
             wait_s=float(rng.choice([0, 60, 900])),
-            losses_per_hour=float(rng.choice([0, 0.1, 1.0])),
+            interruptions_per_hour=float(rng.choice([0, 0.1, 1.0])),
         )
         for i, size in enumerate(sizes)
     ]
@@ -52,7 +60,7 @@ def random_problem(
                 rates[kind.name] = curve
         after = (names[int(rng.integers(0, s))],) if s else ()
         made.append(
-            Stage(
+            PlacementStage(
                 name,
                 rates,
                 after=after,
@@ -64,7 +72,7 @@ def random_problem(
             )
         )
     if made[0].cycle:
-        made[1] = Stage(**{**vars(made[1]), "after": (names[0],)})
+        made[1] = PlacementStage(**{**vars(made[1]), "after": (names[0],)})
     elif (drawn := np.random.default_rng([seed, 1])).random() < 0.5:
         late, again = drawn.random(2)
         shares = {m: 1 / m + late * (1 - 1 / m) for m in (2, 8, 32)}
@@ -72,7 +80,7 @@ def random_problem(
         made[0] = replace(made[0], lead=lead, again=float(again))
     if beside:
         made[:-1] = [replace(stage, beside=True) for stage in made[:-1]]
-    return Problem(
+    return PlacementProblem(
         made,
         kinds,
         chunks=(1, 2, 8, 32),
@@ -83,7 +91,7 @@ def random_problem(
     )
 
 
-def random_placement(problem: Problem, seed: int) -> Placement:
+def random_placement(problem: PlacementProblem, seed: int) -> Placement:
     """Any grouping, any division; some stages may be unable to run."""
     rng = np.random.default_rng([seed, 1])
     groups: dict[int, list[int]] = {}
@@ -92,8 +100,8 @@ def random_placement(problem: Problem, seed: int) -> Placement:
     pools = tuple(sorted(tuple(pool) for pool in groups.values()))
     if any(stage.beside for stage in problem.stages):
         # As often two that overlap as none.
-        every = groupings(problem)
-        overlap = [own for own in every if len(jobs(own)) < len(own)]
+        every = enumerate_groupings(problem)
+        overlap = [own for own in every if len(pools_of_jobs(own)) < len(own)]
         if overlap and rng.random() < 0.5:
             pools = overlap[int(rng.integers(len(overlap)))]
     shares = [
@@ -104,7 +112,7 @@ def random_placement(problem: Problem, seed: int) -> Placement:
     return Placement(pools, gpus, int(rng.choice(problem.chunks)))
 
 
-def public_case() -> Problem:
+def public_case() -> PlacementProblem:
     """128 like GPUs: the case, and the cost functions, of RLinf's placement tool.
 
     Collocated a step takes 224 s of rollout, 10 s of inference and 101 s of training, for 512
@@ -131,18 +139,18 @@ def public_case() -> Problem:
             rates[n] = 1 / (total if n == world else scaled)
         return rates
 
-    return Problem(
+    return PlacementProblem(
         [
-            Stage("rollout", {"gpu": rollout(224)}),
-            Stage("inference", {"gpu": trained(10)}, after=("rollout",)),
-            Stage("train", {"gpu": trained(101)}, after=("inference",)),
+            PlacementStage("rollout", {"gpu": rollout(224)}),
+            PlacementStage("inference", {"gpu": trained(10)}, after=("rollout",)),
+            PlacementStage("train", {"gpu": trained(101)}, after=("inference",)),
         ],
-        [Kind("gpu", world)],
+        [GpuKind("gpu", world)],
         chunks=(prompts,),
     )
 
 
-def embodied_case(actor_s: float, *, beside: bool = True) -> Problem:
+def embodied_case(actor_s: float, *, beside: bool = True) -> PlacementProblem:
     """Four like GPUs: the ManiSkill case of RLinf's placement tool, as its test has it.
 
     Forty simulators and the policy that acts in them take so many seconds with 10, 20, 30 and 40 of
@@ -168,30 +176,30 @@ def embodied_case(actor_s: float, *, beside: bool = True) -> Problem:
         ratio = world / n
         actor[n] = (1 + min(0.9, max(ratio / 10, 0.1))) / (actor_s * ratio)
     actor[world] = 1 / actor_s
-    return Problem(
+    return PlacementProblem(
         [
-            Stage("simulate", {"gpu": acting(env, (1, 2, 4))}, cycle="act", beside=beside),
-            Stage(
+            PlacementStage("simulate", {"gpu": acting(env, (1, 2, 4))}, cycle="act", beside=beside),
+            PlacementStage(
                 "generate",
                 {"gpu": acting(policy, (1, 2, 3, 4))},
                 after=("simulate",),
                 cycle="act",
                 beside=beside,
             ),
-            Stage("train", {"gpu": actor}, after=("generate",), streams=False),
+            PlacementStage("train", {"gpu": actor}, after=("generate",), streams=False),
         ],
-        [Kind("gpu", world)],
+        [GpuKind("gpu", world)],
         chunks=(1, 2, 4, 8),
         sync=("train", "generate"),
         cycle_steps=80,
     )
 
 
-def exhaustive(problem: Problem, objective: Objective) -> float:
+def exhaustive(problem: PlacementProblem, objective: Objective) -> float:
     """The least cost of all placements there are, idle GPUs included, by plain enumeration."""
     predictor = Predictor(problem)
     least = math.inf
-    for pools in groupings(problem):
+    for pools in enumerate_groupings(problem):
         per_kind = []
         for kind in problem.kinds:
             numbers = itertools.product(range(kind.gpus + 1), repeat=len(pools))
@@ -199,9 +207,9 @@ def exhaustive(problem: Problem, objective: Objective) -> float:
         divisions = np.array(list(itertools.product(*per_kind)))
         gpus = [divisions[:, :, p].T for p in range(len(pools))]
         for chunks in problem.chunks if len(pools) > 1 else (1,):
-            total = predictor.many(pools, gpus, chunks).total_s
+            total = predictor.predict_batch(pools, gpus, chunks).total_s
             runs = np.isfinite(total)
             if runs.any():
-                held = [pool[:, runs] for pool in by_job(pools, gpus)]
+                held = [pool[:, runs] for pool in gpus_by_job(pools, gpus)]
                 least = min(least, float(objective.cost(problem, total[runs], held).min()))
     return least

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from pipeline.commands.experiment import compose
-from pipeline.plan import Grain, Plan, parse_plan
-from pipeline.planning.planner.jobs import assess
-from pipeline.planning.planner.options import MIXING
-from pipeline.planning.planner.propose import propose
-from pipeline.planning.planner.request import Request
-from pipeline.planning.planner.work import Work
+from pipeline.plan import Execution, Plan, parse_plan
+from pipeline.planning.planner.job_planner import assess_jobs
+from pipeline.planning.planner.plan_command import propose_plan
+from pipeline.planning.planner.request import PlanRequest
+from pipeline.planning.planner.stage_options import DEFAULT_MIXING_EFFICIENCY, StageTimes
 from pipeline.planning.profile.schema import Mixture
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from stages.flow import Stage, flow_of
+from stages.flow import StageSpec, flow_of
 from tests.pipeline.planning.planner.test_propose import ask
 
 FAILED = {"time": None, "failure": "out of memory"}
@@ -28,7 +27,7 @@ GOOD = {"partition": "h100", "gpu_type": "h100", "processes": 1, "gpus": 1}
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"]))
 
 
 def plan(**train: Any) -> Plan:
@@ -38,8 +37,8 @@ def plan(**train: Any) -> Plan:
 
 def test_the_planner_agrees_with_its_own_plan(config: RunConfig) -> None:
     request = ask(config)
-    best = propose(request)
-    again = assess(request, best.plan, "plan.yaml")
+    best = propose_plan(request)
+    again = assess_jobs(request, best.plan, "plan.yaml")
     assert again.forecast.iteration_s == pytest.approx(best.forecast.iteration_s)
     assert again.alternatives == ()
     assert again.exact
@@ -47,12 +46,12 @@ def test_the_planner_agrees_with_its_own_plan(config: RunConfig) -> None:
 
 def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> None:
     request = ask(config)
-    found = assess(request, plan(), "plan.yaml")
-    best = propose(request)
+    found = assess_jobs(request, plan(), "plan.yaml")
+    best = propose_plan(request)
     assert found.forecast.iteration_s > best.forecast.iteration_s
     assert found.alternatives[0].seconds == pytest.approx(best.forecast.iteration_s)
     assert not found.exact
-    assert found.plan.of("train").processes == 1
+    assert found.plan.stage_plan("train").processes == 1
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
         ({"processes": 3}, r"train\.processes: 3 a node, nodes of h100 have 2 devices"),
         ({"gpu_type": "a100"}, r"train\.gpu_type: h100 has no 'a100'"),
         ({"partition": "gpu", "gpu_type": None}, r"train\.gpu_type: gpu has a100, h100"),
-        ({"time_min": 61}, r"train\.time_min: 61 asked, partition h100 allows 60"),
+        ({"time_limit_min": 61}, r"train\.time_limit_min: 61 asked, partition h100 allows 60"),
         ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
         (
             {"partition": "gpu", "gpu_type": None, "nodes": 2, "shares": {"h100": 2, "a100": 1}},
@@ -79,7 +78,7 @@ def test_an_impossible_plan_names_its_limit(
     config: RunConfig, train: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(PlanError, match=r"plan\.yaml: stages\." + words):
-        assess(ask(config), plan(**train), "plan.yaml")
+        assess_jobs(ask(config), plan(**train), "plan.yaml")
 
 
 @pytest.mark.parametrize("names", [("a100", "h100"), ("h100", "a100")])
@@ -93,13 +92,13 @@ def test_what_unlike_devices_lose_is_what_was_measured(
         **{"shares": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
     }
 
-    def work(asked: Request) -> float:
-        forecast = assess(asked, plan(**mixed), "plan.yaml").forecast
-        return forecast.stages["train"].parts_s["work"]
+    def work(asked: PlanRequest) -> float:
+        forecast = assess_jobs(asked, plan(**mixed), "plan.yaml").forecast
+        return forecast.stages["train"].breakdown_s["work"]
 
     usual = work(request)
     own = {
-        name: Work(request.devices[name], "train", train_of(config), request.profile)
+        name: StageTimes(request.devices[name], "train", train_of(config), request.profile)
         for name in names
     }
     given = (1.0, 2.0) if names[0] == "a100" else (2.0, 1.0)
@@ -111,17 +110,19 @@ def test_what_unlike_devices_lose_is_what_was_measured(
     share = (shares[0], shares[1])
     seen = Mixture.of([ideal / 0.7] * 3, kinds=names, stage="train", batch_share=share)
     profile = request.profile.model_copy(update={"mixtures": (seen,)})
-    assert work(replace(request, profile=profile)) == pytest.approx(usual * MIXING / 0.7)
+    assert work(replace(request, profile=profile)) == pytest.approx(
+        usual * DEFAULT_MIXING_EFFICIENCY / 0.7
+    )
     other = seen.model_copy(update={"stage": "rollout"})
     profile = request.profile.model_copy(update={"mixtures": (other,)})
     assert work(replace(request, profile=profile)) == pytest.approx(usual)
 
 
-def train_of(config: RunConfig) -> Stage:
-    return flow_of(config).table["train"]
+def train_of(config: RunConfig) -> StageSpec:
+    return flow_of(config).all_stages["train"]
 
 
-def changed(request: Request, change: Callable[[Any], Any]) -> Request:
+def changed(request: PlanRequest, change: Callable[[Any], Any]) -> PlanRequest:
     """The request with other measurements of training on H100s."""
     own = request.devices["h100"]
     points = tuple(change(p) if p.stage == "train" else p for p in own.profile.points)
@@ -134,8 +135,10 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(config: RunConfig) -> 
         seconds = tuple(100 * s for s in point.time.seconds)
         return point.model_copy(update={"time": type(point.time).of(seconds)})
 
-    with pytest.raises(PlanError, match=r"time_min: 10 minutes, but \d\d\.\d are expected on h100"):
-        assess(changed(ask(config), slow), plan(time_min=10), "plan.yaml")
+    with pytest.raises(
+        PlanError, match=r"time_limit_min: 10 minutes, but \d\d\.\d are expected on h100"
+    ):
+        assess_jobs(changed(ask(config), slow), plan(time_limit_min=10), "plan.yaml")
 
 
 def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> None:
@@ -146,14 +149,17 @@ def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> N
 
     request = changed(ask(config), failed)
     with pytest.raises(PlanError, match=r"failed on 4 processes of h100 \(out of memory\)"):
-        assess(request, plan(nodes=2, processes=2, gpus=2), "plan.yaml")
-    assert propose(replace(request, devices={"h100": request.devices["h100"]})).rows[3].devices < 4
+        assess_jobs(request, plan(nodes=2, processes=2, gpus=2), "plan.yaml")
+    assert (
+        propose_plan(replace(request, devices={"h100": request.devices["h100"]})).rows[3].devices
+        < 4
+    )
 
 
 @pytest.mark.parametrize("objective", ["gpu-hours", "money", "time", "time-to-end"])
 @pytest.mark.parametrize("grain", ["stage", "segment"])
 def test_training_is_never_put_where_it_failed(
-    config: RunConfig, objective: str, grain: Grain
+    config: RunConfig, objective: str, execution: Execution
 ) -> None:
     """One device would be the cheapest; it ran out of memory, and two and four did not."""
 
@@ -163,10 +169,10 @@ def test_training_is_never_put_where_it_failed(
         return point.model_copy(update={"time": None, "failure": "needs 90 GiB"})
 
     request = changed(ask(config, "h100", objective=objective, grain=grain), failed)
-    best = propose(request).plan
-    assert best.of("train").nodes * best.of("train").processes >= 2
+    best = propose_plan(request).plan
+    assert best.stage_plan("train").nodes * best.stage_plan("train").processes >= 2
     with pytest.raises(PlanError, match=r"needs 90 GiB.*so 1 are not planned with; .* 2, 4"):
-        assess(request, plan(), "plan.yaml")
+        assess_jobs(request, plan(), "plan.yaml")
 
 
 @pytest.mark.parametrize(
@@ -190,9 +196,9 @@ def test_memory_is_a_floor_below_and_between_what_ran(
         for n in sorted(ran | failed)
     )
     profile = own.profile.model_copy(update={"points": points})
-    train = flow_of(config).table["train"]
-    work = Work(replace(own, profile=profile), "train", train, request.profile)
-    assert {n for n in range(1, 10) if work.able(np.array([n]))[0]} == able
+    train = flow_of(config).all_stages["train"]
+    work = StageTimes(replace(own, profile=profile), "train", train, request.profile)
+    assert {n for n in range(1, 10) if work.can_run(np.array([n]))[0]} == able
 
 
 def test_other_work_says_of_the_runs_own_what_follows(config: RunConfig) -> None:
@@ -201,14 +207,14 @@ def test_other_work_says_of_the_runs_own_what_follows(config: RunConfig) -> None
     own = request.devices["h100"]
     some = next(p for p in own.profile.points if p.stage == "train" and p.samples == 32)
     more = [
-        {"token_budget": 128, "processes": 2} | FAILED,
+        {"max_tokens_per_microbatch": 128, "processes": 2} | FAILED,
         {"samples": 16, "processes": 1} | FAILED,
     ]
     points = (some.model_copy(update={"processes": 2}), *(some.model_copy(update=m) for m in more))
     profile = own.profile.model_copy(update={"points": points})
-    train = flow_of(config).table["train"]
-    work = Work(replace(own, profile=profile), "train", train, request.profile)
-    assert list(work.able(np.array([1, 2]))) == [False, True]
+    train = flow_of(config).all_stages["train"]
+    work = StageTimes(replace(own, profile=profile), "train", train, request.profile)
+    assert list(work.can_run(np.array([1, 2]))) == [False, True]
 
 
 def test_a_node_too_small_for_the_processes_is_refused(config: RunConfig) -> None:
@@ -219,4 +225,4 @@ def test_a_node_too_small_for_the_processes_is_refused(config: RunConfig) -> Non
     with pytest.raises(
         PlanError, match=r"2 a node need 800 MiB.*nodes of h100 have 700; at most 1"
     ):
-        assess(replace(request, devices=devices), plan(processes=2, gpus=2), "plan.yaml")
+        assess_jobs(replace(request, devices=devices), plan(processes=2, gpus=2), "plan.yaml")

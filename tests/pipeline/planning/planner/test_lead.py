@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.planning.planner.lead import leads
+from pipeline.planning.planner.pool_problem import first_chunk_shares
 
 PARTS = (1, 2, 4, 8)
 
@@ -43,7 +43,7 @@ def test_it_is_ready_when_its_longest_sample_is(
         )
 
     fixed = max(0.0, 2 * whole(samples // 2) / whole(samples) - 1)
-    found = leads(seen.tolist(), samples, rows, (1, processes), PARTS, fixed)
+    found = first_chunk_shares(seen.tolist(), samples, rows, (1, processes), PARTS, fixed)
     true: dict[int, list[float]] = {m: [] for m in PARTS}
     for _ in range(150):
         each = [
@@ -60,17 +60,17 @@ def test_it_is_ready_when_its_longest_sample_is(
 
 def test_samples_of_one_length_are_ready_all_at_once() -> None:
     """Simulators with a fixed horizon: nothing can begin on a part of such a rollout."""
-    found = leads([24], 64, None, (1, 4), PARTS, 0.3)
+    found = first_chunk_shares([24], 64, None, (1, 4), PARTS, 0.3)
     assert all(share == 1 for shares in found.values() for share in shares.values())
 
 
 def test_what_waits_for_rows_is_ready_in_turn() -> None:
     """Of eight waves of one length the first half is there after half of the time."""
-    found = leads([24], 64, 8, (1, 8), PARTS, 0.0)
+    found = first_chunk_shares([24], 64, 8, (1, 8), PARTS, 0.0)
     assert [found[m][1] for m in PARTS] == pytest.approx([1 / m for m in PARTS])
     assert [found[m][8] for m in PARTS] == pytest.approx([1.0] * len(PARTS))
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     args = ([3, 9, 24], 100, 16, (1, 2), PARTS, 0.2)
-    assert leads(*args) == leads(*args)
+    assert first_chunk_shares(*args) == first_chunk_shares(*args)

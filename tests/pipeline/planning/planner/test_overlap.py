@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 from pipeline.commands.experiment import compose
-from pipeline.plan import Plan, Pool
-from pipeline.planning.planner.devices import devices_of, with_counts
-from pipeline.planning.planner.overlap import crowds
-from pipeline.planning.planner.problem_file import dump_problem, read_problem
-from pipeline.planning.planner.propose import assess, propose
-from pipeline.planning.planner.request import Request, parse_pins
-from pipeline.planning.planner.segments import build
-from pipeline.planning.planner.stagewise import choose
-from pipeline.planning.profile.schema import Measured, Profile
+from pipeline.plan import Plan, PoolPlan
+from pipeline.planning.planner.available_devices import (
+    select_devices,
+    shared_capacities,
+    with_counts,
+)
+from pipeline.planning.planner.job_search import choose_assignments
+from pipeline.planning.planner.plan_command import assess_plan, propose_plan
+from pipeline.planning.planner.pool_problem import build_pool_problem
+from pipeline.planning.planner.problem import dump_problem, read_problem
+from pipeline.planning.planner.request import PlanRequest, parse_pins
+from pipeline.planning.profile.schema import Measurement, Profile
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory, PartitionInventory
-from slurm.site import Site
+from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
@@ -31,13 +34,13 @@ GRAINS = pytest.mark.parametrize("grain", ["stage", "segment"])
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"]))
 
 
 def inventory(*partitions: PartitionInventory) -> Inventory:
     return Inventory(
         schema_version=1,
-        taken=clusters.TAKEN,
+        created_at=clusters.TAKEN,
         slurm_version="25.05.1",
         partitions={partition.name: partition for partition in partitions},
     )
@@ -59,7 +62,7 @@ def longer(profile: Profile, factor: float) -> Profile:
     """The same with stages that take so many times as long."""
     (name, own), *_ = profile.kinds.items()
     points = tuple(
-        p.model_copy(update={"time": Measured.of([factor * s for s in p.time.seconds])})
+        p.model_copy(update={"time": Measurement.of([factor * s for s in p.time.seconds])})
         for p in own.points
         if p.time is not None
     )
@@ -68,47 +71,47 @@ def longer(profile: Profile, factor: float) -> Profile:
 
 def ask(
     config: RunConfig,
-    grain: Grain,
+    execution: Grain,
     *partitions: PartitionInventory,
     pins: tuple[str, ...] = (),
     factor: float = 1.0,
-) -> Request:
+) -> PlanRequest:
     profile = longer(clusters.profile(config, "a100"), factor)
-    found, notes = devices_of(inventory(*partitions), Site(), profile)
+    found, notes = select_devices(inventory(*partitions), SiteConfig(), profile)
     known = parse_pins(pins, found, on_policy)
-    return Request(config, profile, found, grain=grain, pins=known, notes=notes)
+    return PlanRequest(config, profile, found, execution=grain, pins=known, notes=notes)
 
 
 @GRAINS
 @pytest.mark.parametrize("long", ["gpu", "a_main"])
 def test_a_partition_for_short_jobs_does_not_hide_the_long_one(
-    config: RunConfig, grain: Grain, long: str
+    config: RunConfig, execution: Grain, long: str
 ) -> None:
     both = partition("debug", 2, 1), partition(long, 2, 1440)
-    rows = propose(ask(config, grain, *both, factor=40)).rows
+    rows = propose_plan(ask(config, grain, *both, factor=40)).rows
     assert {row.place for row in rows} == {long}
 
 
 @GRAINS
 def test_jobs_too_long_for_the_partition_that_is_not_preempted_go_to_the_other(
-    config: RunConfig, grain: Grain
+    config: RunConfig, execution: Grain
 ) -> None:
     both = partition("debug", 2, 1), partition("spare", 2, 1440, preempted=True)
     asked = ask(config, grain, *both, factor=40)
-    assert asked.devices["spare"].same_as == "debug"
-    places = {row.stage: row.place for row in propose(asked).rows}
+    assert asked.devices["spare"].better_kind == "debug"
+    places = {row.stage: row.place for row in propose_plan(asked).rows}
     assert places["rollout"] == places["train"] == "spare"
     short = ask(config, grain, partition("debug", 2, 60), both[1])
-    assert {row.place for row in propose(short).rows} == {"debug"}
+    assert {row.place for row in propose_plan(short).rows} == {"debug"}
 
 
 def test_nodes_of_a_part_of_a_partition_count_once(config: RunConfig) -> None:
     asked = ask(config, "segment", partition("debug", 2, 30), partition("batch", 4, 1440))
-    assert {name: own.same_as for name, own in asked.devices.items()} == {
+    assert {name: own.better_kind for name, own in asked.devices.items()} == {
         "batch": None,
         "debug": "batch",
     }
-    pools = propose(asked).plan.pools
+    pools = propose_plan(asked).plan.pools
     assert sum(sum(pool.gpus.values()) for pool in pools) <= 8
     assert {kind for pool in pools for kind in pool.gpus} == {"batch"}
 
@@ -118,9 +121,9 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
 ) -> None:
     """Nodes 1 and 2, and 2 and 3: three of two GPUs."""
     asked = ask(config, "segment", partition("a", 2, 60), partition("b", 2, 60, first=2))
-    problem, _ = build(asked)
+    problem, _ = build_pool_problem(asked)
     assert problem.shared == ((("a", "b"), 6),)
-    proposal = propose(asked)
+    proposal = propose_plan(asked)
     held = {"a": 0, "b": 0}
     for pool in proposal.plan.pools:
         for kind, count in pool.gpus.items():
@@ -128,11 +131,11 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     assert sum(held.values()) <= 6
     (tmp_path / "problem.yaml").write_text(dump_problem(problem))
     assert list(read_problem(tmp_path / "problem.yaml")[0].shared) == list(problem.shared)
-    stages = tuple(on_policy.after())
-    pools = (Pool(stages=stages[:1], gpus={"a": 4}), Pool(stages=stages[1:], gpus={"b": 4}))
+    stages = tuple(on_policy.device_dependencies())
+    pools = (PoolPlan(stages=stages[:1], gpus={"a": 4}), PoolPlan(stages=stages[1:], gpus={"b": 4}))
     plan = proposal.plan.model_copy(update={"pools": pools})
     with pytest.raises(PlanError, match="8 a and b asked, which have 6 together"):
-        assess(asked, Plan.model_validate(plan.model_dump()), "plan.yaml")
+        assess_plan(asked, Plan.model_validate(plan.model_dump()), "plan.yaml")
 
 
 @pytest.mark.parametrize(("count", "waiting"), [(4, {"train": "inference"}), (2, {})])
@@ -142,39 +145,47 @@ def test_jobs_on_shared_nodes_wait_for_each_other(
     both = partition("a", 2, 60), partition("b", 2, 60, first=2)
     asked = ask(config, "stage", *both, pins=("inference=a", "train=b"))
     options = {
-        stage: [o for o in asked.options()[stage] if o.count == count]
+        stage: [o for o in asked.stage_options()[stage] if o.count == count]
         for stage in ("inference", "train")
     }
-    assert choose(options, dict.fromkeys(options, ()), asked.goal(), 0)[0].waiting == waiting
+    assert (
+        choose_assignments(options, dict.fromkeys(options, ()), asked.get_objective(), 0)[
+            0
+        ].waits_for_devices_of
+        == waiting
+    )
 
 
 @GRAINS
 @pytest.mark.parametrize("name", ["debug", "gpu"])
 def test_a_pin_chooses_among_the_names_of_the_same_nodes(
-    config: RunConfig, grain: Grain, name: str
+    config: RunConfig, execution: Grain, name: str
 ) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
-    proposal = propose(ask(config, grain, *both, pins=(f"train={name}",)))
+    proposal = propose_plan(ask(config, grain, *both, pins=(f"train={name}",)))
     assert {row.stage: row.place for row in proposal.rows}["train"] == name
     assert sum(sum(pool.gpus.values()) for pool in proposal.plan.pools) <= 4
 
 
 def test_a_plan_that_names_the_worse_partition_is_assessed(config: RunConfig) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
-    pinned = propose(ask(config, "segment", *both, pins=("train=debug", "rollout=debug")))
-    assert assess(ask(config, "segment", *both), pinned.plan, "plan.yaml").forecast.iteration_s > 0
+    pinned = propose_plan(ask(config, "segment", *both, pins=("train=debug", "rollout=debug")))
+    assert (
+        assess_plan(ask(config, "segment", *both), pinned.plan, "plan.yaml").forecast.iteration_s
+        > 0
+    )
 
 
 def test_other_numbers_of_devices_hold_for_every_name_of_the_nodes(config: RunConfig) -> None:
     asked = ask(config, "segment", partition("debug", 1, 30), partition("batch", 2, 1440))
     more = with_counts(asked.devices, {"batch": 8})
     assert (more["batch"].count, more["debug"].count) == (8, 2)
-    assert dict(crowds(more)) == {("batch", "debug"): 8}
+    assert dict(shared_capacities(more)) == {("batch", "debug"): 8}
     assert set(with_counts(asked.devices, {"batch": 0})) == set()
 
 
 @GRAINS
-def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, grain: Grain) -> None:
+def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, execution: Grain) -> None:
     large, small = (
         clusters.group("a100", count, first=first).model_copy(
             update={"features": ("a100", f"{size}gb"), "gpu_model": f"a100-{size}gb"}
@@ -185,14 +196,14 @@ def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, grain:
         config, grain, PartitionInventory(name="gpu", groups=(large, small), time_limit_min=60)
     )
     assert asked.devices["gpu"].count == 6
-    proposal = propose(asked)
+    proposal = propose_plan(asked)
     assert {proposal.plan.stages[stage].constraint for stage in ("rollout", "train")} == {"80gb"}
     assert any("left out are 2 of 2 x a100, a100, 40gb" in note for note in proposal.notes)
 
 
 def test_what_shares_nodes_is_judged_where_all_of_it_is_held(config: RunConfig) -> None:
-    problem, _ = build(
+    problem, _ = build_pool_problem(
         ask(config, "segment", partition("a", 2, 60), partition("b", 2, 60, first=2))
     )
     held = np.array([[4, 4, 2], [2, 4, 4]])
-    assert problem.crowded(held).tolist() == [False, True, False]
+    assert problem.exceeds_shared_gpus(held).tolist() == [False, True, False]

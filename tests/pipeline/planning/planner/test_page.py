@@ -7,12 +7,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.planner.page import lanes_of
-from pipeline.planning.planner.proposal import Row
+from pipeline.planning.planner.plan_command import assign_lanes
+from pipeline.planning.planner.proposal import PlanRow
 
 ROWS = st.lists(
     st.builds(
-        lambda name, place, start, seconds: Row(
+        lambda name, place, start, seconds: PlanRow(
             name, place, "1x1", 1, start, seconds, seconds, seconds, {"work": seconds}, "work"
         ),
         st.sampled_from(["rollout", "reward", "inference", "train", "sync"]),
@@ -26,9 +26,9 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_stages_side_by_side_have_lanes_of_their_own(rows: list[Row]) -> None:
+def test_stages_side_by_side_have_lanes_of_their_own(rows: list[PlanRow]) -> None:
     rows = sorted(rows, key=lambda row: row.start_s)
-    lanes = lanes_of(rows)
+    lanes = assign_lanes(rows)
     assert sorted(row.stage for lane in lanes for row in lane) == sorted(row.stage for row in rows)
     for lane in lanes:
         assert len({(row.place, row.size) for row in lane}) == 1

@@ -12,55 +12,61 @@ import yaml
 
 from pipeline.commands.experiment import compose
 from pipeline.plan import Plan, parse_plan
-from pipeline.planning.planner.devices import devices_of, with_counts
-from pipeline.planning.planner.options import MIXING
-from pipeline.planning.planner.proposal import Proposal
-from pipeline.planning.planner.propose import assess, propose
-from pipeline.planning.planner.request import Request, parse_pins
-from pipeline.planning.planner.segments import build
-from pipeline.planning.planner.show import show, write
-from pipeline.planning.planner.stagewise import choose, cost
-from pipeline.planning.profile.schema import Measured
+from pipeline.planning.planner.available_devices import select_devices, with_counts
+from pipeline.planning.planner.job_search import choose_assignments, option_cost
+from pipeline.planning.planner.plan_command import (
+    assess_plan,
+    print_proposal,
+    propose_plan,
+    write_proposal,
+)
+from pipeline.planning.planner.pool_problem import build_pool_problem
+from pipeline.planning.planner.proposal import PlanProposal
+from pipeline.planning.planner.request import PlanRequest, parse_pins
+from pipeline.planning.planner.stage_options import DEFAULT_MIXING_EFFICIENCY
+from pipeline.planning.profile.schema import Measurement
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
-from slurm.site import Site
+from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"]))
 
 
-def ask(config: RunConfig, *partitions: str, site: Site | None = None, **more: object) -> Request:
+def ask(
+    config: RunConfig, *partitions: str, site: SiteConfig | None = None, **more: object
+) -> PlanRequest:
     profile = clusters.profile(config)
-    found, notes = devices_of(clusters.inventory(), site or Site(), profile, partitions)
+    found, notes = select_devices(clusters.inventory(), site or SiteConfig(), profile, partitions)
     pins = parse_pins(more.pop("pins", ()), found, on_policy)  # type: ignore[arg-type]
-    return Request(config, profile, found, pins=pins, notes=notes, **more)  # type: ignore[arg-type]
+    return PlanRequest(config, profile, found, pins=pins, notes=notes, **more)  # type: ignore[arg-type]
 
 
-def rows(proposal: Proposal) -> dict[str, tuple[str, str]]:
+def rows(proposal: PlanProposal) -> dict[str, tuple[str, str]]:
     return {row.stage: (row.place, row.size) for row in proposal.rows}
 
 
 def test_each_stage_goes_where_the_measured_times_are_least(config: RunConfig) -> None:
-    proposal = propose(ask(config, "a100", "h100"))
+    proposal = propose_plan(ask(config, "a100", "h100"))
     assert rows(proposal)["rollout"] == rows(proposal)["train"] == ("h100", "2x2")
     forecast = proposal.forecast
     overhead = sum(clusters.OVERHEADS[name] for name in ("submission", "startup", "imports"))
     for stage, load in (("rollout", "engine_load"), ("train", "trainer_load")):
         expected = overhead + clusters.OVERHEADS[load] + clusters.work(stage, "h100", 4)
         assert forecast.stages[stage].seconds == pytest.approx(expected, rel=0.02)
-        assert sum(forecast.stages[stage].parts_s.values()) == pytest.approx(
+        assert sum(forecast.stages[stage].breakdown_s.values()) == pytest.approx(
             forecast.stages[stage].seconds
         )
 
 
 def test_stages_that_do_not_wait_for_each_other_run_side_by_side(config: RunConfig) -> None:
     """Reward and inference both wait for the rollout alone."""
-    forecast = propose(ask(config, "h100")).forecast
+    forecast = propose_plan(ask(config, "h100")).forecast
     stages = forecast.stages
     assert stages["reward"].start_s == stages["inference"].start_s == stages["rollout"].seconds
     longer = max(stages["reward"].seconds, stages["inference"].seconds)
@@ -72,26 +78,26 @@ def test_stages_that_do_not_wait_for_each_other_run_side_by_side(config: RunConf
 
 def test_stages_side_by_side_find_room_together(config: RunConfig) -> None:
     """Each alone is quickest on all H100s: together, one of them goes elsewhere or waits."""
-    options = ask(config, "a100", "h100").options()
+    options = ask(config, "a100", "h100").stage_options()
     both = {stage: options[stage] for stage in ("inference", "train")}
     after: dict[str, tuple[str, ...]] = dict.fromkeys(both, ())
-    objective = ask(config).goal()
-    best = choose(both, after, objective)[0]
+    objective = ask(config).get_objective()
+    best = choose_assignments(both, after, objective)[0]
     alone = [min(found, key=lambda option: option.seconds) for found in both.values()]
     assert [option.place for option in alone] == ["h100", "h100"]
     assert sum(option.count for option in best.options if option.place == "h100") <= 4
     assert best.seconds == pytest.approx(best.cost)
     assert best.seconds < sum(option.seconds for option in alone)
-    assert not best.waiting
+    assert not best.waits_for_devices_of
     # With nowhere else to go the second one waits.
     there = {
         stage: [o for o in found if o.size == "2x2" and o.place == "h100"]
         for stage, found in both.items()
     }
-    waits = choose(there, after, objective)[0]
-    assert waits.waiting == {"train": "inference"}
+    waits = choose_assignments(there, after, objective)[0]
+    assert waits.waits_for_devices_of == {"train": "inference"}
     assert waits.seconds == pytest.approx(sum(option.seconds for option in waits.options))
-    assert waits.critical == ("inference", "train")
+    assert waits.critical_path == ("inference", "train")
 
 
 def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConfig) -> None:
@@ -100,23 +106,27 @@ def test_jobs_longer_than_their_partition_allows_are_not_planned(config: RunConf
         "a100": request.devices["a100"],
         "h100": replace(request.devices["h100"], time_limit_min=0),
     }
-    proposal = propose(replace(request, devices=devices))
+    proposal = propose_plan(replace(request, devices=devices))
     assert {place for place, _ in rows(proposal).values()} == {"a100"}
     devices["a100"] = replace(devices["a100"], time_limit_min=0)
     with pytest.raises(
         PlanError, match=r"'rollout' fits nowhere: h100 2x2 is the quickest.*allows 0"
     ):
-        propose(replace(request, devices=devices))
+        propose_plan(replace(request, devices=devices))
 
 
 @pytest.mark.parametrize("objective", ["time", "gpu-hours", "money", "time-to-end"])
 def test_no_combination_of_options_costs_less(config: RunConfig, objective: str) -> None:
     request = ask(config, "a100", "h100", objective=objective)
-    options, goal, after = request.options(), request.goal(), request.after()
+    options, goal, after = (
+        request.stage_options(),
+        request.get_objective(),
+        request.stage_dependencies(),
+    )
     few = {stage: found[::3] + found[-1:] for stage, found in options.items()}
     best = float("inf")
     for choice in itertools.product(*few.values()):
-        costs = {option.stage: cost(option, goal) for option in choice}
+        costs = {option.stage: option_cost(option, goal) for option in choice}
         if objective in ("gpu-hours", "money"):
             best = min(best, sum(costs.values()))
             continue
@@ -124,22 +134,22 @@ def test_no_combination_of_options_costs_less(config: RunConfig, objective: str)
         for stage, own in costs.items():
             ends[stage] = own + max((ends[s] for s in after[stage]), default=0.0)
         best = min(best, max(ends.values()))
-    assert propose(request).forecast.cost <= best * (1 + 1e-9)
+    assert propose_plan(request).forecast.cost <= best * (1 + 1e-9)
 
 
 def test_unlike_nodes_of_one_partition_share_a_stage_by_their_speed(config: RunConfig) -> None:
-    proposal = propose(ask(config, "gpu"))
+    proposal = propose_plan(ask(config, "gpu"))
     assert rows(proposal)["train"] == ("gpu: a100+h100", "2+2x2")
-    plan = proposal.plan.of("train")
+    plan = proposal.plan.stage_plan("train")
     assert plan.partition == "gpu"
     assert plan.constraint == "[a100*2&h100*2]"
     assert plan.gpu_type is None
-    assert isinstance(plan.shares, dict)
-    assert plan.shares["h100"] / plan.shares["a100"] == pytest.approx(2.0, rel=0.05)
+    assert isinstance(plan.speed_weights, dict)
+    assert plan.speed_weights["h100"] / plan.speed_weights["a100"] == pytest.approx(2.0, rel=0.05)
     # Four processes of each kind: what does not shrink is paid once, the rest goes at the sum.
     rate = sum(4 * clusters.SPEED[kind] for kind in ("a100", "h100"))
-    seconds = (clusters.FIXED + clusters.WORK["train"] / rate) / MIXING
-    assert proposal.forecast.stages["train"].parts_s["work"] == pytest.approx(seconds, rel=0.03)
+    seconds = (clusters.FIXED + clusters.WORK["train"] / rate) / DEFAULT_MIXING_EFFICIENCY
+    assert proposal.forecast.stages["train"].breakdown_s["work"] == pytest.approx(seconds, rel=0.03)
 
 
 def test_stages_whose_time_does_not_depend_on_the_batch_are_divided_evenly(
@@ -150,52 +160,56 @@ def test_stages_whose_time_does_not_depend_on_the_batch_are_divided_evenly(
     def flat(kind: str) -> object:
         own = request.devices[kind]
         points = [
-            p.model_copy(update={"time": Measured.of([1.0, 1.0])}) for p in own.profile.points
+            p.model_copy(update={"time": Measurement.of([1.0, 1.0])}) for p in own.profile.points
         ]
         return replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
 
     devices = {kind: flat(kind) for kind in request.devices}
-    for option in replace(request, devices=devices).options()["train"]:
+    for option in replace(request, devices=devices).stage_options()["train"]:
         assert option.speeds in ((), (1.0, 1.0))
         assert option.seconds > 1
 
 
 def test_gpu_hours_are_saved_where_more_devices_bring_little(config: RunConfig) -> None:
-    quick = propose(ask(config, "h100"))
-    thrifty = propose(ask(config, "h100", objective="gpu-hours"))
+    quick = propose_plan(ask(config, "h100"))
+    thrifty = propose_plan(ask(config, "h100", objective="gpu-hours"))
     assert thrifty.forecast.gpu_hours < quick.forecast.gpu_hours
     assert thrifty.forecast.iteration_s > quick.forecast.iteration_s
 
 
 def test_money_follows_the_prices_of_the_site(config: RunConfig) -> None:
-    dear = Site.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 100.0}}})
+    dear = SiteConfig.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 100.0}}})
     request = ask(config, "a100", "h100", site=dear, objective="money")
     # Prices are part of the inventory, as rlinf inventory saves it.
-    found, _ = devices_of(
-        clusters.inventory().with_site(dear), dear, request.profile, ["a100", "h100"]
+    found, _ = select_devices(
+        clusters.inventory().with_site_settings(dear), dear, request.profile, ["a100", "h100"]
     )
-    priced = propose(replace(request, devices=found))
+    priced = propose_plan(replace(request, devices=found))
     assert {place for place, _ in rows(priced).values()} == {"a100"}
 
 
 @pytest.mark.parametrize("grain", ["stage", "segment"])
-def test_devices_without_a_price_beside_others_are_named(config: RunConfig, grain: Any) -> None:
-    site = Site.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 2.5}}})
+def test_devices_without_a_price_beside_others_are_named(config: RunConfig, execution: Any) -> None:
+    site = SiteConfig.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 2.5}}})
     request = ask(config, "a100", "h100", "cpu", site=site, objective="money", grain=grain)
-    priced, _ = devices_of(clusters.inventory().with_site(site), site, request.profile, ["h100"])
-    some = propose(replace(request, devices={**request.devices, **priced}))
+    priced, _ = select_devices(
+        clusters.inventory().with_site_settings(site), site, request.profile, ["h100"]
+    )
+    some = propose_plan(replace(request, devices={**request.devices, **priced}))
     assert any("no price for a100, cpu: each GPU" in note for note in some.notes)
     for other in (
-        propose(request),
-        propose(replace(request, devices=priced)),
-        propose(replace(request, devices={**request.devices, **priced}, objective="gpu-hours")),
+        propose_plan(request),
+        propose_plan(replace(request, devices=priced)),
+        propose_plan(
+            replace(request, devices={**request.devices, **priced}, objective="gpu-hours")
+        ),
     ):
         assert not any("price" in note for note in other.notes)
 
 
 def test_stages_that_need_no_gpu_are_not_charged_for_one(config: RunConfig) -> None:
     for objective in ("money", "gpu-hours", "time"):
-        proposal = propose(ask(config, "h100", objective=objective))
+        proposal = propose_plan(ask(config, "h100", objective=objective))
         stages = proposal.plan.stages
         held = sum(
             row.seconds * stages[row.stage].nodes * stages[row.stage].gpus for row in proposal.rows
@@ -208,25 +222,25 @@ def test_stages_that_need_no_gpu_are_not_charged_for_one(config: RunConfig) -> N
 
 def test_a_long_queue_counts_in_the_time_to_the_end(config: RunConfig) -> None:
     profile = clusters.profile(config, h100=600.0)
-    found, _ = devices_of(clusters.inventory(), Site(), profile, ["a100", "h100"])
-    request = Request(config, profile, found, objective="time-to-end")
-    assert {place for place, _ in rows(propose(request)).values()} == {"a100"}
-    assert rows(propose(replace(request, objective="time")))["train"][0] == "h100"
+    found, _ = select_devices(clusters.inventory(), SiteConfig(), profile, ["a100", "h100"])
+    request = PlanRequest(config, profile, found, objective="time-to-end")
+    assert {place for place, _ in rows(propose_plan(request)).values()} == {"a100"}
+    assert rows(propose_plan(replace(request, objective="time")))["train"][0] == "h100"
 
 
 def test_pins_are_kept(config: RunConfig) -> None:
-    proposal = propose(ask(config, "a100", "h100", pins=("train=a100", "rollout=a100")))
+    proposal = propose_plan(ask(config, "a100", "h100", pins=("train=a100", "rollout=a100")))
     assert rows(proposal)["train"][0] == rows(proposal)["rollout"][0] == "a100"
     assert rows(proposal)["inference"][0] == "h100"
 
 
 def test_the_plan_is_a_file_that_says_the_same_when_read(config: RunConfig, tmp_path: Path) -> None:
-    proposal = propose(ask(config), ["h100=8"])
-    page = write(proposal, tmp_path / "plan.yaml", "arithmetic")
+    proposal = propose_plan(ask(config), ["h100=8"])
+    page = write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
     again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
     assert again == proposal.plan
-    assert again.of("warm_start") == again.of("train")
-    assert again.of("evaluate") == again.of("rollout")
+    assert again.stage_plan("warm_start") == again.stage_plan("train")
+    assert again.stage_plan("evaluate") == again.stage_plan("rollout")
     text = page.read_text()
     assert "Predicted iteration" in text
     assert "h100=8" in text
@@ -236,13 +250,13 @@ def test_the_plan_is_a_file_that_says_the_same_when_read(config: RunConfig, tmp_
 def test_alternatives_are_worse_and_say_why(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    proposal = propose(ask(config))
+    proposal = propose_plan(ask(config))
     costs = [other.cost for other in proposal.alternatives]
     assert costs == sorted(costs)
     assert len(costs) == 4
     assert costs[0] >= proposal.forecast.cost
     assert all(other.why for other in proposal.alternatives)
-    show(proposal)
+    print_proposal(proposal)
     printed = capsys.readouterr().out
     assert "why" in printed
     assert "no plan is better" in " ".join(printed.split())
@@ -250,24 +264,24 @@ def test_alternatives_are_worse_and_say_why(
 
 def test_what_if_tells_the_best_plan_of_another_cluster(config: RunConfig) -> None:
     request = ask(config, "a100", "h100")
-    cases = {case.what: case.seconds for case in propose(request, ["h100=2"]).what_ifs}
+    cases = {case.what: case.seconds for case in propose_plan(request, ["h100=2"]).what_ifs}
     fewer = replace(request, devices=with_counts(request.devices, {"h100": 2}))
-    assert cases["h100=2"] == propose(fewer).forecast.iteration_s
-    assert cases["h100=8"] < propose(request).forecast.iteration_s < cases["without h100"]
+    assert cases["h100=2"] == propose_plan(fewer).forecast.iteration_s
+    assert cases["h100=8"] < propose_plan(request).forecast.iteration_s < cases["without h100"]
 
 
 def test_more_processes_than_were_measured_are_marked(config: RunConfig) -> None:
     request = ask(config, "h100")
     more = replace(request, devices=with_counts(request.devices, {"h100": 16}))
-    proposal = propose(more)
+    proposal = propose_plan(more)
     assert rows(proposal)["rollout"] == ("h100", "8x2")
     assert any("more processes than were measured" in note for note in proposal.notes)
 
-    def width(p: Proposal) -> float:
+    def width(p: PlanProposal) -> float:
         stage = p.forecast.stages["rollout"]
         return (stage.high_s - stage.low_s) / stage.seconds
 
-    assert width(proposal) > 2 * width(propose(request))
+    assert width(proposal) > 2 * width(propose_plan(request))
 
 
 @pytest.mark.parametrize(
@@ -288,25 +302,25 @@ def test_a_pin_that_means_nothing_is_refused(
 def test_what_cannot_be_asked_is_refused(config: RunConfig) -> None:
     request = ask(config, "a100", "h100")
     with pytest.raises(PlanError, match="nodes of h100 have 2"):
-        propose(request, ["h100=3"])
+        propose_plan(request, ["h100=3"])
     with pytest.raises(PlanError, match="expected KIND=NUMBER"):
-        propose(request, ["h100"])
+        propose_plan(request, ["h100"])
     with pytest.raises(PlanError, match="did you mean 'money'"):
-        propose(replace(request, objective="mony"))
+        propose_plan(replace(request, objective="mony"))
     with pytest.raises(PlanError, match=r"no partition 'h10'.*did you mean 'h100'"):
         ask(config, "h10")
 
 
 def test_a_partition_without_measurements_is_left_out_or_refused(config: RunConfig) -> None:
     profile = clusters.profile(config, "a100")
-    found, notes = devices_of(clusters.inventory(), Site(), profile)
+    found, notes = select_devices(clusters.inventory(), SiteConfig(), profile)
     # The A100s of the partition ``gpu`` are the nodes that were measured.
     assert set(found) == {"a100", "gpu:a100"}
     assert any("h100 was not measured" in note for note in notes)
     with pytest.raises(PlanError, match=r"nothing measured on 'h100'.*rlinf profile --partition"):
-        devices_of(clusters.inventory(), Site(), profile, ["h100"])
+        select_devices(clusters.inventory(), SiteConfig(), profile, ["h100"])
     with pytest.raises(PlanError, match="it has a100, this cluster cpu"):
-        devices_of(_without("a100", "gpu", "h100"), Site(), profile)
+        select_devices(_without("a100", "gpu", "h100"), SiteConfig(), profile)
 
 
 def _without(*names: str) -> Inventory:
@@ -324,14 +338,14 @@ def test_a_stage_that_failed_everywhere_says_why(config: RunConfig) -> None:
     ]
     broken = replace(own, profile=own.profile.model_copy(update={"points": tuple(points)}))
     with pytest.raises(PlanError, match=r"'train' fits nowhere: h100: .*out of memory"):
-        propose(replace(request, devices={"h100": broken}))
+        propose_plan(replace(request, devices={"h100": broken}))
 
 
 def test_memory_of_a_node_limits_its_processes(config: RunConfig) -> None:
     request = ask(config, "h100")
     own = request.devices["h100"]
     small = replace(own, kind=replace(own.kind, mem_mb_per_node=700))
-    proposal = propose(replace(request, devices={"h100": small}))
+    proposal = propose_plan(replace(request, devices={"h100": small}))
     assert rows(proposal)["train"] == ("h100", "2x1")
 
 
@@ -353,15 +367,15 @@ def test_a_gpu_of_unknown_model_has_memory_of_its_own(
     for grain in ("stage", "segment"):
         asked = replace(ask(config, "h100", grain=grain), devices={"h100": changed})
         if grain == "segment":
-            assert bool(build(asked)[0].stages[-1].switch_s) == (gpus == 4)
+            assert bool(build_pool_problem(asked)[0].stages[-1].switch_s) == (gpus == 4)
             continue
-        plan = propose(asked).plan.stages["train"]
+        plan = propose_plan(asked).plan.stages["train"]
         assert plan.nodes * plan.processes == gpus
         assert (plan.mem_mb is None) == (gpus == 4)
         most = plan.model_copy(update={"processes": 2, "gpus": 2})
-        edited = Plan(stages={**propose(asked).plan.stages, "train": most})
+        edited = Plan(stages={**propose_plan(asked).plan.stages, "train": most})
         if gpus == 4:
-            assert assess(asked, edited, "plan.yaml").forecast.iteration_s > 0
+            assert assess_plan(asked, edited, "plan.yaml").forecast.iteration_s > 0
         else:
             with pytest.raises(PlanError, match=r"processes: 2 a node need"):
-                assess(asked, edited, "plan.yaml")
+                assess_plan(asked, edited, "plan.yaml")

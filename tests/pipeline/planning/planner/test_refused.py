@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from pipeline.commands.experiment import compose
-from pipeline.inventory import obtain
-from pipeline.planning.planner.devices import devices_of, local_devices
-from pipeline.planning.planner.problem_file import read_problem
+from pipeline.inventory import load_or_survey
+from pipeline.planning.planner.available_devices import local_devices, select_devices
+from pipeline.planning.planner.problem import read_problem
 from pipeline.planning.planner.request import parse_counts, parse_pins
-from pipeline.planning.profile.kinds import kinds_of
+from pipeline.planning.profile.device_kinds import list_kinds
 from rlinf.config import RunConfig, validate
 from rlinf.errors import PlanError
-from slurm.site import Site
+from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
@@ -76,7 +76,7 @@ def test_a_problem_file(tmp_path: Path, keys: tuple[Any, ...], value: object, wo
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch=16"]))
+    return validate(RunConfig, compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"]))
 
 
 def test_a_stage_of_a_profile_that_no_flow_has(config: RunConfig) -> None:
@@ -84,7 +84,7 @@ def test_a_stage_of_a_profile_that_no_flow_has(config: RunConfig) -> None:
     profile = type(clusters.profile(config)).model_validate(made)
     words = r"p\.json: kinds\.a100\.points\[\d+\]\.stage: no stage 'trian'.*'train'"
     with pytest.raises(PlanError, match=words):
-        profile.check_stages(on_policy.table, "p.json")
+        profile.check_stages(on_policy.all_stages, "p.json")
 
 
 def test_nodes_of_another_size_than_measured(config: RunConfig) -> None:
@@ -92,8 +92,8 @@ def test_nodes_of_another_size_than_measured(config: RunConfig) -> None:
     own = profile.kinds["h100"].model_copy(update={"devices_per_node": 8})
     other = profile.model_copy(update={"kinds": {**profile.kinds, "h100": own}})
     with pytest.raises(PlanError, match=r"h100\.devices_per_node: measured on nodes of 8.* have 2"):
-        devices_of(clusters.inventory(), Site(), other)
-    kind = kinds_of(clusters.inventory(), Site())["h100"]
+        select_devices(clusters.inventory(), SiteConfig(), other)
+    kind = list_kinds(clusters.inventory(), SiteConfig())["h100"]
     with pytest.raises(PlanError, match="measured on nodes of 8 devices, here they have 2"):
         local_devices(other, kind)
 
@@ -110,7 +110,7 @@ def test_a_cluster_all_of_whose_nodes_are_down(config: RunConfig) -> None:
     }
     broken = cluster.model_copy(update={"partitions": partitions})
     with pytest.raises(PlanError, match="no node of this cluster can be used now: 9 are down"):
-        devices_of(broken, Site(), clusters.profile(config))
+        select_devices(broken, SiteConfig(), clusters.profile(config))
 
 
 def test_a_site_file_that_speaks_of_another_cluster(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_site_file_that_speaks_of_another_cluster(tmp_path: Path) -> None:
     clusters.inventory().save(saved)
     site.write_text("partitions: {h10: {cost_per_gpu_hour: 2}}")
     with pytest.raises(PlanError, match=r"partitions\.h10: .*did you mean 'h100'"):
-        obtain(saved, site)
+        load_or_survey(saved, site)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_site_file_that_speaks_of_another_cluster(tmp_path: Path) -> None:
     ],
 )
 def test_pins(config: RunConfig, pins: list[str], words: str) -> None:
-    found, _ = devices_of(clusters.inventory(), Site(), clusters.profile(config))
+    found, _ = select_devices(clusters.inventory(), SiteConfig(), clusters.profile(config))
     with pytest.raises(PlanError, match=words):
         parse_pins(pins, found, on_policy)
 
@@ -143,7 +143,7 @@ def test_numbers_that_python_takes_for_digits() -> None:
 def test_a_reader_that_stops_reading_has_the_plan_all_the_same(
     config: RunConfig, compose: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    words = ["experiment=arithmetic_grpo", "rollout.batch=16"]
+    words = ["experiment=arithmetic_grpo", "rollout.batch_size=16"]
     clusters.inventory().save(tmp_path / "inventory.json")
     clusters.profile(config).save(tmp_path / "profile.json")
     command = [sys.executable, "-m", "rlinf", "plan", *words, "--from", "inventory.json"]

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.planner.objective import IterationTime, Objective
-from pipeline.planning.planner.predict import Predictor
-from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
-from pipeline.planning.planner.relax import Relaxation, upper_lines
-from pipeline.planning.planner.search import groupings, solve
+from pipeline.planning.planner.bounds import LinearRelaxation, upper_lines
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import (
+    GpuKind,
+    IterationTime,
+    Objective,
+    Placement,
+    PlacementProblem,
+    PlacementStage,
+)
+from pipeline.planning.planner.search import enumerate_groupings, solve
 from pipeline.planning.simulator import simulate
 from pipeline.planning.simulator.studies import STUDIES
 from rlinf.errors import PlanError
@@ -123,9 +129,9 @@ def test_sixteen_gpus_of_four_kinds_are_counted_out(seed: int) -> None:
 def test_no_placement_goes_below_the_relaxation_of_its_grouping(seed: int, stages: int) -> None:
     problem = random_problem(seed, (20, 12, 8), stages, beside=True)
     predictor = Predictor(problem)
-    relaxation = Relaxation(predictor)
+    relaxation = LinearRelaxation(predictor)
     rng = np.random.default_rng(seed)
-    for pools in groupings(problem):
+    for pools in enumerate_groupings(problem):
         bound = relaxation.solve(pools).bound_s
         shares = [rng.dirichlet(np.full(len(pools), 0.5), 200) for _ in problem.kinds]
         given_ = [
@@ -133,7 +139,7 @@ def test_no_placement_goes_below_the_relaxation_of_its_grouping(seed: int, stage
         ]
         gpus = [np.stack([g[:, p] for g in given_]) for p in range(len(pools))]
         for chunks in problem.chunks:
-            assert predictor.many(pools, gpus, chunks).total_s.min() >= bound * (1 - 1e-9)
+            assert predictor.predict_batch(pools, gpus, chunks).total_s.min() >= bound * (1 - 1e-9)
 
 
 @settings(max_examples=15, deadline=None)
@@ -142,7 +148,7 @@ def test_the_bound_holds_where_the_answer_is_not_exact(seed: int) -> None:
     problem = random_problem(seed, (64, 64, 32), 3, smooth=True)
     # The bound knows little of what parts cost that are made one after another.
     stages = [replace(stage, lead={}, again=0.0) for stage in problem.stages]
-    smooth = Problem(**{**vars(problem), "mixing": 1.0, "stages": stages})
+    smooth = PlacementProblem(**{**vars(problem), "mixing": 1.0, "stages": stages})
     best = solve(smooth)[0]
     assert best.bound <= best.cost
     # What is left between a relaxation of smooth speeds and whole GPUs.
@@ -175,14 +181,14 @@ def test_a_pin_is_kept_and_an_impossible_one_refused() -> None:
     problem = random_problem(7, (8, 8), 2, smooth=True)
     free = solve(problem)[0]
     for name in ("kind0", "kind1"):
-        pinned = Problem(**{**vars(problem), "allowed": {"reward": frozenset({name})}})
+        pinned = PlacementProblem(**{**vars(problem), "allowed": {"reward": frozenset({name})}})
         best = solve(pinned)[0]
         assert best.cost >= free.cost
         k = [kind.name for kind in pinned.kinds].index(name)
         pool = next(p for p, pool in enumerate(best.placement.pools) if 1 in pool)
         assert best.placement.gpus[pool][k] > 0
-    only = Stage("reward", {"kind0": problem.stages[1].rates["kind0"]}, after=("rollout",))
-    nowhere = Problem(
+    only = PlacementStage("reward", {"kind0": problem.stages[1].rates["kind0"]}, after=("rollout",))
+    nowhere = PlacementProblem(
         **{
             **vars(problem),
             "stages": [problem.stages[0], only],
@@ -197,28 +203,31 @@ def test_a_stage_is_never_given_a_pool_of_which_it_would_use_a_part() -> None:
     """Training runs on four, is slower on five, and not at all on six, whatever four would do."""
     gpus = np.arange(7)
     train = np.array([0, 0, 0, 0, 1 / 10, 1 / 20, 0])
-    stages = [Stage("rollout", {"gpu": gpus / 60}), Stage("train", {"gpu": train}, ("rollout",))]
-    problem = Problem(stages, [Kind("gpu", 6)], chunks=(1,))
+    stages = [
+        PlacementStage("rollout", {"gpu": gpus / 60}),
+        PlacementStage("train", {"gpu": train}, ("rollout",)),
+    ]
+    problem = PlacementProblem(stages, [GpuKind("gpu", 6)], chunks=(1,))
     best = solve(problem)[0]
     assert best.exact
     assert best.placement.gpus == ((4,),)
     assert best.cost == pytest.approx(15 + 10)
     for held, seconds in ((4, 25), (5, 32), (6, math.inf)):
         placement = Placement(((0, 1),), ((held,),), 1)
-        assert float(Predictor(problem).one(placement).total_s) == pytest.approx(seconds)
+        assert float(Predictor(problem).predict(placement).total_s) == pytest.approx(seconds)
 
 
 def test_all_kinds_of_a_pool_work_on_what_can_be_divided() -> None:
     """A slow kind that is held costs what it costs; one that cannot run a stage cannot be held."""
     rates = {"fast": np.array([0, 1.0]), "slow": np.array([0, 0.01])}
-    kinds = [Kind("fast", 1), Kind("slow", 1)]
-    problem = Problem([Stage("train", rates)], kinds, sync=None, mixing=0.9)
+    kinds = [GpuKind("fast", 1), GpuKind("slow", 1)]
+    problem = PlacementProblem([PlacementStage("train", rates)], kinds, sync=None, mixing=0.9)
     best = solve(problem)[0]
     assert (best.placement.gpus, best.cost) == (((1, 0),), pytest.approx(1.0))
     both = Placement(((0,),), ((1, 1),), 1)
-    assert float(Predictor(problem).one(both).total_s) == pytest.approx(1 / (0.9 * 1.01))
-    other = Problem([Stage("train", {"fast": rates["fast"]})], kinds, sync=None)
-    assert math.isinf(Predictor(other).one(both).total_s)
+    assert float(Predictor(problem).predict(both).total_s) == pytest.approx(1 / (0.9 * 1.01))
+    other = PlacementProblem([PlacementStage("train", {"fast": rates["fast"]})], kinds, sync=None)
+    assert math.isinf(Predictor(other).predict(both).total_s)
     assert solve(other)[0].placement.gpus == ((1, 0),)
 
 
@@ -240,4 +249,4 @@ def test_the_lines_lie_on_or_above_the_speeds(values: list[float]) -> None:
 def test_bad_measurements_are_refused() -> None:
     for bad in (np.array([0.0, -1.0]), np.array([0.0, np.nan])):
         with pytest.raises(PlanError, match="negative or not a number"):
-            Problem([Stage("train", {"a": bad})], [Kind("a", 1)], sync=None)
+            PlacementProblem([PlacementStage("train", {"a": bad})], [GpuKind("a", 1)], sync=None)

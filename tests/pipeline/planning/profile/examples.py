@@ -5,28 +5,28 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.planning.profile.identity import Identity
+from pipeline.planning.profile.measurement import ProfileCase, ProfileTask
+from pipeline.planning.profile.profile_identity import ProfileIdentity
 from pipeline.planning.profile.schema import (
     KindProfile,
-    Lengths,
-    Measured,
+    Measurement,
     Overhead,
-    Point,
     Profile,
+    ProfilePoint,
+    ResponseLengths,
 )
-from pipeline.planning.profile.trial import Case, Task
 from pipeline.run import Run
-from stages.layout import CONFIG, offline_folder
+from stages.layout import CONFIG_FILE, offline_folder
 
-IDENTITY = Identity(model="m", config="c", code="0.1+1")
+IDENTITY = ProfileIdentity(model="m", config="c", code="0.1+1")
 
 
-def point(stage: str, processes: int, seconds: float, **more: object) -> Point:
+def point(stage: str, processes: int, seconds: float, **more: object) -> ProfilePoint:
     values = {"nodes": 1, "samples": 8, "tokens": 80, **more}
-    return Point(
+    return ProfilePoint(
         stage=stage,
         processes=processes,
-        time=Measured.of([seconds, seconds * 1.1]),
+        time=Measurement.of([seconds, seconds * 1.1]),
         **values,
     )
 
@@ -35,7 +35,7 @@ def overhead(name: str, seconds: float, processes: int = 1) -> Overhead:
     return Overhead.of([seconds], name=name, nodes=1, processes=processes)
 
 
-def kind(*points: Point, **more: object) -> KindProfile:
+def kind(*points: ProfilePoint, **more: object) -> KindProfile:
     return KindProfile(
         partition="a100",
         gpu_type="a100",
@@ -55,25 +55,25 @@ def kind(*points: Point, **more: object) -> KindProfile:
 def profile(**kinds: KindProfile) -> Profile:
     return Profile(
         schema_version=1,
-        taken=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        created_at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
         identity=IDENTITY,
         samples=8,
         token_budget=64,
         weights_bytes=1000,
-        lengths=Lengths(samples=(2, 3, 9), count=3, truncated_share=0.1, horizon=12),
+        lengths=ResponseLengths(samples=(2, 3, 9), count=3, truncated_share=0.1, horizon=12),
         kinds=kinds or {"a100": kind()},
     )
 
 
-def task(run: Run, folder: Path, **more: object) -> Task:
+def task(run: Run, folder: Path, **more: object) -> ProfileTask:
     """A task of one process on this machine."""
     values = {
-        "cases": (Case(starts=run.config.rollout.batch, token_budget=8192),),
+        "cases": (ProfileCase(starts=run.config.rollout.batch_size, token_budget=8192),),
         "seconds": 1,
         **more,
     }
-    return Task(
-        config=run.folder / CONFIG,
+    return ProfileTask(
+        config=run.folder / CONFIG_FILE,
         initial=offline_folder(run.folder, "warm_start"),
         key="k",
         kinds=("local",),

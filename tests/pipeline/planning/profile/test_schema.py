@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.planning.profile.identity import Identity
-from pipeline.planning.profile.schema import Measured, Profile, load_profile
+from pipeline.planning.profile.profile_identity import ProfileIdentity
+from pipeline.planning.profile.schema import Measurement, Profile, load_profile
 from rlinf.errors import EXIT_BAD_INPUT, PlanError
 from tests.pipeline.planning.profile.examples import IDENTITY, profile
 
@@ -21,7 +21,7 @@ SECONDS = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
 
 @given(SECONDS)
 def test_the_summary_of_repeats_is_their_median_and_holds_their_mean(seconds: list[float]) -> None:
-    measured = Measured.of(seconds)
+    measured = Measurement.of(seconds)
     assert measured.median_s == statistics.median(seconds)
     if len(seconds) == 1:
         assert measured.low_s is measured.high_s is None
@@ -35,7 +35,7 @@ def test_the_summary_of_repeats_is_their_median_and_holds_their_mean(seconds: li
 
 def test_the_interval_is_students() -> None:
     # NIST/SEMATECH e-Handbook 1.3.5.2: mean +- t(0.975, n - 1) s / sqrt(n); t(0.975, 3) = 3.182.
-    measured = Measured.of([1.0, 2.0, 3.0, 4.0])
+    measured = Measurement.of([1.0, 2.0, 3.0, 4.0])
     half = 3.1824463 * statistics.stdev([1, 2, 3, 4]) / 2
     assert measured.low_s == pytest.approx(2.5 - half)
     assert measured.high_s == pytest.approx(2.5 + half)
@@ -118,15 +118,15 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     [("model", "model"), ("config", "configuration"), ("code", "version of the code")],
 )
 def test_a_profile_of_something_else_is_refused(name: str, words: str) -> None:
-    other = Identity(**{**IDENTITY.model_dump(), name: "other"})
+    other = ProfileIdentity(**{**IDENTITY.model_dump(), name: "other"})
     with pytest.raises(PlanError, match=rf"identity.{name}: this profile is of another {words}"):
-        profile().require(other, ["a100"], "profile.json")
+        profile().check_identity(other, ["a100"], "profile.json")
 
 
 def test_a_kind_that_was_not_measured_is_named_with_the_nearest() -> None:
-    profile().require(IDENTITY, ["a100"], "profile.json")
+    profile().check_identity(IDENTITY, ["a100"], "profile.json")
     with pytest.raises(PlanError, match=r"'a10'.*did you mean 'a100'.*--partition a10"):
-        profile().require(IDENTITY, ["a100", "a10"], "profile.json")
+        profile().check_identity(IDENTITY, ["a100", "a10"], "profile.json")
 
 
 def test_overheads_are_those_of_the_nearest_number_of_processes() -> None:
@@ -136,7 +136,16 @@ def test_overheads_are_those_of_the_nearest_number_of_processes() -> None:
 
 
 def test_every_key_with_a_quantity_names_its_unit() -> None:
-    counts = {"processes", "nodes", "samples", "tokens", "token_budget", "count", "jobs", "horizon"}
+    counts = {
+        "processes",
+        "nodes",
+        "samples",
+        "tokens",
+        "max_tokens_per_microbatch",
+        "count",
+        "jobs",
+        "horizon",
+    }
     units = ("_s", "_bytes", "_bytes_per_s", "_share", "seconds", "per_node", "duty_cycle")
     numbers = {
         name

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.planning.planner.predict import Predictor
+from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.simulator import simulate
 from tests.pipeline.planning.planner.problems import random_placement, random_problem
 
@@ -19,7 +19,7 @@ def test_without_disturbances_the_simulation_takes_what_is_predicted(
 ) -> None:
     problem = random_problem(seed, (12, 8), stages, beside=beside)
     placement = random_placement(problem, seed)
-    predicted = float(Predictor(problem).one(placement).total_s)
+    predicted = float(Predictor(problem).predict(placement).total_s)
     if np.isfinite(predicted):
         trace = simulate(problem, placement, iterations=2)
         assert trace.iteration_s == pytest.approx(predicted, rel=1e-9)

@@ -11,34 +11,34 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.commands.cli import app
-from pipeline.planning.planner.problem import Kind, Placement, Problem, Stage
+from pipeline.planning.planner.problem import GpuKind, Placement, PlacementProblem, PlacementStage
 from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import Scenario, simulate
-from pipeline.planning.simulator.lengths import completion, relative_lengths
-from pipeline.planning.simulator.network import fair_rates
+from pipeline.planning.simulator.decoding import completion_times, relative_lengths
 from pipeline.planning.simulator.scenario import (
-    Lengths,
-    Losses,
-    Network,
-    Queue,
-    Replica,
+    DecodingReplica,
+    JobInterruptions,
+    LengthDistribution,
+    NetworkModel,
+    QueueWaits,
     Stragglers,
     Walltime,
 )
-from pipeline.planning.simulator.show import load
+from pipeline.planning.simulator.simulate_command import load_problem
+from pipeline.planning.simulator.simulation import fair_rates
 from pipeline.planning.simulator.studies import SCENARIOS, STUDIES
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError
 
 
-def two_pools(chunks: int = 4, **changes: object) -> tuple[Problem, Placement]:
+def two_pools(chunks: int = 4, **changes: object) -> tuple[PlacementProblem, Placement]:
     """Rollout of 8 s on four GPUs of ``a``, then train of 4 s on two of ``b``."""
-    problem = Problem(
+    problem = PlacementProblem(
         [
-            Stage("rollout", {"a": np.arange(5) / 32}),
-            Stage("train", {"b": np.arange(3) / 8}, ("rollout",)),
+            PlacementStage("rollout", {"a": np.arange(5) / 32}),
+            PlacementStage("train", {"b": np.arange(3) / 8}, ("rollout",)),
         ],
-        [Kind("a", 4, wait_s=100), Kind("b", 2, wait_s=40)],
+        [GpuKind("a", 4, wait_s=100), GpuKind("b", 2, wait_s=40)],
         sync_s={("b", "a"): 1.0},
         **changes,  # type: ignore[arg-type]
     )
@@ -50,8 +50,8 @@ def test_a_pipeline_takes_the_slower_stage_the_last_piece_and_the_weights() -> N
     assert trace.iteration_s == pytest.approx([8 + 4 / 4 + 1] * 3)
     assert trace.idle(0) == pytest.approx(0.2)
     assert trace.idle(1) == pytest.approx(0.6)
-    assert trace.waits_most(1)[0][0] == "rollout"
-    assert dict(trace.waits_most(0)) == pytest.approx({"train": 0.1, "weights": 0.1})
+    assert trace.longest_waits(1)[0][0] == "rollout"
+    assert dict(trace.longest_waits(0)) == pytest.approx({"train": 0.1, "weights": 0.1})
     assert trace.gpu_hours == pytest.approx(6 * 30 / 3600)
 
 
@@ -62,26 +62,26 @@ def test_the_same_seed_gives_the_same_run(scenario: str) -> None:
     runs = [
         simulate(study.problem, placement, study.scenario(scenario), 30, seed) for seed in (5, 5, 6)
     ]
-    assert runs[0].begins == runs[1].begins
+    assert runs[0].iteration_starts == runs[1].iteration_starts
     assert runs[0].spans == runs[1].spans
     if scenario in ("tails", "all"):
-        assert runs[0].begins != runs[2].begins
+        assert runs[0].iteration_starts != runs[2].iteration_starts
 
 
 def test_jobs_wait_in_the_queue_and_the_slowest_is_waited_for() -> None:
-    trace = simulate(*two_pools(), Scenario(queue=Queue(spread="none"), startup_s=5), 1)
-    assert trace.begins == pytest.approx([105, 115])
+    trace = simulate(*two_pools(), Scenario(queue=QueueWaits(spread="none"), startup_s=5), 1)
+    assert trace.iteration_starts == pytest.approx([105, 115])
 
 
 def test_a_loss_costs_the_micro_batch_or_the_iteration_and_the_wait() -> None:
     problem, placement = two_pools()
     for redo in ("micro-batch", "iteration"):
-        losses = Losses(per_hour={"a": 40, "b": 0}, redo=redo)
-        queue = Queue(spread="none")
+        losses = JobInterruptions(per_hour={"a": 40, "b": 0}, redo=redo)
+        queue = QueueWaits(spread="none")
         trace = simulate(problem, placement, Scenario(queue=queue, losses=losses), 200)
-        hurt = [loss for loss in trace.losses if loss.while_working]
+        hurt = [loss for loss in trace.interruptions if loss.while_working]
         assert len(hurt) > 5
-        assert trace.redone == (len(hurt) if redo == "iteration" else 0)
+        assert trace.repeated_iterations == (len(hurt) if redo == "iteration" else 0)
         # Waits of 100 s each; a loss while idle is partly hidden.
         assert trace.total_s > 100 + 2000 + 100 * len(hurt)
         lost = sum(s.end - s.start for s in trace.spans if s.kind == "redone")
@@ -91,15 +91,15 @@ def test_a_loss_costs_the_micro_batch_or_the_iteration_and_the_wait() -> None:
 
 
 def test_the_expected_time_with_losses_is_what_the_planner_says() -> None:
-    from pipeline.planning.planner.objective import TimeTo
+    from pipeline.planning.planner.problem import TimeToFinish
 
     problem, placement = two_pools()
-    kinds = [replace(kind, losses_per_hour=2.0) for kind in problem.kinds]
+    kinds = [replace(kind, interruptions_per_hour=2.0) for kind in problem.kinds]
     problem = replace(problem, kinds=kinds)
-    scenario = Scenario(queue=Queue(spread="none"), losses=Losses(redo="iteration"))
+    scenario = Scenario(queue=QueueWaits(spread="none"), losses=JobInterruptions(redo="iteration"))
     total = np.mean([simulate(problem, placement, scenario, 1000, s).total_s for s in range(8)])
     gpus = [np.array(pool)[:, None] for pool in placement.gpus]
-    expected = TimeTo(1000).cost(problem, np.array([10.0]), gpus)[0]
+    expected = TimeToFinish(1000).cost(problem, np.array([10.0]), gpus)[0]
     assert total == pytest.approx(expected, rel=0.05)
 
 
@@ -124,14 +124,14 @@ def test_a_slow_gpu_holds_up_training_but_only_its_share_of_rollout() -> None:
 
 def test_leases_end_and_jobs_follow_each_other() -> None:
     problem, placement = two_pools()
-    queue = Queue(spread="none")
+    queue = QueueWaits(spread="none")
     late = simulate(problem, placement, Scenario(queue=queue, walltime=Walltime(limit_s=300)), 60)
     early = simulate(
         problem, placement, Scenario(queue=queue, walltime=Walltime(limit_s=300, lead_s=110)), 60
     )
     assert late.renewals > 0
     assert early.total_s < late.total_s
-    assert all(hold.end - hold.start <= 300 + 1e-6 for hold in late.holds + early.holds)
+    assert all(hold.end - hold.start <= 300 + 1e-6 for hold in late.allocations + early.allocations)
     with pytest.raises(PlanError, match="more than a job of 1 s"):
         simulate(problem, placement, Scenario(walltime=Walltime(limit_s=1)), 1)
     with pytest.raises(ConfigError, match="lead_s must be below limit_s"):
@@ -146,13 +146,13 @@ def test_channels_hold_back_the_sender_and_may_be_too_small() -> None:
     )
     trace = simulate(slow, placement, Scenario(capacity=1), 2)
     assert trace.mean_s == pytest.approx(8 / 8 + 32 + 1)
-    assert "room in train" in dict(trace.waits_most(0))
+    assert "room in train" in dict(trace.longest_waits(0))
     rates = {"a": np.arange(5) / 32}
-    loop = Problem(
+    loop = PlacementProblem(
         [
-            Stage("rollout", rates),
-            Stage("reward", {"b": np.arange(3) / 8}, ("rollout",)),
-            Stage("train", rates, ("reward",)),
+            PlacementStage("rollout", rates),
+            PlacementStage("reward", {"b": np.arange(3) / 8}, ("rollout",)),
+            PlacementStage("train", rates, ("reward",)),
         ],
         problem.kinds,
         sync=None,
@@ -167,7 +167,7 @@ def test_transfers_share_the_network_fairly() -> None:
     links = [frozenset({"x", "fabric"}), frozenset({"y", "fabric"}), frozenset({"y"})]
     assert fair_rates(links, {"x": 1.0, "y": 10.0, "fabric": 4.0}) == pytest.approx([1, 3, 7])
     problem, placement = two_pools()
-    network = Network(
+    network = NetworkModel(
         latency_s=0,
         gpu_bytes_per_s={"a": 10, "b": 5},
         payload={"rollout": {"train": 80}},
@@ -180,12 +180,12 @@ def test_transfers_share_the_network_fairly() -> None:
 
 def test_continuous_batching_by_hand() -> None:
     """Two slots, lengths 3, 1, 2: one ends after 1 step, both others after 3."""
-    times = completion(np.array([[3.0, 1.0, 2.0]]), 2, fixed=1.0, each=1.0)
+    times = completion_times(np.array([[3.0, 1.0, 2.0]]), 2, fixed=1.0, each=1.0)
     assert times == pytest.approx(np.array([[3.0, 9.0, 9.0]]))
 
 
 def test_lengths_have_mean_one_and_a_profiled_stage_keeps_its_mean_time() -> None:
-    lengths = Lengths(samples=64, sigma=1.0, replicas={"a": Replica(slots=8)})
+    lengths = LengthDistribution(samples=64, sigma=1.0, replicas={"a": DecodingReplica(slots=8)})
     drawn = relative_lengths(lengths, 200_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(1, rel=0.01)
     assert drawn.max() <= lengths.longest
@@ -206,7 +206,9 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(PlanError, match=message):
             simulate(problem, wrong)
     with pytest.raises(PlanError, match="no stage 'rolout'; did you mean 'rollout'"):
-        simulate(problem, placement, Scenario(lengths=Lengths(stage="rolout", samples=1)))
+        simulate(
+            problem, placement, Scenario(lengths=LengthDistribution(stage="rolout", samples=1))
+        )
 
 
 PROBLEM = """
@@ -334,16 +336,16 @@ stages:
 def test_a_problem_without_micro_batches_is_refused(tmp_path: Path) -> None:
     (tmp_path / "problem.yaml").write_text(ONE_KIND + "micro_batches: []\n")
     with pytest.raises(PlanError, match="micro_batches"):
-        load(str(tmp_path / "problem.yaml"), None)
+        load_problem(str(tmp_path / "problem.yaml"), None)
 
 
 def test_a_plan_whose_pool_evaluates_now_and_then_is_played(tmp_path: Path) -> None:
     (tmp_path / "problem.yaml").write_text(ONE_KIND)
     plan = tmp_path / "plan.yaml"
     plan.write_text(
-        "{grain: segment, pools: [{stages: [rollout, train], gpus: {a: 3}}, "
+        "{execution: segment, pools: [{stages: [rollout, train], gpus: {a: 3}}, "
         "{stages: [evaluate], gpus: {a: 1}}]}"
     )
-    problem, placement = load(str(tmp_path / "problem.yaml"), plan)
+    problem, placement = load_problem(str(tmp_path / "problem.yaml"), plan)
     assert placement.pools == ((0, 1),)
     assert simulate(problem, placement, iterations=1).iteration_s == pytest.approx([8])

@@ -1,0 +1,172 @@
+"""Our engine beside ``transformers.generate``: the same model, prompts and lengths, in turns.
+
+Each side is a process with one thread, since small models gain nothing from more (and both run on
+every core where a batch is shared out). Tokens per second of processor time, which a busy machine
+changes little. At long-tailed lengths each sample ends at a length of its own, drawn once; the
+other side decodes the whole batch until the longest has ended, which is what it can do.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.grpo_vs_trl import make_model
+from benchmarks.row import BenchmarkRow, median_row
+
+PROMPTS, GROUP, WIDTH = 16, 8, 16
+LONGEST, MEAN = 256, 41
+ROUNDS, TIMES = 5, 3
+"""Turns of each side, and how often it generates in a turn after once to warm up."""
+
+
+def measure() -> list[BenchmarkRow]:
+    """Both rows."""
+    equal, tailed, ours, theirs = (list[float]() for _ in range(4))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        for _ in range(ROUNDS):
+            for case, ratios in (("equal", equal), ("tail", tailed)):
+                rates = {side: run(side, case, folder) for side in ("engine", "generate")}
+                ratios.append(rates["engine"] / rates["generate"])
+                if case == "equal":
+                    ours.append(rates["engine"])
+                    theirs.append(rates["generate"])
+    return [
+        median_row("engine_vs_generate", equal, "x", 1.6, "higher"),
+        median_row("engine_vs_generate_tail", tailed, "x", 4.5, "higher"),
+        median_row("engine_tokens_per_cpu_s", ours, "tokens/s", None, "higher"),
+        median_row("generate_tokens_per_cpu_s", theirs, "tokens/s", None, "higher"),
+    ]
+
+
+def lengths(case: str) -> np.ndarray:
+    """Tokens of each sample: 64, or geometric with mean :data:`MEAN_RESPONSE_TOKENS`, at most :data:`LONGEST`."""
+    count = PROMPTS * GROUP
+    if case == "equal":
+        return np.full(count, 64)
+    drawn = np.random.default_rng(0).geometric(1 / MEAN, count)
+    return np.minimum(drawn, LONGEST)
+
+
+def run(side: str, case: str, folder: Path) -> float:
+    """Tokens per second of processor time, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.engine_vs_generate", side, case, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def prompts(vocabulary: int) -> np.ndarray:
+    """Token ids ``[PROMPTS, WIDTH]``."""
+    return np.random.default_rng(1).integers(2, vocabulary, (PROMPTS, WIDTH))
+
+
+def timed(generate: Any, tokens: int) -> float:
+    generate(0)
+    rates = []
+    for number in range(1, TIMES + 1):
+        began = time.process_time()
+        made = generate(number)
+        if made != tokens:
+            raise RuntimeError(f"made {made} tokens, not {tokens}")
+        rates.append(made / (time.process_time() - began))
+    return statistics.median(rates)
+
+
+def engine_side(case: str, folder: Path) -> float:
+    """Through the engine contract, as rollouts ask it."""
+    from rlinf.channels.channel import LocalChannel
+    from rlinf.data.record import Record, RecordId
+    from rlinf.engines.transformers import TransformersConfig, TransformersEngine
+    from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+
+    config = CausalLMConfig(path=folder / "model")
+    engine = TransformersEngine(TransformersConfig(ignore_eos=True), CausalLM, config)
+    engine.load(folder / "model", 0)
+    wanted = lengths(case)
+    asked = np.repeat(prompts(engine._module.config.vocab_size), GROUP, axis=0)
+
+    def generate(number: int) -> int:
+        requests = LocalChannel()
+        for length in np.unique(wanted):
+            rows = np.flatnonzero(wanted == length)
+            steps = {
+                "sample": rows,
+                "prompt": asked[rows],
+                "prompt_length": np.full(len(rows), WIDTH),
+            }
+            info: dict[str, Any] = {"horizon": int(length), "temperature": 1.0}
+            requests.put(Record(RecordId(number, int(rows[0])), steps, info=info))
+        requests.close()
+        replies = engine.generate(requests, seed=0, stage="rollout")
+        return sum(int(reply.steps["length"].sum()) for reply in replies)
+
+    return timed(generate, int(wanted.sum()))
+
+
+def generate_side(case: str, folder: Path) -> float:
+    """The library's own loop, with a stopping criterion for each row."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    wanted = torch.from_numpy(lengths(case))
+    tokens = torch.from_numpy(np.repeat(prompts(model.config.vocab_size), GROUP, axis=0))
+
+    class Ends(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return input_ids.shape[1] - WIDTH >= wanted
+
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=int(wanted.max()),
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+
+    def generate(number: int) -> int:
+        torch.manual_seed(number)
+        with torch.inference_mode():
+            found = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=settings,
+                stopping_criteria=[Ends()],
+            )
+        if found.shape[1] - WIDTH != int(wanted.max()):
+            raise RuntimeError(f"ended after {found.shape[1] - WIDTH}")
+        return int(wanted.sum())
+
+    return timed(generate, int(wanted.sum()))
+
+
+def main(side: str, case: str, folder: str) -> None:
+    from rlinf import process_tuning
+
+    process_tuning.tune_process()
+    measured = {"engine": engine_side, "generate": generate_side}[side](case, Path(folder))
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Memory of log-probabilities and entropies of a large vocabulary, forward and backward.
+
+In parts over the plain way; a process for each. Most anonymous memory of the process, with all it
+had before: the interpreter, torch, the hidden states and the head's weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from benchmarks.process_memory import measure_peaks
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf.models.logprobs import head_logprobs, token_logprobs
+
+TOKENS, VOCABULARY, HIDDEN, ROUNDS = 2048, 150_000, 896, 2
+
+
+def measure() -> list[BenchmarkRow]:
+    """Bytes of one way over those of the other."""
+    return [
+        median_row("logprob_memory_ratio", [ratio() for _ in range(ROUNDS)], "", 1 / 3, "lower")
+    ]
+
+
+def ratio() -> float:
+    """Once, one process after the other: together they would not fit into small machines."""
+    command = [sys.executable, "-m", "benchmarks.logprob_memory"]
+    peaks = [measure_peaks([[*command, way]])[0][1] for way in ("parts", "plain")]
+    print(f"  parts {peaks[0] / 1e9:.2f} GB, plain {peaks[1] / 1e9:.2f} GB")
+    return peaks[0] / peaks[1]
+
+
+def run(way: str) -> None:
+    """One forward and backward pass."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    weight = (torch.randn(VOCABULARY, HIDDEN).mul_(0.02)).requires_grad_()
+    taken = torch.randint(VOCABULARY, (TOKENS,))
+    # A first pass on a few rows: libraries load and allocate what they keep.
+    head_logprobs(hidden[:2], weight[:64], taken[:2] % 64, 1.0).sum().backward()
+    hidden.grad = weight.grad = None
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if way == "parts":
+        loss = head_logprobs(hidden, weight, taken, 1.0).sum()
+    else:
+        chosen, entropy = token_logprobs(hidden @ weight.T, taken, 1.0, True)
+        assert entropy is not None
+        loss = chosen.sum() + entropy.sum()
+    loss.backward()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])

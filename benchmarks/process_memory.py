@@ -1,0 +1,60 @@
+"""Most anonymous and shared memory of processes, looked at from outside.
+
+What is mapped from files does not count. Pages of a gigabyte take hundreds of milliseconds to come,
+so that no peak is missed between two looks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_INTERVAL_S = 0.002
+
+
+def memory_bytes(pid: int) -> int:
+    """Bytes now; 0 of a process that is gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    lines = dict(line.split(":", 1) for line in text.splitlines())
+    return sum(1024 * int(lines.get(name, "0 kB").split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str]]:
+    """Run processes that each say ``ready``, go on at a line, and then say something.
+
+    Returns:
+        Of each: what it held when it was ready, the most it held afterwards, and what it said.
+
+    Raises:
+        RuntimeError: one ended before it was ready, or failed.
+    """
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError("a process ended before it was ready")
+        before = [memory_bytes(process.pid) for process in processes]
+        peaks = list(before)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                raise RuntimeError("a process failed")
+            peaks = [max(p, memory_bytes(q.pid)) for p, q in zip(peaks, processes, strict=True)]
+            time.sleep(POLL_INTERVAL_S)
+        said = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return list(zip(before, peaks, said, strict=True))

@@ -1,0 +1,88 @@
+"""Results of work in parts, kept in a file as they come: what is cut off goes on where it was."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from rlinf import package_paths
+from rlinf.artifacts import write_atomic
+from rlinf.config import json_digest
+from rlinf.errors import ConfigError
+from rlinf.interpreters import resolve_interpreter
+
+
+class ResultCache:
+    """A file of results, each under the digest of what it was made by."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self._results = json.loads(path.read_text())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._results
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return self._results[key]
+
+    def __setitem__(self, key: str, result: dict[str, Any]) -> None:
+        """Keep a result, in the file too."""
+        self._results[key] = result
+        self._write()
+
+    def discard_others(self, keys: Collection[str]) -> None:
+        """Forget the results of other settings or code."""
+        if self._results.keys() - set(keys):
+            self._results = {key: r for key, r in self._results.items() if key in keys}
+            self._write()
+
+    def _write(self) -> None:
+        write_atomic(self._path, json.dumps(self._results, indent=1) + "\n")
+
+
+def result_key(environment: str | None, **settings: Any) -> str:
+    """Digest of settings, of the package's code and of the versions of what it runs with.
+
+    Args:
+        environment: of ``make env``, which has its packages; None: this one.
+    """
+    listed = package_paths.ROOT / "configs" / "environments" / f"{environment}.txt"
+    versions = torch.__version__ if environment is None else listed.read_text()
+    return json_digest({**settings, "code": _code(), "versions": versions})
+
+
+def missing_environment(environment: str | None) -> str | None:
+    """What to do for an environment that is not there."""
+    try:
+        if environment is not None:
+            resolve_interpreter(environment, "equality")
+    except ConfigError:
+        return f"not run: make env NAME={environment}"
+    return None
+
+
+@cache
+def _code() -> str:
+    """Of what runs: comments and docstrings are left out."""
+    found = xxhash.xxh3_128()
+    for path in sorted((package_paths.ROOT / "rlinf").rglob("*.py")):
+        code = ast.parse(path.read_bytes())
+        for node in ast.walk(code):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
+        found.update(ast.dump(code).encode())
+    return found.hexdigest()
+
+
+def _is_text(part: ast.AST) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)

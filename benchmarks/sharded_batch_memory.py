@@ -1,0 +1,89 @@
+"""Memory of a rank that computes with a batch of image trajectories: its own rows over all rows.
+
+Episodes of 84 x 84 x 3 bytes a step; four ranks, of which each cuts the batch as a trainer does and
+collates its micro-batches one after the other, reading the images as they are used, or all at once.
+Most anonymous memory above that after imports, of the rank with most.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.process_memory import measure_peaks
+from benchmarks.row import BenchmarkRow, median_row
+from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
+from rlinf.data.batch import pad_right
+from rlinf.data.lazy_array import to_array
+from rlinf.data.record import Record, RecordId
+from rlinf.trainers.micro_batching import split_micro_batches
+
+RANKS, EPISODES, STEPS, BUDGET = 4, 64, 200, 256
+IMAGE = (84, 84, 3)
+
+
+class StepwiseBatch:
+    """All that the cut asks of a policy whose steps stand alone."""
+
+    stepwise = True
+
+    def cost(self, record: Record) -> int:
+        return len(record)
+
+    def shared(self, record: Record) -> tuple[bytes, int]:
+        return b"", 0
+
+
+def measure() -> list[BenchmarkRow]:
+    """Both ways, one after the other."""
+    with tempfile.TemporaryDirectory() as name:
+        write(Path(name))
+        command = [sys.executable, "-m", "benchmarks.sharded_batch_memory", name]
+        peaks = {}
+        for way in ("own", "all"):
+            found = measure_peaks([[*command, way, str(rank)] for rank in range(RANKS)])
+            peaks[way] = max(peak - before for before, peak, _ in found)
+    print(f"  own {peaks['own'] / 1e6:.0f} MB, all {peaks['all'] / 1e6:.0f} MB")
+    return [median_row("owner_memory_ratio", [peaks["own"] / peaks["all"]], "", None, "lower")]
+
+
+def write(folder: Path) -> None:
+    """The batch, an episode at a time."""
+    random = np.random.default_rng(0)
+    writer = RecordFileWriter(folder, "trajectories")
+    for number in range(EPISODES):
+        images = random.integers(0, 255, (STEPS, *IMAGE), dtype=np.uint8)
+        writer.put(Record(RecordId(0, number), {"images": images}, info={"group": number}))
+    writer.close()
+
+
+def run(folder: Path, way: str, rank: int) -> None:
+    """One rank."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    records = list(RecordFileReader(folder.glob("*-r*.h5")))
+    if way == "all":
+        for record in records:
+            record.steps["images"] = to_array(record.steps["images"])
+    policy: Any = StepwiseBatch()
+    (mine,) = split_micro_batches(
+        policy,
+        records,
+        None,
+        max_tokens=BUDGET,
+        padded=True,
+        speeds=[1.0] * RANKS,
+        rank=rank,
+        num_threads=1,
+    )
+    for spans in mine.batches:
+        parts = [records[row].slice_steps(start, stop) for row, start, stop in spans]
+        pad_right([part.steps["images"] for part in parts], max(map(len, parts)))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

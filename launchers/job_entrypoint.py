@@ -1,0 +1,222 @@
+"""What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
+
+An instance is pickled by submitit, or in a heterogeneous job an argument of this module
+(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when Slurm
+restarts the job, the same call runs again and goes on from files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
+from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
+from slurm.client import STOP_SIGNALS
+from slurm.jobs import HET_GROUPS_VARIABLE, current_job_id
+from slurm.requeue import requeue
+
+REQUEUE_STAGGER_S = 0.005
+"""Between the requests of two ranks."""
+
+
+@dataclass
+class ModuleCall:
+    """``python -m module *argv`` in this process."""
+
+    module: str
+    argv: tuple[str, ...]
+    path: tuple[str, ...]
+    """Folders put in front of the module search path."""
+    exit_note_dir: str
+    """Folder for exit notes: what a job ended with, for a driver without accounting."""
+    shares: tuple[tuple[str, float], ...] = ()
+    """Relative speeds by kind of node; or of each process, with empty names."""
+    requeues: bool = True
+    """See :class:`launchers.launcher.JobSpec`."""
+
+    def to_json(self) -> str:
+        """As JSON, for :meth:`load`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModuleCall:
+        """Read what :meth:`dump` gave."""
+        values = json.loads(text)
+        values["shares"] = tuple((kind, speed) for kind, speed in values["shares"])
+        return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
+
+    def __call__(self) -> None:
+        sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
+        rank = set_torchrun_variables(self.shares)
+        # A warning while the module and its libraries are still read, which takes long on a shared
+        # filesystem, is no failure: nothing was begun.
+        _on_warning(_asked_to_stop)
+        code = run_module(self.module, self.argv)
+        _on_warning(signal.SIG_IGN)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code == EXIT_REQUEUE and self.requeues:
+            # Whoever stops first has the job requeued, which ends the others; of hundreds that stop
+            # together not all ask at once.
+            time.sleep(rank * REQUEUE_STAGGER_S)
+            if requeue():
+                os._exit(0)
+        if rank == 0 or code:
+            self._note(code, rank)
+        # Leave without submitit's epilogue: the exit code of the job is that of the module.
+        os._exit(code)
+
+    def _note(self, code: int, rank: int) -> None:
+        note = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"code": code, "rank": rank}))
+        if note.exists() and (code == 0 or _agreed(note)):
+            # A rank that met bad input says more than those that failed because it ended.
+            temporary.unlink()
+        else:
+            temporary.replace(note)
+
+
+def _agreed(note: Path) -> bool:
+    """Whether a rank has noted an exit code that says why the job failed."""
+    try:
+        return json.loads(note.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _on_warning(handler: Any) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+
+
+def _asked_to_stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_REQUEUE)
+
+
+def run_module(module: str, argv: tuple[str, ...]) -> int:
+    """Exit code of a module run as ``__main__``."""
+    sys.argv = [module, *argv]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def set_torchrun_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
+    """torchrun-style variables from Slurm's; returns the rank.
+
+    Raises:
+        PlanError: a node of the job is of none of the kinds that ``shares`` names.
+
+    The name of their group follows from job and restart, so that all ranks agree without asking and
+    a restarted job does not meet its predecessor.
+    """
+    job = os.environ["SLURM_JOB_ID"]
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    rank = int(os.environ.get("SLURM_PROCID", "0"))
+    size = int(os.environ.get("SLURM_NTASKS", "1"))
+    if shares and size > 1:
+        os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(map(str, rank_speeds(shares, rank_hosts())))
+    # Components of a heterogeneous job have steps, but no number, of their own.
+    step = os.environ.get("SLURM_STEP_ID", "0")
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+            "LOCAL_WORLD_SIZE": os.environ.get("SLURM_NTASKS_PER_NODE", str(size)),
+            GROUP_VARIABLE: f"{job}.{step}-{restart}",
+            "RLINF_ATTEMPT": f"{job}-{restart}",
+        }
+    )
+    return rank
+
+
+def rank_hosts() -> list[str]:
+    """The node of each rank; ranks fill one after another, as sbatch places them.
+
+    Slurm's list of nodes is sorted, while the components of a heterogeneous job keep their order.
+    """
+    groups = os.environ.get(HET_GROUPS_VARIABLE)
+    suffixes = [f"_HET_GROUP_{group}" for group in groups.split(",")] if groups else [""]
+    return [
+        host
+        for suffix in suffixes
+        for host in expand_hostlist(os.environ[f"SLURM_JOB_NODELIST{suffix}"])
+        for _ in range(int(os.environ[f"SLURM_NTASKS_PER_NODE{suffix}"]))
+    ]
+
+
+def expand_hostlist(nodes: str) -> list[str]:
+    """Return the names in a list of nodes such as ``a100-[1-3],cpu-1``, by scontrol.
+
+    A wrapper of scontrol may print more; a host is alone on its line and begins as the list does.
+    """
+    beginnings = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _parts(nodes)}
+    lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
+    hosts = [line for line in lines if re.fullmatch(r"[\w.-]+", line)]
+    return [host for host in hosts if re.split(r"\d", host, maxsplit=1)[0] in beginnings]
+
+
+def _parts(nodes: str) -> list[str]:
+    """Return the parts of a list of nodes; commas in brackets part numbers."""
+    return re.split(r",(?![^\[]*\])", nodes)
+
+
+def rank_speeds(shares: tuple[tuple[str, float], ...], hosts: Sequence[str]) -> tuple[float, ...]:
+    """Relative speed of each rank, given its host.
+
+    Raises:
+        PlanError: a host is of none of the kinds, or of several.
+    """
+    if not shares[0][0]:
+        return tuple(speed for _, speed in shares)
+    found: dict[str, float] = {}
+    for host in dict.fromkeys(hosts):
+        words = node_attributes(host)
+        kinds = [(kind, speed) for kind, speed in shares if kind in words]
+        if len(kinds) != 1:
+            raise PlanError(
+                f"plan: shares: node {host} is {'none' if not kinds else 'several'} of "
+                f"{', '.join(kind for kind, _ in shares)}; name GPUs or features that tell the "
+                "job's nodes apart"
+            )
+        found[host] = kinds[0][1]
+    return tuple(found[host] for host in hosts)
+
+
+def node_attributes(host: str) -> set[str]:
+    """All that Slurm says of a node: its GPUs' names and its features are among the words."""
+    lines = _scontrol("node", host, "-o").splitlines()
+    # Around that line a wrapper of scontrol may print words of its own.
+    said = [line for line in lines if line.lstrip().startswith("NodeName=")]
+    return set(re.split(r"[\s,:=()]+", " ".join(said)))
+
+
+def _scontrol(*what: str) -> str:
+    return subprocess.run(
+        ["scontrol", "show", *what], capture_output=True, text=True, check=True
+    ).stdout
+
+
+if __name__ == "__main__":
+    ModuleCall.from_json(sys.argv[1])()

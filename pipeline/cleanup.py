@@ -1,0 +1,68 @@
+"""Removing what killed processes left behind: shared memory, and temporary files of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pipeline import lock
+from rlinf import shared_memory
+from rlinf.errors import InputError
+from stages.layout import CONFIG_FILE
+
+TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
+"""Names of files that become others once they are whole."""
+MIN_AGE_S = 600.0
+"""A file that is being written is younger."""
+
+
+def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """What can go, with its bytes: of this user, on this node and in these runs.
+
+    Raises:
+        InputError: one of them is no run directory.
+    """
+    folders = [folder.expanduser().absolute() for folder in runs]
+    for folder in folders:
+        if not (folder / CONFIG_FILE).is_file():
+            raise InputError(f"{folder}: no run directory (it has no {CONFIG_FILE})")
+    found = list(shared_memory.orphaned_segments())
+    for folder in folders:
+        found += [*lock.orphaned_lock_files(folder), *temporary_files(folder)]
+    for path in dict.fromkeys(found):
+        with contextlib.suppress(OSError):
+            yield path, path.lstat().st_size
+
+
+def temporary_files(run: Path) -> Iterator[Path]:
+    """Files of a run that were never finished."""
+    # Jobs of an earlier driver may remove folders meanwhile, which os.walk passes over.
+    for folder, _, names in os.walk(run):
+        for name in names:
+            if not TEMPORARY_NAME.fullmatch(name) or name.startswith(f".{lock.LOCK_FILE}."):
+                continue
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):
+                if path.is_file() and lock.file_age_s(path) > MIN_AGE_S:
+                    yield path
+
+
+def remove_orphans(run: Path) -> None:
+    """Remove what earlier drivers of a run never finished; for the one that has its lock."""
+    for path in [*lock.orphaned_lock_files(run), *temporary_files(run)]:
+        path.unlink(missing_ok=True)
+
+
+def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
+    """Remove it, or only say what would be removed; returns a line for each."""
+    lines, total = [], 0
+    for path, size in orphans(runs):
+        lines.append(f"{size / 1e6:10.1f} MB  {path}")
+        total += size
+        if not dry_run:
+            shared_memory.remove_orphan(path)
+    what = "would be removed" if dry_run else "removed"
+    return [*lines, f"{len(lines)} files, {total / 1e6:.1f} MB, {what}"]

@@ -1,0 +1,88 @@
+"""A flow (:mod:`stages.flow`) unrolled over a number of iterations: the graph that every driver
+walks, Snakemake included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rlinf.config import RunConfig
+from stages.flow import EVALUATE, flow_of
+from stages.layout import offline_folder, stage_folder
+
+
+class StageNode(NamedTuple):
+    """A stage instance: a stage of one iteration, or an offline stage."""
+
+    stage: str
+    iteration: int
+
+    @property
+    def name(self) -> str:
+        """Readable and unique: ``rollout/3``."""
+        return f"{self.stage}/{self.iteration}"
+
+
+class Graph:
+    """A flow unrolled for one run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """
+        Raises:
+            ConfigError: unknown flow.
+        """
+        self.flow = flow_of(config)
+        self.iterations = config.iterations
+        self._every = config.evaluate.every
+        self._staleness = config.rollout.staleness
+
+    def inputs(self, node: StageNode) -> dict[str, StageNode]:
+        """The nodes a node reads, by input name."""
+        found = {}
+        for name, source in self.flow.all_stages[node.stage].inputs.items():
+            lag = self._staleness if source.stale else 0
+            for place in range(source.history):
+                iteration = node.iteration - source.lag - lag - place
+                key = f"{name}.{place}" if place else name
+                if source.stage in self.flow.offline:
+                    found[key] = StageNode(source.stage, 0)
+                elif iteration >= 0:
+                    found[key] = StageNode(source.stage, iteration)
+                elif source.initial is not None and not place:
+                    found[key] = StageNode(source.initial, 0)
+        return found
+
+    def edges(self) -> dict[str, set[str]]:
+        """The names of the inputs between each two stages, by edge: ``rollout -> reward``."""
+        found: dict[str, set[str]] = {}
+        for target, stage in {**self.flow.stages, EVALUATE: self.flow.evaluate}.items():
+            for name, source in stage.inputs.items():
+                found.setdefault(f"{source.stage} -> {target}", set()).add(name)
+        return found
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether a version of the weights is to be evaluated."""
+        ends = version in (0, self.iterations)
+        return ends or (self._every > 0 and version % self._every == 0)
+
+    def offline_nodes(self) -> Iterator[StageNode]:
+        """The nodes that come before the first iteration."""
+        for stage in self.flow.offline:
+            yield StageNode(stage, 0)
+
+    def nodes(self) -> Iterator[StageNode]:
+        """All nodes in an order in which they can run one after the other."""
+        yield from self.offline_nodes()
+        for version in range(self.iterations + 1):
+            if version:
+                for stage in self.flow.stages:
+                    yield StageNode(stage, version - 1)
+            if self.is_evaluated(version):
+                yield StageNode(EVALUATE, version)
+
+    def output_folder(self, run: Path, node: StageNode) -> Path:
+        """Output folder of a node."""
+        if node.stage in self.flow.offline:
+            return offline_folder(run, node.stage)
+        return stage_folder(run, *node)

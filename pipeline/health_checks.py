@@ -1,0 +1,232 @@
+"""What a run's own metrics say against it: that it learns nothing, or that its grader fails.
+
+Each notice is one sentence (what, since when, what to do) and is shown once: in the driver's log
+when it first holds, in ``rlinf status`` and in the report.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.graph import StageNode
+from pipeline.run import Run
+from rlinf.artifacts import Manifest
+from stages.layout import METRICS_FILE
+
+PATIENCE = 3
+"""Consecutive iterations without a gradient before that is said: one small batch may lack one."""
+MetricsRow = Mapping[str, Any]
+"""Metrics of one finished iteration, named ``stage/metric``; see :mod:`pipeline.metrics`."""
+
+log = logging.getLogger("rlinf")
+
+
+@dataclass(frozen=True)
+class HealthWarning:
+    """Something that a person should know about a run."""
+
+    kind: str
+    """Names the rule; a run has at most one notice of each."""
+    text: str
+
+
+@dataclass(frozen=True)
+class HealthRule:
+    """When a notice is due, and its words."""
+
+    kind: str
+    condition: Callable[[MetricsRow], bool]
+    description: str
+    advice: str
+    patience: int = PATIENCE
+    only_groups: bool = False
+    """Whether it is about algorithms that compare the samples of a group only."""
+
+
+def _is(name: str, value: float) -> Callable[[MetricsRow], bool]:
+    return lambda row: row.get(name) == value
+
+
+def _some(name: str) -> Callable[[MetricsRow], bool]:
+    return lambda row: row.get(name, 0) > 0
+
+
+has_equal_groups = _is("reward/group_std", 0)
+NO_LEARNING_RULES = (
+    HealthRule(
+        "nothing_judged",
+        lambda row: row.get("reward/used_fraction") == 0 and "reward/group_std" not in row,
+        "no sample could be judged, so none takes part in the update",
+        "see the log of the stage reward, which counts what happened: a judge does not answer, or "
+        "samples are too long, say",
+    ),
+    HealthRule(
+        "nothing_kept",
+        _is("reward/used_fraction", 0),
+        "no sample takes part in the update, for all samples of each group score the same",
+        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+    ),
+    HealthRule(
+        "equal_groups",
+        has_equal_groups,
+        "all samples of each group get the same reward, so that advantages are zero",
+        "choose easier or harder prompts, a larger rollout.group_size or a warm start",
+        only_groups=True,
+    ),
+    HealthRule(
+        "zero_gradient",
+        _is("train/grad_norm", 0),
+        "the gradient is zero, so that the weights do not change",
+        "look at the rewards and the mask of the samples",
+    ),
+    HealthRule(
+        "skipped_steps",
+        _is("train/skipped_steps", 1),
+        "every step was left out because its gradient overflowed float16, so that the weights do "
+        "not change",
+        "the loss scale is halved each time and ends this by itself where the gradient is finite; "
+        "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 does without",
+    ),
+)
+"""The first that holds of an iteration is the cause of the ones behind it."""
+GRADER_RULES = tuple(
+    HealthRule(name, _some(f"reward/{name}"), what, advice, patience=1)
+    for name, what, advice in (
+        (
+            "fully_masked",
+            "samples have no step that counts (their mask is 0 throughout) and teach nothing",
+            "look at the masks that the task gives",
+        ),
+        (
+            "timeouts",
+            "answers ran into the grader's time limit and score 0",
+            "look at them in the report",
+        ),
+        (
+            "parse_failures",
+            "answers could not be read and score 0",
+            "look at them in the report, and at the format that the prompt asks for",
+        ),
+        (
+            "unfinished_thoughts",
+            "responses end inside a thought and score 0",
+            "raise rollout.horizon if they are cut off",
+        ),
+        (
+            "grader_deaths",
+            "workers of the grader died and were replaced",
+            "give the stage reward more memory, or look at the answers they died of",
+        ),
+    )
+)
+
+
+def evaluate_rules(
+    rows: Sequence[MetricsRow], *, needs_groups: bool, iterations: int
+) -> list[HealthWarning]:
+    """The notices of a run, from the metrics of its finished iterations.
+
+    Args:
+        rows: in the order of iterations, each with its number under ``iteration`` (from 0).
+        needs_groups: whether the algorithm compares the samples of a group.
+        iterations: how many the run will have; a shorter run needs less patience.
+    """
+    found: list[HealthWarning] = []
+    if not rows:
+        return found
+    rules = [rule for rule in NO_LEARNING_RULES if needs_groups or not rule.only_groups]
+    causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
+    for rule in NO_LEARNING_RULES:
+        since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
+        found += _notice(rule, rows, since)
+    for rule in GRADER_RULES:
+        found += _notice(rule, rows, _streak([rule.condition(row) for row in rows], rule.patience))
+    return found
+
+
+def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
+    """First and last position of the first run of at least ``patience`` true values."""
+    start = 0
+    for at, held in enumerate([*holds, False]):
+        if not held:
+            if at - start >= patience:
+                return start, at - 1
+            start = at + 1
+    return None
+
+
+def _notice(
+    rule: HealthRule, rows: Sequence[MetricsRow], span: tuple[int, int] | None
+) -> Iterator[HealthWarning]:
+    if span is None:
+        return
+    # Iterations count from 1 wherever a person sees them.
+    first, last = (int(rows[at]["iteration"]) + 1 for at in span)
+    if span[1] == len(rows) - 1:
+        when = f"since iteration {first}"
+    else:
+        when = f"in iteration {first}" if first == last else f"in iterations {first} to {last}"
+    yield HealthWarning(rule.kind, f"{when} {rule.description}: {rule.advice}")
+
+
+def run_warnings(run: Run) -> list[str]:
+    """The notices of a run as it is on disk, from ``metrics.jsonl``."""
+    return [notice.text for notice in _of(run, read_metrics_rows(run))]
+
+
+def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of ``metrics.jsonl``; a line that a crash left unfinished is left out."""
+    try:
+        text = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            rows.append(row)
+    return rows
+
+
+def _of(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
+    needs_groups = any(map(has_equal_groups, rows)) and _needs_groups(run)
+    return evaluate_rules(rows, needs_groups=needs_groups, iterations=run.config.iterations)
+
+
+def _needs_groups(run: Run) -> bool:
+    from stages.factory import (
+        create_algorithm,  # brings PyTorch, which a look at a run can do without
+    )
+
+    return create_algorithm(run.config).needs_groups
+
+
+class HealthCheckCallback:
+    """Tells the driver's log each notice when it first holds; those of earlier drivers are told."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rows: list[MetricsRow] = []
+        self._told: set[str] = set()
+
+    def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = [*rows]
+        self._told = {notice.kind for notice in _of(self._run, self._rows)}
+
+    def on_node_start(self, node: StageNode) -> None: ...
+
+    def on_node_end(self, node: StageNode, manifest: Manifest) -> None: ...
+
+    def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
+        self._rows.append(metrics)
+        for notice in _of(self._run, self._rows):
+            if notice.kind not in self._told:
+                self._told.add(notice.kind)
+                log.warning("%s", notice.text)

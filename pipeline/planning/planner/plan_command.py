@@ -1,0 +1,571 @@
+"""``rlinf plan`` and ``rlinf replan``: make a plan, explain it, write it and its page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipeline.console import create_console
+from pipeline.inventory import load_or_survey
+from pipeline.job_executor import ClusterConfig
+from pipeline.plan import Execution, Plan, PlanningSources, read_plan
+from pipeline.planning.planner import job_planner, pool_planner
+from pipeline.planning.planner.available_devices import (
+    check_quota,
+    local_devices,
+    select_devices,
+    with_memory_floors,
+)
+from pipeline.planning.planner.proposal import PlanProposal, PlanRow
+from pipeline.planning.planner.request import PlanRequest, parse_pins
+from pipeline.planning.planner.stage_options import SINGLE_MEASUREMENT_SPREAD, Correction
+from pipeline.planning.profile.data_sheet_profile import estimate_profile
+from pipeline.planning.profile.device_kinds import local_kind
+from pipeline.planning.profile.profile_identity import ProfileIdentity
+from pipeline.planning.profile.schema import load_profile
+from pipeline.pools.measured_times import (
+    WORK_PART,
+    ForecastComparison,
+    MeasuredTimes,
+    compare_with_forecast,
+    measure_times,
+)
+from pipeline.report.chart_style import GRID_COLOUR, finish_chart, inline_svg
+from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
+from pipeline.run import Run
+from rlinf.artifacts import write_user_file
+from rlinf.config import RunConfig, validate
+from rlinf.errors import DataError, PlanError
+from slurm.site import SiteConfig, load_site
+from stages.flow import flow_of
+from stages.layout import PLAN_FILE
+
+
+def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
+    """The best plan for a request.
+
+    Args:
+        what_ifs: clusters to compare with, such as ``h100=8``.
+
+    Raises:
+        PlanError: a stage fits nowhere, or what was asked makes no sense.
+    """
+    make = job_planner.propose_jobs if request.execution == "stage" else pool_planner.propose_pools
+    return make(request.with_price_note(), what_ifs)
+
+
+def assess_plan(
+    request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
+) -> PlanProposal:
+    """What a given plan would take, with the best one of its grain among its alternatives.
+
+    Args:
+        where: what to call the plan in errors.
+
+    Raises:
+        PlanError: it cannot be; names the key and the limit.
+    """
+    make = job_planner.assess_jobs if plan.execution == "stage" else pool_planner.assess_pools
+    return make(request.with_price_note(), plan, where, what_ifs)
+
+
+PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
+"""Opacity of the parts of a stage, the last of which is its work."""
+
+
+def render_page(proposal: PlanProposal, title: str) -> str:
+    """The page as text."""
+    forecast = proposal.forecast
+    sections = [("gantt", "Predicted iteration", gantt_chart(proposal))]
+    if proposal.what_ifs:
+        sections.append(("what-if", "What if", what_if_chart(proposal)))
+    return render_template(
+        "plan.html.jinja",
+        name=f"{title}: plan",
+        tiles=[
+            ("predicted iteration", f"{forecast.iteration_s:.3g} s"),
+            ("80 % of iterations", f"{forecast.low_s:.3g} - {forecast.high_s:.3g} s"),
+            ("device-hours an iteration", f"{forecast.gpu_hours:.3g}"),
+            ("mode", proposal.mode),
+            ("objective", proposal.objective),
+        ],
+        sections=[
+            {"name": name, "title": heading, "svg": inline_svg(figure, name)}
+            for name, heading, figure in sections
+        ],
+        rows=proposal.rows,
+        alternatives=[
+            {"other": other, "more": other.cost / forecast.cost - 1 if forecast.cost else 0.0}
+            for other in proposal.alternatives
+        ],
+        choices=proposal.forecast.recommendations,
+        notes=proposal.notes,
+    )
+
+
+def gantt_chart(proposal: PlanProposal) -> Figure:
+    """Each stage on its lane, its parts in shades; the whisker is the 10 % to 90 % interval."""
+    lanes, shown = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
+    figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
+    for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
+        start = row.start_s
+        opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
+        for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
+            axis.barh(at, length, 0.6, start, color=shown[row.stage], alpha=shade, label=name)
+            start += length
+        axis.errorbar(
+            row.start_s + row.seconds,
+            at,
+            xerr=[[row.seconds - row.low_s], [row.high_s - row.seconds]],
+            color="#24292f",
+            lw=1,
+            capsize=3,
+        )
+    axis.set_yticks(range(len(lanes)), [f"{lane[0].place}  {lane[0].size}" for lane in lanes])
+    axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
+    axis.grid(axis="y", visible=False)
+    handles = [Patch(color=shown[row.stage], label=row.stage) for row in proposal.rows]
+    names = max((list(row.parts_s) for row in proposal.rows), key=len)
+    shades = [
+        Patch(color="#24292f", alpha=shade, label=name)
+        for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
+    ]
+    axis.legend(
+        handles=[*handles, *(shades if len(names) > 1 else [])],
+        ncols=len(handles) + len(shades),
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        fontsize=8,
+        columnspacing=1.0,
+        handlelength=1.2,
+    )
+    return finish_chart(figure)
+
+
+def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
+    """Rows by place and size; those that run side by side are on lanes of their own."""
+    lanes: list[list[PlanRow]] = []
+    for row in rows:
+        for lane in lanes:
+            last = lane[-1]
+            free = last.start_s + last.seconds <= row.start_s + 1e-9
+            if (last.place, last.size) == (row.place, row.size) and free:
+                lane.append(row)
+                break
+        else:
+            lanes.append([row])
+    return lanes
+
+
+def what_if_chart(proposal: PlanProposal) -> Figure:
+    """Iteration times of the best plans of clusters that differ."""
+    cases = [case for case in proposal.what_ifs if math.isfinite(case.seconds)]
+    names = ["as it is", *(case.what for case in cases)]
+    values = np.array([proposal.forecast.iteration_s, *(case.seconds for case in cases)])
+    figure, axis = plt.subplots(figsize=(10, 0.34 * len(names) + 0.9))
+    colours = ["#24292f" if i == 0 else STAGE_COLOURS["rollout"] for i in range(len(names))]
+    axis.barh(range(len(names)), values, 0.62, color=colours)
+    for i, value in enumerate(values):
+        change = "" if i == 0 else f"  {value / values[0] - 1:+.0%}"
+        axis.annotate(
+            f"{value:.3g} s{change}",
+            (value, i),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+    axis.axvline(values[0], color=GRID_COLOUR, zorder=0)
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xlabel="seconds of an iteration", xlim=(0, 1.15 * values.max()))
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.grid(axis="y", visible=False)
+    return finish_chart(figure)
+
+
+UNMEASURED_NOTE = (
+    "nothing was measured: times are from data sheets and may be wrong by a factor of two; measure "
+    "with rlinf profile, or run this plan and ask rlinf replan"
+)
+
+
+def build_request(
+    config: RunConfig,
+    sources: PlanningSources,
+    objective: str = "time",
+    execution: Execution = "stage",
+    *,
+    is_user_plan: bool = False,
+) -> PlanRequest:
+    """Gather what the planner needs.
+
+    Args:
+        given: to assess a plan by hand.
+
+    Raises:
+        PlanError: a file is missing or wrong, or the profile is of another run.
+        SlurmError: Slurm does not answer.
+    """
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    saved = Path(sources.inventory) if sources.inventory else None
+    site = Path(sources.site) if sources.site else cluster.site
+    notes: tuple[str, ...] = ()
+    profile, door = None, None
+    if sources.profile:
+        profile = load_profile(Path(sources.profile))
+        profile.check_identity(ProfileIdentity.of(config), (), sources.profile)
+        profile.check_stages(flow_of(config).all_stages, sources.profile)
+    if cluster.launcher == "slurm" or saved is not None:
+        known, inventory = load_site(site) if site else SiteConfig(), load_or_survey(saved, site)
+        if profile is None:
+            profile, notes = estimate_profile(config, inventory, known), (UNMEASURED_NOTE,)
+        devices, more = select_devices(
+            inventory, known, profile, sources.partitions, is_user_plan=is_user_plan
+        )
+        notes += more
+        sited = cluster.model_copy(update={"site": site})
+        door = partial(check_quota, cluster=sited, inventory=inventory)
+        if not profile.estimated:
+            # Without data sheets, or of another sort of model, measurements alone say what fits.
+            with suppress(PlanError, DataError):
+                devices = with_memory_floors(devices, estimate_profile(config, inventory, known))
+    elif profile is not None:
+        devices = local_devices(profile, local_kind())
+    else:
+        raise PlanError(
+            "nothing is measured: there is no profile.json; make one with: rlinf profile, or name "
+            "a cluster whose GPUs have data sheets (cluster=slurm, or --from INVENTORY)"
+        )
+    pins = parse_pins(sources.pins, devices, flow_of(config))
+    return PlanRequest(
+        config,
+        profile,
+        devices,
+        objective,
+        execution,
+        pins,
+        notes,
+        sources=sources,
+        plan_validator=door,
+    )
+
+
+def write_proposal(proposal: PlanProposal, out: Path, title: str) -> Path:
+    """Write the plan, beside it its page, and of pools the problem; returns the page's path.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    beside = out.with_suffix(".html")
+    header = (
+        "# Made by rlinf plan. Resources may be edited; 'predicted' is kept for comparison only.\n"
+    )
+    write_user_file(out, header + yaml.safe_dump(proposal.plan.to_dict(), sort_keys=False))
+    write_user_file(beside, render_page(proposal, title))
+    if proposal.problem:
+        write_user_file(out.with_suffix(".problem.yaml"), proposal.problem)
+    return beside
+
+
+def print_proposal(proposal: PlanProposal) -> None:
+    """Print the plan, its alternatives and what-ifs as tables."""
+    console = create_console()
+    console.print(plan_table(proposal))
+    forecast = proposal.forecast
+    console.print(
+        f"iteration: {format_seconds(forecast.iteration_s)} "
+        f"({format_seconds(forecast.low_s)} to {format_seconds(forecast.high_s)} for 80 %), "
+        f"{forecast.gpu_hours:.3g} device-hours; {describe_optimality(proposal)}",
+        highlight=False,
+    )
+    if proposal.alternatives:
+        console.print(alternatives_table(proposal))
+    if proposal.what_ifs:
+        console.print(what_if_table(proposal))
+    if proposal.forecast.recommendations:
+        console.print(choices_table(proposal))
+    for note in proposal.notes:
+        console.print(f"note: {note}", style="yellow")
+
+
+def describe_optimality(proposal: PlanProposal) -> str:
+    """How near the best the plan is, in words."""
+    if proposal.exact:
+        return "no plan is better under these predictions"
+    if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
+        return f"the best plan would take {format_seconds(proposal.alternatives[0].seconds)}"
+    gap = proposal.forecast.cost / proposal.bound - 1 if proposal.bound > 0 else math.inf
+    return f"no plan costs less than {proposal.bound:.4g} {proposal.unit} (gap {gap:.1%})"
+
+
+def plan_table(proposal: PlanProposal) -> Table:
+    """A row for each stage; the size is nodes x devices of each."""
+    out = Table(
+        title=f"plan: {proposal.mode}, for the least {proposal.objective}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    out.add_column("stage", no_wrap=True)
+    out.add_column("where")
+    out.add_column("size")
+    for heading in ("from", "takes", "10 - 90 %"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    out.add_column("bound by", no_wrap=True)
+    for row in proposal.rows:
+        share = row.parts_s[row.bound_by] / row.seconds if row.seconds else 0.0
+        out.add_row(
+            row.stage,
+            row.place,
+            row.size,
+            format_seconds(row.start_s),
+            format_seconds(row.seconds),
+            format_interval(row.low_s, row.high_s),
+            f"{row.bound_by} {share:.0%}",
+        )
+    return out
+
+
+def alternatives_table(proposal: PlanProposal) -> Table:
+    """The best other plans and why each loses."""
+    out = Table(
+        title="alternatives",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    out.add_column("what differs")
+    out.add_column("iteration", justify="right", no_wrap=True)
+    out.add_column("cost", justify="right", no_wrap=True)
+    out.add_column("why")
+    for other in proposal.alternatives:
+        more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
+        out.add_row(other.what, format_seconds(other.seconds), f"{more:+.1%}", other.why)
+    return out
+
+
+def choices_table(proposal: PlanProposal) -> Table:
+    """What the plan uses of what it could, and what that brings or would."""
+    out = Table(
+        title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    out.add_column("what")
+    out.add_column("chosen", no_wrap=True)
+    out.add_column("saves", justify="right", no_wrap=True)
+    out.add_column("why")
+    for choice in proposal.forecast.recommendations:
+        saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
+        out.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)
+    return out
+
+
+def what_if_table(proposal: PlanProposal) -> Table:
+    """The best plans of clusters that differ."""
+    out = Table(
+        title="what if", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    out.add_column("cluster", no_wrap=True)
+    out.add_column("iteration", justify="right", no_wrap=True)
+    out.add_column("change", justify="right", no_wrap=True)
+    now = proposal.forecast.iteration_s
+    for case in proposal.what_ifs:
+        possible = math.isfinite(case.seconds)
+        change = f"{case.seconds / now - 1:+.1%}" if possible else ""
+        out.add_row(case.what, format_seconds(case.seconds) if possible else "impossible", change)
+    return out
+
+
+def format_seconds(value: float) -> str:
+    """A duration with three digits."""
+    unit, factor = _unit(value)
+    return f"{_digits(value * factor)} {unit}"
+
+
+def format_interval(low: float, high: float) -> str:
+    """Two durations, in the unit of the longer one."""
+    unit, factor = _unit(high)
+    return f"{_digits(low * factor)} - {_digits(high * factor)} {unit}"
+
+
+def _unit(value: float) -> tuple[str, float]:
+    if value >= 600:
+        return "min", 1 / 60
+    return ("ms", 1000.0) if 0 < value < 0.1 else ("s", 1.0)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def run_plan(
+    config: RunConfig,
+    sources: PlanningSources,
+    out: Path,
+    objective: str,
+    what_ifs: Sequence[str],
+    user_plan: Path | None = None,
+    execution: Execution = "stage",
+) -> None:
+    """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
+    asked = build_request(config, sources, objective, execution, is_user_plan=user_plan is not None)
+    if user_plan is not None:
+        print_proposal(
+            assess_plan(asked, read_plan(user_plan, flow_of(config)), str(user_plan), what_ifs)
+        )
+        return
+    proposal = propose_plan(asked, what_ifs)
+    # The files first: the reader of what is printed may close its end.
+    beside = write_proposal(proposal, out, config.run.name)
+    print_proposal(proposal)
+    create_console().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
+
+
+def run_replan(
+    run: Run, sources: PlanningSources | None, objective: str | None, *, apply: bool
+) -> None:
+    """``rlinf replan``: predicted against actual, then a plan that knows what the run has taught.
+
+    Args:
+        sources: instead of those of the run's plan.
+        apply: put it in the place of the run's plan, for the next start of a driver.
+
+    Raises:
+        PlanError: the plan was not made by ``rlinf plan``, or no iteration counts yet.
+    """
+    plan = Plan.from_run(run.folder)
+    sources = sources or (plan.forecast.sources if plan.forecast else None)
+    if plan.forecast is None or sources is None:
+        raise PlanError(
+            f"{run.folder / PLAN_FILE}: it has no prediction to compare with; "
+            "make a first plan with: rlinf plan"
+        )
+    lines = compare_with_forecast(run)
+    if not lines:
+        raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
+    asked = build_request(run.config, sources, objective or plan.forecast.objective, plan.execution)
+    same = plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile
+    # Corrections are those of one profile; another one has measured anew.
+    known = compute_corrections(plan, measure_times(run), asked) if same else {}
+    proposal = propose_plan(replace(asked, corrections=known))
+    if proposal.plan.forecast is not None:
+        predicted = proposal.plan.forecast.model_copy(update={"applied_at": time.time()})
+        made = proposal.plan.model_copy(update={"forecast": predicted})
+        proposal = replace(proposal, plan=made)
+    out = run.folder / (PLAN_FILE if apply else "replan.yaml")
+    beside = write_proposal(proposal, out, run.folder.name)
+    console = create_console()
+    console.print(actual_table(lines))
+    print_proposal(proposal)
+    name = run.folder
+    hint = f"\nuse it with: rlinf replan {name} --apply, then rlinf resume {name}"
+    if apply:
+        hint = f"\n{name} goes on with it: rlinf resume {name}"
+    console.print(f"plan: {out}\npage: {beside}{hint}", soft_wrap=True)
+
+
+def compute_corrections(
+    plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
+) -> dict[tuple[str, str], Correction]:
+    """How much longer than the profile says each stage takes, for the kinds it ran on.
+
+    The plan's prediction may already hold what an earlier run taught.
+    """
+    assert plan.forecast is not None
+    learnt = {
+        (entry.stage, entry.kind): Correction(entry.startup_factor, entry.work_factor)
+        for entry in plan.forecast.corrections
+    }
+    found = pool_corrections(plan, times) if plan.pools else job_corrections(plan, times, request)
+    for key, new in found.items():
+        old = learnt.get(key, Correction())
+        learnt[key] = Correction(
+            old.startup_factor * new.startup_factor, old.work_factor * new.work_factor
+        )
+    if request.profile.estimated:
+        learnt = {
+            key: replace(known, spread=SINGLE_MEASUREMENT_SPREAD) for key, known in learnt.items()
+        }
+    return learnt
+
+
+def pool_corrections(
+    plan: Plan, times: Mapping[str, MeasuredTimes]
+) -> dict[tuple[str, str], Correction]:
+    """Of stages in pools: what they computed beside what was predicted."""
+    assert plan.forecast is not None
+    found = {}
+    for pool in plan.pools:
+        for stage in pool.stages:
+            forecast = plan.forecast.stages.get(stage)
+            if forecast is None or stage not in times or WORK_PART not in forecast.breakdown_s:
+                continue
+            longer = statistics.median(times[stage].busy_s) / max(
+                1e-9, forecast.breakdown_s[WORK_PART]
+            )
+            for kind in pool.gpus:
+                found[stage, kind] = Correction(work_factor=max(1e-9, longer))
+    return found
+
+
+def job_corrections(
+    plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
+) -> dict[tuple[str, str], Correction]:
+    """Of stages in jobs of their own: start and imports, and all that comes after these."""
+    assert plan.forecast is not None
+    found = {}
+    for stage, forecast in plan.forecast.stages.items():
+        if stage not in times or not times[stage].running_s:
+            continue
+        inside = statistics.median(times[stage].running_s)
+        before = statistics.median(times[stage].total_s) - inside
+        expected = sum(forecast.breakdown_s.get(part, 0.0) for part in ("start", "imports"))
+        known = Correction(
+            startup_factor=max(1e-9, before / expected) if expected > 0 else 1.0,
+            work_factor=inside / max(1e-9, forecast.seconds - expected),
+        )
+        resources = plan.stage_plan(stage)
+        for name, own in request.devices.items():
+            kinds = resources.speed_weights if isinstance(resources.speed_weights, dict) else {}
+            named = resources.gpu_type in (None, own.kind.gpu_type) or own.feature in kinds
+            if (resources.partition or "") == own.kind.partition and named:
+                found[stage, name] = known
+    return found
+
+
+def actual_table(lines: Sequence[ForecastComparison]) -> Table:
+    """Predicted against actual."""
+    out = Table(
+        title="predicted against actual",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    out.add_column("stage", no_wrap=True)
+    for heading in ("predicted", "actual (median)", "off by", "n"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        out.add_row(
+            line.name,
+            format_seconds(line.predicted_s),
+            format_seconds(line.actual.median_s),
+            f"{line.error:+.1%}",
+            str(len(line.actual.total_s)),
+        )
+    return out

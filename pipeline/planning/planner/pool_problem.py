@@ -1,0 +1,377 @@
+"""The problem of grain ``segment``: pools of devices held over many iterations, from a profile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from pipeline.planning.cost.rates import RateTable, measured_rates
+from pipeline.planning.planner.available_devices import (
+    PartitionDevices,
+    job_count_limits,
+    shared_capacities,
+)
+from pipeline.planning.planner.problem import GpuKind, PlacementProblem, PlacementStage
+from pipeline.planning.planner.request import PlanRequest
+from pipeline.planning.planner.stage_options import (
+    DEFAULT_MIXING_EFFICIENCY,
+    Correction,
+    StageTimes,
+    mixing_efficiency,
+    num_work_items,
+)
+from pipeline.planning.profile.schema import MeasuredLink, Profile
+from rlinf.errors import PlanError
+from stages.factory import create_algorithm, engine_max_batch
+from stages.flow import flow_of
+
+Array = np.ndarray
+MIN_SAMPLED_LENGTHS = 16384
+"""Samples that are drawn at least."""
+BATCH_DRAWS = (2, 256)
+"""Batches that are drawn, at least and at most."""
+MAX_LENGTH_STEPS = 512
+"""The longest sample counts so many at most: others are rounded to what one of them is then."""
+
+
+def first_chunk_shares(
+    lengths: Sequence[int],
+    samples: int,
+    rows: int | None,
+    processes: Sequence[int],
+    parts: Sequence[int],
+    fixed: float,
+    seed: int = 0,
+) -> dict[int, dict[int, float]]:
+    """By number of parts, then of processes: after what share of the rollout the first is ready.
+
+    Args:
+        lengths: steps of samples, as they were seen.
+        samples: of a batch.
+        rows: that a process decodes at once; None: all.
+        fixed: share of the time of one process that half of the batch would take as well.
+        seed: of the drawn batches; the same seed gives the same answer.
+    """
+    known = np.asarray(lengths, np.float64)
+    known = np.maximum(1, np.rint(known / max(1.0, known.max() / MAX_LENGTH_STEPS))).astype(
+        np.int64
+    )
+    rng = np.random.default_rng(seed)
+    draws = min(max(MIN_SAMPLED_LENGTHS // samples, BATCH_DRAWS[0]), BATCH_DRAWS[1])
+    half, whole = (_decoded(rng.choice(known, (draws, n)), rows) for n in (samples // 2, samples))
+    steps, tokens = whole[1].max(1).mean(), samples * float(known.mean())
+    # Of the steps those of the tail are there however small the batch is.
+    tail = 2 * half[1].max(1).mean() - steps if samples > 1 else steps
+    c0 = min(fixed / max(tail, 1e-9), 1 / steps)
+    c1 = (1 - c0 * steps) / tokens
+    found: dict[int, dict[int, float]] = {m: {} for m in parts}
+    for count in processes:
+        each = math.ceil(samples / count)
+        begins, ends = _decoded(rng.choice(known, (draws * count, each)), rows)
+        spent = _spent(begins, ends, c0, c1)
+        last = np.take_along_axis(spent, ends.max(1, keepdims=True), 1).reshape(draws, count)
+        for m in parts:
+            first = ends[:, : math.ceil(each / m)].max(1, keepdims=True)
+            ready = np.take_along_axis(spent, first, 1).reshape(draws, count)
+            share = float((ready.max(1) / last.max(1)).mean())
+            found[m][count] = min(1.0, max(1 / m, share))
+    return found
+
+
+def _decoded(lengths: Array, rows: int | None) -> tuple[Array, Array]:
+    """Steps at which samples ``[processes, n]`` begin and end, in the order that they are asked."""
+    processes, count = lengths.shape
+    begins, ends = np.zeros_like(lengths), lengths.copy()
+    if rows is None or count <= rows:
+        return begins, ends
+    every, busy = np.arange(processes), ends[:, :rows].copy()
+    for sample in range(rows, count):
+        row = busy.argmin(1)
+        begins[:, sample] = busy[every, row]
+        ends[:, sample] += begins[:, sample]
+        busy[every, row] = ends[:, sample]
+    return begins, ends
+
+
+def _spent(begins: Array, ends: Array, c0: float, c1: float) -> Array:
+    """Time ``[processes, steps + 1]`` until each step has ended."""
+    processes, steps = len(ends), int(ends.max())
+    change = np.zeros((processes, steps + 1))
+    every = np.repeat(np.arange(processes), ends.shape[1])
+    np.add.at(change, (every, begins.ravel()), 1)
+    np.add.at(change, (every, ends.ravel()), -1)
+    alive = change.cumsum(1)[:, :-1]
+    cost = np.where(alive > 0, c0 + c1 * alive, 0.0)
+    return np.concatenate([np.zeros((processes, 1)), cost.cumsum(1)], axis=1)
+
+
+Tables = dict[str, dict[str, RateTable]]
+CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
+
+
+def build_pool_problem(
+    request: PlanRequest, named: Collection[str] = ()
+) -> tuple[PlacementProblem, Tables]:
+    """The planner's problem, and where its rates come from.
+
+    Args:
+        named: kinds that are looked at even if their nodes have a better name.
+
+    Raises:
+        PlanError: a stage can run on none of the devices.
+    """
+    devices = _looked_at(request, named)
+    begins = create_algorithm(request.config).supports_streaming
+    stages, mixed = [], list[StageTimes]()
+    flow = flow_of(request.config)
+    held = flow.device_dependencies()
+    chunks = [n for n in CHUNK_CHOICES if request.config.rollout.batch_size % n == 0]
+    works = {name: _works(request, name, devices) for name in held}
+    tables: Tables = {name: {k: t for k, (_, t) in found.items()} for name, found in works.items()}
+    devices = _needed(devices, tables, {*named, *_pinned(request)})
+    for name, after in held.items():
+        found = {kind: table for kind, table in tables[name].items() if kind in devices}
+        if name == flow.elastic_stage and name not in request.pins:
+            found = _with_gpus(found, devices)
+        tables[name] = found
+        parts: dict[str, Any] = {}
+        if name == flow.elastic_stage:
+            mixed = [work for kind, (work, _) in works[name].items() if kind in devices]
+            parts = _parts(request, mixed, chunks)
+        stages.append(
+            PlacementStage(
+                name,
+                {kind: table.rates for kind, table in found.items()},
+                after,
+                streams=flow.all_stages[name].output_stream is not None or begins,
+                divisible=flow.all_stages[name].uses_device,
+                beside=flow.all_stages[name].holds != "trainer",
+                switch_s=_switches(devices) if flow.all_stages[name].holds == "trainer" else {},
+                **parts,
+            )
+        )
+    # A job has like devices; generators are jobs of one device each.
+    generators = tables.get(flow.elastic_stage or "", {})
+    alike = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
+    problem = PlacementProblem(
+        stages,
+        [
+            GpuKind(
+                name,
+                own.count,
+                own.price,
+                own.wait_s(1),
+                own.interruptions_per_hour,
+                own.per_node,
+                tuple(own.waits_s.items()) if len(set(own.waits_s.values())) > 1 else (),
+                own.max_job_devices if own.max_job_devices < own.count else 0,
+            )
+            for name, own in devices.items()
+        ],
+        chunks=chunks,
+        sync_s=_transfers(devices, request.profile),
+        mixing=_mixing(mixed),
+        mixes=frozenset({flow.elastic_stage} if flow.elastic_stage and alike else ()),
+        allowed={s: kinds & devices.keys() for s, kinds in request.pins.items() if s in held},
+        shared=shared_capacities(devices),
+        most_jobs=job_count_limits(devices),
+    )
+    return problem, tables
+
+
+def _looked_at(request: PlanRequest, named: Collection[str]) -> dict[str, PartitionDevices]:
+    """Every node once; again under a worse name that a pin wants, or that allows longer or larger
+    jobs, or more of them."""
+    priced = request.priced_devices()
+    wanted = {*named, *_pinned(request)}
+
+    def longer(own: PartitionDevices) -> bool:
+        better = priced.get(own.better_kind or "")
+        return better is None or any(
+            getattr(own, name) > getattr(better, name)
+            for name in ("limit_s", "job_devices", "count")
+        )
+
+    return {name: own for name, own in priced.items() if name in wanted or longer(own)}
+
+
+def _pinned(request: PlanRequest) -> set[str]:
+    """Worse names of nodes that a stage is pinned to and not to the better one."""
+    return {
+        name
+        for kinds in request.pins.values()
+        for name in kinds & request.devices.keys()
+        if request.devices[name].better_kind not in kinds
+    }
+
+
+def _needed(
+    devices: Mapping[str, PartitionDevices], tables: Tables, wanted: Collection[str]
+) -> dict[str, PartitionDevices]:
+    """Without the worse names of nodes under which no stage can do what it cannot otherwise."""
+
+    def gains(name: str, better: str) -> bool:
+        for found in tables.values():
+            mine = found[name].rates if name in found else np.zeros(1)
+            theirs = found[better].rates if better in found else np.zeros(1)
+            theirs = np.pad(theirs, (0, max(0, len(mine) - len(theirs))))
+            if np.any((mine > 0) & (theirs[: len(mine)] == 0)):
+                return True
+        return False
+
+    return {
+        name: own
+        for name, own in devices.items()
+        if name in wanted or own.better_kind is None or gains(name, own.better_kind)
+    }
+
+
+def _works(
+    request: PlanRequest, stage: str, devices: Mapping[str, PartitionDevices]
+) -> dict[str, tuple[StageTimes, RateTable]]:
+    """By kind: a stage's work there, and its rates.
+
+    Raises:
+        PlanError: it can run on none of them.
+    """
+    found, reasons = dict[str, tuple[StageTimes, RateTable]](), []
+    for kind, own in devices.items():
+        try:
+            work = StageTimes(
+                own, stage, flow_of(request.config).all_stages[stage], request.profile
+            )
+            found[kind] = work, _rates(work, request)
+        except PlanError as error:
+            reasons.append(f"{kind}: {error}")
+    if not found:
+        raise PlanError(f"stage {stage!r} fits nowhere: {'; '.join(reasons)}")
+    return found
+
+
+def _mixing(works: Sequence[StageTimes]) -> float:
+    """Of generators of several kinds what the worst pair keeps of their summed speed."""
+    return min(
+        (mixing_efficiency(pair) for pair in combinations(works, 2)),
+        default=DEFAULT_MIXING_EFFICIENCY,
+    )
+
+
+def _parts(
+    request: PlanRequest, works: Sequence[StageTimes], chunks: Sequence[int]
+) -> dict[str, Any]:
+    """What is known of a rollout that is passed on in parts."""
+    lines = [work.time_line(min(point.processes for point in work.measured)) for work in works]
+    # Of unlike kinds the mean.
+    fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
+    config, profile = request.config, request.profile
+    most = min(config.rollout.batch_size, sum(work.devices.count for work in works))
+    counts = [1 << i for i in range(most.bit_length())]
+    found = first_chunk_shares(
+        profile.lengths.samples, profile.samples, engine_max_batch(config), counts, chunks, fixed
+    )
+    return {"again": fixed, "lead": found}
+
+
+def _with_gpus(
+    found: Mapping[str, RateTable], devices: Mapping[str, PartitionDevices]
+) -> dict[str, RateTable]:
+    """Where GPUs can generate, kinds without any do not: jobs of one pool ask for the same."""
+    some = {kind: table for kind, table in found.items() if devices[kind].kind.gpus_per_node}
+    return some or dict(found)
+
+
+def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
+    """On 0 to all devices of the kind, everything loaded."""
+    count = work.devices.count
+    counts = np.arange(count + 1)
+    table = measured_rates(
+        work.measured,
+        request.profile.samples,
+        count,
+        runnable=work.can_run(counts),
+        most=num_work_items(work.stage, request.config),
+        memory_bytes=work.peak_memory_bytes or math.nan,
+        fits=work.fits,
+    )
+    if not table.rates.any():
+        raise PlanError(
+            work.refusal_for(count) or "no number of devices that is there was measured"
+        )
+    known = request.corrections.get((work.stage, work.devices.name), Correction())
+    spread, rates = np.minimum(table.spread, known.spread), table.rates / known.work_factor
+    # A pool is one job, an elastic one a job for each device.
+    alone = work.stage == flow_of(request.config).elastic_stage
+    of_job = np.minimum(counts, 1) if alone else counts
+    rates = np.where(of_job <= work.devices.max_job_devices, rates, 0.0)
+    if not rates.any():
+        raise PlanError(
+            f"its jobs have at most {work.devices.max_job_devices} devices, and it runs on more alone "
+            f"({work.devices.allowance.refusal or 'MaxNodes'})"
+        )
+    limit = work.devices.time_limit_min
+    if limit is not None:
+        # A job that ends before any stage of it does would begin with the same one for ever.
+        starts = sum(part.mean for part in work.overheads(1).values())
+        quickest = starts + 1 / rates.max()
+        rates = np.where(rates * (60 * limit - starts) >= 1, rates, 0.0)
+        if not rates.any():
+            raise PlanError(
+                f"start and work take {quickest / 60:.1f} minutes at best, "
+                f"{work.devices.time_limit_of} allows jobs of {limit}"
+            )
+    return replace(table, rates=rates, spread=spread)
+
+
+def _switches(devices: Mapping[str, PartitionDevices]) -> dict[str, float]:
+    """Bringing the trainer out and in again where devices have a memory of their own."""
+    return {
+        name: sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload")) / 2
+        for name, own in devices.items()
+        if own.has_memory
+    }
+
+
+def _transfers(
+    devices: Mapping[str, PartitionDevices], profile: Profile
+) -> dict[tuple[str, str], float]:
+    """New weights from a pool of one kind to a pool of another: by network, or through files."""
+    return {
+        (source, target): min(transfer_seconds(a, b, profile).values())
+        for source, a in devices.items()
+        for target, b in devices.items()
+    }
+
+
+def transfer_seconds(
+    a: PartitionDevices, b: PartitionDevices, profile: Profile
+) -> dict[str, float]:
+    """Seconds that new weights take from a pool of one kind to one of another, by each way that
+    was measured: files always, and the links between their nodes."""
+    files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
+    ways = {"file": files}
+    for link in measured_links(profile, a, b):
+        took = _seconds(link, profile.weights_bytes)
+        ways[link.backend] = min(took, ways.get(link.backend, took))
+    return ways
+
+
+def measured_links(
+    profile: Profile, a: PartitionDevices, b: PartitionDevices
+) -> list[MeasuredLink]:
+    """Measured ways between nodes of two kinds."""
+    ends = {a.profile.partition, b.profile.partition}
+    return [
+        link
+        for link in (*profile.links, *a.profile.links)
+        if link.path in ("inter_node", "inter_partition") and set(link.between) == ends
+    ]
+
+
+def _seconds(link: MeasuredLink, size: int) -> float:
+    return link.latency_s.value + size / link.bandwidth_bytes_per_s.value

@@ -1,0 +1,260 @@
+"""What a placement gives when speeds are known only so well: time as a distribution, and the rest.
+
+The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`. Here the speeds
+that go into them are drawn many times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.stats import norm
+
+from pipeline.planning.cost.rates import RateTable
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import (
+    Placement,
+    PlacementProblem,
+    PlacementStage,
+    interruption_overhead,
+    pools_of_stages,
+)
+from rlinf.errors import PlanError
+
+Array = np.ndarray
+Tables = Mapping[str, Mapping[str, RateTable]]
+"""By stage and kind: where the problem's rates came from."""
+
+DRAWS = 1024
+IMPROVEMENT = 0.1
+"""Share by which a number is made smaller to see what it is worth."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What it would bring if one number were better by :data:`IMPROVEMENT`."""
+
+    quantity: str
+    """``train on h100: seconds``."""
+    saved_s: float
+    """By how much the iteration would be shorter."""
+
+
+@dataclass(frozen=True)
+class PlacementForecast:
+    """What is expected of a placement."""
+
+    nominal_s: float
+    """Seconds of an iteration if every speed is as the problem says."""
+    mean_s: float
+    q10_s: float
+    q50_s: float
+    q90_s: float
+    idle_shares: tuple[float, ...]
+    """By job: share of an iteration that a GPU does no stage's work, on average over its GPUs."""
+    memory_bytes: tuple[Mapping[str, float], ...]
+    """By pool and kind: most that a GPU holds at once; NaN where a stage's need is not known."""
+    gpu_hours: float
+    """Of one iteration, idle ones included."""
+    interruption_s: float
+    """Expected loss by preemption and failures, per iteration; not part of the other times."""
+    sensitivities: tuple[Sensitivity, ...]
+    """Numbers that go into it, the one that dominates first."""
+    unmeasured: tuple[str, ...]
+    """Speeds that were extrapolated or are from data sheets: ``train on h100: extrapolated``."""
+
+
+def forecast_placement(
+    problem: PlacementProblem,
+    placement: Placement,
+    tables: Tables,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> PlacementForecast:
+    """What is expected of a placement.
+
+    The time of each stage on each kind is drawn from a log-normal distribution whose mean is the
+    table's time and whose relative standard deviation is the table's spread; one factor for a stage
+    and kind, since what makes a prediction wrong makes it wrong for all of its GPUs. Draws are
+    stratified (Latin hypercube, McKay, Beckman and Conover 1979), so few suffice.
+
+    Args:
+        tables: spreads, sources and memory; of every stage and kind that the placement uses.
+        draws: how many times speeds are drawn.
+        seed: of the draws; the same seed gives the same answer.
+
+    Raises:
+        PlanError: the placement does not go with the problem, cannot run, or a table is missing.
+    """
+    _check(problem, placement)
+    exact = Predictor(problem)
+    nominal = exact.predict(placement)
+    if not np.isfinite(nominal.total_s):
+        raise PlanError("this placement cannot run: a stage has no GPUs that it can use")
+    total_s = float(nominal.total_s)
+    used = list(_used(problem, placement, exact))
+    spread = np.zeros((len(problem.stages), len(problem.kinds)))
+    for s, k, gpus in used:
+        spread[s, k] = _table(problem, tables, s, k).spread[gpus]
+    drawn = _Drawn(problem, spread, draws, np.random.default_rng(seed)).total_s(placement)
+    q10, q50, q90 = (float(q) for q in np.quantile(drawn, (0.1, 0.5, 0.9)))
+    together = [np.array(placement.gpus)[list(job)].sum(0) for job in placement.jobs]
+    lost = interruption_overhead(problem, np.array([total_s]), [gpus[:, None] for gpus in together])
+    busy = np.zeros(len(together))
+    for s, k, gpus in used:
+        job = next(j for j, own in enumerate(placement.jobs) if s in placement.stages_of(own))
+        working = float(_table(problem, tables, s, k).used[gpus])
+        busy[job] += float(nominal.busy_s[s]) * working / together[job].sum()
+    return PlacementForecast(
+        nominal_s=total_s,
+        mean_s=float(drawn.mean()),
+        q10_s=q10,
+        q50_s=q50,
+        q90_s=q90,
+        idle_shares=tuple(float(share) for share in 1 - busy / total_s),
+        memory_bytes=tuple(
+            _memory(problem, placement, tables, used, pool) for pool in range(len(placement.pools))
+        ),
+        gpu_hours=sum(sum(pool) for pool in placement.gpus) * total_s / 3600,
+        interruption_s=float(lost[0]) * total_s,
+        sensitivities=_influences(problem, placement, used, total_s),
+        unmeasured=tuple(
+            f"{_name(problem, s, k)}: {source}"
+            for s, k, gpus in used
+            if (source := tables[problem.stages[s].name][problem.kinds[k].name].source(gpus))
+            in ("extrapolated", "data sheet")
+        ),
+    )
+
+
+class _Drawn(Predictor):
+    """A predictor with other speeds in each draw: its allocations are the draws."""
+
+    def __init__(
+        self, problem: PlacementProblem, spread: Array, draws: int, rng: np.random.Generator
+    ) -> None:
+        super().__init__(problem)
+        self._draws = draws
+        strata = rng.permuted(np.tile(np.arange(draws), (*spread.shape, 1)), axis=-1)
+        normal = norm.ppf((strata + rng.random(strata.shape)) / draws)
+        sigma = np.sqrt(np.log1p(spread**2))[..., None]
+        self._factors = np.exp(sigma * normal - sigma**2 / 2)
+        """Of the times: ``[stages, kinds, draws]``, of mean 1."""
+
+    def rates(self, stage: int, gpus: Array, held: Array) -> Array:
+        return super().rates(stage, gpus, held) / self._factors[stage]
+
+    def total_s(self, placement: Placement) -> Array:
+        """Seconds of an iteration ``[draws]``."""
+        gpus = [np.tile(np.array(pool)[:, None], self._draws) for pool in placement.gpus]
+        return self.predict_batch(placement.pools, gpus, placement.num_chunks).total_s
+
+
+def _check(problem: PlacementProblem, placement: Placement) -> None:
+    stages = list(pools_of_stages(placement.pools))
+    if stages != list(range(len(problem.stages))) or len(placement.gpus) != len(placement.pools):
+        raise PlanError("the placement must have every stage of the problem in one of its pools")
+    for k, kind in enumerate(problem.kinds):
+        held = sum(pool[k] for pool in placement.gpus)
+        if held > kind.gpus:
+            raise PlanError(
+                f"the placement holds {held} GPUs of {kind.name!r}; there are {kind.gpus}"
+            )
+
+
+def _used(
+    problem: PlacementProblem, placement: Placement, predictor: Predictor
+) -> Iterator[tuple[int, int, int]]:
+    """Stage, kind and GPUs of every speed that matters."""
+    for s in range(len(problem.stages)):
+        for k, number in enumerate(placement.gpus_of(s)):
+            if predictor.tables[s][k][number] > 0:
+                yield s, k, number
+
+
+def _table(problem: PlacementProblem, tables: Tables, stage: int, kind: int) -> RateTable:
+    found = tables.get(problem.stages[stage].name, {}).get(problem.kinds[kind].name)
+    if found is None:
+        raise PlanError(
+            f"{_name(problem, stage, kind)}: how well its speed is known was not given; "
+            "pass its rate table"
+        )
+    return found
+
+
+def _name(problem: PlacementProblem, stage: int, kind: int) -> str:
+    return f"{problem.stages[stage].name} on {problem.kinds[kind].name}"
+
+
+def _memory(
+    problem: PlacementProblem,
+    placement: Placement,
+    tables: Tables,
+    used: list[tuple[int, int, int]],
+    pool: int,
+) -> dict[str, float]:
+    """Stages that are switched in and out hold a GPU one at a time, all others together."""
+    staying: dict[str, float] = {}
+    switched: dict[str, float] = {}
+    for s, k, gpus in used:
+        if s not in placement.pools[pool]:
+            continue
+        stage, kind = problem.stages[s], problem.kinds[k].name
+        need = float(_table(problem, tables, s, k).memory_bytes[gpus])
+        if stage.switch_s.get(kind, 0.0) > 0:
+            switched[kind] = float(np.maximum(switched.get(kind, 0.0), need))
+        else:
+            staying[kind] = staying.get(kind, 0.0) + need
+    return {
+        kind: staying.get(kind, 0.0) + switched.get(kind, 0.0)
+        for kind in sorted(staying.keys() | switched.keys())
+    }
+
+
+def _influences(
+    problem: PlacementProblem,
+    placement: Placement,
+    used: list[tuple[int, int, int]],
+    total_s: float,
+) -> tuple[Sensitivity, ...]:
+    found = []
+    for name, better in _better(problem, used):
+        after = float(Predictor(better).predict(placement).total_s)
+        found.append(Sensitivity(name, total_s - after))
+    return tuple(sorted(found, key=lambda influence: (-influence.saved_s, influence.quantity)))
+
+
+def _better(
+    problem: PlacementProblem, used: list[tuple[int, int, int]]
+) -> Iterator[tuple[str, PlacementProblem]]:
+    """Every number that the placement's time depends on, and the problem with it improved."""
+    less = 1 - IMPROVEMENT
+
+    def with_stage(s: int, stage: PlacementStage) -> PlacementProblem:
+        return replace(problem, stages=[*problem.stages[:s], stage, *problem.stages[s + 1 :]])
+
+    for s, k, _ in used:
+        stage, kind = problem.stages[s], problem.kinds[k].name
+        rates = {**stage.rates, kind: stage.rates[kind] / less}
+        yield f"{_name(problem, s, k)}: seconds", with_stage(s, replace(stage, rates=rates))
+        if stage.switch_s.get(kind, 0.0) > 0:
+            switch = {**stage.switch_s, kind: less * stage.switch_s[kind]}
+            yield (
+                f"{_name(problem, s, k)}: switching",
+                with_stage(s, replace(stage, switch_s=switch)),
+            )
+    for s, stage in enumerate(problem.stages):
+        if stage.chunk_s > 0:
+            yield (
+                f"{stage.name}: overhead of a micro-batch",
+                with_stage(s, replace(stage, chunk_s=less * stage.chunk_s)),
+            )
+    for pair, sync_s in problem.sync_s.items():
+        if sync_s > 0:
+            yield (
+                f"weights from {pair[0]} to {pair[1]}",
+                replace(problem, sync_s={**problem.sync_s, pair: less * sync_s}),
+            )

@@ -1,0 +1,36 @@
+"""``python -m pipeline.planning.profile.bench_main TASK.json``: what runs inside a profiling job."""
+
+import time
+
+FIRST_LINE = time.time()
+
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Measure what the task file says; returns the exit code (see ``rlinf.errors``)."""
+    from rlinf import process_tuning
+    from rlinf.errors import RlinfError
+
+    process_tuning.tune_process()
+    # What a stage's process imports before its work begins.
+    import stages.rollout
+    import stages.runner
+    import stages.train  # noqa: F401
+
+    imported = time.time()
+    from pipeline.planning.profile.stage_bench import run_task
+
+    try:
+        run_task(Path(argv[0]), FIRST_LINE, imported)
+    except RlinfError as error:
+        traceback.print_exc() if error.exit_code == 1 else None
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

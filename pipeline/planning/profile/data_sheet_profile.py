@@ -1,0 +1,381 @@
+"""What a profile would say, from data sheets and the model's shape: for plans before any
+measurement.
+
+The formulas are those of :mod:`pipeline.planning.cost`; what a job costs besides its work is
+assumed, and says so below. The points are laid out as measured ones, so that all that reads a
+profile reads this too; ``estimated`` makes its intervals wide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pipeline.planning.cost.hardware import GIB, GpuDevice, device_from_node_group
+from pipeline.planning.cost.layout import CandidateLayout
+from pipeline.planning.cost.memory import stage_memory
+from pipeline.planning.cost.model_shape import ModelShape, Recompute, from_hf_config
+from pipeline.planning.cost.times import stage_seconds
+from pipeline.planning.cost.workload import (
+    GenerationWorkload,
+    InferenceWorkload,
+    StateBytes,
+    TrainingWorkload,
+    Workload,
+)
+from pipeline.planning.profile.device_kinds import list_kinds, node_group_of_kind
+from pipeline.planning.profile.profile_identity import ProfileIdentity
+from pipeline.planning.profile.schema import (
+    SCHEMA,
+    KindProfile,
+    Measurement,
+    Overhead,
+    Profile,
+    ProfilePoint,
+    ResponseLengths,
+)
+from rlinf.capabilities import LANGUAGE_MODEL
+from rlinf.config import RunConfig
+from rlinf.errors import DataError, PlanError
+from rlinf.trainers.optimizer import OFFLOAD_CHUNK_BYTES
+from rlinf.verified_io import read_text
+from slurm.inventory import Inventory
+from slurm.site import SiteConfig
+from stages.factory import create_algorithm, engine_max_batch, environment_class, policy_class
+from stages.flow import flow_of
+
+FLOAT32_SHARE = 1 / 16
+"""Of the bfloat16 rate, in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
+of 989 (H100)."""
+TRAINER_STATE = StateBytes(weights=4, gradients=4, optimizer=8)
+"""Bytes per parameter of the trainers here: all of it float32."""
+READS_BYTES_PER_S = 1e9
+"""A shared filesystem (assumed)."""
+START_S, IMPORTS_S, LOADS_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
+"""Of a job, of its imports, of an engine or trainer besides reading weights; of judging a sample
+(all assumed)."""
+
+
+def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
+    """A profile of all kinds of GPUs whose data sheets are known.
+
+    Raises:
+        PlanError: there is no such kind, or the model is none that the formulas know.
+        DataError: its config.json cannot be used.
+    """
+    job = _Job.of(config)
+    kinds: dict[str, KindProfile] = {}
+    reason = "there are no GPUs"
+    for name, kind in list_kinds(inventory, site).items():
+        group = node_group_of_kind(kind, inventory)
+        if group is None or not group.gpus_per_node:
+            continue
+        try:
+            device = device_from_node_group(name, group)
+        except PlanError as error:
+            reason = str(error)
+            continue
+        device = replace(device, slowdown=device.slowdown / kind.duty_cycle)
+        kinds[name] = KindProfile(
+            partition=kind.partition,
+            gpu_type=kind.gpu_type,
+            devices_per_node=kind.devices_per_node,
+            duty_cycle=kind.duty_cycle,
+            memory="device",
+            points=tuple(_points(job, device, kind.nodes, kind.devices_per_node)),
+            overheads=tuple(_overheads(job, device)),
+        )
+    if not kinds:
+        raise PlanError(
+            f"nothing is measured, and data sheets do not help: {reason}; measure with: "
+            "rlinf profile"
+        )
+    horizon = config.rollout.horizon
+    return Profile(
+        schema_version=SCHEMA,
+        created_at=datetime.now(UTC),
+        estimated=True,
+        identity=ProfileIdentity.of(config),
+        samples=job.samples,
+        token_budget=job.token_budget,
+        weights_bytes=int(job.weights_bytes),
+        lengths=ResponseLengths(
+            samples=tuple(int(n) for n in job.lengths),
+            count=len(job.lengths),
+            truncated_share=0.0,
+            horizon=horizon,
+        ),
+        kinds=kinds,
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What an iteration of a run has to do."""
+
+    shape: ModelShape
+    trained: ModelShape
+    """What the trainer has: with the critic that there is one of."""
+    samples: int
+    prompt: int
+    lengths: np.ndarray
+    """Of responses: even, up to the horizon (assumed)."""
+    horizon: int
+    steps: int
+    """Optimizer steps."""
+    token_budget: int | None
+    generates_in: int
+    """Bytes of an element in the engine."""
+    trains_in: int
+    """The same in the trainer."""
+    max_rows: int
+    group_size: int
+    stages: Mapping[str, str | None]
+    """What each stage of the flow loads."""
+    trains: str
+    publishes: str
+    recompute: Recompute
+    """What of the forward pass the backward pass computes again."""
+    zero: int
+    """What processes of the trainer share out; see :class:`TrainingWorkload`."""
+    state: StateBytes
+    """Bytes per parameter of the trainer."""
+    copies: int
+    state_on_device: float | None
+    """See :class:`TrainingWorkload`."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Job:
+        policy, options = policy_class(config)
+        if LANGUAGE_MODEL not in policy.provides:
+            raise PlanError(
+                f"nothing is measured, and data sheets tell of language models alone, not of "
+                f"model {config.model.name!r}; measure with: rlinf profile"
+            )
+        environment, settings = environment_class(config)
+        spec = environment.model_spec(settings)
+        extent = environment.task_size(settings, policy.check(options, spec))
+        shape = _shape(options, spec)
+        trained = with_critic(shape) if getattr(options, "critic", None) == "own" else shape
+        algorithm, rollout = create_algorithm(config), config.rollout
+        engine, trainer = config.engine.model_extra or {}, config.trainer.model_extra or {}
+        flow = flow_of(config)
+        loads = {name: stage.holds for name, stage in flow.stages.items()}
+        held = [name for name, what in loads.items() if what == "trainer"]
+        sized = {"float32": 4, "bfloat16": 2, "float16": 2}
+        return cls(
+            shape=shape,
+            trained=trained,
+            samples=rollout.batch_size * rollout.group_size,
+            prompt=max(1, extent.max_prompt_tokens),
+            lengths=np.unique(np.linspace(1, rollout.horizon, 32).astype(np.int64)),
+            horizon=rollout.horizon,
+            steps=algorithm.minibatches * int(getattr(algorithm.config, "epochs", 1)),
+            token_budget=trainer.get("max_tokens_per_microbatch"),
+            generates_in=sized.get(str(engine.get("dtype")), shape.dtype_bytes),
+            trains_in=sized.get(str(trainer.get("param_dtype", "float32")), 4),
+            max_rows=engine_max_batch(config) or rollout.batch_size * rollout.group_size,
+            group_size=rollout.group_size,
+            stages=loads,
+            trains=[name for name in held if name != flow.publish_stage][-1],
+            publishes=flow.publish_stage,
+            recompute="full" if trainer.get("gradient_checkpointing") else "selective",
+            zero=_zero(config.trainer.name, trainer),
+            state=_state(shape, trainer.get("lora")),
+            copies=int(trainer.get("replicas", 1)) if config.trainer.name == "fsdp" else 1,
+            state_on_device=_state_on_device(config.trainer.name, trainer),
+        )
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.shape.parameters * self.shape.dtype_bytes
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.horizon
+
+    def work(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
+        """What a stage has to do of so many samples, its shape, and its share of the peak rate."""
+        mean = self.prompt + round(float(self.lengths.mean()))
+        width = self.generates_in if self.stages[stage] == "engine" else self.trains_in
+        generates = self.stages[stage] == "engine"
+        shape = replace(self.shape if generates else self.trained, dtype_bytes=width)
+        share = FLOAT32_SHARE if width == 4 else 1.0
+        if generates:
+            lengths = self.lengths.astype(np.float64)
+            rows = GenerationWorkload(lengths, samples, self.prompt, self.group_size, self.max_rows)
+            return rows, shape, share
+        if stage == self.trains:
+            each = max(1, samples // self.steps)
+            return self._training(each, mean), shape, share
+        return InferenceWorkload(samples, mean, self.longest), shape, share
+
+    def _training(self, samples: int, mean: int) -> TrainingWorkload:
+        return TrainingWorkload(
+            samples,
+            mean,
+            self.longest,
+            self.steps,
+            self.zero,
+            self.state,
+            self.copies,
+            self.state_on_device,
+        )
+
+
+def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
+    """What processes share out; FSDP everything."""
+    if trainer == "deepspeed":
+        return int(settings.get("stage", 2))
+    if trainer == "megatron":
+        return int(bool(settings.get("use_distributed_optimizer")))
+    return 3
+
+
+def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
+    """Bytes of the optimizer's state that come to the device at once; None: it stays there. With
+    DeepSpeed the host makes the step."""
+    if not settings.get("offload_optimizer"):
+        return None
+    return (
+        OFFLOAD_CHUNK_BYTES * TRAINER_STATE.optimizer / TRAINER_STATE.weights
+        if trainer == "fsdp"
+        else 0.0
+    )
+
+
+def with_critic(shape: ModelShape) -> ModelShape:
+    """A policy and a network like it that values states: what one has of layers, twice."""
+    behind = tuple(number + shape.layers for number in shape.dense_layers)
+    return replace(
+        shape,
+        layers=2 * shape.layers,
+        dense_layers=(*shape.dense_layers, *behind),
+        embeddings=2,
+    )
+
+
+def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
+    """Of all parameters, or where adapters alone have gradients and moments. Those are taken to be
+    at all linear layers of the blocks."""
+    if not lora:
+        return TRAINER_STATE
+    ends = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
+    matrices = 3 if shape.gated else 2
+    inner = [shape.ffn, shape.shared_ffn, *[shape.expert_ffn] * shape.experts]
+    ends += [shape.hidden + width for width in inner if width] * matrices
+    share = int(lora["rank"]) * sum(ends) * shape.layers / shape.parameters
+    return StateBytes(
+        TRAINER_STATE.weights * (1 + share),
+        TRAINER_STATE.gradients * share,
+        TRAINER_STATE.optimizer * share,
+    )
+
+
+def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
+    if options.path is not None:
+        path = options.path.expanduser() / "config.json"
+        try:
+            return from_hf_config(json.loads(read_text(path)))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: {error}") from None
+    return from_hf_config(
+        {
+            "model_type": options.architecture,
+            "hidden_size": options.hidden,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.heads,
+            "num_key_value_heads": options.kv_heads,
+            "head_dim": options.hidden // options.heads,
+            "intermediate_size": options.intermediate,
+            "vocab_size": len(spec.get("alphabet", "")) + 2,
+            "tie_word_embeddings": True,
+            "dtype": options.dtype,
+        }
+    )
+
+
+def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
+    """Of each stage on one device, powers of two of a node's, whole nodes; half the batch too."""
+    inside = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
+    counts = sorted({*inside, *(per_node * n for n in _some(nodes))})
+    sizes = sorted({job.samples, max(job.group_size, job.samples // 2)})
+    for stage, loads in job.stages.items():
+        if loads is None or stage == job.publishes:
+            each = REWARD_S * job.samples
+            took = job.weights_bytes / READS_BYTES_PER_S if stage == job.publishes else each
+            yield _point(stage, 1, 1, job.samples, 0, took)
+            continue
+        for count in counts:
+            for samples in sizes:
+                if count <= samples // (job.group_size if loads == "engine" else 1):
+                    yield _of(job, device, stage, -(-count // per_node), count, samples)
+
+
+def _some(nodes: int) -> list[int]:
+    """Up to 8 each, then powers of two and all."""
+    few, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
+    return sorted({*few, *powers, nodes})
+
+
+def _of(
+    job: _Job, device: GpuDevice, stage: str, nodes: int, count: int, samples: int
+) -> ProfilePoint:
+    work, shape, share = job.work(stage, samples)
+    device = replace(device, flops=device.flops * share)
+    budget = job.token_budget or 8192
+    layout = CandidateLayout(
+        dp=count, micro_batch=max(1, budget // job.longest), recompute=job.recompute
+    )
+    need = float(np.max(stage_memory(shape, layout, work).total))
+    tokens = round(float(job.lengths.mean())) + (
+        0 if isinstance(work, GenerationWorkload) else job.prompt
+    )
+    point = partial(_point, stage, nodes, count, samples, tokens)
+    budget_of = None if isinstance(work, GenerationWorkload) else job.token_budget
+    took = float(np.max(stage_seconds(shape, layout, work, device).total))
+    if stage == job.trains and count > 1 and count % job.copies:
+        why = f"trainer.dp_replicate: {job.copies} does not divide {count} processes"
+        return point(None, token_budget=budget_of, failure=why)
+    if need > device.usable_bytes or not np.isfinite(took):
+        why = f"{need / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable ({device.name})"
+        return point(None, token_budget=budget_of, failure=f"does not fit: it needs {why}")
+    return point(took, token_budget=budget_of, peak_memory_bytes=int(need))
+
+
+def _point(
+    stage: str, nodes: int, count: int, samples: int, tokens: int, took: float | None, **more: Any
+) -> ProfilePoint:
+    return ProfilePoint(
+        stage=stage,
+        nodes=nodes,
+        processes=count,
+        samples=samples,
+        tokens=tokens,
+        time=None if took is None else Measurement.of([took]),
+        **more,
+    )
+
+
+def _overheads(job: _Job, device: GpuDevice) -> Iterator[Overhead]:
+    reads = job.weights_bytes / READS_BYTES_PER_S
+    whole = job.trained.parameters * job.trained.dtype_bytes / READS_BYTES_PER_S
+    kept = job.state.weights + (job.state.optimizer if job.state_on_device is None else 0.0)
+    state = job.trained.parameters * kept / device.host.bytes_per_s
+    for name, took in (
+        ("startup", START_S),
+        ("imports", IMPORTS_S),
+        ("engine_load", LOADS_S + reads),
+        ("trainer_load", LOADS_S + whole),
+        ("weight_load", reads),
+        ("publish", whole),
+        ("offload", state),
+        ("onload", state),
+    ):
+        yield Overhead.of([took], name=name, nodes=1, processes=1)

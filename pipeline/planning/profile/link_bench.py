@@ -1,0 +1,144 @@
+"""How quickly bytes move: between two processes, and through the shared filesystem."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from pipeline.planning.profile.schema import CONFIDENCE, ConfidenceInterval, MeasuredLink
+
+SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+REPEATS = 4
+"""Of each size; the first is not counted."""
+MAX_BANDWIDTH_FACTOR = 100.0
+"""How many times above its estimate the bandwidth's upper limit may be where nothing limits it."""
+
+
+def fit_link(
+    seconds: Sequence[Sequence[float]], sizes: Sequence[int], **which: Any
+) -> MeasuredLink:
+    """``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
+
+    Args:
+        seconds: repeats of each size.
+
+    Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
+    2003, section 3.10); the intervals are those of its two factors by Student's t.
+    """
+    rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
+    size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    design = np.stack([1 / time_s, size / time_s], axis=1)
+    # Sizes are large numbers: scaled, or the two columns would differ by many orders.
+    scale = np.linalg.norm(design, axis=0)
+    factors, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
+    factors = factors / scale
+    if factors[0] < 0:
+        factors = np.array([0.0, 1 / np.mean(size / time_s)])
+    residuals = 1 - design @ factors
+    variance = residuals @ residuals / max(1, len(rows) - 2)
+    inverse = np.linalg.pinv((design / scale).T @ (design / scale)) / np.outer(scale, scale)
+    half = float(student.ppf((1 + CONFIDENCE) / 2, max(1, len(rows) - 2))) * np.sqrt(
+        variance * np.diag(inverse)
+    )
+    latency, slope = (float(factor) for factor in factors)
+    slope = max(slope, 1e-15)
+    return MeasuredLink(
+        sizes_bytes=tuple(sizes),
+        median_s=tuple(float(np.median(times)) for times in seconds),
+        repeats=len(rows),
+        latency_s=ConfidenceInterval(
+            value=latency, low=max(0.0, latency - half[0]), high=latency + half[0]
+        ),
+        bandwidth_bytes_per_s=ConfidenceInterval(
+            value=1 / slope,
+            low=1 / (slope + half[1]),
+            high=1 / max(slope - half[1], slope / MAX_BANDWIDTH_FACTOR),
+        ),
+        **which,
+    )
+
+
+def measure_peer_link(
+    path: str, between: tuple[str, ...], rank: int, other: int, device: Any
+) -> MeasuredLink | None:
+    """A link of the default process group: messages there and back between ranks 0 and ``other``.
+
+    Called by both; rank 0 gets the link, the other None.
+    """
+    import torch
+    import torch.distributed as dist
+
+    seconds: list[list[float]] = []
+    for size in SIZES_BYTES:
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(REPEATS):
+            _wait(device)
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(buffer, other)
+                dist.recv(buffer, other)
+            else:
+                dist.recv(buffer, 0)
+                dist.send(buffer, 0)
+            _wait(device)
+            times.append((time.perf_counter() - start) / 2)
+        seconds.append(times[1:])
+    if rank:
+        return None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return fit_link(seconds, SIZES_BYTES, path=path, backend=backend, between=between)
+
+
+def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
+    """Writing (synced) and reading (page cache dropped) through the filesystem of ``folder``."""
+    path = folder / "bandwidth"
+
+    def write(data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(data: bytes) -> None:
+        with path.open("rb") as file:
+            assert len(file.read()) == len(data)
+
+    def forget() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    written, readings = [], []
+    for size in SIZES_BYTES:
+        data = os.urandom(size)
+        written.append([_seconds(write, data) for _ in range(REPEATS)][1:])
+        times = []
+        for _ in range(REPEATS):
+            forget()
+            times.append(_seconds(read, data))
+        readings.append(times[1:])
+    path.unlink()
+    which: dict[str, Any] = {"backend": "file", "between": (kind,)}
+    return [
+        fit_link(written, SIZES_BYTES, path="write", **which),
+        fit_link(readings, SIZES_BYTES, path="read", **which),
+    ]
+
+
+def _seconds(action: Callable[[bytes], None], data: bytes) -> float:
+    start = time.perf_counter()
+    action(data)
+    return time.perf_counter() - start
+
+
+def _wait(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)

@@ -1,0 +1,58 @@
+"""What a profile belongs to: costs measured for one model, configuration and code fit no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from pipeline.planning.profile.device_kinds import DeviceKind
+from rlinf.config import RunConfig, Section, json_digest
+from stages.identity import program_version
+
+COST_SECTIONS = (
+    *("task", "model", "algorithm", "reward", "engine", "optimizer", "trainer", "rollout", "flow"),
+)
+"""Sections of the configuration that a stage's time may depend on."""
+LENGTH_SECTIONS = ("warm_start",)
+"""Sections that change what the policy says, and so how long its responses are."""
+
+
+class ProfileIdentity(Section):
+    """Digests; profiles with equal ones measure the same work."""
+
+    model: str = Field(min_length=1)
+    """Of the model's settings and, for a checkpoint, of its files' names and sizes."""
+    config: str = Field(min_length=1)
+    """Of the sections that stages' times depend on."""
+    code: str = Field(min_length=1)
+    """Version of the program and of its file formats."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ProfileIdentity:
+        """The identity of a run's costs."""
+        semantic = config.semantic_values()
+        # A run that begins fills it in; what is measured for it goes for its like.
+        semantic["optimizer"] |= {"lr_decay_iterations": None}
+        return cls(
+            model=json_digest([semantic["model"], _files(semantic["model"])]),
+            config=json_digest(
+                {name: semantic[name] for name in (*COST_SECTIONS, *LENGTH_SECTIONS)}
+            ),
+            code="+".join(map(str, program_version())),
+        )
+
+
+def _files(model: dict[str, Any]) -> list[tuple[str, int]]:
+    """Names and sizes of a checkpoint's files; the folder may hold another model one day."""
+    if not model.get("path"):
+        return []
+    folder = Path(model["path"]).expanduser()
+    return sorted((p.name, p.stat().st_size) for p in folder.iterdir() if p.is_file())
+
+
+def kind_key(identity: ProfileIdentity, kind: DeviceKind) -> str:
+    """Digest that the measurements on a kind are kept under."""
+    hardware = [kind.name, kind.gpu_type, kind.gpu_model, kind.duty_cycle]
+    return json_digest([identity.model_dump(), hardware])

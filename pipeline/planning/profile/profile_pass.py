@@ -1,0 +1,567 @@
+"""The profile pass: short jobs on one kind of device after the other, then one file.
+
+Jobs never run side by side, for neighbours would slow each other down. What they measured stays in
+the cache beside the runs, so that a pass that was interrupted goes on, and a second one of the same
+work is done at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+
+from launchers.launcher import JobSpec, Launcher
+from pipeline.inventory import load_or_survey
+from pipeline.job_executor import ClusterConfig, create_launcher, job_resources
+from pipeline.job_executor import resolve_plan as settled_plan
+from pipeline.plan import Plan, StagePlan
+from pipeline.planning.profile import build_profile, mixed_kinds, stage_job_bench
+from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
+from pipeline.planning.profile.measurement import ProfileCase, ProfileTask, load_trial
+from pipeline.planning.profile.mixed_kinds import KindPair
+from pipeline.planning.profile.profile_identity import ProfileIdentity, kind_key
+from pipeline.planning.profile.schema import (
+    SCHEMA,
+    MeasuredLink,
+    Mixture,
+    Overhead,
+    Profile,
+    QueueWait,
+)
+from pipeline.planning.profile.stage_bench import (
+    JOB_STARTED_VARIABLE,
+    RENDEZVOUS_DIR,
+    RENDEZVOUS_TIMEOUT_S,
+)
+from pipeline.run import Run
+from rlinf.artifacts import MANIFEST, write_atomic
+from rlinf.config import RunConfig, json_digest, validate
+from rlinf.errors import EXIT_BAD_INPUT, InputError, PlanError, StageError
+from rlinf.trainers import trainers
+from slurm.client import SlurmClient, default_partition, expected_wait_s, past_waits_s
+from slurm.jobs import JobState, JobStatus
+from slurm.site import SiteConfig, load_site
+from stages.factory import create_algorithm
+from stages.flow import Flow, flow_of
+from stages.layout import CONFIG_FILE, offline_folder
+
+OUT_OF_MEMORY_PATTERN = re.compile(
+    r"out.?of.?memory|MemoryError|cannot allocate|SIGKILL", re.IGNORECASE
+)
+INTERRUPTED_STATES = frozenset(
+    {
+        JobState.CANCELLED,
+        JobState.TIMEOUT,
+        JobState.PREEMPTED,
+        JobState.NODE_FAIL,
+        JobState.VANISHED,
+    }
+)
+
+
+def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
+    """Note how late the end of a job was noticed, or keep a failure for want of memory as data.
+
+    Raises:
+        InputError, StageError: the job failed for another reason.
+    """
+    if status.state is JobState.DONE:
+        if trial := load_trial(task.trial):
+            ended = json.loads((task.folder / MANIFEST).read_text())["ended"]
+            trial.with_overhead("completion", time.time() - ended).save(task.trial)
+        return
+    reason = status.reason.strip() or status.state.value
+    trial = load_trial(task.trial)
+    if status.state is JobState.OUT_OF_MEMORY or OUT_OF_MEMORY_PATTERN.search(reason):
+        if trial is not None and trial.running is not None:
+            line = next(
+                (r for r in reason.splitlines() if OUT_OF_MEMORY_PATTERN.search(r)), "out of memory"
+            )
+            trial.with_crash(line.strip()).save(task.trial)
+        return
+    where = f"profile of {' - '.join(task.kinds)} on {task.processes} processes"
+    if status.state in INTERRUPTED_STATES:
+        log.warning("%s: job ended early (%s)", where, status.state.value)
+    elif status.exit_code == EXIT_BAD_INPUT:
+        raise InputError(f"{where}: {reason}")
+    else:
+        raise StageError(f"{where}: {reason}")
+
+
+def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
+    """The run's own size, smaller batches, and other token budgets."""
+    budget, batch = trainer_token_budget(config), config.rollout.batch_size
+    minibatches = create_algorithm(config).minibatches
+    found = [ProfileCase(starts=batch, token_budget=budget)]
+    for part in (2, 4):
+        starts = batch // part
+        if starts >= processes and not starts * config.rollout.group_size % minibatches:
+            found.append(ProfileCase(starts=starts, token_budget=budget))
+    if budget is not None:
+        found += [
+            ProfileCase(starts=batch, token_budget=max(1, b)) for b in (budget // 2, 2 * budget)
+        ]
+    return tuple(dict.fromkeys(found))
+
+
+def trainer_token_budget(config: RunConfig) -> int | None:
+    """That of the run's trainer; None where it has none."""
+    options = config.trainer.validate_options(trainers.get(config.trainer.name).Config, "trainer")
+    budget = getattr(options, "max_tokens_per_microbatch", None)
+    return None if budget is None else int(budget)
+
+
+log = logging.getLogger("rlinf")
+
+CACHE_DIR = ".profiles"
+"""Folder beside the runs."""
+STAGE_JOB_LIMIT_MIN = 5
+"""Limit of each of the jobs on their own, minutes."""
+STAGE_JOBS_SHARE, MIN_STAGE_JOBS_S, LINKS_SHARE, MIXTURE_SHARE = 0.5, 60.0, 0.1, 0.15
+"""Shares of the time that the jobs on their own may take, for which they need so many seconds, that
+is kept for links between kinds, and for each pair of kinds in one job."""
+MIN_MEASURING_S = 1.0
+"""A job that could measure for less is not started, unless nothing is known yet."""
+DEFAULT_START_S = 8.0
+"""Set aside for the start of a job until one was measured."""
+MIN_RESTART_S = 15.0
+"""A job is not started again for less than this."""
+MAX_ROUNDS = 6
+"""Most times that the jobs of a kind are started: what dies of too little memory goes on without
+what it died of."""
+MIN_QUEUE_WAIT_S = 60.0
+"""Least time that jobs wait for nodes."""
+MAX_CPU_PROCESSES = 4
+"""Most processes per node where CPUs are the devices."""
+ARRAY_LIMIT_REASON = "JobArrayTaskLimit"
+"""Slurm's reason why a task of an array waits for the one before."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to measure; see ``rlinf profile --help``."""
+
+    partitions: tuple[str, ...] = ()
+    minutes: float = 10.0
+    processes: int | None = None
+    fresh: bool = False
+
+
+def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], None]) -> Profile:
+    """Measure a run's stages, after its warm start.
+
+    Args:
+        warm_start: runs the stages before the first iteration, unless that is done.
+
+    Raises:
+        PlanError: no such partition, or a damaged file of an earlier pass.
+        InputError: the stages cannot run as configured, or nothing could be measured.
+        StageError: a job failed, and not for want of memory.
+        SlurmError: Slurm does not answer.
+    """
+    cluster = validate(ClusterConfig, run.config.cluster, "cluster")
+    on_slurm = cluster.launcher == "slurm"
+    if not on_slurm:
+        cluster = cluster.model_copy(update={"launcher": "local"})
+    plan = settled_plan(Plan.from_run(run.folder), cluster)
+    kinds = _kinds(cluster, plan, flow_of(run.config), options.partitions)
+    identity = ProfileIdentity.of(run.config)
+    warm_start(run)
+    with run.lock():
+        launcher = create_launcher(cluster, plan)
+        try:
+            end = time.time() + 60 * options.minutes
+            pairs = (
+                mixed_kinds.mixable_pairs(kinds, load_or_survey(None, cluster.site))
+                if on_slurm
+                else []
+            )
+            share = LINKS_SHARE * (on_slurm and len(kinds) > 1) + MIXTURE_SHARE * len(pairs)
+            kept = 60 * options.minutes * min(0.5, share)
+            work = ProfilePass(run, cluster, plan, launcher, identity, options)
+            for number, kind in enumerate(kinds):
+                work.measure_kind(kind, (end - kept - time.time()) / (len(kinds) - number))
+            between = work.measure_links(kinds, end) if on_slurm else []
+            mixed = [found for pair in pairs for found in work.measure_mixture(pair, end)]
+        finally:
+            launcher.close()
+    return work.build_profile(
+        kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None
+    )
+
+
+def _kinds(
+    cluster: ClusterConfig, plan: Plan, flow: Flow, wanted: Sequence[str]
+) -> list[DeviceKind]:
+    """The kinds of the partitions asked for, else of those that the plan names, else of the
+    cluster's default one."""
+    if cluster.launcher != "slurm":
+        return select_kinds({"local": local_kind()}, wanted or ("local",))
+    inventory = load_or_survey(None, cluster.site)
+    kinds = list_kinds(inventory, load_site(cluster.site) if cluster.site else SiteConfig())
+    default = default_partition(inventory.partitions)
+    named = [
+        plan.stage_plan(stage).partition or default
+        for stage in (flow.rollout_stage, flow.train_stage)
+        if stage
+    ]
+    chosen = tuple(wanted) or tuple(dict.fromkeys(name for name in named if name))
+    if not chosen:
+        there = ", ".join(sorted({kind.partition for kind in kinds.values()}))
+        raise PlanError(
+            "--partition: say which to measure: the plan names none, and the cluster has no "
+            f"default one; there are {there}"
+        )
+    return select_kinds(kinds, chosen)
+
+
+@dataclass
+class ProfilePass:
+    """One profile pass over some kinds."""
+
+    run: Run
+    cluster: ClusterConfig
+    plan: Plan
+    launcher: Launcher
+    identity: ProfileIdentity
+    options: ProfileOptions
+    tasks: dict[str, list[ProfileTask]] = field(default_factory=dict)
+    """By kind."""
+    stage_job_overheads: dict[str, list[Overhead]] = field(default_factory=dict)
+    """By kind."""
+
+    @property
+    def flow(self) -> Flow:
+        """Of the run."""
+        return flow_of(self.run.config)
+
+    def measure_kind(self, kind: DeviceKind, seconds: float) -> None:
+        """Run jobs on a kind until all is settled or the time is used up."""
+        folder = self.cache_folder(kind_key(self.identity, kind))
+        if self.options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        end = time.time() + seconds
+        self.tasks[kind.name] = tasks = self.new_tasks(kind, folder)
+        for task in tasks:
+            load_trial(task.trial)  # a damaged one is refused before anything runs
+        if STAGE_JOBS_SHARE * seconds >= MIN_STAGE_JOBS_S:
+            needs = self.stage_plan(kind, 1, 1, time_limit_min=STAGE_JOB_LIMIT_MIN)
+            log.info(
+                "%s: %d iterations of jobs on their own",
+                kind.name,
+                stage_job_bench.MEASURED_ITERATIONS,
+            )
+            until = time.time() + STAGE_JOBS_SHARE * seconds
+            self.stage_job_overheads[kind.name] = stage_job_bench.measure_stage_jobs(
+                self.run, self.cluster, needs, folder, until
+            )
+        for number in range(MAX_ROUNDS):
+            todo = [task for task in tasks if not is_finished(task)]
+            if not todo or (number and self.share_s(tasks, end, len(todo)) < MIN_RESTART_S):
+                break
+            while todo := self.tasks_in_time(tasks, todo, end):
+                # The tasks of an array are of one size; on one machine each is for itself.
+                group = [task for task in todo if task.nodes == todo[0].nodes]
+                group = group if kind.partition else group[:1]
+                share = max(MIN_MEASURING_S, self.share_s(tasks, end, len(todo)))
+                log.info("%s: %d jobs that measure for %.0f s each", kind.name, len(group), share)
+                self.wait_for_jobs(self.submit(kind, group, share), end)
+                todo = todo[len(group) :]
+
+    def tasks_in_time(
+        self, tasks: Sequence[ProfileTask], todo: list[ProfileTask], end: float
+    ) -> list[ProfileTask]:
+        """Those of some tasks, smallest first, that there is time for; one where nothing is known.
+
+        What is left out is measured by a pass that is given more time.
+        """
+        kept = list(todo)
+        least = 0 if any(load_trial(task.trial) for task in tasks) else 1
+        while len(kept) > least and self.share_s(tasks, end, len(kept)) < MIN_MEASURING_S:
+            left = kept.pop()
+            log.warning(
+                "%s: no time for %d processes; give more with --minutes",
+                "+".join(left.kinds),
+                left.processes,
+            )
+        return kept
+
+    def share_s(self, tasks: Sequence[ProfileTask], end: float, jobs: int) -> float:
+        """Time to measure that is left for each of some jobs, their starts taken off."""
+        known = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
+        start_s = max((s for s in known if s is not None), default=DEFAULT_START_S)
+        return (end - time.time()) / jobs - start_s
+
+    def new_tasks(self, kind: DeviceKind, folder: Path) -> list[ProfileTask]:
+        """One for each number of processes: powers of two on a node, all of it, all of two."""
+        most = (
+            kind.devices_per_node
+            if kind.gpus_per_node
+            else min(kind.cpus_per_node, MAX_CPU_PROCESSES)
+        )
+        most = min(most, self.options.processes or most)
+        counts = sorted({most, *(1 << i for i in range(most.bit_length()))})
+        shapes = [(1, count) for count in counts]
+        shapes += [(2, 2 * most)] if kind.nodes > 1 else []
+        return [self.task(kind, folder, nodes, count) for nodes, count in shapes]
+
+    def task(self, kind: DeviceKind, folder: Path, nodes: int, processes: int) -> ProfileTask:
+        """That of one job, with all cases."""
+        return ProfileTask(
+            config=self.run.folder / CONFIG_FILE,
+            initial=offline_folder(self.run.folder, self.flow.initial_stage),
+            key=folder.name,
+            kinds=(kind.name,),
+            folder=folder / f"{nodes}x{processes // nodes}",
+            nodes=nodes,
+            processes=processes,
+            cases=profile_cases(self.run.config, processes),
+            seconds=1,
+            submitted=0,
+        )
+
+    def submit(
+        self,
+        kind: DeviceKind,
+        group: list[ProfileTask],
+        seconds: float,
+        changed: Callable[[StagePlan], StagePlan] = lambda asked: asked,
+    ) -> dict[str, ProfileTask]:
+        """Start one job for each task, as an array where there are several; by their ids."""
+        # All jobs of an array ask for what the largest needs.
+        per_node = max(task.processes // task.nodes for task in group)
+        minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
+        asked = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
+        needs = job_resources(changed(asked), self.cluster)
+        stamp = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
+        needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
+        jobs = []
+        for number, task in enumerate(group):
+            task.folder.mkdir(parents=True, exist_ok=True)
+            (task.folder / MANIFEST).unlink(missing_ok=True)
+            for old in task.folder.glob("work-*"):
+                shutil.rmtree(old, ignore_errors=True)
+            told = {"seconds": seconds, "submitted": time.time(), "first": number == 0}
+            path = task.folder / "task.json"
+            write_atomic(path, task.model_copy(update=told).model_dump_json())
+            logs = self.run.folder / "logs" / "profile"
+            name = f"profile/{'+'.join(task.kinds)}"
+            jobs.append(
+                JobSpec(
+                    name,
+                    (str(path),),
+                    task.folder,
+                    logs,
+                    needs,
+                    "pipeline.planning.profile.bench_main",
+                )
+            )
+        return dict(zip(self.launcher.submit_array(jobs), group, strict=True))
+
+    def stage_plan(
+        self, kind: DeviceKind, nodes: int, per_node: int, time_limit_min: int
+    ) -> StagePlan:
+        """Resources on a kind; what it does not settle is as the plan has it for training."""
+        train = self.plan.stage_plan(self.flow.train_stage)
+        return StagePlan(
+            partition=kind.partition or None,
+            nodes=nodes,
+            processes=per_node,
+            gpus=min(per_node, kind.gpus_per_node),
+            gpu_type=kind.gpu_type or None,
+            constraint=kind.constraint or None,
+            cpus=max(1, min(train.cpus, kind.cpus_per_node // per_node)),
+            mem_mb=train.mem_mb,
+            time_limit_min=time_limit_min,
+        )
+
+    def wait_for_jobs(self, jobs: dict[str, ProfileTask], end: float) -> None:
+        """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
+
+        Where nothing is known yet they wait a minute at least.
+        """
+        open_ = dict(jobs)
+        if not any(load_trial(task.trial) for task in jobs.values()):
+            end = max(end, time.time() + MIN_QUEUE_WAIT_S)
+        while open_:
+            for identity, status in self.launcher.poll(list(open_)).items():
+                # The next of an array has its turn as soon as the one before has ended.
+                waits = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
+                late = waits and time.time() > end
+                if late:
+                    log.warning("job %s waits for %s: cancelled", identity, status.reason)
+                    self.launcher.cancel([identity])
+                elif not status.state.is_active:
+                    record_job_outcome(open_[identity], status)
+                if late or not status.state.is_active:
+                    del open_[identity]
+            if open_:
+                time.sleep(self.launcher.poll_interval_s)
+
+    def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
+        """Links between kinds, each measured by a job on either; those without two are left out,
+        and those whose jobs could not start before ``end``."""
+        found: list[MeasuredLink] = []
+        for pair in combinations(kinds, 2):
+            key = json_digest([kind_key(self.identity, kind) for kind in pair])
+            folder = self.cache_folder(key)
+            if self.options.fresh:
+                shutil.rmtree(folder, ignore_errors=True)
+            tasks = [self.link_task(pair, key, folder, rank) for rank in (0, 1)]
+            if load_trial(tasks[0].trial) is None and time.time() < end:
+                shutil.rmtree(folder / RENDEZVOUS_DIR, ignore_errors=True)
+                jobs: dict[str, ProfileTask] = {}
+                for kind, task in zip(pair, tasks, strict=True):
+                    jobs |= self.submit(kind, [task], RENDEZVOUS_TIMEOUT_S)
+                try:
+                    self.wait_for_jobs(jobs, time.time() + RENDEZVOUS_TIMEOUT_S)
+                except StageError as error:
+                    log.warning("no link %s: %s", " - ".join(tasks[0].kinds), error)
+            trial = load_trial(tasks[0].trial)
+            found += trial.links if trial is not None else ()
+        return found
+
+    def measure_mixture(self, pair: KindPair, end: float) -> list[Mixture]:
+        """Iterations of one job with a node of either kind; nothing where there is no time, or
+        training alone on either was not measured."""
+        times = [self.train_s(kind) for kind in pair.kinds]
+        if None in times:
+            return []
+        speeds = mixed_kinds.relative_speeds([seconds for seconds in times if seconds is not None])
+        keys = [kind_key(self.identity, kind) for kind in pair.kinds]
+        key = json_digest([*keys, *pair.features, *speeds])
+        folder = self.cache_folder(f"mixed-{key}")
+        if self.options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        kind = pair.kinds[0]
+        whole = ProfileCase(
+            starts=self.run.config.rollout.batch_size,
+            token_budget=trainer_token_budget(self.run.config),
+        )
+        task = self.task(kind, folder, 2, 2).model_copy(
+            update={"kinds": tuple(kind.name for kind in pair.kinds), "cases": (whole,)}
+        )
+        share = min(end - time.time(), 60 * self.options.minutes * MIXTURE_SHARE) - DEFAULT_START_S
+        if not is_finished(task) and share > MIN_MEASURING_S:
+            log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), share)
+            jobs = self.submit(
+                kind, [task], share, lambda asked: pair.request_resources(asked, speeds)
+            )
+            try:
+                self.wait_for_jobs(jobs, end)
+            except StageError as error:
+                log.warning("%s in one job: %s", " and ".join(task.kinds), error)
+        trial = load_trial(task.trial)
+        samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
+        return mixed_kinds.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
+
+    def train_s(self, kind: DeviceKind) -> float | None:
+        """What training on the whole batch takes on one process of a kind."""
+        samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
+        one = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
+        trials = [trial for path in one if (trial := load_trial(path)) is not None]
+        ran = [
+            s
+            for t in trials
+            for s in t.samples
+            if s.stage == self.flow.train_stage and not s.failure
+        ]
+        seconds = [s.seconds for s in ran if s.samples == samples and s.seconds > 0]
+        return statistics.median(seconds) if seconds else None
+
+    def link_task(
+        self, pair: Sequence[DeviceKind], key: str, folder: Path, rank: int
+    ) -> ProfileTask:
+        """The task of one of two jobs that meet."""
+        update = {
+            "kinds": tuple(kind.name for kind in pair),
+            "folder": folder / str(rank),
+            "cases": (),
+            "rank": rank,
+            "key": key,
+        }
+        return self.task(pair[rank], folder, 1, 1).model_copy(update=update)
+
+    def build_profile(
+        self,
+        kinds: Sequence[DeviceKind],
+        between: Sequence[MeasuredLink],
+        mixed: Sequence[Mixture],
+        client: SlurmClient | None,
+    ) -> Profile:
+        """All that was measured.
+
+        Raises:
+            InputError: nothing was measured on a kind.
+        """
+        config, found, every = self.run.config, {}, []
+        flow = flow_of(config)
+        for kind in kinds:
+            trials = [t for task in self.tasks[kind.name] if (t := load_trial(task.trial))]
+            trials = [trial for trial in trials if trial.samples]
+            if not trials:
+                raise InputError(
+                    f"kind {kind.name}: nothing could be measured in {self.options.minutes:g} "
+                    "minutes; give more with --minutes, or leave it out"
+                )
+            waits = self.queue_waits(kind, client) if client else []
+            own = self.stage_job_overheads.get(kind.name, [])
+            found[kind.name] = build_profile.build_kind_profile(kind, trials, waits, own, flow)
+            every += trials
+        lengths = build_profile.lengths(every, config.rollout.horizon)
+        size = max(trial.weights_bytes for trial in every)
+        if lengths is None or not size:
+            why = next((s.failure for t in every for s in t.samples if s.failure), "out of time")
+            raise InputError(f"no kind could run a whole iteration of this run: {why}")
+        return Profile(
+            schema_version=SCHEMA,
+            created_at=datetime.now(UTC).replace(microsecond=0),
+            identity=self.identity,
+            samples=config.rollout.batch_size * config.rollout.group_size,
+            token_budget=trainer_token_budget(config),
+            weights_bytes=size,
+            lengths=lengths,
+            kinds=found,
+            links=tuple(between),
+            mixtures=tuple(mixed),
+        )
+
+    def queue_waits(self, kind: DeviceKind, client: SlurmClient) -> list[QueueWait]:
+        """How long jobs of one node and of more would wait."""
+        past = past_waits_s(client, kind.partition)
+        site = job_resources(StagePlan(partition=kind.partition), self.cluster)
+        given = [
+            ("account", site.account),
+            ("qos", site.qos),
+            ("constraint", kind.constraint or site.constraint),
+        ]
+        found = []
+        for nodes in sorted({1, min(2, kind.nodes), kind.nodes}):
+            options = [f"--partition={kind.partition}", f"--nodes={nodes}", "--time=60"]
+            options += [f"--{name}={value}" for name, value in given if value]
+            if kind.gpus_per_node:
+                gpus = ":".join(filter(None, ("gpu", kind.gpu_type, str(kind.gpus_per_node))))
+                options.append(f"--gres={gpus}")
+            # The scheduler prints local time without a zone.
+            expected = expected_wait_s(client, datetime.now(), *options)
+            found.append(build_profile.build_queue_wait(nodes, expected, past))
+        return found
+
+    def cache_folder(self, key: str) -> Path:
+        """Folder of the trials of a key."""
+        return self.run.folder.parent / CACHE_DIR / key
+
+
+def is_finished(task: ProfileTask) -> bool:
+    """Whether a task needs no more jobs."""
+    trial = load_trial(task.trial)
+    return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None

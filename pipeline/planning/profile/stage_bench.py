@@ -1,0 +1,433 @@
+"""Measuring inside a job: the run's own stages, iteration after iteration, on this job's ranks.
+
+The stages run as in a run whose learning rate is too small to change a weight, so that every
+repeat, and every number of processes, does the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.graph import Graph, StageNode
+from pipeline.planning.profile import link_bench
+from pipeline.planning.profile.measurement import (
+    ProfileCase,
+    ProfileTask,
+    RunningCase,
+    StageTiming,
+    Trial,
+    load_trial,
+)
+from pipeline.planning.profile.schema import MeasuredLink, read_json, validate_section
+from rlinf.artifacts import MANIFEST, Manifest, read_manifest, write_atomic
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.record_files import RecordFileReader
+from rlinf.config import RunConfig
+from rlinf.data.loss_mask import loss_mask
+from rlinf.data.record import Record
+from rlinf.device_memory import DeviceMemoryManager
+from rlinf.errors import RequeueRequested
+from rlinf.models.device import local_device
+from rlinf.trainers.base import Trainer
+from slurm.stop_signals import StopFlag
+from stages.factory import policy_class
+from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, stage_folder
+from stages.runner import StageCall, load_config, run_stage
+from stages.worker_state import WorkerState
+
+FROZEN_OPTIMIZER = {"lr": 1e-30, "group_lr": {}, "lr_warmup_iterations": 0, "schedule": "constant"}
+"""Optimizer settings under which weights stay as they are."""
+JOB_STARTED_VARIABLE = "RLINF_JOB_STARTED"
+"""Environment variable: when the batch script began, seconds since the epoch."""
+MAX_LENGTH_ROLLOUTS = 4
+"""Rollouts of the full batch whose response lengths are kept."""
+OFFLOAD_REPEATS = 3
+"""Repeats of offloading and loading again."""
+RENDEZVOUS_DIR = "meeting"
+"""Folder where two jobs find each other; made anew for each pair."""
+RENDEZVOUS_TIMEOUT_S = 120.0
+"""How long a job waits for the other end of a link."""
+
+
+def run_task(path: Path, first_line: float, imported: float) -> None:
+    """Do what a task file says; leave a manifest with the time when it was done."""
+    task = validate_section(ProfileTask, read_json(path, f"no file {path}"), path)
+    os.environ["WORLD_SIZE"] = str(task.processes)
+    if int(os.environ.get("RANK", "0")) >= task.processes:
+        return
+    world = ProcessGroupInfo.from_environment(task.folder / CHANNELS_FOLDER)
+    config = load_config(task.config)
+    if task.rank is not None:
+        _meet(task, config)
+    else:
+        scratch = task.folder / f"work-{os.environ.get('RLINF_ATTEMPT', 'alone')}"
+        bench = StageBench(task, config, world, scratch, imported_at=imported)
+        bench.record_startup(first_line)
+        try:
+            bench.run(time.time() + task.seconds)
+        finally:
+            if world.rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+    if world.rank == 0:
+        write_atomic(task.folder / MANIFEST, json.dumps({"ended": time.time()}))
+
+
+@dataclass
+class StageBench:
+    """What one rank knows of the measuring; rank 0 keeps the trial."""
+
+    task: ProfileTask
+    config: RunConfig
+    world: ProcessGroupInfo
+    scratch: Path
+    imported_at: float
+    resident: WorkerState = field(default_factory=WorkerState)
+    stages_run: set[str] = field(default_factory=set)
+    imports_s: float = 0.0
+    connect_s: float = 0.0
+    first_load_s: float = 0.0
+    num_iterations: int = 0
+    """Iterations of this process."""
+    records: list[Record] = field(default_factory=list)
+    trainable_keys: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.graph = Graph(self.config)
+        task = self.task
+        known = load_trial(task.trial)
+        blank = Trial(key=task.key, nodes=task.nodes, processes=task.processes)
+        self.trial = blank if known is None or known.key != task.key else known
+        self.device = _device(self.config)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def record_startup(self, first_line: float) -> None:
+        """Note what the start of this job cost; forms the process group."""
+        begun = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
+        if JOB_STARTED_VARIABLE in os.environ and self.task.first:
+            self.overhead("submission", begun - self.task.submitted)
+        self.overhead("startup", first_line - begun)
+        self.imports_s = self.imported_at - first_line
+        start = time.perf_counter()
+        if self.world.size > 1:
+            self.world.init_process_group(self.device.type)
+        self.connect_s = time.perf_counter() - start
+        # Packages that are imported when first needed: told apart from loading by loading twice.
+        start = time.perf_counter()
+        policy, options = policy_class(self.config)
+        weights = read_manifest(self.task.initial)
+        if weights is not None:
+            policy.load(self.task.initial / weights.data / "weights", options)
+        self.first_load_s = time.perf_counter() - start
+        hosts = (*self.trial.hosts, socket.gethostname())
+        self.update_trial(hosts=tuple(sorted(set(hosts))))
+
+    def run(self, deadline: float) -> None:
+        """Measure links once, then iterations until all cases are settled or time is up.
+
+        Every process runs the first case twice, whatever the time: cold, then warm.
+        """
+        if self.world.rank == 0:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir(parents=True)
+        if not self.trial.links:
+            self.measure_links()
+        longest = 0.0
+        with StopFlag() as stop, contextlib.suppress(RequeueRequested):
+            while True:
+                case = self.trial.next_case(self.task.cases)
+                late = time.time() + longest > deadline and self.num_iterations >= 2
+                number = -1
+                if case is not None and not late and not stop.is_set():
+                    number = self.task.cases.index(case)
+                number = self.broadcast_number(number)
+                if number < 0:
+                    return
+                start = time.time()
+                self.run_iteration(self.task.cases[number], stop.is_set)
+                longest = max(longest, time.time() - start)
+                if self.num_iterations == 1:
+                    self.record_imports()
+                    self.measure_offload()
+
+    def run_iteration(self, case: ProfileCase, stopping: Callable[[], bool]) -> None:
+        """All stages of one iteration."""
+        config = config_for_case(self.config, case)
+        budget = case.token_budget
+        for trainer in (self._trainer(), self.resident.reference):
+            if trainer is not None and budget:
+                trainer.set_max_tokens(budget)
+        samples = case.starts * config.rollout.group_size
+        warm = self.stages_run.issuperset(self.graph.flow.stages)
+        total = 0.0
+        for stage in self.graph.flow.stages:
+            given = budget if self.has_token_budget(stage) else None
+            self.update_trial(
+                running=RunningCase(stage=stage, case=case, samples=samples, token_budget=given),
+            )
+            node = StageNode(stage, self.num_iterations)
+            inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
+            # The configuration's folder is the run's: old outputs there are pruned by sync.
+            call = StageCall(
+                stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
+            )
+            _forget_peak()
+            # All begin together, whatever rank 0 had to write down meanwhile.
+            self.broadcast_number(0)
+            manifest = run_stage(
+                call, config=config, worker_state=self.resident, should_stop=stopping
+            )
+            peak = self.max_across_ranks(_peak_bytes())
+            if self.world.rank == 0:
+                total += self.record_stage(manifest, samples, given, peak)
+            self.stages_run.add(stage)
+        change: dict[str, Any] = {"running": None, "iterations": self.trial.iterations + 1}
+        change["memory"] = "device" if _on_gpu() else "host"
+        if warm and self.world.rank == 0:
+            change["repeats"] = self.trial.with_repeat(case, total).repeats
+        self.update_trial(**change)
+        if self.world.rank == 0 and self.num_iterations:
+            shutil.rmtree(
+                stage_folder(
+                    self.scratch, self.graph.flow.publish_stage, self.num_iterations - 1
+                ).parent
+            )
+        self.num_iterations += 1
+
+    def folder(self, node: StageNode) -> Path:
+        """Where a node's output is: what is made once is the run's, all else is thrown away."""
+        if node.stage in self.graph.flow.offline:
+            return self.task.initial.with_name(node.stage)
+        return stage_folder(self.scratch, node.stage, node.iteration)
+
+    def record_stage(
+        self, manifest: Manifest, samples: int, budget: int | None, peak_bytes: int
+    ) -> float:
+        """Add what a stage did to the trial; returns its seconds, loading and moving left out."""
+        stage, folder = (
+            manifest.stage,
+            stage_folder(self.scratch, manifest.stage, self.num_iterations),
+        )
+        parts, flow = span_seconds(manifest), self.graph.flow
+        load = parts.pop("load", 0.0)
+        # What it moves depends on who shares the device: a plan counts that by itself.
+        moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
+        seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
+        if load and flow.all_stages[stage].holds == "engine":
+            self.overhead("weight_load" if stage in self.stages_run else "engine_load", load)
+        elif load:
+            self.overhead("trainer_load", load + self.connect_s)
+            self.connect_s = 0.0
+        if stage == flow.producer_of("trajectories"):
+            self.records = list(
+                RecordFileReader((folder / manifest.data).glob("trajectories-*.h5"))
+            )
+            if samples == self.config.rollout.batch_size * self.config.rollout.group_size:
+                self.record_lengths()
+        if stage == flow.producer_of("rewards"):
+            rewards = RecordFileReader((folder / manifest.data).glob("rewards-*.h5"))
+            self.trainable_keys = {record.identity.key for record in rewards if record.info["keep"]}
+        if stage == flow.publish_stage:
+            self.overhead("publish", parts["publish"])
+            self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
+        sample = StageTiming(
+            stage=stage,
+            samples=samples,
+            token_budget=budget,
+            cold=stage not in self.stages_run,
+            seconds=seconds,
+            tokens=self.tokens(stage),
+            parts_s=parts,
+            peak_memory_bytes=peak_bytes,
+        )
+        self.update_trial(samples=(*self.trial.samples, sample))
+        return seconds
+
+    def has_token_budget(self, stage: str) -> bool:
+        """Whether a stage packs micro-batches up to a number of tokens."""
+        spec = self.graph.flow.all_stages[stage]
+        return spec.uses_device and spec.holds == "trainer"
+
+    def tokens(self, stage: str) -> int:
+        """Steps of the responses that count, or positions the trainer evaluates."""
+        flow = self.graph.flow
+        if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
+            return sum(self.lengths())
+        trainer = self._trainer()
+        if not self.has_token_budget(stage) or trainer is None:
+            return 0
+        policy = trainer.policy
+        chosen = [
+            r
+            for r in self.records
+            if stage != flow.train_stage or r.identity.key in self.trainable_keys
+        ]
+        return sum(policy.num_tokens(record) for record in chosen)
+
+    def lengths(self) -> list[int]:
+        """Steps that count of each response of the last rollout; what tools said is none."""
+        return [int(loss_mask(record).sum()) for record in self.records]
+
+    def record_lengths(self) -> None:
+        """Remember the response lengths of the last rollout."""
+        if len(self.trial.lengths) < MAX_LENGTH_ROLLOUTS:
+            cut = sum(record.info["stop_reason"] == "length" for record in self.records)
+            lengths = tuple(sorted(self.lengths()))
+            self.update_trial(
+                lengths=(*self.trial.lengths, lengths), truncated=self.trial.truncated + cut
+            )
+
+    def measure_links(self) -> None:
+        """To a neighbour on this node and on the next, and through the filesystem."""
+        found: list[MeasuredLink | None] = []
+        between = self.task.kinds
+        per_node = self.world.size // self.task.nodes
+        ends = {1: "intra_node"} if per_node > 1 else {}
+        if self.task.nodes > 1:
+            ends[per_node] = "inter_node"
+        for other, path in ends.items():
+            if self.world.rank in (0, other):
+                found.append(
+                    link_bench.measure_peer_link(path, between, self.world.rank, other, self.device)
+                )
+        if self.world.size == 1:
+            found += link_bench.measure_storage_links(self.scratch, between[0])
+        self.update_trial(links=tuple(link for link in found if link is not None))
+
+    def record_imports(self) -> None:
+        """Note what importing cost: what the first load took longer than the next ones."""
+        known = self.trial.overheads_s
+        loads = [known[name][-1] for name in ("engine_load", "trainer_load") if name in known]
+        late = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
+        self.overhead("imports", self.imports_s + late)
+
+    def _trainer(self) -> Trainer | None:
+        held = self.resident.trainer
+        return None if held is None else held.trainer
+
+    def measure_offload(self) -> None:
+        """Offload the trainer's state to the host's memory and load it again."""
+        trainer, residency = self._trainer(), self.resident.device_memory
+        if trainer is None or residency is None:
+            return
+        residency.acquire(trainer)
+        all_or_nothing = DeviceMemoryManager(self.device, sys.maxsize)
+        all_or_nothing.acquire(trainer)
+        for _ in range(OFFLOAD_REPEATS):
+            all_or_nothing.offload_all(span=self.timed)
+            all_or_nothing.acquire(trainer, span=self.timed)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time something as an overhead."""
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.overhead(name, time.perf_counter() - start)
+
+    def overhead(self, name: str, seconds: float) -> None:
+        """Add one measurement of an overhead."""
+        self.trial = self.trial.with_overhead(name, seconds)
+
+    def update_trial(self, **change: Any) -> None:
+        """Change the trial; rank 0 writes it."""
+        self.trial = self.trial.model_copy(update=change)
+        if self.world.rank == 0:
+            self.trial.save(self.task.trial)
+
+    def broadcast_number(self, number: int) -> int:
+        """What rank 0 says."""
+        return self._reduced(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
+
+    def max_across_ranks(self, number: int) -> int:
+        """The largest number of all ranks."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def _reduced(self, number: int, how: Any) -> int:
+        if self.world.size == 1:
+            return number
+        tensor = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(tensor, how)
+        return int(tensor)
+
+
+def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
+    """The run's configuration with the size of a case, and weights that stay as they are."""
+
+    def named(part: Any, **change: Any) -> Any:
+        return type(part)(**{**part.model_dump(), **change})
+
+    budget = {} if case.token_budget is None else {"max_tokens_per_microbatch": case.token_budget}
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"batch_size": case.starts}),
+            "trainer": named(config.trainer, **budget),
+            "optimizer": config.optimizer.model_copy(update=FROZEN_OPTIMIZER),
+        }
+    )
+
+
+def span_seconds(manifest: Manifest) -> dict[str, float]:
+    """Seconds of each part that a stage timed itself, of the rank that took longest."""
+    sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in manifest.timing["spans"]:
+        if span["name"] != manifest.stage:
+            sums[span["name"]][span["rank"]] += span["end"] - span["start"]
+    return {name: max(0.0, *ranks.values()) for name, ranks in sums.items()}
+
+
+def _meet(task: ProfileTask, config: RunConfig) -> None:
+    """Measure the link to the job that was started beside this one."""
+    assert task.rank is not None
+    device = _device(config)
+    meeting = task.folder.parent / RENDEZVOUS_DIR / "link.json"
+    ProcessGroupInfo(task.rank, 2, rendezvous_file=meeting).init_process_group(
+        device.type, RENDEZVOUS_TIMEOUT_S
+    )
+    link = link_bench.measure_peer_link(
+        "inter_partition", task.kinds, task.rank, 1 - task.rank, device
+    )
+    if link is not None:
+        trial = Trial(key=task.key, nodes=1, processes=1, links=(link,))
+        trial.save(task.trial)
+    dist.destroy_process_group()
+
+
+def _device(config: RunConfig) -> torch.device:
+    return local_device(str((config.trainer.model_extra or {}).get("device", "auto")))
+
+
+def _on_gpu() -> bool:
+    """Whether this process has used a GPU."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _forget_peak() -> None:
+    if _on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        # proc(5): 5 resets the peak of the resident set. Without the right to it the peak stays.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    if _on_gpu():
+        return int(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(r.split()[1]) for r in status.splitlines() if r.startswith("VmHWM"))

@@ -1,0 +1,118 @@
+"""Stages as jobs of their own, one after another, as a run of grain ``stage`` has them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.driver import Driver
+from pipeline.graph import Graph
+from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher
+from pipeline.metrics import stage_manifest
+from pipeline.plan import Plan, StagePlan
+from pipeline.planning.profile.schema import Overhead
+from pipeline.resume import create_run
+from pipeline.run import Run
+from rlinf.artifacts import MANIFEST, commit_output, read_manifest
+from rlinf.config import EvaluateSection, RunSection
+from rlinf.errors import RequeueRequested
+from stages.flow import flow_of
+from stages.identity import CodeSnapshot, stage_key
+from stages.layout import offline_folder
+
+log = logging.getLogger("rlinf")
+
+MEASURED_ITERATIONS = 3
+"""The first has no checkpoint to load: of it only dispatches count."""
+QUEUED_DISPATCH_FACTOR = 3.0
+"""A dispatch that took so many times longer than the quickest was waiting for nodes."""
+
+
+def measure_stage_jobs(
+    run: Run, cluster: ClusterConfig, resources: StagePlan, folder: Path, deadline: float
+) -> list[Overhead]:
+    """Drive a few iterations of a run, each stage a job of one process, in a folder of their own.
+
+    What was done before is not done again.
+
+    Args:
+        end: when to give up, in seconds since the epoch; what is finished by then counts.
+
+    Raises:
+        StageError: a stage failed.
+    """
+    plan = Plan(defaults=resources)
+    scratch = clone_run(run, plan, folder, "alone", MEASURED_ITERATIONS)
+
+    def late() -> bool:
+        return time.time() > deadline
+
+    executor = JobExecutor(scratch, create_launcher(cluster, plan), plan, cluster, late)
+    try:
+        Driver(scratch, executor, max_retries=cluster.retries).drive()
+    except RequeueRequested:
+        log.warning("time is up before all stages ran as jobs of their own")
+        executor.cancel()
+    return stage_job_overheads(scratch)
+
+
+def stage_job_overheads(run: Run) -> list[Overhead]:
+    """Dispatch of all stages together; of each its imports, and what came after."""
+    graph = Graph(run.config)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for node in graph.nodes():
+        manifest = stage_manifest(run.folder, *node)
+        if manifest is None or node.stage not in graph.flow.stages:
+            continue
+        began, start, end = (manifest.timing[name] for name in ("began", "start", "end"))
+        inputs = graph.inputs(node).values()
+        known = [stage_manifest(run.folder, *s) for s in inputs if s.stage in graph.flow.stages]
+        ends = [source.timing["end"] for source in known if source is not None]
+        if ends:
+            found["dispatch", ""].append(began - max(ends))
+        if node.iteration:
+            found["imports", node.stage].append(start - began)
+            found["alone", node.stage].append(end - start)
+    if found:
+        quickest = min(found["dispatch", ""])
+        kept = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
+        found["dispatch", ""] = kept or [quickest]
+    return [
+        Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
+        for (name, stage), seconds in found.items()
+    ]
+
+
+def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
+    """A run of the same work under another plan, warm-started already, hardly evaluated."""
+    config = run.config.model_copy(
+        update={
+            "run": RunSection(name=name, root=root),
+            "iterations": iterations,
+            "evaluate": EvaluateSection(every=0, samples=1),
+            "plan": None,
+        }
+    )
+    made = create_run(config, plan.to_dict())
+    for stage in flow_of(config).offline:
+        source, target = (offline_folder(one.folder, stage) for one in (run, made))
+        if target.exists():
+            continue
+        partly = target.with_name(f"{target.name}.part")
+        shutil.rmtree(partly, ignore_errors=True)
+        # The manifest must not be there before the files.
+        shutil.copytree(source, partly, copy_function=os.link)
+        manifest = read_manifest(source)
+        if manifest is not None:
+            # It was evaluated on more samples, and is to count all the same.
+            (partly / MANIFEST).unlink()
+            code = CodeSnapshot.from_checkout(made.config, stage).digest(stage)
+            key = stage_key(made.config, stage, 0, manifest.inputs, code)
+            commit_output(partly, replace(manifest, key=key))
+        partly.rename(target)
+    return made

@@ -1,0 +1,313 @@
+"""The resident pools of a run as ``rlinf status`` shows them, from the file that the driver writes.
+
+The file is as old as the driver's last look; its reader says how old.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.console import format_duration
+from rlinf.artifacts import write_atomic
+from stages.layout import POOLS_FOLDER, STATUS_FILE
+from stages.worker_state import COMMITTING, WAITING_FOR_DEVICE
+
+if TYPE_CHECKING:  # who only reads the status loads no sockets
+    from pipeline.pools.leases import Lease, PoolState
+    from rlinf.channels.control_link import PeerStatus
+
+DRIVER_TIMEOUT_S = 15.0
+"""The driver writes every second; silent for so long it is gone or hangs."""
+WORKER_TIMEOUT_S = 5.0
+STRAGGLER_FACTOR, STRAGGLER_MIN_S = 2.0, 5.0
+"""A rank is marked that needs so many times as long as the other ranks, and so much longer."""
+BAR, SHOWN = 10, 3
+
+
+@dataclass
+class StageStatus:
+    """A stage that a worker has under way."""
+
+    node: str
+    doing: str
+    for_s: float
+    done: int = 0
+    total: int = 0
+    what: str = ""
+    took_s: float | None = None
+    is_straggler: bool = False
+    """Much slower than the other ranks."""
+
+
+@dataclass
+class WorkerStatus:
+    """One rank of a pool, or one worker of an elastic one."""
+
+    pool: int
+    name: str
+    slot: int | None
+    """Which of an elastic pool."""
+    rank: int
+    job: str
+    host: str
+    alive: bool
+    leaving: bool
+    silent_s: float
+    lease_left_s: float | None
+    version: int | None
+    """Of the weights it generates with."""
+    queued_records: int
+    """Records from other workers that no stage has taken yet."""
+    malformed: int = 0
+    """Messages that made no sense and were dropped."""
+    stages: list[StageStatus] = field(default_factory=list)
+
+
+@dataclass
+class PoolStatus:
+    """A pool of the plan."""
+
+    number: int
+    stages: list[str]
+    waiting: list[str]
+    """Stages that wait for a worker."""
+    failures: int
+    reason: str
+    workers: list[WorkerStatus] = field(default_factory=list)
+
+
+@dataclass
+class PoolsStatus:
+    """All pools, as they were ``file_age_s`` ago."""
+
+    age_s: float
+    pools: list[PoolStatus]
+
+    @property
+    def is_stale(self) -> bool:
+        return self.age_s > DRIVER_TIMEOUT_S
+
+
+def write_pools_status(
+    run: Path, pools: Sequence[PoolState], seen: Mapping[str, PeerStatus]
+) -> None:
+    """Put down for others how the pools are.
+
+    Args:
+        seen: what is known of each worker that ever joined.
+    """
+    rows = [
+        _row(pool, member, rank, worker, seen.get(worker))
+        for pool in pools
+        for member in pool.leases
+        for rank, worker in enumerate(member.workers())
+    ]
+    about: dict[int, dict[str, Any]] = {}
+    for pool in pools:
+        one = about.setdefault(
+            pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
+        )
+        # Each worker of an elastic pool is a pool for itself; the first knows its stages.
+        one["stages"] += pool.stages
+        one["waiting"] += [node.name for node in pool.waiting]
+        if pool.failures >= one["failures"]:
+            one |= {"failures": pool.failures, "reason": pool.reason}
+    (run / POOLS_FOLDER).mkdir(exist_ok=True)
+    content = {"time": time.time(), "pools": list(about.values()), "workers": rows}
+    write_atomic(run / POOLS_FOLDER / STATUS_FILE, json.dumps(content))
+
+
+def _row(
+    pool: PoolState, member: Lease, rank: int, worker: str, seen: PeerStatus | None
+) -> dict[str, Any]:
+    status = seen.status if seen is not None and seen.alive else {}
+    return {
+        "pool": pool.number,
+        "worker": worker,
+        "slot": pool.slot,
+        "rank": rank,
+        "job": member.job,
+        "host": member.worker_info.get(rank, {}).get("host", ""),
+        "ends": member.ends_at,
+        "alive": rank in member.worker_info,
+        "leaving": member.is_leaving,
+        "silent_s": 0.0 if seen is None else seen.age_s,
+        "doing": status.get("doing", []),
+        "version": status.get("version"),
+        "queue": status.get("queue", 0),
+        "malformed": status.get("malformed", 0),
+    }
+
+
+def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None:
+    """What the driver last wrote of its pools; None when it has none, or let them go."""
+    try:
+        content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text(encoding="utf-8"))
+        written = float(content["time"])
+        pools = {row["pool"]: _pool(row) for row in content["pools"]}
+        for row in content["workers"]:
+            pools[row["pool"]].workers.append(_worker(row, written))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    for pool in pools.values():
+        mark_stragglers(pool.workers)
+    age_s = max(0.0, (time.time() if now is None else now) - written)
+    return PoolsStatus(age_s, list(pools.values()))
+
+
+def mark_stragglers(workers: list[WorkerStatus]) -> None:
+    """Mark the ranks that keep the others of their job waiting.
+
+    Ranks are compared by what the whole stage takes them, going by how far they are.
+    """
+    ranks: dict[tuple[str, str], list[StageStatus]] = {}
+    for worker in workers:
+        for stage in worker.stages:
+            ranks.setdefault((worker.job, stage.node), []).append(stage)
+    for stages in ranks.values():
+        for stage in stages:
+            others = [
+                whole for s in stages if s is not stage and (whole := _whole_s(s)) is not None
+            ]
+            own = _whole_s(stage) or stage.for_s
+            if others and stage.took_s is None:
+                usual = statistics.median(others)
+                stage.is_straggler = (
+                    own > STRAGGLER_FACTOR * usual and own - usual > STRAGGLER_MIN_S
+                )
+
+
+def pool_table(status: PoolsStatus) -> Table:
+    """A row for every pool and one for each of its workers."""
+    ago = format_duration(status.age_s)
+    title = f"pools, {ago} ago: the driver is gone or hangs" if status.is_stale else "pools"
+    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    if status.is_stale:
+        out.title_style = "bold red"
+    out.add_column("worker", no_wrap=True)
+    out.add_column("now", ratio=1)
+    for name in ("weights", "queue", "lease"):
+        out.add_column(name, justify="right")
+    for pool in status.pools:
+        head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
+        out.add_row(head, Text() if pool.workers else _absent(pool))
+        for worker in pool.workers:
+            lease = "" if worker.lease_left_s is None else format_duration(worker.lease_left_s)
+            version = "" if worker.version is None or worker.version < 0 else str(worker.version)
+            queue = str(worker.queued_records) if worker.alive else ""
+            out.add_row(_who(worker), _now(worker), version, queue, lease)
+    return out
+
+
+def _who(worker: WorkerStatus) -> str:
+    where = f" on {worker.host}" if worker.host else ""
+    which = f"rank {worker.rank}" if worker.slot is None else f"worker {worker.slot}"
+    return f"{which}{where}, job {worker.job}"
+
+
+def _now(worker: WorkerStatus) -> Text:
+    if not worker.alive:
+        return Text("not there yet: queued or starting", style="yellow")
+    lines = []
+    if worker.silent_s > WORKER_TIMEOUT_S:
+        lines.append(Text(f"silent for {format_duration(worker.silent_s)}", style="red"))
+    if worker.malformed:
+        lines.append(Text(f"dropped {worker.malformed} messages that make no sense", style="red"))
+    lines += [
+        _stage(stage)
+        for stage in worker.stages
+        if stage.doing != WAITING_FOR_DEVICE or stage.is_straggler
+    ]
+    later = [
+        stage.node
+        for stage in worker.stages
+        if stage.doing == WAITING_FOR_DEVICE and not stage.is_straggler
+    ]
+    if later:
+        more = f" and {len(later) - SHOWN} more" if len(later) > SHOWN else ""
+        lines.append(Text(f"then {', '.join(later[:SHOWN])}{more}", style="dim"))
+    if worker.leaving:
+        lines.append(Text("leaves: its successor is there"))
+    if not lines:
+        lines.append(Text("idle", style="dim"))
+    return Text("\n").join(lines)
+
+
+def _stage(stage: StageStatus) -> Text:
+    line = Text(f"{stage.node} ")
+    if stage.total and stage.doing != COMMITTING:
+        full = round(BAR * min(1.0, stage.done / stage.total))
+        line.append("━" * full, style="green").append("─" * (BAR - full), style="dim")
+        line.append(f" {stage.done} of {stage.total} {stage.what}, ")
+    line.append(f"{stage.doing}, {format_duration(stage.for_s)}")
+    if stage.is_straggler:
+        line.append(" slower than the other ranks", style="bold red")
+    return line
+
+
+def _absent(pool: PoolStatus) -> Text:
+    why = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
+    line = Text("no job" + (f" ({why})" if why else ""), style="yellow")
+    if pool.waiting:
+        line.append(f"; {', '.join(pool.waiting)} waiting")
+    return line
+
+
+def _whole_s(stage: StageStatus) -> float | None:
+    """What the whole stage takes a rank, as far as that can be told."""
+    if stage.took_s is not None:
+        return stage.took_s
+    if stage.done and stage.total:
+        return stage.for_s * stage.total / stage.done
+    return None
+
+
+def _pool(row: dict[str, Any]) -> PoolStatus:
+    return PoolStatus(
+        int(row["pool"]),
+        list(row["stages"]),
+        list(row["waiting"]),
+        int(row["failures"]),
+        str(row["reason"]).strip().partition("\n")[0],
+    )
+
+
+def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
+    ends = row["ends"]
+    return WorkerStatus(
+        pool=int(row["pool"]),
+        name=str(row["worker"]),
+        slot=row["slot"],
+        rank=int(row["rank"]),
+        job=str(row["job"]),
+        host=str(row["host"]),
+        alive=bool(row["alive"]),
+        leaving=bool(row["leaving"]),
+        silent_s=float(row["silent_s"]),
+        lease_left_s=None if ends is None else max(0.0, float(ends) - written),
+        version=row["version"],
+        queued_records=int(row["queue"]),
+        malformed=int(row["malformed"]),
+        stages=[
+            StageStatus(
+                node=str(stage["node"]),
+                doing=str(stage["doing"]),
+                for_s=max(0.0, written - float(stage["since"])),
+                done=int(stage["done"]),
+                total=int(stage["total"]),
+                what=str(stage["what"]),
+                took_s=stage["took_s"],
+            )
+            for stage in row["doing"]
+        ],
+    )

@@ -1,0 +1,355 @@
+"""The plots of the page: every metric, in groups, as columns that the page draws."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.report.data import ReportData
+from pipeline.report.worker_timeline import iteration_windows, sort_lanes
+
+TITLES = {
+    "reward/mean": "mean reward",
+    "reward/score": "score of samples",
+    "reward/std": "spread of rewards",
+    "reward/group_std": "spread of rewards in a group",
+    "reward/used_fraction": "share of samples that count",
+    "train/loss": "loss",
+    "train/entropy": "entropy (nats)",
+    "train/approx_kl": "KL to the old policy",
+    "train/kl": "KL to the reference",
+    "train/reward_kl_penalty": "KL to the reference, taken from the reward",
+    "train/clip_ratio": "clipped share",
+    "train/grad_norm": "gradient norm",
+    "train/lr": "learning rate",
+    "train/value_loss": "value loss",
+    "train/explained_variance": "explained variance",
+    "rollout/completion_length": "mean length (steps)",
+    "rollout/truncated_ratio": "share cut off at the limit",
+    "rollout/resampled_groups": "groups drawn anew",
+    "rollout/rejected_groups": "groups that teach nothing, after the last draw",
+    "rollout/staleness_mean": "versions behind, on average",
+    "train/rollout_logprob_diff": "|engine - trainer| log-prob, equal weights",
+    "train/rollout_ratio_mean": "trainer / engine probability, equal weights, mean",
+    "train/rollout_ratio_max": "trainer / engine probability, equal weights, largest",
+    "train/rollout_kl": "KL of the trainer from the engine, equal weights",
+    "train/rollout_is_mean": "importance weight, mean",
+    "train/rollout_is_clip_ratio": "share of steps whose importance weight is capped",
+    "inference/logprob_diff_mean": "|engine - trainer| log-prob, mean",
+    "inference/logprob_diff_max": "|engine - trainer| log-prob, largest",
+    "sync/bytes": "bytes of weights published",
+}
+HEADLINES = (
+    "reward/mean",
+    "train/loss",
+    "train/rollout_logprob_diff",
+    "rollout/completion_length",
+    "train/entropy",
+    "train/grad_norm",
+)
+GIB = 2**30
+BINS = 24
+Usage = list[dict[str, Any]]
+"""Of the processes of one stage instance, as in ``stages.resource_usage``."""
+
+
+def build_plots(data: ReportData) -> dict[str, Any]:
+    """``xs``: columns that plots share, by name; ``groups``: titles and plots.
+
+    A plot has ``id``, ``title``, ``name``, ``x`` (of ``xs``), ``series`` (``label``, ``colour``,
+    ``y``, ``kind``: line or points); ``stack`` adds series up; ``linked`` ones zoom together.
+    """
+    xs: dict[str, list[float]] = {"rows": [row["iteration"] + 1 for row in data.rows]}
+    names = sorted({name for row in data.rows for name in row} - {"iteration"})
+    metrics = {name: _metric(data, name) for name in names}
+    headlines = [metrics.pop(name) for name in HEADLINES if name in metrics]
+    groups = [("Learning", [*_learning(data, xs), *headlines])]
+    for title, stages in (
+        ("Rollout and reward", ("rollout", "reward")),
+        ("Training", ("inference", "train", "sync")),
+    ):
+        mine = [name for name in metrics if _of(name) in stages]
+        mine.sort(key=lambda name: (stages.index(_of(name)), name))
+        groups.append((title, [metrics.pop(name) for name in mine]))
+    groups.append(("More", list(metrics.values())))
+    groups.append(("Evaluation", _evaluation(data, xs)))
+    groups.append(("Samples, early and late", _distributions(data, xs)))
+    groups.append(("Time", [*_stage_times(data, xs), *_throughput(data, xs)]))
+    groups.append(("Machine", _machine(data, xs)))
+    kept = [{"title": title, "plots": found} for title, found in groups if found]
+    return {"xs": xs, "groups": kept}
+
+
+def json_numbers(values: Iterable[float | None]) -> list[float | None]:
+    """Values as JSON has them, None for what is not finite.
+
+    Each has six digits, or as many as it takes to tell the smallest and the largest apart by four.
+    """
+    found = [None if value is None or not math.isfinite(value) else value for value in values]
+    there = [value for value in found if value is not None]
+    digits = _digits(min(there), max(there)) if there else 6
+    return [None if value is None else float(f"{value:.{digits}g}") for value in found]
+
+
+def _digits(low: float, high: float) -> int:
+    size, spread = max(abs(low), abs(high)), high - low
+    if spread <= 0 or not math.isfinite(spread):
+        return 6
+    return min(17, max(6, 4 + math.ceil(math.log10(size / spread))))
+
+
+def _of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _line(label: str, colour: str, y: Iterable[float | None], kind: str = "line") -> dict[str, Any]:
+    return {"label": label, "colour": colour, "y": json_numbers(y), "kind": kind}
+
+
+def _plot(
+    name: str, title: str, x: str, series: Sequence[Mapping[str, Any]], **more: Any
+) -> dict[str, Any]:
+    about = {"id": name.replace("/", "-"), "name": name, "title": title, "x": x}
+    return {**about, "series": list(series), "linked": True, **more}
+
+
+def _metric(data: ReportData, name: str) -> dict[str, Any]:
+    title = TITLES.get(name, name.partition("/")[2].replace("_", " "))
+    line = _line(name, _of(name), (row.get(name) for row in data.rows), "metric")
+    return _plot(name, title, "rows", [line])
+
+
+def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Held-out score after each evaluated version, beside that of training samples."""
+    found = []
+    known = {row["iteration"] + 1: row.get("reward/score") for row in data.rows}
+    held_out = {row["version"]: row["evaluate/score"] for row in data.evaluated}
+    if held_out or any(value is not None for value in known.values()):
+        xs["learning"] = sorted(known.keys() | held_out.keys())
+        lines = [_line("training samples", "rollout", map(known.get, xs["learning"]), "metric")]
+        if held_out:
+            y = map(held_out.get, xs["learning"])
+            lines.append(_line("held-out", "evaluate", y, "points"))
+        found.append(_plot("learning", "Score", "learning", lines, wide=True))
+    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    if warm:
+        xs["warm_start"] = [step for step, _ in warm]
+        line = _line("held-out", "warm_start", (score for _, score in warm), "points")
+        title = "Score in the warm start, by step"
+        found.append(_plot("warm-start", title, "warm_start", [line], linked=False))
+    return [*found, *_fine_tuning(data, xs)]
+
+
+def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Loss of each supervised step, and that of held-out demonstrations where it was taken."""
+    if not any(point.get("eval_loss") is not None for point in data.warm_start):
+        return []
+    xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
+    lines = [
+        _line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric"),
+        _line("held-out", "evaluate", (p.get("eval_loss") for p in data.warm_start), "points"),
+    ]
+    title = "Loss in the warm start, by step"
+    return [_plot("warm-start-loss", title, "warm_start_losses", lines, linked=False)]
+
+
+def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    xs["versions"] = [row["version"] for row in data.evaluated]
+    names = sorted({name for row in data.evaluated for name in row} - {"version"})
+    return [
+        _plot(
+            name,
+            name.partition("/")[2].replace("_", " "),
+            "versions",
+            [_line(name, "evaluate", (row.get(name) for row in data.evaluated), "points")],
+        )
+        for name in names
+    ]
+
+
+def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Scores and lengths of the first and the last samples on disk, as shares of each."""
+    found = []
+    for name, title in (("score", "score"), ("length", "length (steps)")):
+        table = {
+            label: np.array([getattr(sample, name) for sample in samples], dtype=float)
+            for label, samples in data.first_and_last_samples.items()
+        }
+        table = {label: values[np.isfinite(values)] for label, values in table.items()}
+        table = {label: values for label, values in table.items() if len(values)}
+        if not table:
+            continue
+        every = np.concatenate(list(table.values()))
+        low, high = float(every.min()), float(every.max())
+        edges = bin_edges(low, high, BINS)
+        xs[f"bins-{name}"] = [x for x in json_numbers(edges) if x is not None]
+        lines = []
+        for colour, (label, values) in zip(("sync", "train"), table.items(), strict=False):
+            share = np.histogram(values, edges)[0] / len(values)
+            lines.append(_line(label, colour, [*share, share[-1]], "bars"))
+        more = {"linked": False, "percent": True, "zero": True, "half": True}
+        found.append(_plot(f"samples-{name}", title, f"bins-{name}", lines, **more))
+    return found
+
+
+def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
+    """The edges of a histogram's bins; of one bin around the value where all are alike."""
+    if high > low:
+        return np.linspace(low, high, bins + 1)
+    half = max(0.5, abs(low) * 1e-3)
+    return np.array([low - half, low + half])
+
+
+def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    seconds: dict[str, dict[int, float]] = {stage: {} for stage in data.stage_names}
+    for entry in data.stages:
+        if entry["stage"] in seconds:
+            seconds[entry["stage"]][entry["iteration"] + 1] = entry["seconds"]
+    xs["stages"] = sorted({i for times in seconds.values() for i in times})
+    if not xs["stages"]:
+        return []
+    lines = [
+        _line(stage, stage, (times.get(int(i), 0.0) for i in xs["stages"]))
+        for stage, times in seconds.items()
+    ]
+    title = "Seconds of each stage"
+    return [_plot("stage-times", title, "stages", lines, stack=True, wide=True, unit="s")]
+
+
+def steps_per_s(data: ReportData) -> tuple[dict[int, float], dict[int, float]]:
+    """By iteration: of rollout alone, and of the whole iteration."""
+    steps = {row["iteration"]: row["rollout/steps"] for row in data.rows if "rollout/steps" in row}
+    alone: dict[int, float] = {}
+    whole: dict[int, float] = {}
+    # Stages of pools overlap, so their times do not add up to that of the iteration.
+    lasted = {i: end - start for i, (start, end) in iteration_windows(data.spans).items()}
+    for entry in data.stages:
+        iteration = entry["iteration"]
+        if entry["stage"] in data.stage_names and iteration in steps:
+            whole[iteration] = whole.get(iteration, 0.0) + entry["seconds"]
+            if data.uses_pools and iteration in lasted:
+                whole[iteration] = lasted[iteration]
+            if entry["stage"] == "rollout":
+                alone[iteration] = entry["seconds"]
+    alone = {i: steps[i] / s for i, s in sorted(alone.items()) if s > 0}
+    return alone, {i: steps[i] / s for i, s in sorted(whole.items()) if s > 0}
+
+
+def _throughput(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    alone, whole = steps_per_s(data)
+    if not alone and not whole:
+        return []
+    at = [int(x) - 1 for x in xs["rows"]]
+    lines = [
+        _line("rollout", "rollout", map(alone.get, at), "metric"),
+        _line("whole iteration", "train", map(whole.get, at), "metric"),
+    ]
+    return [_plot("throughput", "Steps per second", "rows", lines, zero=True, half=True)]
+
+
+def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """What stages used, of all their processes together, or of the one that used most."""
+    wanted: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
+        "processors": ("Processors in use", lambda u: _total(_cores(e) for e in u), {}),
+        "memory": (
+            "Memory, peak of the largest process (GiB)",
+            lambda u: _most(e["memory_peak_bytes"] / GIB for e in u),
+            {"unit": "GiB"},
+        ),
+        "gpu": (
+            "GPU busy",
+            lambda u: _mean(e["gpu_share"] for e in u if "gpu_share" in e),
+            {"percent": True},
+        ),
+        "gpu-memory": (
+            "GPU memory, peak of the fullest (GiB)",
+            lambda u: _most(e["gpu_peak_bytes"] / GIB for e in u if "gpu_peak_bytes" in e),
+            {"unit": "GiB"},
+        ),
+    }
+    used = {
+        (entry["stage"], entry["iteration"] + 1): entry["usage"]
+        for entry in data.stages
+        if entry["usage"] and entry["stage"] in data.stage_names
+    }
+    found = []
+    for name, (title, of, more) in wanted.items():
+        lines = [
+            _line(
+                stage,
+                stage,
+                (
+                    of(used[stage, int(i)]) if (stage, int(i)) in used else None
+                    for i in xs["stages"]
+                ),
+            )
+            for stage in data.stage_names
+            if used
+        ]
+        lines = [line for line in lines if any(y is not None for y in line["y"])]
+        if lines:
+            found.append(
+                _plot(f"machine-{name}", title, "stages", lines, zero=True, half=True, **more)
+            )
+    return found
+
+
+def _cores(entry: Mapping[str, float]) -> float:
+    return entry["cpu_s"] / max(entry["seconds"], 1e-3)
+
+
+def _total(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) if known else None
+
+
+def _most(values: Iterable[float]) -> float | None:
+    return max(values, default=None)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None
+
+
+def gantt_columns(data: ReportData) -> dict[str, Any] | None:
+    """Lanes, and the pieces of all of them in order of lane and start; None without any.
+
+    Columns are little-endian, in base64: ``start`` (float64, seconds since ``origin``), ``length``
+    (float32, seconds), ``iteration`` (uint32, from 1; 0 for stages of none), ``kind`` (uint8: twice
+    the stage's number, and 1 where it only waits). ``first`` has each lane's first row, and the
+    number of rows. ``windows`` are iteration, start and end of iterations, in seconds.
+    """
+    if not data.segments:
+        return None
+    lanes = sort_lanes(piece.lane for piece in data.segments)
+    stages = list(data.colours)
+    row, number = {lane: i for i, lane in enumerate(lanes)}, {s: i for i, s in enumerate(stages)}
+    pieces = sorted(data.segments, key=lambda piece: (row[piece.lane], piece.start))
+    origin = min(piece.start for piece in pieces)
+    first = np.searchsorted([row[piece.lane] for piece in pieces], np.arange(len(lanes) + 1))
+    return {
+        "stages": stages,
+        "lanes": lanes,
+        "origin": origin,
+        "first": first.tolist(),
+        "start": _packed((piece.start - origin for piece in pieces), "<f8"),
+        "length": _packed((piece.seconds for piece in pieces), "<f4"),
+        "iteration": _packed(
+            (piece.iteration + 1 if piece.stage in data.stage_names else 0 for piece in pieces),
+            "<u4",
+        ),
+        "kind": _packed((2 * number[p.stage] + (not p.is_computing) for p in pieces), "|u1"),
+        "windows": [
+            [i + 1, round(start - origin, 3), round(end - origin, 3)]
+            for i, (start, end) in iteration_windows(data.spans).items()
+        ],
+    }
+
+
+def _packed(values: Any, dtype: str) -> str:
+    return base64.b64encode(np.array(list(values), dtype=dtype).tobytes()).decode()

@@ -1,0 +1,262 @@
+"""The charts as pictures: each a function from the data to a figure, None if there is no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from pipeline.report.chart_style import finish_chart
+from pipeline.report.data import ReportData
+from pipeline.report.interactive_charts import BINS, bin_edges, steps_per_s
+from pipeline.report.theme import STAGE_COLOURS
+from pipeline.report.worker_timeline import iteration_windows, sort_lanes
+from stages.context import IDLE_SPANS, WAIT_SPAN
+
+MIN_RELATIVE_SPREAD = 1e-12
+"""Values whose spread is a smaller share of their size count as one: float64 can tell few apart."""
+COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
+"""Where in its lane a bar of the Gantt chart lies."""
+
+
+def learning_chart(data: ReportData) -> Figure | None:
+    """Held-out score through both phases: fine-tuning steps, then iterations of RL."""
+    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    if not warm and not data.scores and not data.rows:
+        return None
+    panels = 2 if warm else 1
+    figure, axes = plt.subplots(
+        1, panels, figsize=(10, 3.6), sharey=True, width_ratios=[1, 2][-panels:], squeeze=False
+    )
+    last = axes[0, -1]
+    if warm:
+        steps, scores = zip(*warm, strict=True)
+        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["warm_start"])
+        axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
+    x, y = data.column("reward/score")
+    if len(x):
+        look = {"lw": 0.9, "alpha": 0.55, "color": STAGE_COLOURS["rollout"]}
+        draw_line(last, x, y, label="training samples", **look)
+    if data.scores:
+        x, y = np.array(data.scores, dtype=float).T
+        last.plot(x, y, "o-", ms=4, color=STAGE_COLOURS["train"], label="held-out")
+        last.annotate(
+            f"{y[-1]:.3g}", (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center"
+        )
+    last.set(title="Reinforcement learning", xlabel="iteration")
+    last.margins(x=0.06)
+    set_axis_range(last)
+    if not warm:
+        last.set_ylabel("score")
+    last.legend(loc="best")
+    return finish_chart(figure)
+
+
+def training_chart(data: ReportData) -> Figure | None:
+    """Small multiples of what tells whether training is healthy."""
+    wanted = [
+        ("reward/mean", "mean reward"),
+        ("train/loss", "loss"),
+        ("train/entropy", "entropy (nats)"),
+        ("train/approx_kl", "KL to the old policy"),
+        ("train/clip_ratio", "clipped share"),
+        ("train/grad_norm", "gradient norm"),
+        ("rollout/completion_length", "mean length (steps)"),
+        ("train/explained_variance", "explained variance"),
+        ("train/rollout_logprob_diff", "|engine - trainer| log-prob"),
+    ]
+    present = [(name, title) for name, title in wanted if len(data.column(name)[0])][:9]
+    if not present:
+        return None
+    rows = -(-len(present) // 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(10, 2.3 * rows), squeeze=False)
+    for axis, (name, title) in zip(axes.flat, present, strict=False):
+        draw_line(axis, *data.column(name), lw=1.2, color=STAGE_COLOURS["rollout"])
+        set_axis_range(axis)
+        axis.set_title(title, fontsize=10)
+        axis.ticklabel_format(axis="y", scilimits=(-3, 4))
+    for axis in list(axes.flat)[len(present) :]:
+        axis.axis("off")
+    for axis in axes[-1]:
+        axis.set_xlabel("iteration")
+    return finish_chart(figure)
+
+
+def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
+    """Values over iterations as a line; one between two gaps, which no line shows, as a point."""
+    y = np.where(np.isfinite(y), y, np.nan)
+    there = np.pad(np.isfinite(y), 1)
+    alone = np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])
+    axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **look)
+
+
+def set_axis_range(axis: Axes) -> None:
+    """Give the axes a range in which the lines can be read, and whole iterations.
+
+    A constant lies in the middle, with its value beside it; without a finite value the chart says
+    so.
+    """
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    at = {float(x) for line in axis.lines for x in np.asarray(line.get_xdata())}
+    if len(at) == 1:
+        axis.set_xlim(min(at) - 1, max(at) + 1)
+    shown = [np.asarray(line.get_ydata(), dtype=float) for line in axis.lines]
+    values = np.concatenate([y[np.isfinite(y)] for y in shown] or [np.zeros(0)])
+    if not len(values):
+        axis.set(xticks=[], yticks=[])
+        axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", va="center")
+        return
+    low, high = float(values.min()), float(values.max())
+    size = max(abs(low), abs(high))
+    if high - low <= MIN_RELATIVE_SPREAD * size:
+        half = 0.1 * size or 1.0
+        axis.set_ylim(low - half, high + half)
+        axis.text(0.98, 0.95, f"{low:.6g}", transform=axis.transAxes, ha="right", va="top")
+
+
+def stage_times_chart(data: ReportData) -> Figure | None:
+    """Seconds of each stage, stacked per iteration."""
+    if not data.rows:
+        return None
+    last = max(row["iteration"] for row in data.rows)
+    seconds = {stage: np.zeros(last + 1) for stage in data.stage_names}
+    for entry in data.stages:
+        if entry["stage"] in seconds and entry["iteration"] <= last:
+            seconds[entry["stage"]][entry["iteration"]] = entry["seconds"]
+    figure, axis = plt.subplots(figsize=(10, 3))
+    base = np.zeros(last + 1)
+    for stage, values in seconds.items():
+        axis.bar(np.arange(1, last + 2), values, 1.0, base, color=data.colours[stage], label=stage)
+        base += values
+    axis.set(xlabel="iteration", ylabel="seconds", xlim=(0.5, last + 1.5))
+    # One slow iteration must not flatten all others.
+    axis.set_ylim(0, max(1e-3, 1.3 * float(np.quantile(base, 0.98))))
+    axis.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1.0))
+    return finish_chart(figure)
+
+
+def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
+    """When the stages of every worker computed and waited: the whole run, its newest iterations."""
+    spans = data.segments
+    if not spans:
+        return None
+    lanes = sort_lanes(span.lane for span in spans)
+    origin = min(span.start for span in spans)
+    last = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
+    # Not their first stage: in pools stages are ordered ahead, and samples made.
+    since, _ = iteration_windows(data.spans).get(last - newest + 1, (origin, origin))
+    until = max(s.end for s in spans)
+    height = max(1.2, 0.32 * len(lanes) + 0.9)
+    figure, axes = plt.subplots(2, 1, figsize=(10, 2 * height + 0.4), squeeze=False)
+    titles = ("Whole run", f"Last {min(newest, last + 1)} iterations")
+    for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
+        for row, lane in enumerate(lanes):
+            mine = [s for s in spans if s.lane == lane and s.end >= start]
+            for computes, (low, high) in ((False, WAITING), (True, COMPUTING)):
+                for stage, colour in data.colours.items():
+                    bars = [
+                        (s.start - origin, s.seconds)
+                        for s in mine
+                        if s.stage == stage and s.is_computing == computes
+                    ]
+                    look = _look(colour, computes)
+                    axis.broken_barh(bars, (row + low, high - low), **look)
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.set(title=title, xlim=(start - origin, until - origin), ylim=(len(lanes) - 0.5, -0.5))
+        axis.grid(axis="y", visible=False)
+    axes[1, 0].set_xlabel("seconds since the first stage")
+    shown = [stage for stage in data.colours if any(s.stage == stage for s in spans)]
+    handles = [Patch(label=stage, **_look(data.colours[stage], True)) for stage in shown]
+    if not all(s.is_computing for s in spans):
+        moved = any(s.name in IDLE_SPANS - {WAIT_SPAN} for s in data.spans)
+        label = "waiting or moving" if moved else "waiting"
+        handles.append(Patch(label=label, **_look(STAGE_COLOURS["sync"], False)))
+    figure.legend(
+        handles=handles,
+        ncols=len(handles),
+        handlelength=1.3,
+        columnspacing=1.2,
+        loc="upper right",
+        fontsize=9,
+    )
+    return finish_chart(figure)
+
+
+def _look(colour: str, computes: bool) -> dict[str, Any]:
+    """Of a bar: full where a stage computes, hatched and thin where it pauses."""
+    if computes:
+        return {"facecolor": colour}
+    return {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "linewidth": 0}
+
+
+def throughput_chart(data: ReportData) -> Figure | None:
+    """Steps per second of rollout alone and of the whole iteration."""
+    alone, whole = steps_per_s(data)
+    if not alone and not whole:
+        return None
+    figure, axis = plt.subplots(figsize=(10, 2.8))
+    for label, rates, colour in (
+        ("rollout", alone, STAGE_COLOURS["rollout"]),
+        ("whole iteration", whole, STAGE_COLOURS["train"]),
+    ):
+        x, y = np.array([i + 1 for i in rates]), np.array(list(rates.values()))
+        draw_line(axis, x, y, color=colour, label=label)
+    axis.set(xlabel="iteration", ylabel="steps per second", ylim=(0, None))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.legend()
+    return finish_chart(figure)
+
+
+def distributions_chart(data: ReportData) -> Figure | None:
+    """Scores and lengths of samples, early against late."""
+    ends = {label: samples for label, samples in data.first_and_last_samples.items() if samples}
+    if not ends:
+        return None
+    scores = {label: np.array([s.score for s in samples]) for label, samples in ends.items()}
+    lengths = {label: np.array([s.length for s in samples]) for label, samples in ends.items()}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 2.8))
+    for axis, table, title in (
+        (axes[0], scores, "score"),
+        (axes[1], lengths, "length (steps)"),
+    ):
+        everything = np.concatenate(list(table.values()))
+        low, high = float(everything.min()), float(everything.max())
+        bins = bin_edges(low, high, BINS)
+        for (label, values), colour in zip(
+            table.items(), (STAGE_COLOURS["sync"], STAGE_COLOURS["train"]), strict=False
+        ):
+            share = np.full(len(values), 1 / max(1, len(values)))
+            axis.hist(values, bins, weights=share, alpha=0.6, color=colour, label=label)
+        axis.set(title=title, ylabel="share of samples")
+        axis.legend()
+    return finish_chart(figure)
+
+
+CHARTS: dict[str, Callable[[ReportData], Figure | None]] = {
+    "learning": learning_chart,
+    "training": training_chart,
+    "stage-times": stage_times_chart,
+    "gantt": gantt_chart,
+    "throughput": throughput_chart,
+    "distributions": distributions_chart,
+}
+
+
+def write_pictures(data: ReportData, folder: Path) -> list[Path]:
+    """A PNG of each chart; those with nothing to show are left out."""
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, draw in CHARTS.items():
+        figure = draw(data)
+        if figure is not None:
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=120)
+            plt.close(figure)
+    return written

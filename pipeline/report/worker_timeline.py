@@ -1,0 +1,148 @@
+"""What each worker computed and when it waited, from the spans of a run."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stages.context import IDLE_SPANS
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """A stage instance, or a part of one, on one rank."""
+
+    stage: str
+    name: str
+    iteration: int
+    lane: str
+    """Who: pool and rank, or only the rank, and the host."""
+    start: float
+    end: float
+    claim: int | None = None
+    """Of a rollout in claims, which: its worker may wait for other claims at the same time."""
+
+
+@dataclass(frozen=True)
+class TimelineSegment:
+    """A stretch of time in which a stage computed, or waited or moved what it keeps."""
+
+    stage: str
+    iteration: int
+    lane: str
+    start: float
+    end: float
+    is_computing: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class WorkerIdleTime:
+    """One worker, over the iterations that count."""
+
+    lane: str
+    idle_share: float
+    """Share of the time in which no stage computed here."""
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Seconds an iteration that a stage computed and waited."""
+
+
+def sort_lanes(lanes: Iterable[str]) -> list[str]:
+    """Each once, rank 10 after rank 9."""
+    return sorted(set(lanes), key=lambda lane: [w.zfill(6) for w in re.split(r"(\d+)", lane)])
+
+
+def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
+    """The spans of stages, cut where they paused; what pauses hold outside of them is dropped."""
+    spans = list(spans)
+    pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
+    for span in spans:
+        if span.name in IDLE_SPANS:
+            pauses[span.stage, span.iteration, span.lane, span.claim].append(span)
+    found = []
+    for whole in spans:
+        if whole.name != whole.stage:
+            continue
+        where = (whole.stage, whole.iteration, whole.lane)
+        at = whole.start
+        for pause in sorted(pauses[*where, whole.claim], key=lambda pause: pause.start):
+            start, end = max(pause.start, at), min(pause.end, whole.end)
+            if end > start:
+                found += [
+                    TimelineSegment(*where, at, start, True),
+                    TimelineSegment(*where, start, end, False),
+                ]
+                at = end
+        found.append(TimelineSegment(*where, at, whole.end, True))
+    return [piece for piece in found if piece.end > piece.start]
+
+
+def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, float]]:
+    """Start and end of iterations: each ends when its weights are published."""
+    spans = list(spans)
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span.name == span.stage == "sync":
+            ends[span.iteration] = max(span.end, ends.get(span.iteration, 0.0))
+    starts = [s.start for s in spans if s.name == s.stage == "rollout" and s.iteration == 0]
+    before = {iteration + 1: end for iteration, end in ends.items()}
+    if starts:
+        before[0] = min(starts)
+    return {i: (before[i], end) for i, end in sorted(ends.items()) if i in before}
+
+
+def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
+    """By worker; the first iteration, in which all is loaded, counts only if there is no other."""
+    spans = list(spans)
+    known = iteration_windows(spans)
+    if len(known) > 1:
+        known.pop(0, None)
+    counted = _union(known.values())
+    total_s = sum(end - start for start, end in counted)
+    if not total_s:
+        return []
+    lanes: dict[str, list[TimelineSegment]] = defaultdict(list)
+    for piece in timeline_segments(spans):
+        lanes[piece.lane].append(piece)
+    starts = [start for start, _ in counted]
+    rows = []
+    for lane in sort_lanes(lanes):
+        mine = lanes[lane]
+        seconds: dict[str, list[float]] = {}
+        for piece in mine:
+            inside = _shared_s(piece.start, piece.end, counted, starts) / len(known)
+            if inside:
+                seconds.setdefault(piece.stage, [0.0, 0.0])[not piece.is_computing] += inside
+        computing = _union((piece.start, piece.end) for piece in mine if piece.is_computing)
+        covered = sum(_shared_s(start, end, counted, starts) for start, end in computing)
+        stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
+        rows.append(WorkerIdleTime(lane, 1 - covered / total_s, stages))
+    return rows
+
+
+def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The time that stretches cover, however they overlap, in order and apart from each other."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(stretches):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def _shared_s(
+    start: float, end: float, counted: Sequence[tuple[float, float]], starts: Sequence[float]
+) -> float:
+    """How much of a stretch lies in the ``counted`` ones, which begin at ``starts``."""
+    shared, at = 0.0, max(0, bisect_right(starts, start) - 1)
+    while at < len(counted) and counted[at][0] < end:
+        shared += max(0.0, min(end, counted[at][1]) - max(start, counted[at][0]))
+        at += 1
+    return shared

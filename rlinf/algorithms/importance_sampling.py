@@ -1,0 +1,134 @@
+"""The policy that collected the steps, as its engine says, beside the one that is trained.
+
+Both have the same weights where a rollout is on-policy, and still differ: an engine computes in
+other kernels, often in another precision. What was sampled is then from a policy that is not the
+one whose gradient is taken ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training", Yao et al. 2025), which importance weights of trainer over engine correct. They are the
+factor of the decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv
+2505.24298, eq. 5), which stands before the clipped surrogate, whose ratio is against the policy
+just before the update.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf.algorithms.losses import bounded_ratio, kl_estimate
+from rlinf.data.batch import StepBatch, pad_right
+from rlinf.data.record import Record
+
+RolloutISLevel = Literal["token", "sequence", "geometric"]
+RolloutISMode = Literal["truncate", "mask"]
+DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
+"""Sums over the steps that count and were chosen by the trainer's own version."""
+RATIO_SUM, KL_SUM = "_ratio", "_divergence"
+"""Over the same steps, of trainer over engine."""
+MAX_RATIO = "rollout_ratio_max"
+
+
+def rollout_ratio(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, level: RolloutISLevel
+) -> Tensor:
+    """How likelier the policy before the update is to do what the engine's did, ``[B, T]``.
+
+    Args:
+        mask: ``[B, T]`` 1 where a step counts; others have no part in that of their sequence.
+        level: ``token``: of each step, ``old / rollout``; ``sequence``: of all steps of a row
+            together, the product of theirs; ``geometric``: their geometric mean.
+    """
+    gap = (old_logprobs - rollout_logprobs) * mask
+    if level == "token":
+        return bounded_ratio(gap, torch.zeros_like(gap))
+    total = gap.sum(-1, keepdim=True)
+    if level == "geometric":
+        total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+    return bounded_ratio(total, torch.zeros_like(total)).expand_as(gap)
+
+
+def rollout_is_weights(
+    ratio: Tensor, threshold: float, mode: RolloutISMode
+) -> tuple[Tensor, Tensor]:
+    """Importance weights of steps, without a gradient, and 1 where the cap took effect.
+
+    Args:
+        ratio: of any shape; see :func:`rollout_ratio`.
+        cap: ``C``, the largest weight.
+        outside: ``truncate``: weigh ``min(ratio, C)`` (truncated importance sampling, TIS);
+            ``mask``: weigh 0 where the ratio is not within ``[1 / C, C]`` (masked importance
+            sampling).
+    """
+    ratio = ratio.detach()
+    if mode == "truncate":
+        return ratio.clamp(max=threshold), (ratio > threshold).float()
+    left_out = (ratio > threshold) | (ratio < 1 / threshold)
+    return torch.where(left_out, 0.0, ratio), left_out.float()
+
+
+def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
+    """How far engine and trainer differ on the steps that both chose with equal weights: sums.
+
+    :func:`rollout_mismatch_metrics` makes numbers of them.
+    """
+    if batch.on_policy_mask is None:
+        return {}
+    ours, theirs = logprobs.detach(), batch.require("rollout_logprobs")
+    fresh = batch.on_policy_mask * batch.mask
+    ratio = bounded_ratio(ours, theirs)
+    return {
+        DIFF_SUM: (fresh * (ours - theirs).abs()).sum(),
+        STEP_COUNT: fresh.sum(),
+        RATIO_SUM: (fresh * ratio).sum(),
+        # The engine drew the samples: the estimate is of KL(engine || trainer).
+        KL_SUM: (fresh * kl_estimate(theirs, ours)).sum(),
+        MAX_RATIO: (fresh * ratio).max(),
+    }
+
+
+def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
+    """Of summed :func:`rollout_mismatch_sums`: ``rollout_mismatch_sums`` (mean absolute difference of log-probabilities,
+    nats), ``engine_ratio`` (mean probability ratio, trainer over engine) and ``engine_kl``; none
+    where no step was compared."""
+    steps = totals.get(STEP_COUNT, 0.0)
+    if steps <= 0:
+        return {}
+    names = {
+        "rollout_logprob_diff": DIFF_SUM,
+        "rollout_ratio_mean": RATIO_SUM,
+        "rollout_kl": KL_SUM,
+    }
+    return {name: totals[key] / steps for name, key in names.items()}
+
+
+def policy_lags(trajectories: list[Record], version: int) -> Tensor:
+    """How many updates the weights that chose a step are behind ``version``: ``[N, T]`` float32."""
+    return pad_right(
+        [
+            np.asarray(version - record.steps["versions"], np.float32)
+            if "versions" in record.steps
+            else np.full(len(record), version - int(record.info["policy_version"]), np.float32)
+            for record in trajectories
+        ],
+        max(len(record) for record in trajectories),
+    )
+
+
+def old_logprob_interp(lag: Tensor, done: float) -> Tensor:
+    """Where the policy before an update lies between the one that collected a step (0) and the one
+    in training (1), counted in versions (A-3PO, arXiv 2512.06547): ``[N, T]``.
+
+    Args:
+        lag: ``[N, T]``, of :func:`lags`.
+        done: how much of the update is done, in [0, 1). Before its first step the policy in
+            training is that before the update.
+    """
+    return lag / (lag + done) if done else torch.ones_like(lag)
+
+
+def interpolate_old_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, anchor: Tensor) -> Tensor:
+    """Log-probabilities of the policy before the update, without a pass of their own: on the line
+    from those of the policy that collected a step to those of the one in training. No gradient."""
+    return rollout_logprobs + anchor * (logprobs.detach() - rollout_logprobs)

@@ -1,0 +1,111 @@
+"""The channel interface of records, and how channels end."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+
+from rlinf.data.record import Record
+from rlinf.errors import RlinfError
+
+
+class ChannelClosed(Exception):
+    """No further record will come (``get``), or none is accepted (``put``)."""
+
+
+class ChannelFailed(RlinfError):
+    """The channel broke: a participant failed, or nobody is there to answer."""
+
+
+class RecordSource(ABC):
+    """The end of a channel that records are taken from, in the order they were put."""
+
+    @abstractmethod
+    def get(self) -> Record:
+        """Take the oldest record; waits for one.
+
+        Raises:
+            ChannelClosed: closed and empty.
+            ChannelFailed: nothing can come any more.
+        """
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records until the channel is closed and drained."""
+        while True:
+            try:
+                yield self.get()
+            except ChannelClosed:
+                return
+
+
+class RecordSink(ABC):
+    """The end of a channel that records are put into; any number of threads."""
+
+    @abstractmethod
+    def put(self, record: Record) -> None:
+        """Append a record; waits while there is no room.
+
+        Raises:
+            ChannelClosed: the channel was closed, here or for everybody.
+            ChannelFailed: there is nobody any more to take it.
+            DataError: the record cannot be sent.
+        """
+
+    def flush(self) -> None:  # noqa: B027 - nothing to do where put itself waits
+        """Wait until every record put here outlives this process.
+
+        Raises:
+            ChannelFailed: as for ``put``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Put no further record; what was put still arrives."""
+
+
+class Channel(RecordSource, RecordSink):
+    """Both ends, in one process."""
+
+
+class LocalChannel(Channel):
+    """A queue; ``len`` is the number of records in it.
+
+    Args:
+        capacity: most records it may hold before ``put`` waits; 0 is unbounded.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._capacity = capacity
+        self._records: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, record: Record) -> None:
+        with self._changed:
+            while self._capacity and len(self._records) >= self._capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise ChannelClosed("put on a closed channel")
+            self._records.append(record)
+            self._changed.notify_all()
+
+    def get(self) -> Record:
+        with self._changed:
+            while not self._records:
+                if self._closed:
+                    raise ChannelClosed("channel is closed and empty")
+                self._changed.wait()
+            record = self._records.popleft()
+            self._changed.notify_all()
+            return record
+
+    def close(self) -> None:
+        """Put no further record; those that wait are taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._records)

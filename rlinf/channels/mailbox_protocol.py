@@ -1,0 +1,377 @@
+"""Items that arrive once and in order over connections that break: numbers and acknowledgements.
+
+A large item travels in pieces, so that whoever waits sees it come however slow the wire is, and
+what arrived of it need not come again. Pieces are numbered: the sender keeps one until its item is
+done with, the receiver takes each number once and in order, so whatever was lost or repeated on the
+way, sending everything again from the first number that did not arrive is always right (go-back-N).
+Nothing here knows of sockets or clocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import zmq
+import zmq.utils.garbage  # now, so that it ends after us where Python ends (atexit)
+
+from rlinf.artifacts import write_atomic
+from rlinf.errors import DataError
+
+Block = bytes | bytearray | memoryview
+
+WINDOW_PIECES = 1024
+"""Pieces that may be under way."""
+PIECE_BYTES = 512 << 10
+"""Of a large item: the smaller, the slower a wire may be and the more work are fast ones."""
+BATCH_BYTES = 64 << 10
+"""How much of small items travels together: less than this may come between two breaks."""
+
+
+class ItemPiece(NamedTuple):
+    """Some of an item; ``left`` is the number of bytes from its first one to the item's end."""
+
+    remaining: int
+    data: Block
+
+
+class PieceBatch(NamedTuple):
+    """A run of pieces as it travels; what is numbered below ``base`` will not come (again).
+
+    ``turn`` is how often the sender has gone back to what was lost.
+    """
+
+    base: int
+    first: int
+    turn: int
+    pieces: Sequence[ItemPiece]
+
+
+class ReliableSender:
+    """The sender's end: pieces numbered from 0.
+
+    ``size`` is the number of bytes of the pieces that are not done with.
+    """
+
+    def __init__(self, part_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
+        self.size = 0
+        self._pieces: deque[ItemPiece] = deque()
+        self._base = self._sent = self._received = self._turn = 0
+        self._part_bytes, self._piece_bytes = part_bytes, piece_bytes
+
+    def __len__(self) -> int:
+        """Pieces that are not done with."""
+        return len(self._pieces)
+
+    def add(self, item: Block) -> bool:
+        """Append an item; whether it is the only one that was not sent yet."""
+        alone = self._sent - self._base == len(self._pieces)
+        size, most = len(item), self._piece_bytes
+        if size <= most:
+            self._pieces.append(ItemPiece(size, item))
+        else:
+            view = memoryview(item)
+            for start in range(0, size, most):
+                self._pieces.append(ItemPiece(size - start, view[start : start + most]))
+        self.size += size
+        return alone
+
+    def is_full(self, nbytes: int, limit: int) -> bool:
+        """Whether so many bytes more are to wait; never where there is nothing else."""
+        return bool(self._pieces) and (
+            len(self._pieces) >= WINDOW_PIECES or self.size + nbytes > limit
+        )
+
+    def next_batch(self) -> PieceBatch:
+        """What to send next; empty when there is nothing new or enough is under way."""
+        stop = min(self._received + WINDOW_PIECES, self._base + len(self._pieces))
+        pieces: list[ItemPiece] = []
+        size = 0
+        for number in range(self._sent, stop):
+            piece = self._pieces[number - self._base]
+            size += len(piece.data)
+            if pieces and size > self._part_bytes:
+                break
+            pieces.append(piece)
+        part = PieceBatch(self._base, self._sent, self._turn, pieces)
+        self._sent += len(pieces)
+        return part
+
+    def requeue(self, part: PieceBatch) -> None:
+        """The part that was taken last could not be sent: take it again."""
+        self._sent = part.first
+
+    def acknowledge(self, received: int, done: int, gap: int | None) -> None:
+        """The receiver has what is below ``received``, and what is below ``done`` for good.
+
+        Args:
+            gap: the turn in which something came to it that belongs after what it has. Once in each
+                turn that is sent again: what was still under way then shows the same gap, and must
+                not be answered each time. A receiver that is stopped shows none, and is not
+                flooded.
+
+        Raises:
+            DataError: it speaks of pieces there never were.
+        """
+        if not 0 <= done <= received <= self._base + len(self._pieces):
+            raise DataError("acknowledges what was never sent")
+        if gap == self._turn:
+            # It may have less than it said before: see Inbox.drop.
+            self._sent = self._received = max(received, self._base)
+            self._turn += 1
+        else:
+            self._received = max(self._received, received)
+            self._sent = max(self._sent, self._received)
+        for _ in range(done - self._base):
+            self.size -= len(self._pieces.popleft().data)
+        self._base = max(self._base, done)
+
+    def restart(self) -> None:
+        """Another receiver, which has nothing yet: send everything that is not done with."""
+        self._sent = self._received = self._base
+        self._turn += 1
+
+    def clear(self) -> None:
+        """Drop all items; what is under way of them may still arrive."""
+        self._base += len(self._pieces)
+        self._sent = self._received = self._base
+        self._pieces.clear()
+        self.size = 0
+
+
+class ReliableReceiver:
+    """The receiver's end; ``expected`` is the number of the next piece, and the acknowledgement.
+
+    What is below ``whole`` made whole items. ``gap`` is for :meth:`Outbox.hear`.
+
+    Args:
+        max_bytes: the largest item.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.expected = self.complete = 0
+        self.gap: int | None = None
+        self._max_bytes = max_bytes
+        self._begun: memoryview | None = None
+        """The item whose pieces come, whose last bytes are not there yet."""
+        self._left = 0
+
+    def accept(self, part: PieceBatch) -> list[tuple[int, Block]]:
+        """The items that are whole now, in order, and for each the number after its last piece.
+
+        Of a part only the last piece may leave something of its item to come.
+
+        Raises:
+            DataError: the numbers make no sense, or an item is too large.
+        """
+        base, first, turn, pieces = part
+        if not 0 <= base <= first:
+            raise DataError("bad numbers")
+        if base > self.expected:
+            self.drop_partial()
+            self.expected = self.complete = base
+        self.gap = turn if first > self.expected else None
+        new = pieces[self.expected - first :] if self.gap is None else []
+        if new and self._begun is not None and new[0].remaining != self._left:
+            raise DataError("not the rest of the item that was begun")
+        if new and new[-1].remaining > self._max_bytes:
+            raise DataError("item too large")
+        found = []
+        for piece in new:
+            self.expected += 1
+            if (item := self._joined(*piece)) is not None:
+                self.complete = self.expected
+                found.append((self.expected, item))
+        return found
+
+    def drop_partial(self) -> None:
+        """Forget the beginning of an item; if its sender lives, all of it is sent again."""
+        self.expected, self._begun = self.complete, None
+
+    def _joined(self, left: int, data: Block) -> Block | None:
+        if self._begun is None:
+            if left == len(data):
+                return data
+            self._begun = np.empty(left, np.uint8).data
+        end = len(self._begun) - left + len(data)
+        self._begun[end - len(data) : end] = data
+        self._left = left - len(data)
+        if self._left:
+            return None
+        item, self._begun = self._begun, None
+        return item
+
+
+MAX_NAME = 200
+ZERO_COPY_BYTES = 1 << 16
+
+
+class HostPointer(NamedTuple):
+    """What a pointer file says: where the host is, and what it is asked by."""
+
+    addresses: list[str]
+    token: str
+    timeout_s: float
+    max_bytes: int
+    memory: str
+    """Of its node; see :func:`rlinf.shared_memory.shared_memory_id`."""
+
+
+def write_pointer(path: Path, pointer: HostPointer) -> None:
+    """Say where a host is."""
+    write_atomic(path, json.dumps(pointer._asdict()), private=True)
+
+
+def read_pointer(path: Path) -> HostPointer | None:
+    """Where a host is; None when that cannot be read (yet).
+
+    On a shared filesystem the file may be missing, empty or stale for a while.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        pointer = HostPointer(*(values[name] for name in HostPointer._fields))
+        timeout_s, max_bytes = float(pointer.timeout_s), int(pointer.max_bytes)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    addresses = pointer.addresses
+    texts = [*addresses, pointer.token, pointer.memory] if type(addresses) is list else [None]
+    whole = all(type(text) is str for text in texts)
+    return (
+        pointer._replace(timeout_s=timeout_s, max_bytes=max_bytes) if whole and addresses else None
+    )
+
+
+def send_message(
+    socket: zmq.Socket[bytes],
+    head: list[bytes],
+    message: tuple[Any, ...],
+    pieces: Sequence[ItemPiece] | None,
+) -> bool:
+    """Send a message, with pieces behind it in one frame; whether it is under way.
+
+    Only large frames are worth the bookkeeping of a send without a copy.
+    """
+    if pieces is not None:
+        message = (*message, [piece.remaining for piece in pieces])
+    parts: list[Any] = [*head, msgpack.packb(message)]
+    if pieces:
+        blocks = [piece.data for piece in pieces]
+        parts.append(b"".join(blocks) if len(blocks) > 1 else blocks[0])
+    try:
+        socket.send_multipart(parts, zmq.NOBLOCK, copy=len(parts[-1]) < ZERO_COPY_BYTES)
+    except zmq.Again:
+        return False
+    return True
+
+
+def split_pieces(lefts: Sequence[int], frames: Sequence[memoryview]) -> list[ItemPiece]:
+    """The pieces behind a message of :func:`send`, not copied.
+
+    Raises:
+        DataError: they are not as the message says.
+    """
+    if len(frames) != bool(lefts):
+        raise DataError("sizes and frames differ")
+    pieces = []
+    rest = frames[0] if frames else memoryview(b"")
+    for left in lefts:
+        if type(left) is not int or left <= 0 or not rest:
+            raise DataError("sizes and frames differ")
+        pieces.append(ItemPiece(left, rest[:left]))
+        rest = rest[left:]
+    if rest:
+        raise DataError("sizes and frames differ")
+    return pieces
+
+
+def unpack_list(control: memoryview) -> list[Any]:
+    """The list of a message.
+
+    Raises:
+        DataError: it is none.
+    """
+    message = msgpack.unpackb(control)
+    if type(message) is not list:
+        raise DataError("not a list")
+    return message
+
+
+def unpack_map(packed: Block) -> dict[str, Any]:
+    """A map as it travels.
+
+    Raises:
+        DataError: not one.
+    """
+    content = msgpack.unpackb(packed)
+    if type(content) is not dict:
+        raise DataError("not a packed map")
+    return content
+
+
+def check_numbers(*numbers: int) -> None:
+    if any(type(number) is not int for number in numbers):
+        raise DataError("not a number")
+
+
+REASON_DEPARTED, REASON_REPLACED = "left", "replaced"
+"""Why a peer was lost that will not be back."""
+
+
+class PeerJoined(NamedTuple):
+    """A peer is there, for the first time or again; ``incarnation`` is that of its process."""
+
+    worker: str
+    about: dict[str, Any]
+    incarnation: str
+
+
+class PeerReport(NamedTuple):
+    """An item of a peer."""
+
+    worker: str
+    content: Any
+
+
+class PeerLost(NamedTuple):
+    """A peer fell silent, left, or was replaced by another process of the same name."""
+
+    worker: str
+    reason: str
+
+
+PeerEvent = PeerJoined | PeerReport | PeerLost
+
+
+class PeerStatus(NamedTuple):
+    """What is known of a peer; ``file_age_s`` since it was last heard."""
+
+    status: dict[str, Any]
+    age_s: float
+    about: dict[str, Any]
+    alive: bool
+    incarnation: str
+
+
+@dataclass(eq=False)
+class PeerSession:
+    """One incarnation of a peer, as the host knows it.
+
+    ``done`` acknowledges the items that were handled.
+    """
+
+    id: bytes
+    name: str
+    last_heard: float
+    receiver: ReliableReceiver
+    about: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    alive: bool = False
+    retired: bool = False
+    sender: ReliableSender = field(default_factory=ReliableSender)
+    acknowledged: int = 0

@@ -1,0 +1,168 @@
+"""Records as bytes: what crosses a socket or lies in shared memory.
+
+A record is one block: the length of its header (4 bytes, little-endian), the header, and the raw
+little-endian arrays, each at a multiple of 64 bytes. The header is msgpack: identity, name, dtype
+and shape of each array, and the scalars. Foreign bytes are checked before they are believed: types,
+names, sizes and counts; nothing is unpickled and nothing runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.errors import DataError
+
+ALIGN_BYTES = 64
+MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 16
+MAX_ARRAYS = 4096
+_KINDS = ["?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]
+DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
+"""The element types that may travel."""
+
+
+class EncodedRecord:
+    """A record ready to be written: its header and its arrays, not yet copied.
+
+    ``size`` is the number of bytes of the block.
+    """
+
+    __slots__ = ("_arrays", "_header", "size")
+
+    def __init__(self, record: Record) -> None:
+        self._arrays: list[tuple[int, np.ndarray]] = []
+        arrays: list[np.ndarray] = []
+        for name, value in record.info.items():
+            if not isinstance(value, float | int | str):
+                raise TypeError(f"scalar {name!r} is a {type(value).__name__}")
+        header = msgpack.packb(
+            (
+                record.identity,
+                [_describe(name, array, arrays) for name, array in record.steps.items()],
+                [_describe(name, array, arrays) for name, array in record.context.items()],
+                list(record.info.items()),
+            )
+        )
+        self._header = len(header).to_bytes(4, "little") + header
+        end = len(self._header)
+        for array in arrays:
+            start = _aligned(end)
+            end = start + array.nbytes
+            self._arrays.append((start, array))
+        self.size = end
+
+    def write(self, block: np.ndarray) -> None:
+        """Copy the record into ``block`` (``uint8 [size]``, writable, contiguous)."""
+        block[: len(self._header)] = np.frombuffer(self._header, np.uint8)
+        for start, array in self._arrays:
+            end = start + array.nbytes
+            block[start:end].view(array.dtype).reshape(array.shape)[...] = array
+
+    def to_bytes(self) -> bytearray:
+        """The block; gaps between arrays are zero."""
+        block = bytearray(self.size)
+        self.write(np.frombuffer(block, np.uint8))
+        return block
+
+
+def encode_record(record: Record) -> EncodedRecord:
+    """Prepare a record for the wire.
+
+    Raises:
+        DataError: an array of another element type than :data:`DTYPES`, a scalar that is no number
+            or string, or more names than a header may hold.
+    """
+    try:
+        encoded = EncodedRecord(record)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"record {tuple(record.identity)} cannot be sent: {error}; "
+            "records carry numeric arrays, 64-bit numbers and text"
+        ) from None
+    if len(encoded._header) > MAX_HEADER_BYTES:
+        raise DataError(
+            f"record {tuple(record.identity)}: names and scalars take {len(encoded._header)} "
+            f"bytes, at most {MAX_HEADER_BYTES} are sent; put long text in an array"
+        )
+    return encoded
+
+
+def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
+    """The record of a block; its arrays are read-only views of ``block``.
+
+    Arrays that do not lie as the processor wants them are copied.
+
+    Raises:
+        DataError: not a block of :func:`encode`.
+    """
+    data = np.frombuffer(block, np.uint8)
+    data.flags.writeable = False
+    try:
+        return _decode(data)
+    except DataError:
+        raise
+    except Exception as error:  # whatever a parser makes of foreign bytes
+        raise DataError(f"malformed record: {error}") from None
+
+
+def _decode(data: np.ndarray) -> Record:
+    _check(len(data) >= 4, "no header")
+    end = 4 + int.from_bytes(data[:4].tobytes(), "little")
+    _check(end <= min(len(data), MAX_HEADER_BYTES + 4), "header longer than the block")
+    header = msgpack.unpackb(data[4:end].data, use_list=False, raw=False, ext_hook=_no_extension)
+    _check(_is_tuple(header, 4), "header is no list of four")
+    identity, steps, context, info = header
+    _check(_is_tuple(identity, 3) and all(type(i) is int for i in identity), "bad identity")
+    _check(len(steps) + len(context) <= MAX_ARRAYS, "too many arrays")
+    columns: list[dict[str, np.ndarray]] = []
+    for descriptions in (steps, context):
+        column: dict[str, np.ndarray] = {}
+        for name, dtype_name, shape in descriptions:
+            _check(type(name) is str and name not in column, "bad or repeated name")
+            dtype = DTYPES[dtype_name]
+            _check(_is_tuple(shape) and len(shape) <= MAX_DIMENSIONS, "bad shape")
+            _check(all(type(n) is int and n >= 0 for n in shape), "bad shape")
+            start = _aligned(end)
+            end = start + math.prod(shape) * dtype.itemsize
+            _check(end <= len(data), f"array {name[:40]!r} longer than the block")
+            array = data[start:end].view(dtype).reshape(shape)
+            column[name] = array if array.flags.aligned else array.copy()
+        columns.append(column)
+    _check(end == len(data), "bytes left over")
+    scalars: dict[str, Scalar] = {}
+    for name, value in info:
+        _check(type(name) is str and name not in scalars, "bad or repeated name")
+        _check(isinstance(value, float | int | str), "bad scalar")
+        scalars[name] = value
+    return Record(RecordId(*identity), columns[0], columns[1], scalars)
+
+
+def _describe(name: str, array: np.ndarray, arrays: list[np.ndarray]) -> tuple[Any, ...]:
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if array.dtype.str not in DTYPES:
+        raise TypeError(f"array {name!r} has element type {array.dtype}")
+    arrays.append(array)
+    return (name, array.dtype.str, array.shape)
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _is_tuple(value: Any, length: int | None = None) -> bool:
+    return type(value) is tuple and (length is None or len(value) == length)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise DataError(f"malformed record: {message}")
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise DataError(f"malformed record: extension type {code}")

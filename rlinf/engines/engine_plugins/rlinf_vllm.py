@@ -1,0 +1,135 @@
+"""What runs inside vLLM's workers: weights in place, and log-probabilities of the policy.
+
+Imported by vLLM alone (``--worker-extension-cls``), under its interpreter; torch, safetensors and
+vLLM, nothing of this package. A worker is a process of a server, or in the process of the stage.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from vllm.platforms import current_platform
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+
+class PolicySampler(Sampler):
+    """Log-probabilities under softmax(z / temperature), whatever then cuts what can be drawn.
+
+    vLLM has those of softmax(z), or those after the cut. Greedy rows count as temperature 1.
+    """
+
+    def forward(self, logits, sampling_metadata: SamplingMetadata, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self._temperature = sampling_metadata.temperature
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = logits.to(torch.float32)
+        if self._temperature is not None:
+            by = self._temperature[:, None]
+            logits = logits / torch.where(by < 1e-5, torch.ones_like(by), by)
+        return logits.log_softmax(dim=-1)
+
+
+class GeneratorStateGuard:
+    """Of a worker's runner: a part of a prompt that is read draws nothing from its request's seed.
+
+    vLLM draws a token after each part, drops it, and sets back the offset of the request's
+    generator, which only those of GPUs have: others raise. Their state is put back here instead.
+    """
+
+    def _sample(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        rows = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()  # type: ignore[attr-defined]
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        drawn = {row: generators[row] for row in rows if row in generators}
+        self._before = {
+            row: (generator, generator.get_state())
+            for row, generator in drawn.items()
+            if generator.device.type == "cpu"
+        }
+        return super()._sample(*args, **kwargs)  # type: ignore[misc]
+
+    def _bookkeeping_sync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        generators = self.input_batch.generators  # type: ignore[attr-defined]
+        for row, (generator, state) in self._before.items():
+            generator.set_state(state)
+            del generators[row]
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            # A request keeps its row until the next step is prepared.
+            generators.update({row: generator for row, (generator, _) in self._before.items()})
+
+
+class WorkerExtension:
+    """Methods that a worker has besides its own, called by ``collective_rpc``."""
+
+    def rlinf_setup(self) -> None:
+        """Once, before the first request."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if type(runner.sampler) is not Sampler:
+            raise RuntimeError(f"unknown sampler {type(runner.sampler).__name__}")
+        runner.sampler.__class__ = PolicySampler
+        runner.__class__ = type("PolicyRunner", (GeneratorStateGuard, type(runner)), {})
+
+    def rlinf_load_folder(self, folder: str) -> None:
+        """Read the weights of a folder into the model that is loaded."""
+
+        def tensors():  # type: ignore[no-untyped-def]
+            for path in sorted(Path(folder).glob("*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - no mapping
+                        yield name, file.get_tensor(name)
+
+        self.rlinf_load_weights(tensors())
+
+    def rlinf_load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Have weights, by their names in checkpoints, in the model that is loaded.
+
+        Those that vLLM joins are kept until the last of them has come.
+
+        Raises:
+            RuntimeError: parameters got none (vLLM only warns of it); they hold anything.
+        """
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        load, lacking = model.load_weights, {name for name, _ in model.named_parameters()}
+
+        def watched(weights):  # type: ignore[no-untyped-def]
+            loaded = load(weights)
+            # Some models do not say.
+            lacking.difference_update(lacking if loaded is None else loaded)
+            return loaded
+
+        model.load_weights = watched
+        reset_packed_experts(model)
+        try:
+            self.model_runner.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+        finally:
+            del model.load_weights
+        if lacking:
+            raise RuntimeError(f"no weights came for {min(lacking)} and {len(lacking) - 1} others")
+        repack_linear_weights(model)
+
+
+def reset_packed_experts(model: nn.Module) -> None:
+    """On CPUs the weights of experts are packed as their kernel is made, which happens once: newer
+    ones would be read as if they were. So the kernel is made anew."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def repack_linear_weights(model: nn.Module) -> None:
+    """On CPUs products read a packed copy of a weight, which for a tied output head stays the old
+    one when the weights are loaded again."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -1,0 +1,91 @@
+"""Drawing tokens from logits, and seeing that a sample ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlinf.data.sampling_params import SamplingParams
+
+
+def sample_tokens(
+    logits: Tensor, noise: Tensor, sampling: SamplingParams, forbidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: ``[B, V]`` float32.
+        noise: ``[B]`` uniform in [0, 1).
+        forbidden: bool ``[B, V]``: tokens that cannot be drawn.
+
+    Returns:
+        Tokens ``[B]`` int64 and their log-probabilities ``[B]`` under the policy, as
+        :class:`rlinf.data.sampling_params.SamplingParams` defines it.
+    """
+    logprobs = F.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
+    allowed = logprobs if forbidden is None else logprobs.masked_fill(forbidden, -torch.inf)
+    if sampling.temperature == 0:
+        chosen = allowed.argmax(-1)
+    else:
+        weights = allowed.exp()
+        cumulative = (
+            truncate_distribution(weights, sampling) if sampling.truncates_distribution else weights
+        ).cumsum(-1)
+        total = cumulative[:, -1:]
+        # Rounded up to the total it would pass by every token that can be drawn.
+        threshold = torch.minimum(
+            noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+        )
+        chosen = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+        chosen = chosen.clamp(max=logits.shape[-1] - 1)
+    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+
+
+def truncate_distribution(weights: Tensor, sampling: SamplingParams) -> Tensor:
+    """Probabilities ``[B, V]`` with zeros for what cannot be drawn; not normalized."""
+    size = weights.shape[-1]
+    kept = weights
+    if 0 < sampling.top_k < size:
+        kept = kept.where(kept >= kept.topk(sampling.top_k).values[:, -1:], 0.0)
+    if sampling.top_p < 1:
+        ordered, order = kept.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.where(before < sampling.top_p * kept.sum(-1, keepdim=True), 0.0)
+        kept = torch.zeros_like(kept).scatter_(-1, order, ordered)
+    if sampling.min_p > 0:
+        kept = kept.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
+    return kept
+
+
+def completes_stop_string(
+    tokens: Sequence[int],
+    stops: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    stop_ids: Collection[int] = (),
+) -> bool:
+    """Whether one of the texts ends in the last token of a sample (and began in any earlier one).
+
+    Args:
+        stop_ids: tokens that are one of the texts, and that ``decode`` does not show.
+
+    Reads no more of the sample's end than it must: a token makes a byte or more, or, being
+    special, nothing.
+    """
+    if tokens[-1] in stop_ids:
+        return True
+    most = max(len(stop.encode()) for stop in stops)
+    window = most + 8
+    while True:
+        tail = tokens[-window:]
+        text, before = decode(tail), decode(tail[:-1])
+        # What the last token changed: an unfinished character may become another one.
+        pairs = enumerate(zip(before, text, strict=False))
+        new = next((i for i, (old, now) in pairs if old != now), len(before))
+        if any(0 <= text.rfind(stop) > new - len(stop) for stop in stops):
+            return True
+        if window >= len(tokens) or len(before) >= most:
+            return False
+        window *= 2

@@ -1,0 +1,213 @@
+"""How worlds are made: what a module of :mod:`rlinf.envs.simulators` says, found and called.
+
+Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from .cameras import CameraWrapper, log_mujoco_warnings
+from .observations import NO_STATE_MESSAGE, STATE, Arrays, InvalidEnvConfig, ObservationSelection
+from .spaces import Box, describe_space, flatten_env, leaf_spaces
+
+TASK_INDEX_KEY = "tasks.number"
+"""Which one a saved state is of."""
+
+
+class MultiTaskEnv:
+    """Worlds of several tasks, of which one is there at a time: that of the last reset. Another one
+    takes its place where the task changes, which takes as long as it takes to make it.
+
+    All have the same spaces. With ``append_task_one_hot`` the state ends with which task it is: as many numbers
+    as there are tasks, 1 at its place and 0 elsewhere (as benchmarks of several tasks have it,
+    arXiv 1910.10897). What else a world may have is that of the one that is there.
+    """
+
+    def __init__(
+        self, makes: Sequence[Callable[[], Any]], ids: Sequence[str], one_hot: bool
+    ) -> None:
+        self._makes, self._ids, self._one_hot = makes, ids, one_hot
+        self._number, self._world = 0, makes[0]()
+        self._spaces = self._described()
+        self.action_space = self._world.action_space
+        self.observation_space = self._widened(self._world.observation_space)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._world, name)
+
+    @property
+    def tasks(self) -> int:
+        """How many there are."""
+        return len(self._makes)
+
+    def reset(
+        self, seed: int | None = None, turn: int | None = None, start: int | None = None
+    ) -> Any:
+        """
+        Args:
+            turn: a running number, by which the tasks take turns; by default the seed chooses.
+            start: that of a held-out start: of a task whose states are numbered, it is the next one
+                each time that all tasks had their turn.
+        """
+        if turn is None:
+            turn = int(np.random.default_rng(seed).integers(self.tasks))
+        self._have(turn % self.tasks)
+        there = getattr(self._world, "starts", 0)
+        where = {} if start is None or not there else {"start": start // self.tasks % there}
+        observation, info = self._world.reset(seed=seed, **where)
+        return self._told(observation), info
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = self._world.step(action)
+        return (self._told(observation), *rest)
+
+    def save(self) -> Arrays:
+        if not hasattr(self._world, "save"):
+            raise InvalidEnvConfig(NO_STATE_MESSAGE)
+        return {**self._world.save(), TASK_INDEX_KEY: np.array(self._number)}
+
+    def restore(self, state: Arrays) -> None:
+        self._have(int(state[TASK_INDEX_KEY]))
+        self._world.restore(
+            {name: array for name, array in state.items() if name != TASK_INDEX_KEY}
+        )
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _have(self, number: int) -> None:
+        if number == self._number:
+            return
+        self._world.close()
+        self._world, self._number = self._makes[number](), number
+        if self._described() != self._spaces:
+            raise InvalidEnvConfig(
+                f"task.id: {self._ids[number]} shows or takes something else than {self._ids[0]}: "
+                f"{self._described()}, not {self._spaces}; leave one of them out"
+            )
+
+    def _described(self) -> list[Any]:
+        action = describe_space(self._world.action_space)
+        bounds = {name: action[name] for name in ("low", "high") if name in action}
+        return [_sizes(describe_space(self._world.observation_space)), {**_sizes(action), **bounds}]
+
+    def _widened(self, space: Any) -> Any:
+        if not self._one_hot:
+            return space
+        if isinstance(getattr(space, "spaces", None), dict):
+            parts = {**space.spaces, STATE: self._widened(space.spaces[STATE])}
+            return SimpleNamespace(spaces=parts)
+        if not hasattr(space, "low") or len(space.shape) != 1:
+            raise InvalidEnvConfig(
+                f"task.append_task_one_hot: {self._ids[0]} has no vector observations ({space})"
+            )
+        none, one = np.zeros(self.tasks, space.dtype), np.ones(self.tasks, space.dtype)
+        return Box(np.append(space.low, none), np.append(space.high, one))
+
+    def _told(self, observation: Any) -> Any:
+        if not self._one_hot:
+            return observation
+        seen = dict(observation) if isinstance(observation, dict) else {STATE: observation}
+        state = np.asarray(seen[STATE])
+        which = np.zeros(self.tasks, state.dtype)
+        which[self._number] = 1
+        return {**seen, STATE: np.append(state, which)}
+
+
+def _sizes(space: dict[str, Any]) -> Any:
+    """What has to be equal of observations: not their bounds."""
+    if space["kind"] == "dict":
+        return {name: _sizes(part) for name, part in space["parts"].items()}
+    return {name: said for name, said in space.items() if name not in ("text", "low", "high")}
+
+
+def resolve_factory(target: str) -> Callable[..., Any]:
+    """What ``FILE:attribute`` or ``module:attribute`` names; Refused for what is not there."""
+    module, _, name = target.rpartition(":")
+    try:
+        found = _module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise InvalidEnvConfig(f"task.simulator: {module}: {error} ({sys.executable})") from None
+    if not hasattr(found, name):
+        raise InvalidEnvConfig(f"task.simulator: {module} has no {name!r}")
+    make: Callable[..., Any] = getattr(found, name)
+    return make
+
+
+def _module(module: str) -> Any:
+    """One by its name or its file."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    # It may import files beside it, as a part of their package: ours would bring more.
+    folder, file = os.path.split(os.path.abspath(module))  # noqa: PTH100
+    beside: Any = types.ModuleType("rlinf_worlds")
+    beside.__path__ = [folder]
+    sys.modules[beside.__name__] = beside
+    name_of_file = f"{beside.__name__}.{file[: -len('.py')]}"
+    spec = importlib.util.spec_from_file_location(name_of_file, module)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name_of_file] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def module_flag(make: Callable[..., Any], name: str) -> bool:
+    """Whether the module of a maker says ``BATCHED``, or ``SINGLE``."""
+    return bool(getattr(make, "__globals__", {}).get(name))
+
+
+def create_env(
+    make: Callable[[], Any], shown: ObservationSelection, *, batched: bool = False
+) -> Any:
+    """A world with plain spaces; raises Refused where its maker says that it can never be, or a
+    part of its spaces cannot be used.
+
+    Args:
+        batched: it steps many environments together, and has its pictures itself.
+    """
+    log_mujoco_warnings()
+    try:
+        world = make()
+    except (ImportError, ValueError) as error:
+        raise InvalidEnvConfig(f"{_refusal(error)} ({sys.executable})") from None
+    own = {"_".join(path) or "pixels" for path, _ in leaf_spaces(world.observation_space)}
+    world = flatten_env(world, shown, batched=batched)
+    rendered = {name: size for name, size in shown.images.items() if name not in own}
+    return CameraWrapper(world, rendered) if rendered and not batched else world
+
+
+def create_task_env(
+    make: Callable[..., Any], values: dict[str, Any], shown: ObservationSelection
+) -> Any:
+    """A world, of several tasks where ``id`` is a list; Refused as of :func:`made`.
+
+    Args:
+        values: the arguments of ``make``; of several tasks also ``append_task_one_hot``, see :class:`MultiTaskEnv`.
+    """
+    if isinstance(values["id"], str):
+        return create_env(functools.partial(make, **values), shown)
+    ids, kwargs = values["id"], values["kwargs"]
+    each = [functools.partial(make, id=id, kwargs=kwargs) for id in ids]
+    return MultiTaskEnv(
+        [functools.partial(create_env, one, shown) for one in each], ids, values["one_hot"]
+    )
+
+
+def _refusal(error: Exception) -> str:
+    """What a maker refused, with the key that it is about."""
+    return f"task.{error}" if str(error).startswith("kwargs.") else f"task.id: {error}"

@@ -1,0 +1,130 @@
+"""BEHAVIOR-1K (arXiv 2403.09227): household activities in OmniGibson, on Isaac Sim.
+
+One process has one simulation of several scenes. The state is what a robot feels of itself
+(``proprio``), rewards are those of the configuration's task; success is the activity's goal, which
+ends an episode. A camera of ``task.images`` is the one whose name holds that text: ``zed``,
+``left_realsense``. Seeds do not reach the simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCHED = UNSEEDED = True
+PACKAGES = ("isaacsim", "omnigibson", "bddl", "torch", "gymnasium", "yaml")
+INSTALL = (
+    "setup.sh --omnigibson --bddl --dataset of github.com/StanfordVL/BEHAVIOR-1K, and "
+    "OMNI_KIT_ACCEPT_EULA=YES in the environment once the license of Isaac Sim is read"
+)
+GPU = "an NVIDIA RTX GPU (with RT cores) of 8 GB at least"
+ASSETS = {
+    "data": "the folder of BEHAVIOR-1K's datasets (setup.sh --dataset fetches it)",
+    "config": "an environment configuration of OmniGibson (YAML) with a robot and a BehaviorTask",
+}
+STATE, NAME_SEPARATOR = "state", "::"
+_made: list[Any] = []
+"""The simulation of this process."""
+
+
+def make(
+    id: str, kwargs: dict[str, Any], count: int, images: Mapping[str, Sequence[int]]
+) -> BehaviorEnv:
+    """``id`` is an activity (``turning_on_radio``).
+
+    ``kwargs``: see :data:`ASSETS`; ``num_envs``, environments at least.
+
+    Raises:
+        ImportError, ValueError: see the package.
+        RuntimeError: there is a simulation in this process already.
+    """
+    known = (*ASSETS, "num_envs")
+    if unknown := sorted(kwargs.keys() - set(known)):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
+    if _made:
+        raise RuntimeError(
+            f"OmniGibson makes its scenes once in a process, and there are {_made[0].count}; set "
+            "task.kwargs.num_envs to the most that are collected at once"
+        )
+    paths = {key: Path(str(kwargs.get(key))).expanduser() for key in ASSETS}
+    for key, path in paths.items():
+        if not path.exists():
+            raise ValueError(f"kwargs.{key}: there is no {path}; give {ASSETS[key]}")
+    import yaml
+
+    config = yaml.safe_load(paths["config"].read_text())
+    # Both are read when it is imported, and so are the arguments of the process.
+    os.environ.update(OMNIGIBSON_DATA_PATH=str(paths["data"].resolve()), OMNIGIBSON_HEADLESS="1")
+    del sys.argv[1:]
+    activities = importlib.import_module("omnigibson.utils.bddl_utils").BEHAVIOR_ACTIVITIES
+    if id not in activities:
+        near = difflib.get_close_matches(id, activities, 3, 0.3)
+        raise ValueError(
+            f"BEHAVIOR has no activity {id!r}; near it: {', '.join(near) or activities[0]}"
+        )
+    config["task"] = {"type": "BehaviorTask", **config.get("task", {}), "activity_name": id}
+    count = max(count, int(kwargs.get("num_envs", 1)))
+    env = importlib.import_module("omnigibson.envs").VectorEnvironment(count, config)
+    _made.append(BehaviorEnv(env, count, tuple(images)))
+    return _made[0]
+
+
+class BehaviorEnv:
+    """All scenes of a simulation."""
+
+    def __init__(self, env: Any, count: int, images: tuple[str, ...]) -> None:
+        from gymnasium.spaces import Box
+
+        self.count = count
+        self._env, self._images = env, images
+        seen, _ = env.reset()
+        size = self._seen(seen)[STATE].shape[1:]
+        self.observation_space = Box(-np.inf, np.inf, size, np.float32)
+        act = env.envs[0].robots[0].action_space
+        self.action_space = Box(act.low, act.high, dtype=np.float32)
+
+    def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
+        return self._seen([self._env.envs[number].reset()[0] for number in numbers])
+
+    def step(self, actions: np.ndarray) -> Any:
+        import torch
+
+        seen, rewards, *ends, infos = self._env.step(torch.as_tensor(actions, dtype=torch.float32))
+        solved = [bool(info.get("done", {}).get("success", False)) for info in infos]
+        terminated, truncated = (np.array([bool(e) for e in ended]) for ended in ends)
+        gained = np.array([float(reward) for reward in rewards])
+        return self._seen(seen), gained, terminated, truncated & ~terminated, np.array(solved)
+
+    def close(self) -> None:
+        importlib.import_module("omnigibson").shutdown()
+
+    def _seen(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        rows = [dict(_flat(seen)) for seen in observations]
+        states = [name for name in rows[0] if name.split(NAME_SEPARATOR)[-1] == "proprio"]
+        state = [np.concatenate([_array(row[name]) for name in states]) for row in rows]
+        found = {STATE: np.stack(state).astype(np.float32)}
+        for image in self._images:
+            cameras = [n for n in rows[0] if image in n and n.split(NAME_SEPARATOR)[-1] == "rgb"]
+            if cameras:
+                found[image] = np.stack([_array(row[cameras[0]])[..., :3] for row in rows])
+        return found
+
+
+def _flat(seen: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Observations by the names on the way to them."""
+    for name, value in seen.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{within}{name}{NAME_SEPARATOR}")
+        else:
+            yield f"{within}{name}", value
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.asarray(tensor.detach().cpu().numpy())

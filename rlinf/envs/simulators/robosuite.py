@@ -1,0 +1,114 @@
+"""robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, and RoboCasa's kitchens, made by it.
+
+An episode is ``steps`` long; ``info["success"]`` says of each step whether the task is solved. The
+state is what the robot feels (``robot0_proprio-state``) and where objects are (``object-state``);
+``state`` names other observations. Actions are those of the robot's own controller. Cameras are
+those of the model: ``agentview``, ``frontview``, ``robot0_eye_in_hand``, ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+import numpy as np
+
+PACKAGES = ("robosuite", "mujoco", "gymnasium")
+STATE = ("robot0_proprio-state", "object-state")
+STEPS = 200
+
+
+def make(id: str, kwargs: dict[str, Any]) -> Any:
+    """``id`` is an environment's name (``Lift``), or ``robocasa:NAME`` to import first the module
+    that registers it.
+
+    ``kwargs``: ``robots`` (Panda), ``controller`` (a name or file of robosuite's; that of the robot
+    by default), ``steps``, ``state``; all others go to ``robosuite.make``: ``reward_shaping``, and
+    ``hard_reset: true`` where a reset makes another scene, as in kitchens.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    import robosuite
+    from robosuite.environments.base import REGISTERED_ENVS
+
+    module, _, name = id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    if name not in REGISTERED_ENVS:
+        near = difflib.get_close_matches(name, REGISTERED_ENVS, 3, 0.3)
+        raise ValueError(
+            f"robosuite has no environment {name!r}; near it: {', '.join(near) or 'Lift'}"
+        )
+    options = {"robots": "Panda", "hard_reset": False, **kwargs}
+    steps, state = int(options.pop("steps", STEPS)), tuple(options.pop("state", STATE))
+    loaded = robosuite.load_composite_controller_config
+    try:
+        controller = loaded(controller=options.pop("controller", None), robot=options["robots"])
+        env = robosuite.make(
+            name,
+            controller_configs=controller,
+            has_renderer=False,
+            # Pictures are taken by the simulator process, without shadows.
+            has_offscreen_renderer=False,
+            use_camera_obs=False,
+            ignore_done=True,
+            **options,
+        )
+    except (AssertionError, FileNotFoundError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot make {id!r}: {error!r}") from None
+    return RobosuiteEnv(env, state, steps)
+
+
+class RobosuiteEnv:
+    """One environment."""
+
+    def __init__(self, env: Any, state: tuple[str, ...], steps: int) -> None:
+        from gymnasium.spaces import Box
+
+        self._env, self._names, self._most, self._steps = env, state, steps, 0
+        seen = env.reset()
+        for name in state:
+            if name not in seen:
+                near = difflib.get_close_matches(name, seen, 3, 0.3)
+                raise ValueError(f"kwargs.state: no observation {name!r}; near it: {near}")
+        low, high = env.action_spec
+        self.action_space = Box(low.astype(np.float32), high.astype(np.float32))
+        self.observation_space = Box(-np.inf, np.inf, self._state(seen).shape, np.float32)
+
+    @property
+    def unwrapped(self) -> RobosuiteEnv:
+        return self
+
+    @property
+    def model(self) -> Any:
+        return self._env.sim.model._model
+
+    @property
+    def data(self) -> Any:
+        return self._env.sim.data._data
+
+    @property
+    def instruction(self) -> str:
+        """Of a kitchen's episode; empty elsewhere."""
+        return str(self._env.get_ep_meta().get("lang", ""))
+
+    def reset(self, seed: int | None = None) -> Any:
+        # Whatever draws holds this generator.
+        self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+        seen = self._env.reset()
+        self._steps = 0
+        return self._state(seen), {}
+
+    def step(self, action: Any) -> Any:
+        seen, reward, *_ = self._env.step(np.asarray(action, np.float64))
+        self._steps += 1
+        solved = bool(self._env._check_success())
+        return self._state(seen), reward, False, self._steps >= self._most, {"success": solved}
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _state(self, seen: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(seen[name]) for name in self._names]).astype(np.float32)

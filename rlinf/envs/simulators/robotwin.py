@@ -1,0 +1,94 @@
+"""RoboTwin 2 (arXiv 2506.18088): two arms at a table, fifty tasks, in SAPIEN on a GPU.
+
+Environments are those of its ``VectorEnv``. The state is the joints of both arms (14), and so is an
+action: the joint positions to go to. The reward is RoboTwin's: that of its success test, which ends
+an episode. Cameras: ``full_image`` (of the head), ``left_wrist_image``, ``right_wrist_image``. A
+seed whose scene does not come to rest is replaced by the next one that does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCHED = True
+PACKAGES = ("sapien", "mplib", "torch", "gymnasium", "yaml")
+INSTALL = "script/_install.sh of RoboTwin's repository, which compiles curobo and pytorch3d"
+GPU = "an NVIDIA RTX GPU (with RT cores) and CUDA 12"
+ASSETS = {
+    "folder": "a clone of github.com/RoboTwin-Platform/RoboTwin that has robotwin/envs/"
+    "vector_env.py (branch RLinf_support), after its script/_download_assets.sh",
+    "config": "a task configuration of RoboTwin (YAML, with embodiment, camera and step_lim)",
+}
+STATE, NUM_JOINTS = "state", 14
+MAX_SEEDS = 2**31
+
+
+def make(
+    id: str, kwargs: dict[str, Any], count: int, images: Mapping[str, Sequence[int]]
+) -> RoboTwinEnv:
+    """``id`` is a task (``beat_block_hammer``); ``kwargs``: see :data:`ASSETS`.
+
+    Raises:
+        ImportError, ValueError: see the package.
+    """
+    if unknown := sorted(kwargs.keys() - ASSETS.keys()):
+        raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(ASSETS)}")
+    paths = {key: Path(str(kwargs.get(key))).expanduser().resolve() for key in ASSETS}
+    for key, holds in (("folder", "robotwin/envs/vector_env.py"), ("config", "")):
+        if not (paths[key] / holds).exists():
+            raise ValueError(f"kwargs.{key}: there is no {paths[key] / holds}; give {ASSETS[key]}")
+    tasks = [file.stem for file in (paths["folder"] / "envs").glob("[!_]*.py")]
+    if id not in tasks:
+        near = difflib.get_close_matches(id, tasks, 3, 0.3)
+        raise ValueError(f"RoboTwin has no task {id!r}; near it: {', '.join(near) or tasks[0]}")
+    import yaml
+
+    config = yaml.safe_load(paths["config"].read_text())
+    os.environ["ASSETS_PATH"] = str(paths["folder"])
+    # It finds its own files from there.
+    os.chdir(paths["folder"])
+    sys.path.insert(0, str(paths["folder"]))
+    vector = importlib.import_module("robotwin.envs.vector_env").VectorEnv
+    env = vector({**config, "task_name": id}, n_envs=count, env_seeds=list(range(count)))
+    return RoboTwinEnv(env, count, tuple(images))
+
+
+class RoboTwinEnv:
+    """All environments of a ``VectorEnv``."""
+
+    def __init__(self, env: Any, count: int, images: tuple[str, ...]) -> None:
+        from gymnasium.spaces import Box
+
+        self.count = count
+        self._env, self._images = env, images
+        self.action_space = Box(-np.pi, np.pi, (NUM_JOINTS,), np.float32)
+        self.observation_space = Box(-np.inf, np.inf, (NUM_JOINTS,), np.float32)
+
+    def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
+        self._env.reset(env_idx=numbers, env_seeds=[seed % MAX_SEEDS for seed in seeds])
+        return {name: column[numbers] for name, column in self._seen(self._env.get_obs()).items()}
+
+    def step(self, actions: np.ndarray) -> Any:
+        seen, rewards, terminated, truncated, infos = self._env.step(actions[:, None])
+        solved = [bool(np.any(info.get("success", False))) for info in infos]
+        ends = [np.array([bool(np.any(e)) for e in ended]) for ended in (terminated, truncated)]
+        gained = np.array([float(np.sum(reward)) for reward in rewards])
+        return self._seen(seen), gained, *ends, np.array(solved)
+
+    def close(self) -> None:
+        self._env.close(True)
+
+    def _seen(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        first = observations[0]
+        pictures = [name for name in self._images if first.get(name) is not None]
+        found = {name: np.stack([seen[name] for seen in observations]) for name in pictures}
+        state = np.stack([np.asarray(seen["state"], np.float32) for seen in observations])
+        return {STATE: state, **found}

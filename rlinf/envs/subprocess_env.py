@@ -1,0 +1,449 @@
+"""Simulators in processes of their own, so that they are stepped beside the policy.
+
+The time loops stay in the stage; processes step the worlds (:mod:`rlinf.envs.vector_env`), under
+their own interpreter where one is named. A socket wakes the side that waits at once, and ends when
+either side dies: the stage then starts another process, and the other side exits. What worlds show
+comes in memory that both have. It has no name: it is gone with the last of them, however they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlinf import process_tuning
+from rlinf.envs import vector_env
+from rlinf.envs.ipc import SimulatorConnection
+from rlinf.envs.observations import (
+    EMPTY_STATE,
+    STATE_ONLY,
+    STEP_FLAGS,
+    Arrays,
+    ObservationSelection,
+    unprefix_observations,
+)
+from rlinf.envs.simulator_errors import USER_CODE_PREFIX
+from rlinf.envs.vector_env import step_info_columns
+from rlinf.errors import InputError, RlinfError, UserCodeError
+
+EXIT_TIMEOUT_S = 2.0
+MAX_START_ATTEMPTS = 3
+"""Processes that may die one after the other before episodes begin."""
+SITE_PACKAGE_DIRS = ("site-packages", "dist-packages")
+BOOTSTRAP_CODE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""A file that is run directly has its folder on the module search path, with all that is in it."""
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+AsyncCall = Generator[None, None, T]
+"""What is asked of a process: given at the first ``next``, its result awaited after that."""
+VectorStep = tuple[Arrays, dict[int, str]]
+
+
+class SimulatorError(RlinfError):
+    """A simulator failed in its process, or the process died again and again; the next attempt
+    starts new ones."""
+
+
+class SimulatorCodeError(UserCodeError, SimulatorError):
+    """The same, where the user's own simulator raised what it would raise again."""
+
+
+def create_simulator_error(message: str, *raised: str) -> SimulatorError:
+    """Return the error for what simulators raised, as :func:`described` tells it."""
+    ours = bool(raised) and all(USER_CODE_PREFIX in text for text in raised)
+    return (SimulatorCodeError if ours else SimulatorError)(message)
+
+
+class SubprocessVectorEnv:
+    """Worlds in a process; see :class:`simulator.Worlds`.
+
+    One that dies, or answers nothing for ``timeout_s``, is replaced: the episodes that it stepped
+    are lost, and those alone. Methods raise SimulatorError where the simulator raised outside an
+    episode (with its traceback) or no process begins one, and InputError where it refused its
+    configuration.
+    """
+
+    def __init__(
+        self,
+        maker: str,
+        values: Mapping[str, Any],
+        python: str | None,
+        timeout_s: float,
+        shown: ObservationSelection = STATE_ONLY,
+        renderer: str = "egl",
+        closes_s: float = 0.0,
+        endless: bool = False,
+        own: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            maker: what makes a world: ``module:attribute`` or ``FILE.py:attribute``.
+            values: its arguments, plain; see :func:`rlinf.envs.factory.create_task_env`.
+            python: the interpreter; None: this one.
+            timeout_s: for one answer, the first of which waits for the simulator to be imported.
+            shown: which observations are used, pictures with height and width.
+            renderer: of MuJoCo, ``egl`` or ``osmesa``.
+            closes_s: what it is given, at its end, to close its worlds.
+            endless, own: as of :class:`simulator.Worlds`.
+        """
+        options = {"shown": shown._asdict(), "endless": endless, "own": list(own)}
+        self._command = (maker, json.dumps(dict(values)), json.dumps(options))
+        self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
+        self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
+        self._begun: dict[int, int] = {}
+        """By world the process in which its episode began."""
+        self._none: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
+        self._none |= {name: np.zeros(0, np.uint8) for name in STEP_FLAGS}
+        self._least = 0
+        """Worlds that there have been."""
+        self._tells: tuple[str, ...] = ()
+        """The columns that come of a step, without a row."""
+        self._start()
+
+    def _start(self) -> None:
+        mine, its = socket.socketpair()
+        mine.settimeout(self._timeout_s)
+        file = str(Path(vector_env.__file__).resolve())
+        memory = [os.memfd_create("rlinf-worlds", os.MFD_CLOEXEC) for _ in range(2)]
+        with its:
+            self._process = subprocess.Popen(
+                [
+                    *(self._python or sys.executable, "-c", BOOTSTRAP_CODE),
+                    *(file, str(its.fileno()), *map(str, memory), *self._command),
+                ],
+                pass_fds=[its.fileno(), *memory],
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    **process_tuning.child_environment(),
+                    **self._renderer,
+                    "PYTHONPATH": _path(self._python),
+                },
+            )
+        self._link, self.pid = SimulatorConnection(mine, *memory[::-1]), self._process.pid
+        # Also when nobody closes the environment: at the end of the stage's process.
+        self._end = weakref.finalize(self, _end, self._process, memory, mine, self._closes_s)
+
+    def reset(
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> Arrays:
+        return wait_for_result(self.reset_async(numbers, seeds, starts, turns))
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
+        return wait_for_result(self.step_async(numbers, actions))
+
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        return wait_for_result(self.save_async(numbers))
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        return wait_for_result(self.restore_async(numbers, states))
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        order = {"do": "demonstrate", "seed": seed, "most": most}
+        try:
+            return wait_for_result(self._asking(order))[1]
+        except _Died as death:
+            raise SimulatorError(str(death)) from None
+
+    def spaces(self) -> dict[str, Any]:
+        try:
+            return wait_for_result(self._asking({"do": "spaces"}))[0]
+        except _Died as death:
+            raise SimulatorError(str(death)) from None
+
+    def reset_async(
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> AsyncCall[Arrays]:
+        """:meth:`reset` in two parts, between which others can be asked."""
+        self._least = max(*numbers, self._least - 1, -1) + 1
+        order: dict[str, Any] = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
+        order |= {"starts": starts, "turns": turns, "least": self._least}
+        _, seen = yield from self._beginning(numbers, order)
+        return seen
+
+    def restore_async(
+        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+    ) -> AsyncCall[VectorStep]:
+        """:meth:`restore` likewise."""
+        arrays = {str(row): state for row, state in enumerate(states)}
+        order = {"do": "restore", "worlds": list(numbers)}
+        answer, seen = yield from self._beginning(numbers, order, arrays)
+        return seen, dict(answer["errors"])
+
+    def _beginning(
+        self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
+    ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
+        """What is answered, and what worlds show first."""
+        deaths = 0
+        while True:
+            try:
+                answer = yield from self._asking(order, arrays)
+            except _Died as death:
+                deaths += 1
+                if deaths == MAX_START_ATTEMPTS:
+                    message = f"{death}; so did {deaths - 1} before it"
+                    raise create_simulator_error(message, str(death)) from None
+                self._replace(death)
+            else:
+                self._begun.update(dict.fromkeys(numbers, self.pid))
+                self._none |= {name: column[:0] for name, column in answer[1].items()}
+                self._tells = tuple(answer[0]["tells"])
+                return answer[0], unprefix_observations(answer[1])
+
+    def save_async(
+        self, numbers: Sequence[int]
+    ) -> AsyncCall[tuple[list[np.ndarray], dict[int, str]]]:
+        """:meth:`save` likewise; what ended with its process was lost too."""
+        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
+        states, errors = [EMPTY_STATE] * len(numbers), dict[int, str]()
+        if there:
+            order = {"do": "save", "worlds": [numbers[k] for k in there]}
+            try:
+                answer, came = yield from self._asking(order)
+                errors = {there[row]: error for row, error in answer["errors"]}
+                for row, state in came.items():
+                    states[there[int(row)]] = state
+            except _Died as death:
+                self._replace(death)
+                there = []
+        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        return states, {**errors, **lost}
+
+    def step_async(self, numbers: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
+        """:meth:`step` likewise."""
+        tells = step_info_columns(self._tells, actions[:0])
+        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
+        came, errors = {**self._none, **tells}, dict[int, str]()
+        if there:
+            order = {"do": "step", "worlds": [numbers[k] for k in there]}
+            try:
+                answer, came = yield from self._asking(order, {"action": actions[there]})
+                errors = {there[row]: error for row, error in answer["errors"]}
+            except _Died as death:
+                self._replace(death)
+                there = []
+        if len(there) == len(numbers):
+            return came, errors
+        # The episodes of the others ended with their process.
+        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        whole = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
+        for name, column in came.items() if there else ():
+            whole[name][there] = column
+        whole["terminated"][list(lost)] = whole["executed"][list(lost)] = 1
+        return whole, {**errors, **lost}
+
+    def close(self) -> None:
+        """End it; it has nothing to save, and a robot to stop at most."""
+        self._end()
+
+    def _replace(self, death: _Died) -> None:
+        """Start another process in the place of a dead one."""
+        self._why = str(death)
+        log.warning("%s: its episodes are lost, and another one takes its place", self._why)
+        self._link.close()
+        self._end()
+        self._start()
+
+    def _asking(
+        self, order: dict[str, Any], arrays: Arrays | None = None
+    ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
+        try:
+            self._link.send(order, arrays or {})
+            yield
+            answer, columns = self._link.receive()
+        except TimeoutError:
+            raise _Died(
+                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s "
+                "(task.timeout_s; more task.num_processes have fewer worlds to begin each)"
+            ) from None
+        except (EOFError, OSError):
+            raise self._death() from None
+        if "refused" in answer:
+            raise InputError(str(answer["refused"]))
+        if "spent" in answer:
+            raise _Died(f"simulator process {self.pid}: {answer['spent']}")
+        if "failed" in answer:
+            text = str(answer["failed"])
+            raise create_simulator_error(f"simulator process {self.pid}: {text}", text)
+        return answer, columns
+
+    def _death(self) -> _Died:
+        """Why nothing comes any more."""
+        try:
+            code = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return _Died(f"simulator process {self.pid} closed its connection")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return _Died(f"simulator process {self.pid} {how} while it was needed")
+
+
+ProcessShare = tuple[SubprocessVectorEnv, list[int], list[int]]
+"""Of a process: which rows, and its own numbers of these worlds."""
+
+
+class MultiProcessVectorEnv:
+    """Worlds in several processes, which step theirs at the same time: one of ``count`` has number
+    ``n``, the process ``n % count``. See :class:`SubprocessVectorEnv`; they start when they are needed.
+    """
+
+    def __init__(self, make: Callable[[], SubprocessVectorEnv], count: int) -> None:
+        self._make, self._count = make, count
+        self._processes: dict[int, SubprocessVectorEnv] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return [process.pid for _, process in sorted(self._processes.items())]
+
+    def reset(
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> Arrays:
+        shares = self._shares(numbers)
+        asked = [
+            p.reset_async(own, [seeds[k] for k in rows], _some(starts, rows), _some(turns, rows))
+            for p, rows, own in shares
+        ]
+        return _joined(len(numbers), shares, _together(asked))
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
+        shares = self._shares(numbers)
+        came = _together([p.step_async(own, actions[rows]) for p, rows, own in shares])
+        errors = _by_row(shares, [each for _, each in came])
+        return _joined(len(numbers), shares, [columns for columns, _ in came]), errors
+
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        shares = self._shares(numbers)
+        came = _together([p.save_async(own) for p, _, own in shares])
+        states = _by_row(shares, [dict(enumerate(some)) for some, _ in came])
+        errors = _by_row(shares, [each for _, each in came])
+        return [states[row] for row in range(len(numbers))], errors
+
+    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        shares = self._shares(numbers)
+        asked = [p.restore_async(own, [states[k] for k in rows]) for p, rows, own in shares]
+        came = _together(asked)
+        if errors := _by_row(shares, [each for _, each in came]):
+            return {}, errors
+        return _joined(len(numbers), shares, [seen for seen, _ in came]), {}
+
+    def close(self) -> None:
+        """End them; they start again when they are needed."""
+        for process in self._processes.values():
+            process.close()
+        self._processes = {}
+
+    def _shares(self, numbers: Sequence[int]) -> list[ProcessShare]:
+        found = []
+        for place in range(self._count):
+            rows = [row for row, number in enumerate(numbers) if number % self._count == place]
+            if rows:
+                if place not in self._processes:
+                    self._processes[place] = self._make()
+                own = [numbers[row] // self._count for row in rows]
+                found.append((self._processes[place], rows, own))
+        return found
+
+
+def _some(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
+    return None if values is None else [values[row] for row in rows]
+
+
+def wait_for_result(order: AsyncCall[T]) -> T:
+    """The result of an order."""
+    while True:
+        try:
+            next(order)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _together(orders: Sequence[AsyncCall[T]]) -> list[T]:
+    """Results of orders to several processes, all of which are given before the first is awaited.
+
+    A process that nothing is to be asked of has its result at once.
+    """
+    results: dict[int, T] = {}
+    for number, order in enumerate(orders):
+        try:
+            next(order)
+        except StopIteration as end:
+            results[number] = end.value
+    for number, order in enumerate(orders):
+        if number not in results:
+            results[number] = wait_for_result(order)
+    return [results[number] for number in range(len(orders))]
+
+
+def _by_row(shares: Sequence[ProcessShare], parts: Sequence[Mapping[int, T]]) -> dict[int, T]:
+    """What shares say of some of their rows, by the rows of all."""
+    return {
+        rows[row]: said
+        for (_, rows, _), part in zip(shares, parts, strict=True)
+        for row, said in part.items()
+    }
+
+
+def _joined(count: int, shares: Sequence[ProcessShare], parts: Sequence[Arrays]) -> Arrays:
+    """Columns ``[count, ...]`` of which each share has some rows."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = {name: np.empty((count, *c.shape[1:]), c.dtype) for name, c in parts[0].items()}
+    for (_, rows, _), part in zip(shares, parts, strict=True):
+        for name, column in part.items():
+            whole[name][rows] = column
+    return whole
+
+
+class _Died(Exception):
+    """A process will answer nothing more; the text says why."""
+
+
+def _end(
+    process: subprocess.Popen[bytes], memory: Sequence[int], link: socket.socket, closes_s: float
+) -> None:
+    link.close()  # which it takes for its end
+    if closes_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(closes_s)
+    process.kill()
+    process.wait()
+    for file in memory:
+        os.close(file)
+
+
+def _path(python: str | None) -> str:
+    """The module search path of a process: a task may come from a module that only ours finds.
+
+    Another interpreter gets none of the packages that belong to this one.
+    """
+    parts = [part or str(Path.cwd()) for part in sys.path]
+    if python is not None:
+        own = {Path(sys.prefix), Path(sys.base_prefix)}
+        parts = [part for part in parts if not own & {Path(part), *Path(part).parents}]
+        parts = [part for part in parts if Path(part).name not in SITE_PACKAGE_DIRS]
+    return os.pathsep.join(parts)

@@ -1,0 +1,212 @@
+"""Text tasks: an episode is one prompt and one response."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS
+from rlinf.channels.channel import Channel
+from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.envs.base import UNFINISHED, Environment, RolloutRequest
+from rlinf.models.chat_format import ChatFormat
+
+RESERVED_INFO_KEYS = frozenset(
+    {"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"}
+)
+"""Names in the ``info`` of every trajectory, which a prompt's own must not have."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question and its reference answer."""
+
+    text: str
+    answer: str
+    info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
+    """What else is known of it, for the reward: it is in the ``info`` of every trajectory."""
+
+    def extra_columns(self) -> Mapping[str, np.ndarray]:
+        """What stands beside it in requests and in the context of trajectories (its images)."""
+        return {}
+
+    @property
+    def model_input(self) -> str:
+        """What the model gets; a task may format the question for it."""
+        return self.text
+
+
+class TextEnvironment(Environment):
+    """An environment of language models: its processor is their tokenizer."""
+
+    uses_chat_template: ClassVar[bool] = False
+    """Whether prompts are written by the tokenizer's chat template, if it has one."""
+
+    def __init__(self, config: Any, processor: Any) -> None:
+        self.config = config
+        self.tokenizer = processor
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How conversations become text, and what ends an answer.
+
+        Raises:
+            DataError: the tokenizer has several chat templates, and none is the default.
+        """
+        return ChatFormat.from_tokenizer(self.tokenizer)
+
+    def encode(self, texts: Sequence[str], *, literal: bool = False) -> list[np.ndarray]:
+        """Token ids of texts, int64.
+
+        Args:
+            literal: what is written like a special token is text as any other; for what others
+                have written, who could end the policy's turn otherwise.
+        """
+        if not texts:
+            return []
+        settings = {"split_special_tokens": True} if literal else {}
+        ids = self.tokenizer(list(texts), add_special_tokens=False, **settings)["input_ids"]
+        return [np.asarray(row, dtype=np.int64) for row in ids]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of prompts, int64.
+
+        A chat template writes BOS itself. Other prompts begin with the special tokens that the
+        tokenizer puts before a text, unless they are there. An empty prompt is BOS or EOS, because
+        a language model gives no probability to a token that nothing stands before.
+        """
+        begin = self.tokenizer.bos_token_id
+        begin = self.tokenizer.eos_token_id if begin is None else begin
+        alone = np.array([begin], dtype=np.int64)
+        written = self.uses_chat_template and self.chat_format.template is not None
+        prefix = alone[:0] if written else self.chat_format.bos_token_ids
+        prompts = (_begun_with(prefix, ids) for ids in self.encode(texts))
+        return [ids if len(ids) else alone for ids in prompts]
+
+    def append_end_token(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of an answer, with the token that ends one."""
+        return np.append(ids, np.int64(self.chat_format.end_of_turn_token_id))
+
+
+class PromptEnvironment(TextEnvironment):
+    """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
+
+    provides = frozenset({PROMPTS, REFERENCE_ANSWERS, DEMONSTRATIONS})
+    supports_resume = True
+
+    @abstractmethod
+    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
+        """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
+
+    def simulate(
+        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+    ) -> Iterator[Record]:
+        prompts = self.prompts(episodes)
+        encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
+        samples = episodes.sample_ids()
+        row_of = {start: row for row, start in enumerate(episodes.group_ids)}
+        rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]
+        begun = episodes.partial_samples or {}
+        lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+        padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
+        for line, ids in zip(padded, encoded, strict=True):
+            line[: len(ids)] = ids
+        beside = [prompt.extra_columns() for prompt in prompts]
+        observations.put(
+            Record(
+                RecordId(episodes.iteration, int(samples[0]) if len(samples) else 0),
+                steps={
+                    "sample": samples,
+                    "prompt": padded[rows],
+                    "prompt_length": lengths[rows],
+                    **{name: column[rows] for name, column in _filled_up(beside).items()},
+                    **_so_far([begun[sample] for sample in samples.tolist() if begun]),
+                },
+                info=episodes.request_info,
+            ),
+        )
+        observations.close()
+        for reply in actions:
+            taken = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
+            texts = [self.chat_format.decode(row[:length]) for row, length in taken]
+            for i, sample in enumerate(reply.steps["sample"]):
+                row = row_of[int(sample) // episodes.group_size]
+                length = int(reply.steps["length"][i])
+                reason = "stop" if reply.steps["stopped"][i] else "length"
+                if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
+                    reason = UNFINISHED
+                first = begun[int(sample)] if begun else reply
+                steps = {
+                    "actions": reply.steps["tokens"][i, :length],
+                    "logprobs": reply.steps["logprobs"][i, :length],
+                }
+                if "version" in reply.steps:
+                    steps["versions"] = reply.steps["version"][i, :length]
+                yield Record(
+                    RecordId(episodes.iteration, int(sample)),
+                    steps=steps,
+                    context={"prompt": encoded[row], **beside[row]},
+                    info={
+                        **prompts[row].info,
+                        "group": int(episodes.group_ids[row]),
+                        "policy_version": first.info["policy_version" if begun else "version"],
+                        "stop_reason": reason,
+                        "prompt_text": prompts[row].text,
+                        "text": texts[i],
+                        "answer": prompts[row].answer,
+                    },
+                )
+
+    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+        return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
+
+    def grade(self, response: str, answer: str) -> float:
+        """1 for a right response, 0 for a wrong one, or something between.
+
+        Of tasks that judge by a response and the reference answer; others have a :meth:`score`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
+
+
+def _begun_with(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """A prompt behind a prefix, which stands there once."""
+    there = np.array_equal(ids[: len(prefix)], prefix)
+    return ids if there else np.concatenate([prefix, ids])
+
+
+def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Columns of several prompts as one each, zeros behind shorter ones; all have the same."""
+    columns: dict[str, np.ndarray] = {}
+    for name in beside[0] if beside else ():
+        arrays = [row[name] for row in beside]
+        first, length = arrays[0], max(map(len, arrays))
+        columns[name] = np.zeros((len(arrays), length, *first.shape[1:]), first.dtype)
+        for line, array in zip(columns[name], arrays, strict=True):
+            line[: len(array)] = array
+    return columns
+
+
+def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:
+    """What an engine is told of samples it is to go on with; nothing if there are none."""
+    if not begun:
+        return {}
+    lengths = np.array([len(record) for record in begun])
+    shape = (len(begun), int(lengths.max()))
+    tokens, versions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    logprobs = np.zeros(shape, dtype=np.float32)
+    for row, (record, length) in enumerate(zip(begun, lengths.tolist(), strict=True)):
+        tokens[row, :length] = record.steps["actions"]
+        logprobs[row, :length] = record.steps["logprobs"]
+        versions[row, :length] = record.steps.get("versions", record.info["policy_version"])
+    return {
+        "begun_length": lengths,
+        "begun_tokens": tokens,
+        "begun_logprobs": logprobs,
+        "begun_version": versions,
+    }

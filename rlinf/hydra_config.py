@@ -1,0 +1,83 @@
+"""Overrides as Hydra takes them, and what it complains of as one short error of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlinf import package_paths
+from rlinf.errors import ConfigError, did_you_mean
+
+
+def to_config_error(error: Exception) -> ConfigError:
+    """The error to show for one that composing a configuration raised.
+
+    Args:
+        error: of Hydra or OmegaConf.
+    """
+    from hydra.errors import MissingConfigException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        if group and error.options:
+            return ConfigError(
+                f"{group}={name}: no such {group}{did_you_mean(name, error.options)}"
+            )
+        return ConfigError(f"{error.missing_cfg_file}: no such configuration file")
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, MissingMandatoryValue) and key:
+        return ConfigError(f"{key}: must be given; add {key}=... to the command line")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line for line in lines if not line.startswith(("See http", "object_type")))
+    override = getattr(error, "override", None)
+    if isinstance(override, str) and override not in text:
+        text = f"{override.lstrip('+')}: {text}"
+    return ConfigError(text[:400] or type(error).__name__)
+
+
+def force_add(word: str) -> str:
+    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
+
+    Raises:
+        ConfigError: a group is given no name, so that Hydra would leave it out.
+    """
+    key, separator, value = word.partition("=")
+    plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
+    group = (package_paths.ROOT / "configs" / key).is_dir()
+    if group and separator and value.strip() in ("", "[]", "{}", "null"):
+        names = sorted(path.stem for path in (package_paths.ROOT / "configs" / key).glob("*.yaml"))
+        raise ConfigError(f"{word}: expected a name; valid: {', '.join(names)}")
+    own = plain and not group and key.split(".")[0] != "hydra"
+    return f"++{word}" if separator and own else word
+
+
+def to_override_value(value: Any) -> str:
+    """A value as it stands on a command line.
+
+    Raises:
+        ConfigError: of a type that configurations do not have.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        # A number of numpy's says of what type it is.
+        return repr(float(value) if isinstance(value, float) else int(value))
+    if isinstance(value, (str, Path)):
+        # To Hydra a backslash means something before a quote alone.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (m[2] and r"\'"), str(value))
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        return (
+            "{"
+            + ", ".join(f"{key}: {to_override_value(item)}" for key, item in value.items())
+            + "}"
+        )
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(to_override_value, value)) + "]"
+    raise ConfigError(f"expected plain values, not {type(value).__name__}")

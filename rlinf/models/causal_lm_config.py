@@ -1,0 +1,145 @@
+"""Small networks from the configuration: what each architecture of ``transformers`` is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlinf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.errors import DataError
+
+Architecture = Literal[
+    "qwen2", "qwen3", "llama", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"
+]
+SLIDING_WINDOW_FAMILIES = {"gemma2", "gemma3_text", "mixtral"}
+"""Those with layers whose tokens see the last few alone: every other one of Gemma's, all of
+Mixtral's."""
+MOE_FAMILIES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "olmoe": "num_experts"}
+"""Those whose feed-forward layers are experts, and what they call the number of them."""
+
+
+def check_model_sizes(config: CausalLMConfig) -> None:
+    """See that a network can have these sizes.
+
+    Raises:
+        ConfigError: it cannot, or its architecture has nothing that a key is for.
+    """
+    if config.hidden % config.heads or config.heads % config.kv_heads:
+        raise ConfigError(
+            f"model.heads: {config.heads} must divide model.hidden {config.hidden} and be a "
+            f"multiple of model.kv_heads {config.kv_heads}"
+        )
+    if config.hidden // config.heads % 2:
+        raise ConfigError(
+            f"model.heads: model.hidden {config.hidden} / {config.heads} heads makes heads of "
+            f"{config.hidden // config.heads}; rotary positions need an even size"
+        )
+    if config.sliding_window is not None and config.architecture not in SLIDING_WINDOW_FAMILIES:
+        raise ConfigError(
+            f"model.sliding_window: {config.architecture} has no layers with a window here; leave it out, "
+            f"or choose model.architecture among {', '.join(sorted(SLIDING_WINDOW_FAMILIES))}"
+        )
+    if config.num_experts is None:
+        return
+    if config.architecture not in MOE_FAMILIES:
+        raise ConfigError(
+            f"model.num_experts: {config.architecture} has no experts; leave it out, or choose "
+            f"model.architecture among {', '.join(sorted(MOE_FAMILIES))}"
+        )
+    if config.num_experts < config.num_experts_per_tok:
+        raise ConfigError(
+            f"model.num_experts_per_tok: a token cannot have {config.num_experts_per_tok} of "
+            f"model.num_experts={config.num_experts}"
+        )
+
+
+def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
+    """The ``transformers`` configuration of a new network."""
+    from transformers import AutoConfig
+
+    head_dim = config.hidden // config.heads
+    return AutoConfig.for_model(
+        config.architecture,
+        vocab_size=vocabulary,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.intermediate,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **family_settings(config, head_dim),
+    )
+
+
+def family_settings(config: CausalLMConfig, head_dim: int) -> dict[str, Any]:
+    """What this architecture alone is told, by the keys of a ``config.json``."""
+    told: dict[str, Any] = {}
+    if config.sliding_window is not None:
+        told["sliding_window"] = config.sliding_window
+    if config.architecture in ("gemma2", "gemma3_text"):
+        kinds = ("sliding_attention", "full_attention")
+        told["layer_types"] = [kinds[layer % 2] for layer in range(config.layers)]
+        told["query_pre_attn_scalar"] = head_dim
+    if name := MOE_FAMILIES.get(config.architecture):
+        told[name] = 4 if config.num_experts is None else config.num_experts
+        told["num_experts_per_tok"] = config.num_experts_per_tok
+    if config.architecture == "qwen3_moe":
+        told["moe_intermediate_size"] = config.intermediate
+    return told
+
+
+ENCODER_FAMILIES = {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+    *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+"""Families that are encoders unless their ``config.json`` has ``is_decoder`` true."""
+DRAFT_MODEL = "it drafts tokens from the hidden states of another model and reads no text by itself"
+AUDIO_MODEL = "its tokens are those of sound, several at each step"
+UNSUPPORTED_FAMILIES = {
+    "blt": "it reads bytes in patches that a second network cuts",
+    "cpmant": "its positions depend on the padding of its input",
+    "dots3_note": "only its language model by itself (dots3_note_text) was tried",
+    "emu3": "it writes images as well, whose tokens no task reads",
+    "gemma4_assistant": DRAFT_MODEL,
+    "gemma4_unified_assistant": DRAFT_MODEL,
+    "moshi": AUDIO_MODEL,
+    "musicgen": AUDIO_MODEL,
+    "musicgen_melody": AUDIO_MODEL,
+    "prophetnet": "each of its positions predicts several tokens from streams of their own",
+    "reformer": "its attention draws random hashes and takes lengths of whole chunks only",
+    "xlm": "it reads tokens in both directions",
+    "xlnet": "it reads tokens in both directions",
+}
+"""Families that the library counts among causal language models, and why they cannot be trained as
+policies of tokens."""
+
+
+def check_causal(settings: Any, where: str) -> None:
+    """See that each token of a model follows from the tokens before it alone.
+
+    Args:
+        settings: the library's configuration of the model.
+        where: what an error calls its folder.
+
+    Raises:
+        DataError: it does not, so the model cannot be a policy.
+    """
+    family = settings.model_type
+    why = UNSUPPORTED_FAMILIES.get(family)
+    if getattr(settings, "is_encoder_decoder", False):
+        why = "it answers what an encoder has read (is_encoder_decoder in config.json)"
+    elif family in ENCODER_FAMILIES and not settings.is_decoder:
+        why = "it reads tokens in both directions (is_decoder is not true in config.json)"
+    if why is not None:
+        raise DataError(
+            f"{where} is a {family!r} model, which cannot generate and be trained token by token: "
+            f"{why}; choose a decoder such as Qwen3 or Llama"
+        )

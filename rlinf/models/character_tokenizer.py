@@ -1,0 +1,78 @@
+"""A character tokenizer in the Hugging Face format, for tasks with a small alphabet.
+
+It is byte-level BPE without merges: ``AutoTokenizer`` rebuilds the tokenizers of some architectures
+in that form whatever their files say, and so this one comes out the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from rlinf.errors import DataError
+from rlinf.verified_io import read_text
+
+PAD_TOKEN, EOS_TOKEN = "<pad>", "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+DEFAULT_ALPHABET = "".join(map(chr, [*range(32, 127), *range(0xA0, 0x800)]))
+"""Of a new model that reads instructions."""
+
+
+def write_character_tokenizer(
+    alphabet: str,
+    folder: Path,
+    chat_template: str | None = None,
+    special_tokens: Sequence[str] = (),
+) -> dict[str, int]:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary.
+
+    Args:
+        special_tokens: of the chat template, whose last one ends a turn, and with it a sample; or,
+            without a template, others.
+    """
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters = {
+        byte
+        for character in alphabet
+        for part, _ in level.pre_tokenize_str(character)
+        for byte in part
+    }
+    vocabulary = {PAD_TOKEN: 0, EOS_TOKEN: 1}
+    for token in (*sorted(characters), *special_tokens):
+        vocabulary[token] = len(vocabulary)
+    tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = level
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([PAD_TOKEN, EOS_TOKEN, *special_tokens])
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD_TOKEN,
+        "eos_token": EOS_TOKEN if chat_template is None else special_tokens[-1],
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+    }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return vocabulary
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """That of a folder.
+
+    Raises:
+        DataError: it has none that can be read.
+    """
+    path = folder / TOKENIZER_FILE
+    try:
+        return Tokenizer.from_str(read_text(path))
+    except Exception as error:  # the library raises just that
+        raise DataError(
+            f"model.path: {path} is no tokenizer ({str(error)[:100]}); fetch it again"
+        ) from None

@@ -1,0 +1,184 @@
+"""Chat templates, rendered in a process of their own with limits of time and memory.
+
+A template comes with a checkpoint and may be anybody's program. The sandbox of Jinja keeps it from
+files and from Python's internals, not from running for ever or filling the memory; a process that
+can be ended does. One process renders all conversations of a file, without loading any library but
+Jinja, in the environment that templates are written for (that of ``transformers``: blocks trimmed,
+loop controls, ``raise_exception``, ``tojson``, ``strftime_now``). The date is always the same one:
+prompts must not change when a run goes on the next day.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlinf.errors import DataError
+from rlinf.package_paths import child_python_path
+
+ChatMessage = Mapping[str, str]
+FIRST_RENDER_S, RENDER_S = 10.0, 0.05
+"""Longest time to render: for the first conversation, and for each further one."""
+MEMORY_BYTES = 2 << 30
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+
+
+def render_conversations(
+    template: str,
+    conversations: Sequence[Sequence[ChatMessage]],
+    variables: Mapping[str, Any],
+    key: str,
+    *,
+    add_generation_prompt: bool = True,
+) -> list[str]:
+    """The text of each conversation, up to where the assistant is to answer.
+
+    Args:
+        variables: further names of the template: ``bos_token``, arguments and the like.
+        key: what the user would change, for errors.
+        answering: false: the assistant has answered; the text ends with the last message.
+
+    Raises:
+        DataError: the template is malformed, refuses a conversation, or takes too much time or
+            memory.
+    """
+    if not conversations:
+        return []
+    limit_s = FIRST_RENDER_S + RENDER_S * len(conversations)
+    task = {
+        "template": template,
+        "variables": dict(variables),
+        "conversations": [list(map(dict, messages)) for messages in conversations],
+        "limit_s": limit_s,
+        "answering": add_generation_prompt,
+    }
+    texts: list[str] = _ask(task, key)["texts"]
+    return texts
+
+
+def template_variables(template: str, key: str) -> set[str]:
+    """Return the names that a template may be given: all that it uses and does not import.
+
+    Raises:
+        DataError: the template is malformed.
+    """
+    return set(_ask({"template": template, "limit_s": FIRST_RENDER_S}, key)["names"])
+
+
+def _ask(task: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The answer of a process that does what a task says; see :func:`serve`."""
+    limit_s = float(task["limit_s"])
+    try:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from rlinf.models.chat_template import run_renderer; run_renderer()",
+            ],
+            input=json.dumps(task).encode(),
+            capture_output=True,
+            check=False,
+            timeout=limit_s,
+            env={"PYTHONPATH": child_python_path(), "PATH": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(_too_much(key, limit_s)) from None
+    if done.returncode < 0:
+        raise DataError(_too_much(key, limit_s))
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        tail = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(f"{key}: the chat template cannot be rendered ({tail[:200]})") from None
+    if "error" in answer:
+        raise DataError(f"{key}: the chat template cannot be used: {answer['error']}")
+    return dict(answer)
+
+
+def _too_much(key: str, limit_s: float) -> str:
+    return (
+        f"{key}: the chat template did not end within {limit_s:.0f} s and "
+        f"{MEMORY_BYTES >> 30} GiB; use a checkpoint whose template you trust"
+    )
+
+
+def run_renderer() -> None:
+    """In the child: render what standard input asks for, or list the names of a template."""
+    task = json.loads(sys.stdin.buffer.read())
+    limit_s = int(task["limit_s"]) + 1
+    from jinja2.exceptions import TemplateError
+
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        answer: dict[str, Any] = _answered(task)
+    except MemoryError:
+        answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        at = f" (line {line})" if line else ""
+        answer = {"error": f"{str(error)[:200]}{at}"}
+    except Exception as error:  # whatever a stranger's program may raise
+        answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+    sys.stdout.write(json.dumps(answer))
+
+
+def _answered(task: Mapping[str, Any]) -> dict[str, Any]:
+    from jinja2 import meta
+
+    known = jinja_environment()
+    if "conversations" not in task:
+        return {"names": sorted(meta.find_undeclared_variables(known.parse(task["template"])))}
+    compiled = known.from_string(task["template"])
+    texts = [
+        compiled.render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=task["answering"],
+            **task["variables"],
+        )
+        for messages in task["conversations"]
+    ]
+    return {"texts": texts}
+
+
+def jinja_environment() -> Any:
+    """The Jinja environment that chat templates expect."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what the assistant wrote; here it is passed through."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    return made

@@ -1,0 +1,190 @@
+"""A flow-matching policy for vector observations: :mod:`rlinf.models.denoising` in the small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlinf.capabilities import IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
+from rlinf.data.batch import pad_right
+from rlinf.data.record import Record
+from rlinf.errors import ConfigError
+from rlinf.models.action_encoding import ActionScale, check_action_scale
+from rlinf.models.base import Batch, ModelSpec, StepOutputs
+from rlinf.models.denoising import (
+    CHAIN_COLUMN,
+    DenoisingChain,
+    DenoisingConfig,
+    bounded_log_std,
+    noise_fractions,
+)
+from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
+from rlinf.seeding import generator
+
+
+class FlowConfig(DenoisingConfig):
+    """Hyperbolic-tangent networks: of the velocity, the value, and noise where it is learned."""
+
+    hidden: tuple[Annotated[int, Field(gt=0)], ...] = (64, 64)
+    """Of each network."""
+    denoising_steps: int = Field(default=4, gt=0, le=100)
+    """Denoising steps ``N`` of an action."""
+    action_scale: ActionScale = None
+    """An action is so many times the last point of its chain, in the simulator's units; null:
+    points from -1 to 1 fill the task's bounds. Noise has deviation 1."""
+    normalize_observations: bool = False
+    """Standardise observations by running statistics, which travel with the weights."""
+    observation_clip: float = Field(default=10.0, gt=0)
+    """Largest magnitude of a (standardised) observation."""
+
+
+class FlowNetworks(ObservationNormalizer):
+    """Velocity, value, and the noise where it is learned."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        size, out, hidden = settings["observation"], settings["action"]["size"], settings["hidden"]
+        super().__init__(size, float(settings["observation_clip"]))
+        self.velocity = tanh_network([size + out + 1, *hidden, out], last_gain=0.01)
+        self.value = tanh_network([size, *hidden, 1], last_gain=1.0)
+        self.spread = None
+        if settings["noise_method"] == "learned":
+            self.spread = tanh_network([size + 1, *hidden, out], last_gain=0.01)
+        self._range: tuple[float, float] = tuple(settings["noise_std_range"])
+
+    def forward(
+        self, observations: Tensor, points: Tensor, tau: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Velocities, log standard deviations where they are learned, ``[..., K, A]``, and values
+        ``[...]``, float32.
+
+        Args:
+            observations: ``[..., D]``.
+            points: ``[..., K, A]``.
+            tau: ``[K, 1]`` or ``[..., K, 1]``.
+        """
+        # Mixed precision shows in the parameters' type.
+        dtype = next(self.value.parameters()).dtype
+        seen = self.standardize(observations).to(dtype)
+        every = seen[..., None, :].expand(*points.shape[:-1], -1)
+        state = torch.cat([every, tau.to(dtype).expand(*points.shape[:-1], 1)], -1)
+        velocity = self.velocity(torch.cat([state, points.to(dtype)], -1)).float()
+        log_std = None
+        if self.spread is not None:
+            log_std = bounded_log_std(self.spread(state), self._range)
+        return velocity, log_std, self.value(seen)[..., 0].float()
+
+
+class FlowPolicy(NormalizedVectorPolicy):
+    """See the module.
+
+    A step's log-probability is that of the points of its chain given the first, which is noise
+    that no parameter has a part in; its entropy is the sum of those of its denoising steps.
+    """
+
+    Config = FlowConfig
+    requires = frozenset({OBSERVATIONS})
+    provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES, IMITATION_LOSS})
+    parameter_groups = ("policy", "value")
+    Network = FlowNetworks
+    module: FlowNetworks
+
+    def __init__(self, module: FlowNetworks, settings: dict[str, Any]) -> None:
+        super().__init__(module, settings)
+        self.steps, self.size = int(settings["denoising_steps"]), int(settings["action"]["size"])
+        self._denoising = DenoisingChain(self.steps, float(settings["noise_level"]), 1)
+
+    @classmethod
+    def check(cls, config: FlowConfig, spec: ModelSpec) -> None:
+        if spec["action"]["kind"] != "box":
+            raise ConfigError(
+                "model.name: flow makes vectors (task.action.kind box), not one of "
+                f"{spec['action']['size']} numbers; use model=mlp, or another task"
+            )
+        check_action_scale(spec["action"], config.action_scale, squashed=False)
+
+    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
+        """With what is drawn to imitate each step: ``noise`` ``[T, A]`` and ``uniform`` ``[T]``."""
+        random = generator(seed, "imitation", *record.identity.key)
+        noise = random.standard_normal((len(record), self.size), np.float32)
+        steps = {"noise": noise, "uniform": random.random(len(record), np.float32)}
+        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        """As of the base, and ``chain`` ``[B, T, N + 1, A]``, or, of demonstrations, ``noise`` and
+        ``uniform``."""
+        length = max(len(record) for record in records)
+        names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
+        more = {name: pad_right([r.steps[name] for r in records], length) for name in names}
+        return {**super().collate(records), **more}
+
+    def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
+        """Log-probabilities, entropies and values ``[B, T]``; of demonstrations minus their losses
+        of imitation alone."""
+        if CHAIN_COLUMN not in batch:
+            return StepOutputs(-self.imitation_loss(batch) * batch["mask"])
+        logprobs, spread, values = self.evaluate_chain(
+            batch["observations"], batch[CHAIN_COLUMN], temperature
+        )
+        mask = batch["mask"]
+        return StepOutputs(logprobs * mask, spread * mask if entropy else None, values * mask)
+
+    def evaluate_chain(
+        self, observations: Tensor, chain: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and entropies of chains ``[..., N + 1, A]`` and values of observations
+        ``[..., D]``, each ``[...]``."""
+        tau = noise_fractions(self.steps).to(chain.device)[:, None]
+        velocity, log_std, values = self.module(observations, chain[..., :-1, :], tau)
+        logprobs, entropy = self._denoising.logprobs_and_entropy(
+            chain, velocity, log_std, temperature
+        )
+        return logprobs.sum(-1), entropy.sum(-1), values
+
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+        """Standard normal ``[steps, N + 1, A]``: where chains begin, and of each of their steps."""
+        shape = (steps, self.steps + 1, self.size)
+        return random.standard_normal(size=shape).astype(np.float32)
+
+    def act(
+        self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
+    ) -> dict[str, Tensor]:
+        """Of ``observation`` ``[n, D]``: ``action`` ``[n, A]``, ``chain`` ``[n, N + 1, A]``,
+        ``logprob`` and ``value`` ``[n]``, all float32."""
+        seen = observations["observation"]
+
+        def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
+            found: tuple[Tensor, Tensor | None, Tensor] = self.module(seen, points, tau[:, None])
+            return found[:2]
+
+        first = torch.zeros(len(seen), self.size, device=seen.device)
+        drawn = None
+        if noise is not None:
+            first, drawn = noise[:, 0], noise[:, 1:]
+        whole = self._denoising.sample(velocity, first, drawn, temperature)
+        logprobs, _, values = self.evaluate_chain(seen, whole, temperature)
+        assert self.action_box is not None, "it acts by vectors"
+        return {
+            "action": self.action_box.unnormalize(whole[:, -1]).float(),
+            CHAIN_COLUMN: whole,
+            "logprob": logprobs,
+            "value": values,
+        }
+
+    def imitation_loss(self, batch: Batch) -> Tensor:
+        """Conditional flow matching (arXiv 2210.02747, eq. 14): the squared error of the velocity
+        at a point between noise and action, at a time drawn evenly; ``[...]`` of columns
+        ``[..., A]``."""
+        action, noise = batch["actions"], batch["noise"]
+        tau = 1 - batch["uniform"][..., None]
+        points = tau * noise + (1 - tau) * action
+        at = (points[..., None, :], tau[..., None, :])
+        velocity, _, _ = self.module(batch["observations"], *at)
+        return (velocity[..., 0, :] - (noise - action)).square().mean(-1)
+
+    def parameter_group(self, parameter: str) -> str:
+        return "value" if parameter.startswith("value.") else "policy"

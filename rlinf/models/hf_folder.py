@@ -1,0 +1,521 @@
+"""What a published model folder says, read in one place for trainers, engines, tasks and rewards.
+
+:class:`HFFolder` is that reading: settings, weight files, context length, tokenizer, chat
+template and the tokens that end a response. Nothing here loads the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlinf.errors import ArtifactError, DataError, did_you_mean
+from rlinf.models.chat_format import ChatFormat, select_chat_template
+from rlinf.models.rotary import length_scaling
+from rlinf.verified_io import allowed_link_targets, copy_file, read_text, verified_temporary_copy
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+LEGACY_TEMPLATE_FILE = "chat_template.json"
+"""Older folders have the template of their processor there; tokenizers do not read it."""
+LFS_POINTER = b"version https://git-lfs"
+ADAPTER_FILE = "adapter_config.json"
+MISTRAL_PREFIX = "consolidated"
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no longer header."""
+QUANTIZED_DTYPES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}
+"""Element types of packed weights; bool masks and int64 positions of older files are none."""
+LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""Names under which families keep their context length, as vLLM knows them."""
+PREEXTENDED_ROPE_TYPES = {
+    "llama3",
+    "longrope",
+    "su",
+    "yarn",
+    "deepseek_yarn",
+    "deepseek_llama_scaling",
+}
+"""Rotary scalings whose factor is in ``max_position_embeddings`` already."""
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A folder in the Hugging Face format, each part read when it is first asked for."""
+
+    folder: Path
+    trust_remote_code: bool = False
+    """Whether Python code in the folder may run."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking``."""
+
+    @classmethod
+    def from_config(cls, config: Any, folder: Path | None = None) -> HFFolder:
+        """Return the folder that a policy's configuration names.
+
+        Args:
+            config: with ``trust_remote_code`` and ``chat_template_kwargs``.
+            folder: in place of ``config.path``.
+        """
+        folder = config.path.expanduser() if folder is None else folder
+        return cls(folder, config.trust_remote_code, config.chat_template_kwargs)
+
+    @cached_property
+    def config_json(self) -> dict[str, Any]:
+        """The values of ``config.json``; raises as :func:`read_config_json`."""
+        return read_config_json(self.folder)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The values of ``generation_config.json``; empty without that file."""
+        path = self.folder / GENERATION_CONFIG_FILE
+        return read_json_object(path) if path.is_file() else {}
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """The library's configuration of the network.
+
+        Raises:
+            DataError: the library does not know the model type, or rejects a value.
+        """
+        from transformers import AutoConfig
+
+        try:
+            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as small:
+                return AutoConfig.from_pretrained(
+                    small, local_files_only=True, trust_remote_code=self.trust_remote_code
+                )
+        except ArtifactError:
+            raise
+        except Exception as error:  # whatever its settings make the library raise
+            raise DataError(
+                f"model.path: {self.folder / 'config.json'} cannot be used ({one_line(error)})"
+            ) from None
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The files that hold the tensors; see :func:`tensor_files`."""
+        return tensor_files(self.folder)
+
+    @cached_property
+    def context_length(self) -> int | None:
+        """The most tokens of a sample; None if the settings give no limit.
+
+        See :func:`context_length`.
+        """
+        return context_length(self.hf_config)
+
+    def max_model_len(self, limit: int | None) -> int | None:
+        """Return the most tokens of a sample in a run, or None where nothing limits them.
+
+        Args:
+            limit: what the run declares (``model.max_model_len``); None: as many as the model was made
+                for, and with rotary frequencies that depend on a length, as many as have the plain
+                ones (vLLM's default as well).
+        """
+        scaling = length_scaling(self.config_json)
+        return limit or (self.context_length if scaling is None else scaling.original_length)
+
+    @cached_property
+    def vocabulary_size(self) -> int | None:
+        """How many tokens the model knows, if its settings say so."""
+        size = self.config_json.get("vocab_size")
+        if size is None:
+            size = next((inner.get("vocab_size") for inner in _nested(self.config_json)), None)
+        return size if isinstance(size, int) else None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with a pad token and one chat template at most.
+
+        Its ``chat_format`` is the :class:`~rlinf.models.chat_format.ChatFormat` of the folder.
+
+        Raises:
+            DataError: none there, it has no end-of-sequence token, or its chat templates have no
+                default.
+        """
+        tokenizer = self.raw_tokenizer
+        size = self.vocabulary_size
+        # A tokenizer class may make up an end token that the model was never given.
+        if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
+            raise DataError(
+                f"model.path: the tokenizer of {self.folder} has no end-of-sequence token, so no "
+                "sample could ever end; set eos_token in its tokenizer_config.json"
+            )
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.chat_format = ChatFormat.from_tokenizer(
+            tokenizer,
+            template_kwargs=self.chat_template_kwargs,
+            eos_token_ids=self._configured_ends | {tokenizer.eos_token_id},
+        )
+        return tokenizer
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How conversations become text; see :class:`~rlinf.models.chat_format.ChatFormat`."""
+        found: ChatFormat = self.tokenizer.chat_format
+        return found
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end a response, the same for every engine.
+
+        These are all ``eos_token_id`` of ``generation_config.json`` and ``config.json``, that of
+        the tokenizer, and the token that ends the assistant's turn in the chat template.
+        """
+        ends = self._configured_ends | {self.tokenizer.eos_token_id}
+        return frozenset(ends | {self.chat_format.end_of_turn_token_id})
+
+    @cached_property
+    def _configured_ends(self) -> frozenset[int]:
+        parts = (self.generation_config, self.config_json, *_nested(self.config_json))
+        found = {token for part in parts for token in _token_ids(part.get("eos_token_id"))}
+        size = self.vocabulary_size
+        return frozenset(token for token in found if size is None or token < size)
+
+    @cached_property
+    def raw_tokenizer(self) -> Any:
+        """The tokenizer of any model, which may have no end-of-sequence token.
+
+        Raises:
+            DataError: there is none, or its chat templates have no default.
+        """
+        from transformers import AutoTokenizer
+
+        check_checkpoint(self.folder, self.trust_remote_code)
+        try:
+            with verified_temporary_copy(self.folder, non_weight_files(self.folder)) as small:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    small, local_files_only=True, trust_remote_code=self.trust_remote_code
+                )
+        except ArtifactError:
+            raise
+        except Exception as error:  # the tokenizer library raises plain Exception
+            raise DataError(
+                f"model.path: {self.folder}: cannot load a tokenizer ({one_line(error)})"
+            ) from None
+        tokenizer.chat_template = self._chat_template(tokenizer)
+        return tokenizer
+
+    def _chat_template(self, tokenizer: Any) -> str | None:
+        """Return the tokenizer's template, of several the default one, as the library does."""
+        template = tokenizer.chat_template
+        if not template and (path := self.folder / LEGACY_TEMPLATE_FILE).is_file():
+            template = read_json_object(path).get("chat_template")
+        return select_chat_template(template, f"model.path: {self.folder}")
+
+
+def context_length(config: Any) -> int | None:
+    """Return the most tokens that a model takes, or None if its configuration gives no limit.
+
+    It is the greatest length with which vLLM 0.32 agrees to serve the model
+    (``_get_and_verify_max_len`` of its ``vllm/config/model.py``). Most rotary scalings are in
+    ``max_position_embeddings`` already; linear and dynamic ones extend it by their factor.
+
+    Args:
+        config: the library's configuration of a model.
+    """
+    text = config.get_text_config()
+    known = [getattr(text, name, None) for name in LENGTH_KEYS]
+    lengths = [length for length in known if isinstance(length, int)]
+    if not lengths:
+        return None
+    length = getattr(text, "model_max_length", None) or min(lengths)
+    if "gemma3" in text.model_type:  # published with the extended length
+        return int(length)
+    factors = [
+        rope.get("factor") or 1.0
+        for rope in _rotary(text)
+        if rope.get("rope_type", "default") not in PREEXTENDED_ROPE_TYPES
+    ]
+    return int(length * max(factors, default=1.0))
+
+
+def _rotary(text: Any) -> list[Mapping[str, Any]]:
+    """The rotary parameters of a configuration, of each kind of layer where kinds differ."""
+    rotary = getattr(text, "rope_parameters", None) or {}
+    several = rotary and all(isinstance(value, Mapping) for value in rotary.values())
+    return [*rotary.values()] if several else [rotary]
+
+
+def _nested(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of the language model inside those of a model that also sees or hears."""
+    inner = settings.get("text_config")
+    return [inner] if isinstance(inner, Mapping) else []
+
+
+def _token_ids(value: Any) -> Iterable[int]:
+    """The ids of a setting that is one, a list of them, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return (one for one in values if type(one) is int and one >= 0)
+
+
+def one_line(error: BaseException, max_length: int = 200) -> str:
+    """The message of a library's error on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Return the values of ``config.json`` in a checkpoint folder.
+
+    Raises:
+        DataError: it is not one of a model that can be trained.
+    """
+    path = folder / "config.json"
+    settings = read_json_object(path)
+    if not isinstance(settings.get("model_type"), str):
+        raise DataError(f"model.path: {path} names no model_type; is it a checkpoint folder?")
+    for part in (settings, *_nested(settings)):
+        if part.get("quantization_config") or part.get("compression_config"):
+            raise _quantised(
+                f"{folder} holds quantised weights (quantization_config in {path.name})"
+            )
+    if (folder / ADAPTER_FILE).exists():
+        raise DataError(
+            f"model.path: {folder} has an adapter ({ADAPTER_FILE}) beside the weights, which "
+            "would be ignored; merge it into them, or remove its files"
+        )
+    return settings
+
+
+def _quantised(what: str) -> DataError:
+    return DataError(
+        f"model.path: {what}, which cannot be trained; use the checkpoint that they were made "
+        "from, or one that transformers has dequantised and saved (dequantize=True of the "
+        "quantization_config, or model.dequantize())"
+    )
+
+
+def check_weight_files(folder: Path) -> None:
+    """See that the weight files are whole, by their headers.
+
+    Raises:
+        DataError: none is there; one is missing, cut off, or a pointer; or the weights are packed.
+    """
+    for path in tensor_files(folder):
+        if not path.is_file():
+            raise DataError(
+                f"model.path: {folder} lacks {path.name}, which {INDEX_FILE} names; copy the folder "
+                "again"
+            )
+        _check_file(path)
+
+
+def _check_file(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start + file.read(len(LFS_POINTER) - 8) == LFS_POINTER:
+                raise DataError(
+                    f"model.path: {path} is a pointer of git-lfs, not the weights; fetch them: "
+                    "git lfs pull"
+                )
+            file.seek(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+                raise DataError(f"model.path: {path} is cut off or no safetensors file")
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            ends = [entry["data_offsets"][1] for entry in entries.values()]
+            packed = sorted(
+                name for name, entry in entries.items() if entry["dtype"] in QUANTIZED_DTYPES
+            )
+    except OSError as error:
+        raise DataError(f"model.path: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise DataError(f"model.path: {path} is cut off or no safetensors file") from None
+    if not ends:
+        raise DataError(f"model.path: {path} holds no tensors")
+    if size != 8 + length + max(ends):
+        raise DataError(
+            f"model.path: {path} has {size} bytes, and {8 + length + max(ends)} by its header; "
+            "copy it again"
+        )
+    if packed:
+        raise _quantised(f"{path} holds quantised weights ({packed[0]})")
+
+
+def read_json_object(path: Path, where: str = "model.path") -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Args:
+        where: the key that errors name.
+
+    Raises:
+        DataError: it does not, or cannot be read.
+    """
+    try:
+        values = json.loads(read_text(path))
+    except OSError as error:
+        raise DataError(f"{where}: cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: {path} is not JSON ({str(error)[:100]})") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: {path} holds no object")
+    return values
+
+
+def check_links(folder: Path) -> None:
+    """See that the files of a checkpoint folder are its owner's and lie in it.
+
+    A link may lead to a file in one of the folder's places, of the folder's owner, this user or
+    root. Whoever may write to the place that another link leads to would choose what is trained.
+
+    Raises:
+        DataError: names the link and says what to do.
+    """
+    home, allowed = folder.resolve(), allowed_link_targets(folder)
+    owners = {home.stat().st_uid, os.getuid(), 0}
+    for path in sorted(home.rglob("*")):
+        if not path.is_symlink():
+            continue
+        target = path.resolve()
+        name = f"model.path: {folder}: {path.relative_to(home)}"
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise DataError(
+                f"{name} is a link that leads out of the folder, to {target}; copy the file in its "
+                f"place (cp -L), or give the folder that holds it"
+            )
+        if not target.exists():
+            raise DataError(f"{name} is a link to {target}, which is not there; fetch it again")
+        if target.stat().st_uid not in owners:
+            raise DataError(
+                f"{name} is a link to {target}, which belongs to another user "
+                f"({target.stat().st_uid}) than the folder; copy the model to a folder of your own"
+            )
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the files that hold the tensors of a checkpoint folder.
+
+    As in the library ``model.safetensors`` comes first, then the files that the index names. Others
+    beside them (``consolidated.safetensors`` of Mistral's own format, say) are not read.
+
+    Raises:
+        DataError: there is none, or the index cannot be read.
+    """
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
+    if (folder / INDEX_FILE).exists():
+        return [folder / name for name in _indexed(folder / INDEX_FILE)]
+    files = [
+        p for p in sorted(folder.glob("*.safetensors")) if not p.name.startswith(MISTRAL_PREFIX)
+    ]
+    if not files:
+        raise DataError(_no_weights(folder))
+    return files
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names of the files in an index of weights."""
+    parts = read_json_object(index).get("weight_map")
+    if not isinstance(parts, dict) or not parts:
+        raise DataError(f"model.path: {index} has no weight_map; copy the folder again")
+    return sorted({str(name) for name in parts.values()})
+
+
+def _no_weights(folder: Path) -> str:
+    """What is wrong with a folder without weights that can be read, and what to do."""
+    if any(folder.glob(f"{MISTRAL_PREFIX}*.safetensors")):
+        return (
+            f"model.path: {folder} has its weights in Mistral's own format alone "
+            f"({MISTRAL_PREFIX}.safetensors); fetch {WEIGHTS_FILE}, or {INDEX_FILE} and the files that it names"
+        )
+    pickled = [path for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(kind))]
+    if not pickled:
+        return f"model.path: {folder} has no *.safetensors; fetch its weights"
+    return (
+        f"model.path: {folder} has no *.safetensors, and pickled weights ({pickled[0].name}) are "
+        "not loaded, because unpickling runs code; if you trust them, convert them: "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
+def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
+    """See that a folder holds a model this process may load.
+
+    Raises:
+        DataError: it does not.
+    """
+    if folder.is_file():
+        raise DataError(f"model.path: {folder} is a file; give the folder it is in")
+    if not folder.is_dir():
+        parent = folder.parent
+        beside = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        hint = did_you_mean(folder.name, beside) if beside else ""
+        raise DataError(f"model.path: no folder {folder}{hint}")
+    check_links(folder)
+    settings = folder / "config.json"
+    if not settings.is_file():
+        if (folder / ADAPTER_FILE).is_file():
+            raise DataError(
+                f"model.path: {folder} holds an adapter alone ({ADAPTER_FILE}); merge it into its base "
+                "model (merge_and_unload of peft), save that, and give the folder of the result"
+            )
+        raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
+    if not trust_remote_code and "auto_map" in read_config_json(folder):
+        raise DataError(
+            f"model.path: {folder} brings its own Python code (auto_map in config.json); "
+            "to run it set model.trust_remote_code=true"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the tensors, with the index where that names them.
+
+    Raises:
+        DataError: as :func:`tensor_files`.
+    """
+    files, index = tensor_files(folder), folder / INDEX_FILE
+    return [*files, index] if index.exists() and files != [folder / WEIGHTS_FILE] else files
+
+
+def non_weight_files(folder: Path) -> list[str]:
+    """What stands beside the weights: configuration, tokenizer, templates, model code."""
+    suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.suffix in suffixes
+        and path.is_file()
+        and not path.name.endswith(".safetensors.index.json")
+    ]
+
+
+def copy_non_weight_files(source: Path, folder: Path) -> None:
+    """Copy what stands beside the weights."""
+    for name in non_weight_files(source):
+        copy_file(source / name, folder / name)
+
+
+def check_vocabulary(published: HFFolder) -> None:
+    """See that the model knows all tokens of its tokenizer.
+
+    Raises:
+        DataError: it does not.
+    """
+    size = published.vocabulary_size
+    highest = max(published.raw_tokenizer.get_vocab().values(), default=0)
+    if size is not None and highest >= size:
+        raise DataError(
+            f"model.path: the tokenizer of {published.folder} has tokens up to number {highest}, "
+            f"the model knows {size} (vocab_size in config.json); they do not belong together"
+        )

@@ -1,0 +1,173 @@
+"""What policies for vector observations share: a folder of settings and weights, and batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlinf.data.batch import pad_right
+from rlinf.data.loss_mask import loss_mask
+from rlinf.data.record import Record
+from rlinf.data.transitions import transition_dtype
+from rlinf.errors import DataError
+from rlinf.models.action_encoding import ActionBox
+from rlinf.models.base import Batch, ModelSpec, Policy
+from rlinf.models.checkpoint_tensors import check_tensors
+from rlinf.safetensors_io import load_tensors
+from rlinf.verified_io import read_text
+
+WEIGHTS_FILE, SETTINGS_FILE = "model.safetensors", "config.json"
+
+
+class VectorPolicy(Policy):
+    """A policy whose steps are the actions of an episode, made of its ``settings`` alone: what the
+    task is and what the configuration says."""
+
+    Network: ClassVar[Any]
+    """Makes the module of settings."""
+    has_independent_steps = True
+    module: nn.Module
+
+    def __init__(self, module: Any, settings: dict[str, Any]) -> None:
+        self.module = module
+        self.settings = settings
+        self.action_box: ActionBox | None = None
+        """How vectors are scaled, of policies whose configuration has ``action_scale``. Others act
+        in the simulator's units; so do folders from before there was that key."""
+        if settings["action"]["kind"] == "box" and "action_scale" in settings:
+            self.action_box = ActionBox.from_spec(settings["action"], settings["action_scale"])
+
+    @classmethod
+    def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
+        cls.check(config, spec)
+        settings = {**spec, **config.model_dump(mode="json")}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = cls.Network(settings)
+        cls(module, settings).save(folder, dict(module.state_dict()))
+
+    @classmethod
+    def load(cls, folder: Path, config: Any) -> Self:
+        """Read a policy folder; its own ``config.json`` says what the network is.
+
+        Raises:
+            DataError: files are missing, damaged, or do not belong together.
+        """
+        try:
+            settings = json.loads(read_text(folder / SETTINGS_FILE))
+            module = cls.Network(settings)
+            tensors = load_tensors(folder / WEIGHTS_FILE)
+            check_tensors(str(folder), {name: t.shape for name, t in tensors.items()}, module)
+            module.load_state_dict(tensors)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise DataError(f"{folder}: not a policy folder ({error})") from None
+        return cls(module, settings)
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        (folder / SETTINGS_FILE).write_text(json.dumps(self.settings, indent=1, sort_keys=True))
+        save_file({k: v.contiguous() for k, v in sorted(tensors.items())}, folder / WEIGHTS_FILE)
+
+    @property
+    def transition_dtype(self) -> np.dtype:
+        return transition_dtype(self.settings["observation"], self.settings["action"]["size"])
+
+    def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
+        """Actions ``[..., A]`` of transitions as they were carried out, in the policy's own
+        coordinates: what critics see, and what is imitated."""
+        return (
+            actions
+            if self.action_box is None
+            else self.action_box.normalize(self.action_box.clip_to_bounds(actions))
+        )
+
+    def collate(self, records: Sequence[Record]) -> Batch:
+        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or, in the policy's own
+        coordinates, ``[B, T, A]``, ``mask``."""
+        length = max(len(record) for record in records)
+        actions = [np.asarray(record.steps["actions"]) for record in records]
+        if self.action_box is not None:
+            actions = [self.action_box.normalize(column) for column in actions]
+        return {
+            "observations": pad_right([r.steps["observations"] for r in records], length),
+            "actions": pad_right(actions, length),
+            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
+        }
+
+
+class ObservationNormalizer(nn.Module):
+    """``seen``, ``mean`` and ``square`` (number, means and variances of the observations so far)
+    are in double precision, for they are sums over a whole run."""
+
+    seen: Tensor
+    mean: Tensor
+    square: Tensor
+
+    def __init__(self, size: int, clip: float) -> None:
+        """
+        Args:
+            size: of an observation.
+            clip: largest magnitude of a standardised one.
+        """
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("square", torch.ones(size, dtype=torch.float64))
+
+    def standardize(self, observations: Tensor) -> Tensor:
+        """Observations ``[..., D]`` as the networks take them, float64."""
+        deviation = self.square.clamp(min=1e-8).sqrt()
+        return ((observations - self.mean) / deviation).clamp(-self.clip, self.clip)
+
+
+class NormalizedVectorPolicy(VectorPolicy):
+    """A policy of vectors that follows their statistics, if ``normalize_observations`` is set."""
+
+    module: ObservationNormalizer
+    tracks_observations = True
+
+    @torch.no_grad()
+    def update_observation_stats(self, records: Sequence[Record]) -> None:
+        """Fold the observations of a batch's steps that count into the running statistics: others
+        may be of no state of the simulator.
+
+        The pairwise update of Chan, Golub and LeVeque (1979): exact, whatever the batches.
+        """
+        if not self.settings["normalize_observations"]:
+            return
+        module = self.module
+        every = [record.steps["observations"][loss_mask(record)] for record in records]
+        observations = np.concatenate(every)
+        if not len(observations):
+            return
+        batch = torch.as_tensor(observations, dtype=torch.float64)
+        mean = batch.mean(0).to(module.mean.device)
+        variance = batch.var(0, unbiased=False).to(module.mean.device)
+        old, new = module.seen, len(batch)
+        total = old + new
+        delta = mean - module.mean
+        squares = module.square * old + variance * new + delta.square() * old * new / total
+        module.square.copy_(squares / total)
+        module.mean.add_(delta * new / total)
+        module.seen.copy_(total)
+
+
+def tanh_network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
+    """Linear layers with hyperbolic tangents after all, or after all but an output of that gain."""
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
+        output = last_gain is not None and i + 2 == len(sizes)
+        linear = nn.Linear(a, b)
+        nn.init.orthogonal_(linear.weight, last_gain if last_gain and output else 2**0.5)
+        nn.init.zeros_(linear.bias)
+        layers += [linear] if output else [linear, nn.Tanh()]
+    return nn.Sequential(*layers)

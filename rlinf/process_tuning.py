@@ -1,0 +1,86 @@
+"""How a process uses its machine: few threads that do not spin, and memory that stays.
+
+Small models become several times slower when threads spin at barriers on busy cores. A stage sets
+how many threads it uses from the configuration (``engine.threads``, ``trainer.cpu_threads``).
+
+Every step frees and allocates the same large blocks. glibc gives such blocks back to the system,
+which clears each page anew when it is next touched; for small models that takes as long as much of
+the arithmetic. Blocks of models that are not small go back all the same, those from 32 MiB on: in
+one heap they leave gaps that none of another size fills. 32 of 33 to 64 MiB, each freed before the
+next is asked for, took 1.5 GiB there, and take 64 MiB so.
+
+Each stage of each iteration is a thread of its own, and glibc gives threads up to eight arenas per
+core, none of which takes what is free in another. With one for all, the workers of a run of small
+models in two pools on two cores gained 0.1 to 0.8 MiB in 200 iterations after the 150th instead of
+1.0 to 2.4, and held 6 to 16 MiB less. Iterations took as long (0.99; with the example's model 0.95
+and 0.99), with 1 % more processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+
+DEFAULT_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
+"""Parameters of glibc's ``mallopt``, from its malloc.h."""
+MALLOC_SETTINGS = {
+    MMAP_THRESHOLD: 32 << 20,
+    TRIM_THRESHOLD: 2**31 - 1,
+    TOP_PAD: 64 << 20,
+    ARENA_MAX: 1,
+}
+"""Blocks come from one heap, which grows in large steps and does not shrink; those of 32 MiB and
+more, the highest threshold there is, from the system."""
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def child_environment() -> dict[str, str]:
+    """The variables for a child process; what the user has set stays."""
+    return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
+
+
+def tune_process() -> None:
+    """Set them in this process, where they are read when torch is imported; keep freed memory."""
+    os.environ.update(child_environment())
+    retain_freed_memory()
+    raise_open_file_limit()
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one.
+
+    The soft one is 1024 for the sake of programs that use ``select``; every peer of a run, worker
+    process and shared state takes some.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def retain_freed_memory() -> None:
+    """Let the C library reuse what is freed; others than glibc keep their ways."""
+    try:
+        mallopt = _LIBC.mallopt
+    except AttributeError:
+        return
+    for parameter, value in MALLOC_SETTINGS.items():
+        mallopt(parameter, value)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """In a child: be killed when the thread that started it ends, however that happens.
+
+    Args:
+        parent: its process id, where the child may be too late to notice.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""Transitions that were there before a run: demonstrations, or a data set.
+
+Either trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of them), a
+folder of LeRobot's format (:mod:`rlinf.data.lerobot`), or one HDF5 file with a data set per column:
+``observations`` ``[N, D]``, ``actions`` ``[N, A]``, ``rewards`` ``[N]``, ``terminated`` ``[N]`` (or
+``terminals``), and optionally ``truncated`` (or ``timeouts``) and ``next_observations``.
+
+Rewards are those that the simulator gave, as in the trajectories of rollouts: what a run makes of
+the ones it collects, it makes of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from rlinf.channels.record_files import RecordFileReader
+from rlinf.data import lerobot
+from rlinf.data.record import Record, RecordId
+from rlinf.data.transitions import (
+    InMemoryTransitions,
+    concatenate_transitions,
+    to_transitions,
+    transition_dtype,
+)
+from rlinf.errors import DataError, InputError
+
+COLUMN_ALIASES = {"terminated": "terminals", "truncated": "timeouts"}
+"""Other names of columns (those of D4RL)."""
+REQUIRED_COLUMNS = ("observations", "actions", "rewards", "terminated")
+VECTOR_COLUMNS = ("observations", "actions", "next_observations")
+TRAJECTORY_FILES = "trajectories-*.h5"
+RewardFunction = Callable[[Record], np.ndarray]
+"""The rewards of a record's steps, ``[T]``, of those that the simulator gave."""
+
+
+def check_offline_data(path: Path) -> None:
+    """See that there are transitions, without reading them.
+
+    Raises:
+        DataError: there are none; names the column that is missing.
+    """
+    if path.is_dir():
+        if lerobot.is_lerobot_dataset(path):
+            lerobot.LeRobotDataset(path)
+        else:
+            _files(path)
+        return
+    with _open(path) as file:
+        if "identity" in file:
+            return
+        _columns(path, file)
+
+
+def environment_rewards(record: Record) -> np.ndarray:
+    """The rewards that the simulator gave, ``[T]``."""
+    return np.asarray(record.steps["rewards"])
+
+
+def load_offline_data(
+    path: Path, reward: RewardFunction = environment_rewards
+) -> InMemoryTransitions:
+    """All transitions of a file or folder.
+
+    Where a column file does not say what came next, that is the row after; a row whose next one
+    begins another episode without an end of its own (``truncated``), or is missing, is left out.
+
+    Args:
+        judge: of a column file it gets one record of all rows, in which episodes have no ends.
+
+    Raises:
+        DataError: it holds no transitions.
+    """
+    if path.is_dir():
+        if lerobot.is_lerobot_dataset(path):
+            return _transitions(
+                path, lerobot.LeRobotDataset(path).trajectories(images=False), reward
+            )
+        return _records(path, _files(path), reward)
+    with _open(path) as file:
+        if "identity" not in file:
+            return InMemoryTransitions(_rows(path, file, reward))
+    return _records(path, [path], reward)
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob(TRAJECTORY_FILES))
+    if not found:
+        raise DataError(f"algorithm.offline_data: {folder} has no file {TRAJECTORY_FILES}")
+    return found
+
+
+def _open(path: Path) -> h5py.File:
+    try:
+        return h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise DataError(
+            f"algorithm.offline_data: {path}: no readable HDF5 file ({error})"
+        ) from None
+
+
+def _records(path: Path, files: list[Path], judge: RewardFunction) -> InMemoryTransitions:
+    try:
+        return _transitions(path, RecordFileReader(files), judge)
+    except ValueError as error:
+        raise DataError(f"algorithm.offline_data: {path}: {error}") from None
+
+
+def _transitions(
+    path: Path, records: Iterable[Record], judge: RewardFunction
+) -> InMemoryTransitions:
+    try:
+        return InMemoryTransitions(
+            concatenate_transitions(to_transitions(r, judge(r)) for r in records)
+        )
+    except (ValueError, KeyError, InputError) as error:
+        raise DataError(f"algorithm.offline_data: {path}: {error}") from None
+
+
+def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
+    """The data sets by our names, of one length."""
+    found: dict[str, h5py.Dataset] = {}
+    for name in (*REQUIRED_COLUMNS, "truncated", "next_observations"):
+        for own in (name, COLUMN_ALIASES.get(name, name)):
+            if own in file and isinstance(file[own], h5py.Dataset):
+                found[name] = file[own]
+    lacking = [name for name in REQUIRED_COLUMNS if name not in found]
+    if lacking:
+        also = f" (or {COLUMN_ALIASES[lacking[0]]})" if lacking[0] in COLUMN_ALIASES else ""
+        raise DataError(
+            f"algorithm.offline_data: {path} has no data set {lacking[0]!r}{also}; it has "
+            f"{', '.join(sorted(file)) or 'none'}"
+        )
+    count = len(found["observations"])
+    for name, column in found.items():
+        if len(column) != count or column.ndim != 1 + (name in VECTOR_COLUMNS):
+            raise DataError(
+                f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} observations"
+            )
+    return found
+
+
+def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
+    columns = _columns(path, file)
+    seen, actions = columns["observations"], columns["actions"]
+    rows = np.zeros(len(seen), transition_dtype(seen.shape[1], actions.shape[1]))
+    for name, column in columns.items():
+        rows[name] = column[:]
+    given = {name: rows[name] for name in ("observations", "actions", "rewards")}
+    rows["rewards"] = judge(Record(RecordId(0, 0), given))
+    kept = np.ones(len(rows), bool)
+    if "next_observations" not in columns and len(rows):
+        rows["next_observations"][:-1] = rows["observations"][1:]
+        ended = rows["terminated"] == 1
+        rows["next_observations"][ended] = rows["observations"][ended]
+        # What was seen after a cut is not in the file; nor is what followed its last row.
+        kept = ended | (rows["truncated"] == 0)
+        kept[-1] &= ended[-1]
+    if not kept.any():
+        raise DataError(f"algorithm.offline_data: {path} holds no transition")
+    return rows[kept]

@@ -1,0 +1,462 @@
+"""A chat model behind an HTTP endpoint with OpenAI's interface (``POST /chat/completions``).
+
+Requests are tried again where that may help, within a budget. Retries wait for a random time below
+a limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
+Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import ipaddress
+import json
+import logging
+import os
+import random
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import Field, model_validator
+
+from rlinf.config import Section
+from rlinf.errors import ConfigError, DataError
+from rlinf.verified_io import is_owner_only
+
+MAX_BLOCKS = 1000
+"""Of a large budget; of a small one each request is a block."""
+
+
+class SharedRequestQuota:
+    """Of one process; not for several threads at once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """
+        Args:
+            folder: where those of all processes are, earlier ones too; None: there are no others.
+        """
+        self._folder = folder
+        self._next = self._taken = 0
+        """Number of blocks that were seen, and of requests in them."""
+
+    def reserve(self, most: int, wanted: int) -> int:
+        """Take a block of a budget of ``most`` requests.
+
+        Args:
+            wanted: most that are in it, if that is one or more.
+
+        Returns how many are in it; 0: the budget is used up.
+
+        Raises:
+            DataError: a file in the folder is no block.
+        """
+        while True:
+            self._look()
+            size = min(most - self._taken, max(1, min(most // MAX_BLOCKS, wanted)))
+            if size <= 0:
+                return 0
+            if self._folder is None or self._made(self._folder / str(self._next), size):
+                self._taken, self._next = self._taken + size, self._next + 1
+                return size
+
+    def _look(self) -> None:
+        """See what others have taken."""
+        while self._folder is not None and (path := self._folder / str(self._next)).exists():
+            try:
+                size = int(path.read_text())
+            except ValueError:
+                raise DataError(
+                    f"{path} does not say how many requests were taken; write a number into it"
+                ) from None
+            self._taken, self._next = self._taken + size, self._next + 1
+
+    @staticmethod
+    def _made(path: Path, size: int) -> bool:
+        """Make a block; false: there is one of this number already."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{os.getpid()}.{secrets.token_hex(8)}")
+        with temporary.open("w") as file:
+            file.write(str(size))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
+
+log = logging.getLogger(__name__)
+
+ENDPOINT_KEY = "reward.endpoint"
+ROUTE = "/chat/completions"
+MAX_RESPONSE_BYTES = 8 << 20
+"""Of an answer; more is none."""
+RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+"""Status codes after which the same request may succeed, besides those from 500 on."""
+BAD_REQUEST_STATUS = frozenset({400, 413, 422})
+"""Those that refuse this request, and not every one."""
+TIMEOUT_MESSAGE = "no answer within {:g} s"
+BYTES_PER_TOKEN = 4
+"""Where a server does not say how many tokens it took."""
+UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
+
+
+class ChatEndpointConfig(Section):
+    """Where a chat model is and how it is asked; none of it changes what is asked."""
+
+    base_url: str
+    """Such as ``https://host/v1``: what stands before ``/chat/completions``."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key."""
+    api_key_file: Path | None = None
+    """File that holds the key, readable by its owner alone. Without either no key is sent."""
+    allow_http: bool = False
+    """Send texts and key unencrypted to other machines, where the URL says ``http``."""
+    max_concurrency: int = Field(default=16, gt=0)
+    """Most requests under way at once, of each process of the stage."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """The longest that one request takes, from connecting to the last byte."""
+    max_retries: int = Field(default=5, ge=0)
+    """Tries after the first one."""
+    initial_backoff_s: float = Field(default=0.5, gt=0)
+    """Longest wait before the second try; doubles with each further one."""
+    max_backoff_s: float = Field(default=60.0, gt=0)
+    """No wait is longer; a request that is told to wait longer is given up."""
+    max_requests: int | None = Field(default=None, gt=0)
+    """Budget of a run, of all its processes: once so many were sent, tries included, none is sent
+    any more."""
+    max_total_tokens: int | None = Field(default=None, gt=0)
+    """The same in tokens of requests and answers. What is under way may exceed it."""
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> ChatEndpointConfig:
+        parts = _split(self.base_url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ValueError(
+                "url holds more than scheme, host and path; a key belongs in api_key_env or "
+                "api_key_file, for a URL is seen in logs and files"
+            )
+        if parts.scheme == "http" and not (self.allow_http or _is_here(parts.hostname or "")):
+            raise ValueError(
+                f"url {self.base_url} would send texts and key unencrypted; use https, or set "
+                "allow_http=true where the network is trusted"
+            )
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("api_key_env and api_key_file are both given; give one")
+        return self
+
+
+@dataclass(frozen=True)
+class ChatReply:
+    """What came of a request."""
+
+    text: str | None
+    """None: there is no answer."""
+    failure: str = ""
+    """Why; :data:`UNANSWERED`, :data:`UNSUPPORTED_FAMILIES` or :data:`OVER_BUDGET`."""
+    num_requests: int = 0
+    """That were sent."""
+    num_tokens: int = 0
+    """Of them and the answer."""
+
+
+def read_api_key(config: ChatEndpointConfig) -> str | None:
+    """The key to an endpoint.
+
+    Raises:
+        ConfigError: the variable is not set, or the file is missing, empty or readable by others.
+    """
+    key = None
+    if config.api_key_env is not None:
+        key = os.environ.get(config.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"{ENDPOINT_KEY}.api_key_env: the environment has no {config.api_key_env}; export it "
+                "where the run is started"
+            )
+    elif config.api_key_file is not None:
+        path = config.api_key_file.expanduser()
+        try:
+            with path.open("rb") as file:
+                if not is_owner_only(file.fileno()):
+                    raise ConfigError(
+                        f"{ENDPOINT_KEY}.api_key_file: {path} is not yours alone; chmod 600 makes it so"
+                    )
+                key = file.read(1 << 16).decode(errors="replace").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"{ENDPOINT_KEY}.api_key_file: cannot read {path}: {error.strerror}"
+            ) from None
+        if not key:
+            raise ConfigError(f"{ENDPOINT_KEY}.api_key_file: {path} is empty")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        # Not shown: it is a key all the same.
+        raise ConfigError(f"{ENDPOINT_KEY}: the key holds characters that no header may hold")
+    return key
+
+
+class RequestBudget:
+    """What of a run's budget is used up, by several threads and processes."""
+
+    def __init__(self, config: ChatEndpointConfig, quota: SharedRequestQuota | None = None) -> None:
+        """
+        Args:
+            claims: of all processes of the run; None: this is the only one.
+        """
+        self._config, self._lock = config, threading.Lock()
+        self._claims = SharedRequestQuota(None) if quota is None else quota
+        self._left = self._expected = 0
+        """Requests of the last block that was taken, and those that are still to be sent."""
+        self.requests = self.tokens = 0
+
+    def expect_requests(self, requests: int) -> None:
+        """So many are about to be sent, tries after the first ones not counted."""
+        with self._lock:
+            self._expected = requests
+
+    def record_usage(self, requests: int, tokens: int) -> None:
+        """At least so much is used up, by whomever."""
+        with self._lock:
+            self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
+
+    def acquire(self) -> bool:
+        """Whether another request may be sent; it is counted then.
+
+        Raises:
+            DataError: as :meth:`rlinf.rewards.chat_endpoint.SharedRequestQuota.reserve`.
+        """
+        most, tokens = self._config.max_requests, self._config.max_total_tokens
+        with self._lock:
+            if tokens is not None and self.tokens >= tokens:
+                return False
+            if most is not None:
+                # Requests that are known may be of a run that took no blocks yet.
+                if self.requests >= most:
+                    return False
+                self._left = self._left or self._claims.reserve(most, self._expected)
+                if not self._left:
+                    return False
+                self._left, self._expected = self._left - 1, max(0, self._expected - 1)
+            self.requests += 1
+            return True
+
+    def add_tokens(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens += tokens
+
+
+class ChatEndpoint:
+    """An endpoint and the key to it; may be asked by several threads."""
+
+    def __init__(self, config: ChatEndpointConfig, budget: RequestBudget) -> None:
+        """
+        Raises:
+            ConfigError: there is no key where one is named.
+        """
+        self._config, self._spent = config, budget
+        self._key = read_api_key(config)
+        self._parts = _split(config.base_url)
+        self._tls = ssl.create_default_context() if self._parts.scheme == "https" else None
+        self._not_before = 0.0
+
+    def complete(self, model: str, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatReply:
+        """The answer to a conversation.
+
+        Args:
+            messages: ``role`` and ``content``.
+            more: fields of the request, such as ``temperature``.
+
+        Raises:
+            ConfigError: the endpoint refuses all requests: no such route or model, no such key.
+        """
+        config = self._config
+        body = json.dumps({"model": model, "messages": list(map(dict, messages)), **more})
+        sent, tokens, last = 0, 0, ""
+        for attempt in range(config.max_retries + 1):
+            time.sleep(max(0.0, self._not_before - time.monotonic()))
+            if not self._spent.acquire():
+                return ChatReply(None, OVER_BUDGET, sent, tokens)
+            sent += 1
+            told = None
+            try:
+                status, headers, data = self._post(body)
+                if status == 200:
+                    text, used = _read(data, body)
+                    self._spent.add_tokens(used)
+                    return ChatReply(text, "", sent, tokens + used)
+                last = f"status {status}: {self._shown(data)}"
+                if status in BAD_REQUEST_STATUS:
+                    log.warning("the judge refuses a request (%s)", last)
+                    return ChatReply(None, REFUSED, sent, tokens)
+                if status not in RETRYABLE_STATUS and status < 500:
+                    raise ConfigError(
+                        f"{ENDPOINT_KEY}: {config.base_url} refuses requests with {last}"
+                    )
+                told = parse_retry_after(headers.get("retry-after"))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if not isinstance(error, _Unreached):
+                    # What was answered is lost, and billed all the same.
+                    used = len(body) // BYTES_PER_TOKEN
+                    self._spent.add_tokens(used)
+                    tokens += used
+                last = self._shown(f"{type(error).__name__}: {error}".encode())
+            if attempt == config.max_retries or (told is not None and told > config.max_backoff_s):
+                break
+            # No result depends on when a request is sent.
+            limit = min(config.max_backoff_s, config.initial_backoff_s * 2**attempt)
+            if told is not None:
+                self._not_before = max(self._not_before, time.monotonic() + told)
+            time.sleep(max(told or 0.0, random.uniform(0, limit)))
+        log.warning("the judge did not answer %d times, the last time with %s", sent, last)
+        return ChatReply(None, UNANSWERED, sent, tokens)
+
+    def _post(self, body: str) -> tuple[int, Mapping[str, str], bytes]:
+        config, parts = self._config, self._parts
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        host, port = parts.hostname or "", parts.port
+        if self._tls is not None:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=config.timeout_s, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=config.timeout_s)
+        until = time.monotonic() + config.timeout_s
+        late, opened = threading.Event(), list[socket.socket]()
+
+        def end() -> None:
+            late.set()
+            # A server that sends a byte now and then never lets the socket's own limit pass.
+            for one in opened:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(config.timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.sock = _connected(host, port or connection.default_port, until)
+            opened.append(connection.sock)  # it lets go of it before the last byte has come
+            if self._tls is not None:
+                connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
+                opened.append(connection.sock)
+            if late.is_set():  # before there was something to shut down
+                raise _Unreached(TIMEOUT_MESSAGE.format(config.timeout_s))
+            connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
+            response = connection.getresponse()
+            data = response.read(MAX_RESPONSE_BYTES + 1)
+            if late.is_set():
+                raise TimeoutError
+            if len(data) > MAX_RESPONSE_BYTES:
+                raise ValueError(f"an answer of more than {MAX_RESPONSE_BYTES >> 20} MiB")
+            return response.status, {k.lower(): v for k, v in response.headers.items()}, data
+        except (OSError, http.client.HTTPException) as error:
+            if late.is_set() and not isinstance(error, _Unreached):
+                raise TimeoutError(TIMEOUT_MESSAGE.format(config.timeout_s)) from None
+            raise
+        finally:
+            timer.cancel()
+            connection.close()
+
+    def _shown(self, data: bytes) -> str:
+        """The begin of what a server said, on one line; some repeat the key they were given."""
+        text = " ".join(data[:2000].decode(errors="replace").split())
+        return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
+
+
+class _Unreached(OSError):
+    """The request was not sent."""
+
+
+def _connected(host: str, port: int, until: float) -> socket.socket:
+    """A connection, whose addresses have equal parts of the time that is left to try them.
+
+    Raises:
+        _Unreached: there is none by then.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _Unreached(str(error)) from None
+    why = "it has no address"
+    for tried, (family, kind, protocol, _, address) in enumerate(addresses):
+        left = until - time.monotonic()
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.settimeout(max(left / (len(addresses) - tried), 0.001))
+            found.connect(address)
+            found.settimeout(max(until - time.monotonic(), 0.001))
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return found
+        except OSError as error:
+            found.close()
+            why = str(error)
+    raise _Unreached(f"{host}:{port} cannot be reached ({why})")
+
+
+def parse_retry_after(value: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header (RFC 9110, 10.2.3) asks for; None: nothing."""
+    if value is None:
+        return None
+    value = value.strip()
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _read(data: bytes, body: str) -> tuple[str, int]:
+    """Text and number of tokens of an answer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        values = json.loads(data)
+        text = values["choices"][0]["message"]["content"]
+        used = (values.get("usage") or {}).get("total_tokens")
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError("an answer of another form") from None
+    # A model that was cut off before it said anything says null.
+    text = "" if text is None else text
+    if not isinstance(text, str):
+        raise ValueError("an answer without text")
+    if not isinstance(used, int) or isinstance(used, bool) or used < 0:
+        used = (len(body) + len(text)) // BYTES_PER_TOKEN
+    return text, used
+
+
+def _split(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    try:
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        known = False
+    if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
+        raise ValueError(f"url {url!r} is no address; expected something like https://host/v1")
+    return parts
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine, by its name or number."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,366 @@
+"""Where a response has its answer: the box, the phrase that announces it, or its last formula.
+
+Text alone. What is found here is read as mathematics in rlinf/rewards/math_parsing.py.
+"""
+
+# ruff: noqa: RUF001
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rlinf.rewards.math_normalization import (
+    UnparsableAnswerError,
+    find_closing_bracket,
+    is_unit,
+    normalize_characters,
+)
+
+MAX_LINE_CHARS = 2000
+"""Characters at the end of a line in which its answer is looked for."""
+SEARCHED_CHARS = 10_000
+"""Characters at the end of a response without a mark; some patterns take the square of it."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BETWEEN_BOXES = re.compile(r"\\(?:text|mbox|q?quad)(?![A-Za-z])|\\[()\[\],; ]|[${}]")
+"""Markup that is left out of what joins two boxes."""
+_FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
+"""GSM8K marks the final answer of a worked solution so; in Markdown it is a heading."""
+_TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\$])\$(?![\s$])([^$\n]{1,500}?)(?<![\s\\])\$"
+    r"(?!\d)",
+    re.DOTALL,
+)
+_BOLD = re.compile(r"\*\*(?=\S)([^*\n]+?)(?<=\S)\*\*|__(?=\S)([^_\n]+?)(?<=\S)__|`+([^`]+?)`+")
+_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+\b)?"
+_VALUE = (
+    rf"(?:[A-Za-z](?:_\{{?\w+\}}?)?\s*=\s*)?(?:\\?\$|[€£¥₹])?\s?"
+    rf"(?:\d+\s+\d+/\d+|{_NUMBER}(?:\s*/\s*\d+|(?::\d+)+)?)"
+    r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{[-+]?\d+\}|[-+]?\d+))?(?:!+(?!\S)|\s*\\?%)?"
+)
+VALUES = re.compile(rf"(?<![\w.,/:^])-?{_VALUE}(?:,?\s+(?:or|and)\s+{_VALUE})*")
+_JOIN = re.compile(r"\s*(?:,?\s*(?:\band\b|\bor\b)|,)\s*")
+
+_LINK = (
+    r"\s*(?:\*\*|__)?\s*(?:[:=]|[-–—]\s|(?:\b(?:is|are|be|was|equals|est|es|è|é|ist|lautet|sind)\b|[是为為は])"
+    r"(?:\s*:)?)"
+)
+_NOUN = (
+    r"(?:\b(?:answers?|answer\s+choice|correct\s+(?:option|choice)|(?:right|best)\s+(?:option|choice)"
+    r"|respuesta|réponse|risposta|resposta|antwort|ответ|jawaban)\b|答案|答え|答|정답)"
+)
+_SAID = re.compile(rf"{_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_LINK}", re.IGNORECASE)
+_HEADING = re.compile(
+    r"^[#* ]*(?:the\s+|our\s+|my\s+)?(?:final\s+)?answer(?:\s+is)?[* ]*$", re.I | re.M
+)
+_SAID_AFTER = re.compile(
+    r"(?:^|[.;!?,]\s+|\n)(?P<rest>[^\n;?]*?)\s+is\s+(?:thus\s+|therefore\s+)?(?:the|our|my)\s+"
+    r"(?:(?:final|correct|right|best)\s+)?(?:answer|option|choice)\b(?!\s+(?:to|is|of|for)\b)",
+    re.IGNORECASE,
+)
+_LEAD = re.compile(
+    r"(?:[\s:=>→⇒]|(?:(?:about|approximately|roughly|around|exactly|equal\s+to|simply|just|clearly|"
+    r"indeed|then|therefore|thus|hence|so|that|given\s+by|the\s+(?:option|choice|number|value)|"
+    r"option|choice|\\approx)(?![A-Za-z])))*",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"(?<=[^\s.])[.!?](?:\s+(?=[A-Z*\\$(])|\s*$)")
+_ASIDE = re.compile(
+    r"\s*(?:[,;]\s*(?!and\b|or\b)(?=[a-z]{2,}\b)|\((?=[^()\\]*[A-Za-z]{2,})|\s[-–—]+\s(?=[A-Za-z]{3,})|[—–]"
+    r"|\b(?:because|since|as|where|which|when|if|from|for|with|not|so|per\s+the|in\s+total)\b).*",
+    re.IGNORECASE | re.DOTALL,
+)
+_NO_VALUE = re.compile(
+    r"(?:not|no(?!\s+(?:real\s+)?solution)|between|at\s+least|at\s+most|either|neither)\s+\S",
+    re.IGNORECASE,
+)
+_BOUND = re.compile(
+    r"\b(?:at\s+least|at\s+most|(?:fewer|less|more|greater|larger|smaller|higher|lower)\s+than|"
+    r"up\s+to|between|not|n't)\s*[\\$*(]*$",
+    re.IGNORECASE,
+)
+_IN_PHRASE = re.compile(r"\b(?:in|at|after|for|within|every|per|during)\s+[\\$(*]*$", re.IGNORECASE)
+_PREDICATE = re.compile(
+    r".*\b(?:is|are|be|equals|get|gives|have|point)\b:?\s+(?=[\d\\(\[{+-])(.+?)\.?$"
+)
+_BROKEN_OFF = re.compile(
+    r"(?:\b(?:which|the|that|is|are|to|of|and|or|with|by|we|an?|then|as|because|if|has|have|so|equals|"
+    r"be|from|for|in|on|at|this|let|when|where|but)|[-+=/]|(?<!\*)\*)\s*$"
+)
+_NEGATED = re.compile(r"\b(?:can)?not\b|n't\b|\bnever\b", re.IGNORECASE)
+_BRACKETED_ASIDE = re.compile(r"\s*\((?=[^()]*[A-Za-z]{3,})[^()\\]*\)|,\s*(?:and\s+)?not\b.*")
+_HEDGE = re.compile(
+    r"\b(?:not|no|nor|neither|between|at\s+least|at\s+most|less\s+than|more\s+than|greater\s+than|"
+    r"up\s+to|any|to|from|over|under|above|below|e\.g|maybe|perhaps|or|and|of|plus|minus|times)\b",
+    re.IGNORECASE,
+)
+
+
+def marked_answers(text: str) -> list[str] | None:
+    """Return what is marked as the answer: several texts where boxes are joined.
+
+    Marks are ``\\boxed{}``, ``<answer>`` and ``####``; the last one counts, and with a box those
+    that ``or``, ``and`` or a comma joins to it. A ``####`` that is a heading of Markdown (words,
+    and text below it) is none. None: there is no mark.
+    """
+    boxes = list(_BOX.finditer(text))
+    final = next((mark for mark in reversed([*_FINAL.finditer(text)]) if _ends(mark)), None)
+    tag = next(reversed([*_TAGS.finditer(text)]), None)
+    last = max((m.start() for m in (boxes[-1:] or []) + [m for m in (final, tag) if m]), default=-1)
+    if last < 0:
+        return None
+    if boxes and boxes[-1].start() == last:
+        return _joined_boxes(text, boxes)
+    if tag and tag.start() == last:
+        return [tag[1].strip()]
+    assert final is not None
+    return [final[1].strip() or final.string[final.end() :].strip().split("\n", 1)[0]]
+
+
+def _ends(final: re.Match[str]) -> bool:
+    """Whether a ``####`` marks an answer: nothing but one value is on its line, or below it."""
+    rest = normalize_characters(final[1]).strip()
+    if not rest or not final.string[final.end() :].strip():
+        return True
+    return len(rest) < 200 and not re.search(r"(?<![\\A-Za-z{])[A-Za-z]{3,}", _unit_less(rest))
+
+
+def _unit_less(text: str) -> str:
+    return re.sub(r"(?<=\d)\s+[A-Za-z/ ]+$|^total:|\\(?:boxed|text)\{?", "", text, flags=re.I)
+
+
+def _joined_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
+    """The last box, and those before it that ``or``, ``and`` or a comma joins with it."""
+    found = [_inside_box(text, boxes[-1])]
+    for box, behind in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
+        inner = _inside_box(text, box)
+        between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : behind.start()])
+        if not _JOIN.fullmatch(between):
+            break
+        found.insert(0, inner)
+    return found
+
+
+def _inside_box(text: str, box: re.Match[str]) -> str:
+    start = box.end()
+    if not text.startswith("{", start):
+        found = re.match(r"\S+", text[start:])
+        return found[0] if found else ""
+    end = find_closing_bracket(text, start)
+    if end is None:
+        raise UnparsableAnswerError("a box without its end")
+    return text[start + 1 : end]
+
+
+def unmarked_candidates(text: str) -> Iterator[str]:
+    """Yield what may be the answer of a text without a mark, the likeliest first.
+
+    What stands behind (or before) "the answer is", as far as its sentence goes; else the last bold
+    text, the last formulas or the last number of the last line that has one.
+    """
+    text = searchable_text(text)
+    said = announced_answer(text)
+    if said is None:
+        yield from _last_of(text)
+    else:
+        yield from leading_candidates(said)
+
+
+def searchable_text(text: str) -> str:
+    """Return the end of a text without pictograms, fences of code and formulas inside units."""
+    text = normalize_characters(text[-SEARCHED_CHARS:])[-SEARCHED_CHARS:]
+    text = re.sub(r"^\s*```\w*\s*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<=[A-Za-z])\$(\^\{?-?\d\}?)\$", r"\1", text)
+
+
+def announced_answer(text: str) -> str | None:
+    """Return the text behind the last "the answer is", or before "is the answer"."""
+    found: list[tuple[int, str]] = []
+    for said in _SAID.finditer(text):
+        rest = text[said.end() :].split("\n", 1)[0]
+        if not re.search(r"[^\W_]", rest):
+            rest = f"{rest.strip('*_ ')}{text[said.end() :]}".lstrip()
+        if rest.strip():
+            denied = "not " if _NEGATED.search(said[0]) else ""
+            found.append((said.start(), denied + rest))
+    for heading in _HEADING.finditer(text):
+        rest = text[heading.end() :].lstrip()
+        if rest:
+            found.append((heading.start(), rest))
+    for said in _SAID_AFTER.finditer(text):
+        found.append((said.start("rest"), said["rest"].rsplit(", ", 1)[-1]))
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def leading_candidates(text: str) -> Iterator[str]:
+    """Yield readings of a text that begins with the answer."""
+    text = text.strip()
+    lead = _LEAD.match(text.lstrip("*_"))
+    plain = text if not lead or not lead.end() else text.lstrip("*_")[lead.end() :]
+    bold = _BOLD.match(plain)
+    if bold:
+        yield from leading_candidates(next(group for group in bold.groups() if group))
+        return
+    plain = plain.lstrip("*_")
+    formula = FORMULA.match(plain)
+    if formula:
+        yield _with_unit(plain, *_run(plain, formula))
+        return
+    line = plain.split("\n", 1)[0].rstrip("*_ ")
+    sentence = _SENTENCE_END.split(line, maxsplit=1)[0].rstrip("*_ ")
+    if _NO_VALUE.match(sentence):
+        values = VALUES.search(sentence)
+        if sentence.lower().startswith("either") and values:
+            yield values[0]
+        return
+    if line[len(sentence) :].startswith("!") and re.search(r"\d$", sentence):
+        yield sentence + "!"
+    cut = _ASIDE.sub("", sentence)
+    if cut:
+        yield cut
+    if cut != sentence:
+        yield sentence
+    formulas = list(FORMULA.finditer(sentence))
+    if formulas:
+        yield _with_unit(sentence, *_run(sentence, formulas[0]))
+        return
+    values = VALUES.search(cut)
+    if values and not _HEDGE.search(cut[: values.start()]):
+        yield _with_unit(cut, values[0], values.end())
+
+
+def _last_of(text: str) -> Iterator[str]:
+    """Yield readings of a text that ends with the answer; one that breaks off has none."""
+    if _BROKEN_OFF.search(text):
+        return
+    for line in reversed(_lines(text)):
+        if bold := _last_bold(line):
+            yield from leading_candidates(bold)
+        formulas = list(FORMULA.finditer(line))
+        if formulas:
+            start = _last_outside_phrases(line, formulas)
+            while start and _are_joined(line, formulas[start - 1], formulas[start]):
+                start -= 1
+            if _BOUND.search(line[: formulas[start].start()]):
+                return
+            yield _with_unit(line, *_run(line, formulas[start]))
+            return
+        if bold:
+            return
+        rest = _BRACKETED_ASIDE.sub("", line)
+        values = list(VALUES.finditer(rest))
+        if not values and not _has_answer(rest):
+            continue
+        bare = re.sub(r"^(?:[\s>*_]|-\s)*", "", rest).rstrip("*_` ")
+        yield re.sub(r"(?<=[^\s.])[.?]$", "", bare)
+        if no_solution := re.search(r"\bno\s+(?:real\s+)?solutions?(?=\W*$)", bare, re.I):
+            yield no_solution[0]
+        predicate = _PREDICATE.search(bare)
+        if predicate and not values:
+            yield predicate[1].rstrip("!")
+        if not values:
+            continue
+        last = values[_last_outside_phrases(rest, values)]
+        if not _BOUND.search(rest[: last.start()]):
+            if predicate and last is values[-1]:
+                yield from _shouted(predicate[1])
+            yield from _shouted(_with_unit(rest, last[0], last.end()))
+        return
+
+
+def _shouted(text: str) -> Iterator[str]:
+    """A text, and what is before its exclamation mark."""
+    yield text
+    if text.endswith("!"):
+        yield text.rstrip("!")
+
+
+def _last_outside_phrases(text: str, found: list[re.Match[str]]) -> int:
+    """The place of the last value that is no detail: "350 km in 5 hours" ends with 350 km."""
+    places = range(len(found) - 1, -1, -1)
+    outside = (i for i in places if not _IN_PHRASE.search(text[: found[i].start()]))
+    return next(outside, len(found) - 1)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with what belongs together: a displayed formula is one with the line that it is in."""
+    at, lines = 0, []
+    for formula in FORMULA.finditer(text):
+        if "\n" in formula[0]:
+            lines += [*text[at : formula.start()].split("\n"), formula[0]]
+            at = formula.end()
+    lines += text[at:].split("\n")
+    return [line[-MAX_LINE_CHARS:] for line in lines if re.search(r"[^\W_]", line)]
+
+
+def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:
+    """Whether two formulas are one answer: ``and`` or ``or`` is between them, or a comma, and they
+    are values of the same unknown. "If $n=3$, $x=5$" has one answer."""
+    join = _JOIN.fullmatch(text[first.end() : second.start()])
+    if join is None or join[0].strip() != ",":
+        return join is not None
+    names = [_base_of_name(formula_body(formula)) for formula in (first, second)]
+    return names[0] == names[1]
+
+
+def _base_of_name(formula: str) -> str:
+    return re.split(r"[_=]", formula)[0].strip() if "=" in formula else ""
+
+
+def _has_answer(line: str) -> bool:
+    """Whether a line without digits may be an answer: a formula, or a few words."""
+    is_short = len(line.split()) <= 4 or re.search(r"\bsolutions?\W*$", line)
+    return "=" in line or "\\" in line or bool(is_short)
+
+
+def _last_bold(line: str) -> str | None:
+    """The last bold text of a line, with those that ``and`` joins to it; labels are none."""
+    found = [
+        bold
+        for bold in _BOLD.finditer(line)
+        if not bold[0].rstrip("*_").endswith(":") and line[bold.end() : bold.end() + 1] != ":"
+    ]
+    if not found:
+        return None
+    texts = [next(group for group in found[-1].groups() if group)]
+    for before, behind in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+        join = _JOIN.fullmatch(line[before.end() : behind.start()])
+        if not join:
+            break
+        texts.insert(0, next(group for group in before.groups() if group) + join[0])
+    text = "".join(texts)
+    return _with_unit(line, text, found[-1].end())
+
+
+def _run(text: str, first: re.Match[str]) -> tuple[str, int]:
+    """A formula and those that ``and``, ``or`` or a comma joins to it; and where they end."""
+    inner, at, last = formula_body(first), first.end(), first
+    while join := _JOIN.match(text, at):
+        following = FORMULA.match(text, join.end())
+        if not following or not _are_joined(text, last, following):
+            break
+        last = following
+        inner += (join[0] if re.search(r"and|or", join[0]) else ", ") + formula_body(following)
+        at = following.end()
+    return inner, at
+
+
+def formula_body(formula: re.Match[str]) -> str:
+    """Return a formula without its delimiters."""
+    return next(group for group in formula.groups() if group is not None).strip().rstrip(".,")
+
+
+def _with_unit(text: str, value: str, end: int) -> str:
+    """A value with the known unit or the scale that stands behind it."""
+    following = re.match(r"(\s*)(\S+(?:\s+\S+){0,2})", text[end : end + 60])
+    if not following or not re.search(r"[\d})]\s*$|\\pi\s*$", value):
+        return value
+    words = following[2].split()
+    while words:
+        unit = re.sub(r"\^(-?\d)", r"^{\1}", " ".join(words).rstrip(".,;:!?)*_"))
+        if is_unit(unit) or unit in ("hundred", "thousand", "million", "billion", "trillion"):
+            return f"{value} {unit}"
+        words.pop()
+    return value

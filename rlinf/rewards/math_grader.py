@@ -1,0 +1,341 @@
+"""Grading mathematical answers in worker processes with limits of time and memory.
+
+math-verify guards itself with an alarm signal, which works in a main thread only and not while
+Python computes with large integers; here its own limit is off and the kernel ends a process that
+has used up its processor time. That does not depend on what else the machine does, so that the
+same answers get the same grades. A response that could not be graded is told apart from a wrong
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Literal
+
+from rlinf import process_tuning
+from rlinf.errors import MissingPackageError, RlinfError
+from rlinf.package_paths import child_python_path
+from rlinf.rewards.reasoning_tags import ReasoningTags
+
+MEMORY_BYTES = 2 << 30
+"""Address space of a grading process, which needs about a tenth of it."""
+MAX_CONSECUTIVE_TIMEOUTS = 64
+"""So many time-outs one after another, in the order of the batch, and the rest of it counts as
+timed out too: a batch whose answers all time out ends after about ``64 / workers`` limits, whatever
+its size. More than a usual group, so that one bad reference does not cost the others' grades."""
+WALL_TIME_FACTOR = 10
+"""A grading process may wait for a processor this many times its limit of processor time."""
+EXIT_WAIT_S = 5.0
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm and terminals send these to all processes of a job; the stage decides."""
+START_TIMEOUT_S = 300.0
+"""Longest start of a grading process: imports from a busy shared file system."""
+
+GraderKind = Literal["read", "math-verify"]
+GradeOutcome = Literal["graded", "timeout", "unread", "died", "unfinished"]
+OUTCOME_METRICS: dict[GradeOutcome, str] = {
+    "timeout": "timeouts",
+    "unread": "parse_failures",
+    "died": "grader_deaths",
+    "unfinished": "unfinished_thoughts",
+}
+"""Names of the metrics of what could not be graded."""
+CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
+"""Names of the metrics of second opinions, and of those that differ from the grade."""
+CROSS_CHECK_EVERY = 16
+"""Plain math-verify is asked about so many of the answers: about each it would take several times
+what a usual grade takes."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """1 or 0, and how it came about."""
+
+    score: float
+    outcome: GradeOutcome = "graded"
+    math_verify_score: float | None = None
+    """The score of plain math-verify; None where it gave none."""
+
+
+def count_outcomes(grades: Sequence[Grade]) -> dict[str, int]:
+    """Return how many answers could not be graded, by :data:`OUTCOME_METRICS`, and the opinions of
+    math-verify."""
+    counts = {
+        name: sum(grade.outcome == outcome for grade in grades)
+        for outcome, name in OUTCOME_METRICS.items()
+    }
+    opinions = [grade for grade in grades if grade.math_verify_score is not None]
+    differ = sum(grade.math_verify_score != grade.score for grade in opinions)
+    return {**counts, CROSS_CHECKS: len(opinions), CROSS_CHECK_DISAGREEMENTS: differ}
+
+
+class MathGrader:
+    """A few processes that compare responses with reference answers.
+
+    Args:
+        timeout_s: processor time for one answer, rounded up to a whole second of the process's.
+        thoughts: marks of thinking; what is inside them is no answer.
+
+    Raises:
+        MissingPackageError: math-verify is not installed.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        timeout_s: float,
+        max_consecutive_timeouts: int = MAX_CONSECUTIVE_TIMEOUTS,
+        reasoning_tags: ReasoningTags | None = None,
+    ) -> None:
+        # Not imported here, where it would take a second and the memory of sympy.
+        if importlib.util.find_spec("math_verify") is None:
+            raise MissingPackageError("math-verify", "math", "grading mathematics")
+        self._timeout_s = timeout_s
+        self._give_up_after = max_consecutive_timeouts
+        self._thoughts = reasoning_tags or ReasoningTags()
+        self._lock = threading.Lock()
+        # The kernel ends a child with the thread that started it, and stages are threads.
+        self._starter = ThreadPoolExecutor(1, "grader-starter")
+        self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
+
+    def grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        """Return the grades of (response, reference answer) pairs, in order.
+
+        A pair whose process died is given to another one, once. One in :data:`CROSS_CHECK_EVERY`
+        answers is given to plain math-verify as well, whose opinion changes no grade.
+
+        Raises:
+            RlinfError: grading processes do not start.
+        """
+        with self._lock:
+            return self._grade(pairs)
+
+    def _grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        grades = [Grade(0.0, "unfinished")] * len(pairs)
+        texts = {
+            item: (text, answer)
+            for item, (response, answer) in enumerate(pairs)
+            if (text := self._thoughts.strip_reasoning(response)) is not None
+        }
+        for item, grade in zip(texts, self._ask("read", [*texts.values()]), strict=True):
+            grades[item] = grade
+        again = [
+            item
+            for item in range(0, len(pairs), CROSS_CHECK_EVERY)
+            if grades[item].outcome in ("graded", "unread")
+        ]
+        opinions = self._ask("math-verify", [texts[item] for item in again])
+        for item, opinion in zip(again, opinions, strict=True):
+            if opinion.outcome == "graded":
+                grades[item] = replace(grades[item], math_verify_score=opinion.score)
+        return grades
+
+    def _ask(self, reader: GraderKind, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
+        """Grades by one of the two readers, in order."""
+        grades: list[Grade | None] = [None] * len(pairs)
+        waiting = list(range(len(pairs)))[::-1]
+        again: set[int] = set()
+        for worker in self._workers:
+            worker.replace_if_dead()
+        while waiting or any(worker.item is not None for worker in self._workers):
+            for worker in self._workers:
+                if worker.ready and worker.item is None and waiting:
+                    item = waiting.pop()
+                    worker.give(item, (reader, *pairs[item]))
+            # Those that start are waited for as well: the others work on meanwhile.
+            busy = {w.pipe: w for w in self._workers if w.item is not None or not w.ready}
+            deadline = min(worker.deadline for worker in busy.values())
+            for pipe in wait(list(busy), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                worker = busy[pipe]
+                item_or_none, grade = worker.take()
+                if item_or_none is None:
+                    continue
+                if grade.outcome == "died" and item_or_none not in again:
+                    again.add(item_or_none)
+                    waiting.append(item_or_none)
+                else:
+                    grades[item_or_none] = grade
+            for worker in busy.values():
+                if time.monotonic() > worker.deadline:
+                    if worker.item is None:
+                        raise RlinfError(
+                            f"a grading process did not start within {START_TIMEOUT_S:.0f} s"
+                        )
+                    grades[worker.item] = Grade(0.0, "timeout")
+                    worker.restart()
+            last = self._gives_up(grades)
+            if last is not None:
+                waiting = [item for item in waiting if item <= last]
+                for worker in self._workers:
+                    if worker.item is not None and worker.item > last:
+                        worker.restart()
+                grades[last + 1 :] = [Grade(0.0, "timeout")] * (len(pairs) - last - 1)
+        return [grade for grade in grades if grade is not None]
+
+    def _gives_up(self, grades: Sequence[Grade | None]) -> int | None:
+        """Where the first run of so many time-outs ends. Who was quicker has no part in it."""
+        run = 0
+        for item, grade in enumerate(grades):
+            run = run + 1 if grade is not None and grade.outcome == "timeout" else 0
+            if run == self._give_up_after:
+                return item
+        return None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        with self._lock:
+            for worker in self._workers:
+                worker.stop()
+            self._starter.shutdown()
+
+
+class _Worker:
+    """One grading process and what it is working on."""
+
+    def __init__(self, timeout_s: float, starter: ThreadPoolExecutor) -> None:
+        self.item: int | None = None
+        self.ready = self._ended_early = False
+        self._process: subprocess.Popen[bytes]
+        self._timeout_s, self._starter = timeout_s, starter
+        self._start()
+
+    def give(self, item: int, question: tuple[GraderKind, str, str]) -> None:
+        """Hand over the reader, a response and its reference answer; the clock starts."""
+        self.item = item
+        self.deadline = time.monotonic() + WALL_TIME_FACTOR * self._timeout_s
+        try:
+            for text in question:
+                self.pipe.send_bytes(text.encode("utf-8", "replace"))
+        except OSError:
+            pass  # it is dead, and will be found so
+
+    def take(self) -> tuple[int | None, Grade]:
+        """What has come from the process: the item and its grade, or no item: it has started.
+
+        Raises:
+            RlinfError: it ended before it had started, twice in a row.
+        """
+        try:
+            said = self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # The pipe is closed a moment before the exit code is there.
+                self._process.wait(EXIT_WAIT_S)
+            item, started, code = self.item, self.ready, self.stop()
+            if not started and self._ended_early:
+                raise RlinfError(
+                    f"a grading process ended with code {code} before it had started; its "
+                    "output above says why"
+                ) from None
+            self._ended_early = not started
+            self.restart()
+            late = code == -signal.SIGXCPU
+            return item, Grade(0.0, "timeout" if late else "died")
+        item, self.item = self.item, None
+        if item is None:
+            self.ready, self.deadline, self._ended_early = True, math.inf, False
+            return None, Grade(0.0)
+        return item, _GRADES[said]
+
+    def replace_if_dead(self) -> None:
+        """Start another process for one that ended while it had nothing to do."""
+        if self._process.poll() is not None:
+            log.warning("an idle grading process had ended with code %d", self._process.returncode)
+            self.restart()
+
+    def restart(self) -> None:
+        """Kill the process and start another."""
+        self.stop()
+        self._start()
+
+    def stop(self) -> int:
+        """Kill the process unless it has ended by itself; returns its exit code."""
+        self._process.kill()
+        self.pipe.close()
+        return self._process.wait()
+
+    def _start(self) -> None:
+        # A plain child: multiprocessing would fork threads, or import the main module again.
+        self.pipe, theirs = Pipe()
+        self.item, self.ready, self.deadline = None, False, time.monotonic() + START_TIMEOUT_S
+        command = [sys.executable, "-m", "rlinf.rewards.math_grader"]
+        self._process = self._starter.submit(
+            subprocess.Popen,
+            [*command, str(theirs.fileno()), str(self._timeout_s), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env={
+                **os.environ,
+                **process_tuning.child_environment(),
+                "PYTHONPATH": child_python_path(),
+            },
+            stdin=subprocess.DEVNULL,
+        ).result()
+        theirs.close()
+
+
+_GRADES = {b"1": Grade(1.0), b"0": Grade(0.0), b"u": Grade(0.0, "unread")}
+log = logging.getLogger("rlinf")
+
+
+def _serve(pipe: Connection, timeout_s: float) -> None:
+    """Loop of a grading process: a reader and two texts in, one byte out."""
+    from rlinf.rewards.math_equivalence import grade_response, grade_with_math_verify
+
+    readers = {"read": grade_response, "math-verify": grade_with_math_verify}
+
+    # It says that its own limit of time is off, which is meant so.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    grade_response(r"\sqrt{4}", r"\frac{4}{2}")
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            reader, response, answer = (pipe.recv_bytes().decode() for _ in range(3))
+        except EOFError:
+            return
+        _limit_cpu(timeout_s)
+        try:
+            said = b"1" if readers[reader](response, answer) else b"0"
+        except MemoryError:
+            os._exit(1)  # what the libraries hold may be incomplete
+        except Exception:  # a parser may raise anything on what a model writes
+            said = b"u"
+        pipe.send_bytes(said)
+
+
+def _limit_cpu(timeout_s: float) -> None:
+    """From now on ``timeout_s`` of processor time, to the next whole second; then SIGXCPU."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout_s))
+
+
+def _limit(which: int, soft: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+    process_tuning.die_with_parent(int(sys.argv[3]))
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    try:
+        _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))
+    except BrokenPipeError:
+        pass  # the stage is gone

@@ -1,0 +1,369 @@
+"""What an answer is made of: numbers and formulas, lists, sets, intervals, matrices, relations.
+
+Text alone: what is left are expressions in LaTeX that a computer algebra system compares
+(rlinf/rewards/math_equivalence.py). Brackets, commas, units and markup are read here, because a parser of
+formulas takes them for something else: a comma for thousands, ``m`` for a variable. Where the
+answer of a response stands is found in rlinf/rewards/math_extraction.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlinf.rewards.math_extraction import FORMULA, VALUES, marked_answers, unmarked_candidates
+from rlinf.rewards.math_normalization import (
+    BRACKET_PAIRS,
+    CLOSING_BRACKETS,
+    ROW_SEPARATOR,
+    UnparsableAnswerError,
+    find_closing_bracket,
+    normalize_latex,
+    split_unit,
+)
+
+MAX_ANSWER_CHARS = 2000
+"""Characters; what is longer is no answer."""
+
+AnswerKind = Literal["expression", "words", "list", "set", "region", "ordered", "matrix", "row"]
+
+
+@dataclass(frozen=True)
+class MathAnswer:
+    """An expression, words, or several answers."""
+
+    kind: AnswerKind
+    text: str
+    """LaTeX of an expression, lower-case words, the brackets of ``ordered`` such as ``(]`` (``::``:
+    a ratio or a time), how the parts of a region are joined (``or``, ``and`` or a comma), how those
+    of a list of words or letters are (``or`` or ``and``; else empty)."""
+    items: tuple[MathAnswer, ...] = ()
+    name: str = ""
+    """Left-hand side of ``x = 5``."""
+    unit: str = ""
+    """Known units in one spelling; empty for none or one that is not known."""
+    alternative: MathAnswer | None = None
+    """Another reading of an ambiguous text: ``10!`` at the end of a sentence."""
+    phrase: str = ""
+    """The whole text of a reference that is a list of joined words."""
+
+
+def extract_answer(text: str) -> MathAnswer:
+    """Return the answer of a response.
+
+    Raises:
+        UnparsableAnswerError: no answer was found, or it has more than :data:`LONGEST` characters.
+    """
+    found = marked_answers(text)
+    if found is not None:
+        if len(found) > 1:
+            return parse_answer(", ".join(found))
+        return _marked_answer(found[0])
+    readings: list[MathAnswer] = []
+    words: MathAnswer | None = None
+    for candidate in unmarked_candidates(text):
+        try:
+            answer = parse_answer(candidate)
+        except UnparsableAnswerError:
+            continue
+        if answer.kind == "words" or _is_phrase(answer):
+            words = words or answer  # "Good luck!" may stand below the answer
+            continue
+        readings.append(answer)
+        # A shout may be a factorial; the reading without it comes next.
+        if not candidate.endswith("!"):
+            break
+    if not readings:
+        if words is None:
+            raise UnparsableAnswerError("no answer")
+        return words
+    return replace(readings[0], alternative=readings[1] if len(readings) > 1 else None)
+
+
+def _is_phrase(answer: MathAnswer) -> bool:
+    """Whether an answer is words that ``and`` or ``or`` joins, as "bread and butter" are."""
+    return bool(answer.text) and answer.kind == "list" and answer.items[0].kind == "words"
+
+
+def _marked_answer(text: str) -> MathAnswer:
+    """A marked answer with words around it counts if it has one number or formula."""
+    if len(text) > MAX_ANSWER_CHARS:
+        raise UnparsableAnswerError("too long for an answer")
+    try:
+        return parse_answer(text)
+    except UnparsableAnswerError:
+        plain, _ = normalize_latex(text)
+        formulas = FORMULA.findall(text)
+        if len(formulas) == 1:
+            return parse_answer(next(group for group in formulas[0] if group))
+        behind = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
+        if behind != plain:
+            return parse_answer(behind)
+        numbers = [found[0].strip() for found in VALUES.finditer(plain)]
+        is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
+        if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
+            return parse_answer(numbers.pop())
+        raise
+
+
+_NOT_A_VALUE = re.compile(
+    r"\b(?:not|no|nor|neither|between|at|less|more|greater|fewer|up|any|to|from|over|under|above|"
+    r"below|e\.g|maybe|perhaps|or|and|of|plus|minus|times|if|only|never|un\w+)\b",
+    re.IGNORECASE,
+)
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_JOINT = re.compile(r"\s*,\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+")
+_NO_SOLUTION = re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE)
+_SHORT_WORDS = {"yes", "no", "odd", "even", "one", "two", "six", "ten", "all", "any", "true"}
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*,?\d)")
+_MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_CHOICE_HEAD = re.compile(r"^(?:\([A-J]\)|[A-J][).:])\s+(?=[\d\\$(-])")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|neq|lt|gt)(?![a-z])")
+_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||\\mid|:)\s*(.+)\\\}")
+_NAMES = re.compile(r"\(?\s*[A-Za-z](?:_\{?\w+\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w+\}?)?)+\s*\)?")
+_FUNCTION_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|\\[a-z]+"
+
+
+def parse_answer(text: str) -> MathAnswer:
+    """Return the answer that a text without anything around it is.
+
+    Raises:
+        UnparsableAnswerError: it is none.
+    """
+    if len(text) > MAX_ANSWER_CHARS:
+        raise UnparsableAnswerError("too long for an answer")
+    spelled, unit = normalize_latex(text)
+    if not spelled:
+        raise UnparsableAnswerError("an empty answer")
+    spelled = _CHOICE_HEAD.sub("", spelled)
+    answer = _several(spelled)
+    return replace(answer, unit=unit) if unit and answer.kind == "expression" else answer
+
+
+def _several(text: str) -> MathAnswer:
+    """A list with commas, ``and`` or ``or``; else one thing."""
+    text = _bare_thousands(text)
+    if joined := _joined_words(text):
+        return joined
+    if _LETTERS.fullmatch(text):
+        return _one(text)
+    if builder := _BUILDER.fullmatch(text):
+        return _several(builder[1])
+    pieces = re.split(r"(?<![A-Za-z\\]),?\s*(and|or|\\lor|\\land|\\vee|\\wedge)(?![A-Za-z])", text)
+    joints = {"or" if joint in ("or", "\\lor", "\\vee") else "and" for joint in pieces[1::2]}
+    parts = [
+        part.strip()
+        for piece in pieces[::2]
+        for part in split_top_level(piece, (",", ";"))
+        if part.strip()
+    ]
+    if not parts:
+        raise UnparsableAnswerError("an empty answer")
+    if len(parts) == 1:
+        return _one(parts[0])
+    items = tuple(item for part in parts for item in _both_signs(part))
+    if any(item.kind == "region" for item in items) or (joints == {"or"} and _any_interval(items)):
+        return MathAnswer("region", joints.pop() if len(joints) == 1 else ",", items)
+    return MathAnswer("list", "", items)
+
+
+def _joined_words(text: str) -> MathAnswer | None:
+    """A list of single words or letters, ``A and C`` or ``red, blue``; None for anything else."""
+    parts = _JOINT.split(text)
+    if len(parts) == 1 or not all(re.fullmatch(r"[A-Za-z][A-Za-z'-]*", part) for part in parts):
+        return None
+    joints = set(re.findall(r"\b(?:and|or)\b", text))
+    items = [_one(part) for part in parts]
+    if any(item.kind == "words" for item in items):
+        items = [MathAnswer("words", part.lower()) for part in parts]
+    return MathAnswer("list", joints.pop() if len(joints) == 1 else "", tuple(items))
+
+
+def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
+    """Whether all are pairs in brackets, and one of them is no point."""
+    pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
+    return pairs and any(
+        item.text in ("(]", "[)") or any("infty" in end.text for end in item.items)
+        for item in items
+    )
+
+
+def _bare_thousands(text: str) -> str:
+    """Commas of thousands taken out of numbers that stand in no brackets."""
+    out, depth, at = [], 0, 0
+    for found in re.finditer(r"\\[{}]|[()\[\]]|$", text):
+        piece = text[at : found.start()]
+        out.append(_THOUSANDS.sub(lambda m: m[0].replace(",", ""), piece) if not depth else piece)
+        out.append(found[0])
+        depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(found[0], -1)
+        at = found.end()
+    return "".join(out)
+
+
+def _both_signs(text: str) -> tuple[MathAnswer, ...]:
+    if r"\pm" not in text:
+        return (_one(text),)
+    return tuple(_one(re.sub(r"\\pm\s*", sign, text).lstrip("+")) for sign in "+-")
+
+
+def _one(text: str) -> MathAnswer:
+    text = text.strip()
+    if r"\pm" in text:
+        bracketed = _bracketed(text)
+        return bracketed or MathAnswer("list", "", _both_signs(text))
+    for sign, joint in ((r"\cup", "or"), (r"\cap", "and")):
+        parts = split_top_level(text, (sign,))
+        if len(parts) > 1:
+            return MathAnswer("region", joint, tuple(_one(_right_of_in(part)) for part in parts))
+    if _RELATION.search(text) and not text.startswith((r"\begin", "(", "[", r"\{")):
+        if not re.match(r"[<>]|\\(?:le|ge|ne)", text):
+            return MathAnswer("region", "", (MathAnswer("expression", text),))
+        raise UnparsableAnswerError("half of a relation")
+    exact, *rounded = (part.strip() for part in split_top_level(text, (r"\approx",)))
+    if rounded and exact and not re.fullmatch(_FUNCTION_NAME, exact):
+        return replace(_one(exact), alternative=_one(rounded[-1]))
+    sides = [side.strip() for side in split_top_level(text, ("=", r"\approx", r"\in"))]
+    if len(sides) > 1 and all(sides):
+        return _equation(text, sides)
+    return _matrix(text) or _bracketed(text) or _words(text) or _value(text)
+
+
+def _right_of_in(text: str) -> str:
+    return split_top_level(text, (r"\in",))[-1]
+
+
+def _equation(text: str, sides: list[str]) -> MathAnswer:
+    """``x = 5`` is 5 with a name; an equation that is not solved stays as it is."""
+    named = re.fullmatch(_FUNCTION_NAME, sides[0])
+    names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
+    variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
+    if len(sides) == 2 and "=" in text and not named and not names:
+        if not variables[0] and re.fullmatch(_FUNCTION_NAME, sides[1]):
+            return replace(_several(sides[0]), name=re.sub(r"\s", "", sides[1]))  # 5 = x
+        if any(variables):
+            return MathAnswer("expression", text)
+    value = _one(sides[-1]) if names else _several(sides[-1])
+    return replace(value, name=re.sub(r"\s", "", sides[0]) if named or names else "")
+
+
+def _matrix(text: str) -> MathAnswer | None:
+    found = _MATRIX.fullmatch(text)
+    if found is None or r"\begin" in found[2]:
+        return None
+    lines = [
+        line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", found[2]) if line.strip()
+    ]
+    rows = (MathAnswer("row", "", tuple(_one(c) for c in line.split("&"))) for line in lines)
+    return MathAnswer("matrix", "|" if found[1] == "vmatrix" else "", tuple(rows))
+
+
+def _bracketed(text: str) -> MathAnswer | None:
+    """A tuple, an interval or a set."""
+    if text in (r"\emptyset", r"\varnothing", r"\{\}", r"\{ \}"):
+        return MathAnswer("set", "")
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
+    braces = text.startswith(r"\{") and text.endswith(r"\}")
+    if braces:
+        inner = text[2:-2]
+    elif (
+        text[:1] in "(["
+        and text[-1:] in ")]"
+        and find_closing_bracket(text, 0, mixed=True) == len(text) - 1
+    ):
+        inner = text[1:-1]
+    elif text[:1] == "{" and find_closing_bracket(text, 0) == len(text) - 1:
+        inner, braces = text[1:-1], True
+    else:
+        return None
+    parts = split_top_level(inner, (",", ";"))
+    if not all(part.strip() for part in parts):
+        return None
+    if braces:
+        if text[:1] == "{" and len(parts) == 1:
+            return _one(inner)
+        return MathAnswer("set", "", tuple(item for part in parts for item in _both_signs(part)))
+    if len(parts) > 1:
+        return MathAnswer("ordered", text[0] + text[-1], tuple(_one(part) for part in parts))
+    if re.fullmatch(r"\s*[A-Za-z]\s*", inner):
+        return _one(inner)
+    return None
+
+
+def _words(text: str) -> MathAnswer | None:
+    if re.fullmatch(r"\(?[A-Z]\)", text):
+        text = text.strip("()")
+    if not _LETTERS.fullmatch(text):
+        return None
+    if _NO_SOLUTION.fullmatch(text):
+        return MathAnswer("set", "")
+    longest = max(map(len, re.split(r"[\s'-]+", text)))
+    if len(text) <= 3 and text.lower() not in _SHORT_WORDS and " " not in text:
+        return None
+    return MathAnswer("words", " ".join(text.lower().split())) if longest > 1 else None
+
+
+def _value(text: str) -> MathAnswer:
+    """An expression, with its unit taken off."""
+    if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
+        text = f"{ratio[1]}:{ratio[2]}"
+    text, unit = split_unit(text)
+    parts = [part.strip() for part in split_top_level(text, (":",))]
+    if len(parts) > 1 and all(parts):
+        return MathAnswer("ordered", "::", tuple(_value(part) for part in parts), unit=unit)
+    text = re.sub(r"(\d|\})\s*degrees", r"\1\\cdot\\frac{\\pi}{180}", text)
+    if re.search(r"(?<![\\A-Za-z{])(?:[A-Za-z]{4,}|not|the|but)(?![A-Za-z])", text):
+        raise UnparsableAnswerError("words in a formula")
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z]+\s+[A-Za-z]{2,}(?![A-Za-z])", text):
+        raise UnparsableAnswerError("words in a formula")
+    if "!!" in text:
+        raise UnparsableAnswerError("a double factorial")
+    # math-verify takes minutes for some texts that end inside brackets.
+    if _is_unbalanced(text):
+        raise UnparsableAnswerError("an open bracket")
+    if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
+        text = text.replace(" ", "")
+    if re.search(r"(?<![\w.])\d[\d.]*\s+\d", text):
+        raise UnparsableAnswerError("numbers side by side")
+    # math-verify sees the imaginary unit where it stands apart.
+    text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text).replace(ROW_SEPARATOR, r"\\ ")
+    return MathAnswer("expression", text, unit=unit)
+
+
+def _is_unbalanced(text: str) -> bool:
+    """Whether not as many brackets close as open."""
+    pairs = (("([", ")]"), ("{", "}"))
+    return any(
+        sum((character in opening) - (character in closing) for character in text)
+        for opening, closing in pairs
+    )
+
+
+def split_top_level(text: str, separators: tuple[str, ...]) -> list[str]:
+    """Return the parts between separators that stand in no brackets."""
+    parts, depth, last, at = [], 0, 0, 0
+    while at < len(text):
+        found = next((s for s in separators if _stands_at(text, s, at)), None)
+        if found and not depth:
+            parts.append(text[last:at])
+            at = last = at + len(found)
+            continue
+        if text.startswith((r"\{", r"\begin", r"\langle"), at):
+            depth, at = depth + 1, at + 2
+            continue
+        if text.startswith((r"\}", r"\end", r"\rangle"), at):
+            depth, at = depth - 1, at + 2
+            continue
+        if text[at] in BRACKET_PAIRS:
+            depth += 1
+        elif text[at] in CLOSING_BRACKETS:
+            depth -= 1
+        at += 2 if text[at] == "\\" else 1
+    return [*parts, text[last:]]
+
+
+def _stands_at(text: str, sign: str, at: int) -> bool:
+    """Whether a separator is there; ``\\in`` is not the beginning of ``\\infty``."""
+    if not text.startswith(sign, at):
+        return False
+    return not sign[-1].isalpha() or not text[at + len(sign) : at + len(sign) + 1].isalpha()

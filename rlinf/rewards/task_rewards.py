@@ -1,0 +1,126 @@
+"""The task's score as the reward, with a penalty for overlong samples.
+
+In a simulator, whose sample may hold several episodes, each has its own score, on its own last
+step. One that the horizon cut off after others had ended is not judged: what follows is worth what
+a critic says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from rlinf.capabilities import EPISODE_REWARDS, REFERENCE_ANSWERS, STEP_REWARDS, TURN_REWARDS
+from rlinf.config import Section
+from rlinf.data.episodes import scored_episodes
+from rlinf.data.loss_mask import loss_mask
+from rlinf.data.record import Record
+from rlinf.rewards.base import Reward, RewardResult
+
+
+class ScoreConfig(Section):
+    """``scale * score + offset``, minus the overlong penalty."""
+
+    scale: float = 1.0
+    offset: float = 0.0
+    overlong_penalty_start: int | None = Field(default=None, gt=0)
+    """Steps that count, after which the penalty grows linearly (soft overlong punishment of DAPO,
+    arXiv 2503.14476, eq. 13)."""
+    overlong_penalty_end: int | None = Field(default=None, gt=0)
+    """Steps at which it has reached 1."""
+
+    @model_validator(mode="after")
+    def _overlong_is_a_range(self) -> ScoreConfig:
+        start, stop = self.overlong_penalty_start, self.overlong_penalty_end
+        if (start is None) != (stop is None) or (start and stop and start >= stop):
+            raise ValueError(
+                f"overlong_penalty_start {start} and overlong_penalty_end {stop} say where the penalty for overlong "
+                "samples begins and is whole; set both, overlong_penalty_start below overlong_penalty_end"
+            )
+        return self
+
+
+class ScoreReward(Reward):
+    """See the module."""
+
+    Config = ScoreConfig
+    provides = frozenset({EPISODE_REWARDS})
+    config: ScoreConfig
+
+    def compute(
+        self, trajectories: Sequence[Record], scores: Sequence[float]
+    ) -> list[RewardResult]:
+        found = []
+        for trajectory, score in zip(trajectories, scores, strict=True):
+            judged = scored_episodes(trajectory)
+            if judged is None:
+                length = int(loss_mask(trajectory).sum())
+                worth, plain = self._of(score) - self._overlong(length), self._of(score)
+                found.append(RewardResult(worth, raw_reward=plain))
+                continue
+            steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
+            for last, own, length in judged:
+                steps[last], ends[last] = self._of(own) - self._overlong(length), True
+            whole = sum(self._of(own) for _, own, _ in judged)
+            found.append(RewardResult(steps, raw_reward=whole, episode_ends=ends))
+        return found
+
+    def _of(self, score: float) -> float:
+        return self.config.scale * score + self.config.offset
+
+    def _overlong(self, length: int) -> float:
+        start, stop = self.config.overlong_penalty_start, self.config.overlong_penalty_end
+        if start is None or stop is None:
+            return 0.0
+        return float(np.clip((length - start) / (stop - start), 0, 1))
+
+
+class DigitsConfig(Section):
+    """``(1 - partial) * score + partial * share of characters right``."""
+
+    partial_credit: float = Field(default=0.5, ge=0, le=1)
+
+
+class DigitsReward(Reward):
+    """A denser signal than exact match for short answers with a fixed form."""
+
+    Config = DigitsConfig
+    requires = frozenset({REFERENCE_ANSWERS})
+    config: DigitsConfig
+
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        partial = self.config.partial_credit
+        shares = [
+            character_accuracy(str(t.info["text"]), str(t.info["answer"])) for t in trajectories
+        ]
+        return [
+            (1 - partial) * score + partial * share
+            for score, share in zip(scores, shares, strict=True)
+        ]
+
+
+def character_accuracy(text: str, answer: str) -> float:
+    """Share of the longer of both strings whose characters agree, place by place."""
+    longest = max(len(text), len(answer), 1)
+    return sum(a == b for a, b in zip(text, answer, strict=False)) / longest
+
+
+class EnvironmentRewardConfig(Section):
+    """A fixed factor, so that returns suit the value head."""
+
+    scale: float = 1.0
+
+
+class EnvironmentReward(Reward):
+    """See the module. Where steps are chunks of actions, what :meth:`judge` gives is ``[T, C]``."""
+
+    Config = EnvironmentRewardConfig
+    requires = frozenset({STEP_REWARDS})
+    provides = frozenset({TURN_REWARDS})
+    config: EnvironmentRewardConfig
+
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
+        given = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
+        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in given]

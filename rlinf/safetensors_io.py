@@ -1,0 +1,215 @@
+"""Safetensors files, read once from front to back and checked on the way (:mod:`rlinf.verified_io`).
+
+And written as the tensors come, so that nothing need hold them all.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from rlinf.verified_io import VerifiedReader
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header of a safetensors file, by its specification."""
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+"""In the order in which the format's own writer puts them, last first."""
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    nbytes: int
+
+
+class SafetensorsReader:
+    """A safetensors file, read from front to back (https://huggingface.co/docs/safetensors).
+
+    Raises:
+        SafetensorError: no such file.
+        ArtifactError: it is committed and damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = VerifiedReader(path)
+        self._path = path
+        try:
+            try:
+                self.metadata, self._entries = self._header()
+            except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+                self._reader.finish()  # damage is told from a file of another kind
+                raise SafetensorError(f"{path}: not a safetensors file ({error})") from None
+        except BaseException:
+            self.__exit__()
+            raise
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors by name. Not checked before :meth:`tensors` came to its end."""
+        return {entry.name: tuple(entry.shape) for entry in self._entries}
+
+    def tensors(
+        self, wanted: Collection[str] | Mapping[str, tuple[int, int]] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, or those that are wanted, once, in the order of the file.
+
+        Each is in memory of its own. They count only after the last one: by then all of the file
+        has been read, and it is compared.
+
+        Args:
+            wanted: names; or for each name the rows of it, begin and end: no others take memory.
+
+        Raises:
+            ArtifactError: the file is not what was committed.
+        """
+        rows = wanted if isinstance(wanted, Mapping) else {}
+        with self._reader as reader:
+            for entry in self._entries:
+                if wanted is not None and entry.name not in wanted:
+                    reader.skip(entry.nbytes)
+                    continue
+                before = after = 0
+                shape = entry.shape
+                if entry.name in rows and shape and entry.nbytes:
+                    begin, end = rows[entry.name]
+                    each = entry.nbytes // shape[0]
+                    before, after = begin * each, (shape[0] - end) * each
+                    shape = [end - begin, *shape[1:]]
+                reader.skip(before)
+                tensor = torch.empty(shape, dtype=entry.dtype)
+                if tensor.numel():
+                    reader.read_into(tensor.view(-1).view(torch.uint8).numpy().data)
+                reader.skip(after)
+                yield entry.name, tensor
+            reader.finish()
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__()
+
+    def _header(self) -> tuple[dict[str, str], list[_Entry]]:
+        prefix = bytearray(8)
+        self._reader.read_into(memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER_BYTES, self._reader.remaining):
+            raise ValueError(f"its header would have {length} bytes")
+        text = bytearray(length)
+        self._reader.read_into(memoryview(text))
+        table = json.loads(text.decode())
+        metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
+        entries, at = [], 0
+        for name, about in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = about["data_offsets"]
+            shape = [int(size) for size in about["shape"]]
+            nbytes = math.prod(shape) * DTYPES[about["dtype"]].itemsize
+            if (begin, end) != (at, at + nbytes) or min(shape, default=0) < 0:
+                raise ValueError(f"{name!r} is not where its shape says")
+            entries.append(_Entry(name, DTYPES[about["dtype"]], shape, nbytes))
+            at = end
+        if at != self._reader.remaining:
+            raise ValueError(f"{self._reader.remaining} bytes of tensors, {at} by its header")
+        return metadata, entries
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file; raises as :class:`SafetensorsReader`."""
+    return dict(SafetensorsReader(path).tensors())
+
+
+@dataclass(frozen=True)
+class StreamedState:
+    """The tensors of a network, one after the other: they are never there all at once.
+
+    Of a network that several processes share, all of them have to take every tensor.
+    """
+
+    templates: Mapping[str, Tensor]
+    """Every name, with a tensor of its shape and type, which may have no memory; tied ones have one
+    and the same."""
+    stream: Iterator[tuple[str, Tensor]]
+    """Whole, on CPU, in any order; of tied ones one, under any of its names."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StreamedState:
+        """That of tensors that are there."""
+        return cls(tensors, iter(tensors.items()))
+
+    def collect(self) -> dict[str, Tensor]:
+        """All of them; tied ones as one tensor."""
+        found = {id(self.templates[name]): tensor for name, tensor in self.stream}
+        return {name: found[id(like)] for name, like in self.templates.items()}
+
+    def drain(self) -> None:
+        """Take what is left, and keep nothing."""
+        collections.deque(self.stream, maxlen=0)
+
+
+def save_tensors(
+    path: Path, state: StreamedState, names: Collection[str], metadata: Mapping[str, str]
+) -> None:
+    """Write some tensors of a state as they come; the bytes are those of safetensors' own writer.
+
+    Args:
+        names: what to write; those of tied tensors each have a copy.
+    """
+    entries, at = dict[str, tuple[int, int]](), 0
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    wanted: dict[int, list[str]] = {}
+    for name in sorted(names, key=lambda name: (-_PLACES[state.templates[name].dtype], name)):
+        like = state.templates[name]
+        entries[name] = (at, at + like.nbytes)
+        table[name] = {
+            "dtype": _CODES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [at, at + like.nbytes],
+        }
+        at += like.nbytes
+        wanted.setdefault(id(like), []).append(name)
+    header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in state.stream:
+            like = state.templates[name]
+            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+                raise ValueError(f"{path}: {name} came as {tensor.dtype} {tuple(tensor.shape)}")
+            for other in wanted.pop(id(state.templates[name]), ()):
+                file.seek(8 + len(header) + entries[other][0])
+                left = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                while left:
+                    left = left[file.write(left) :]
+                del left
+            del tensor  # before the next one is made
+    if wanted:
+        raise ValueError(f"{path}: {len(wanted)} tensors never came")

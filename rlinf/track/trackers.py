@@ -1,0 +1,208 @@
+"""Weights & Biases; offline unless the configuration or the environment says otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlinf.config import RunConfig, Section, validate
+from rlinf.errors import ConfigError, MissingPackageError
+from rlinf.track.base import run_name_and_id, settings_of_run
+
+STEP_METRIC = "iteration"
+"""What all is drawn over."""
+OFFLINE = "offline"
+log = logging.getLogger("rlinf")
+
+
+class WandbConfig(Section):
+    """Keys of ``log.wandb``. None of them changes a result."""
+
+    project: str | None = None
+    """Null: ``WANDB_PROJECT``, else ``rlinf``."""
+    entity: str | None = None
+    """User or team. Null: ``WANDB_ENTITY``, else the account's own."""
+    group: str | None = None
+    """Null: ``WANDB_RUN_GROUP``, else none."""
+    name: str | None = None
+    """Name of the run there. Null: that of the run here."""
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] | None = None
+    """Null: ``WANDB_MODE``, else ``offline``, because compute nodes often have no network."""
+
+    @property
+    def effective_mode(self) -> str:
+        """The mode that W&B is started in."""
+        return self.mode or os.environ.get("WANDB_MODE") or OFFLINE
+
+
+class WandbTracker:
+    """One W&B run per run directory: its id is that of ``run.json``, so a resumed run goes on."""
+
+    package = ("wandb", "wandb")
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        wandb = _package()
+        name, identity = run_name_and_id(run)
+        options = _options(config)
+        mode = options.effective_mode
+        self._run = wandb.init(
+            project=options.project or os.environ.get("WANDB_PROJECT") or "rlinf",
+            entity=options.entity,
+            group=options.group,
+            name=options.name or name,
+            tags=list(options.tags) or None,
+            mode=mode,
+            id=identity[:16],
+            dir=str(run),
+            resume="allow",
+            config=settings_of_run(run, config),
+            # Another run of this process is not gone on with.
+            reinit="create_new",
+        )
+        self._run.define_metric("*", step_metric=STEP_METRIC)
+        if mode == "online":
+            log.info("tracker wandb: %s", self._run.url)
+        else:
+            log.warning(
+                "tracker wandb is %s: nothing is sent. Upload the run with: "
+                "wandb sync '%s'/wandb/offline-run-*. To send it at once: log.wandb.mode=online",
+                mode,
+                run,
+            )
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """See that W&B can be reached with a login, where it is to be online.
+
+        Raises:
+            ConfigError: there is no login.
+        """
+        if _options(config).effective_mode == "online" and not _is_logged_in(_package()):
+            raise ConfigError(
+                "log.wandb.mode: online needs a login, and there is none; run wandb login, export "
+                "WANDB_API_KEY where the run is started, or set log.wandb.mode=offline"
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # W&B's own step only goes up, and what is evaluated comes later than what it is of.
+        self._run.log({**metrics, STEP_METRIC: step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _options(config: RunConfig) -> WandbConfig:
+    return validate(WandbConfig, config.log.get("wandb", {}), "log.wandb")
+
+
+def _package() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise MissingPackageError("wandb", "wandb", "log.trackers: wandb") from None
+    return wandb
+
+
+def _is_logged_in(wandb: Any) -> bool:
+    """Whether there are credentials; nobody is asked for them."""
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False))
+    return bool(wandb.api.api_key)  # of versions that would ask
+
+
+FILE_STORE_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
+"""Without this variable, newer versions of MLflow refuse to write to a folder."""
+
+
+class MlflowConfig(Section):
+    """Keys of ``log.mlflow``. None of them changes a result."""
+
+    tracking_uri: str | None = None
+    """Server or store. Null: ``MLFLOW_TRACKING_URI``, else the folder ``mlflow`` of the run."""
+    experiment: str | None = None
+    """Null: ``MLFLOW_EXPERIMENT_NAME``, else ``rlinf``."""
+    name: str | None = None
+    """Name of the run there. Null: that of the run here."""
+
+
+class MlflowTracker:
+    """One MLflow run per run directory, found again by the id of ``run.json``."""
+
+    package = ("mlflow", "mlflow")
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise MissingPackageError("mlflow", "mlflow", "log.trackers: mlflow") from None
+        options = validate(MlflowConfig, config.log.get("mlflow", {}), "log.mlflow")
+        place = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if place is None:
+            place = (run / "mlflow").as_uri()
+            # Plain files, unlike a database, are safe on the shared filesystem of a cluster.
+            os.environ.setdefault(FILE_STORE_VARIABLE, "true")
+            log.warning(
+                "tracker mlflow has no server and writes to the run; show it with: %s=true "
+                "mlflow ui --backend-store-uri '%s'. To use a server: log.mlflow.tracking_uri",
+                FILE_STORE_VARIABLE,
+                place,
+            )
+        mlflow.set_tracking_uri(place)
+        name, identity = run_name_and_id(run)
+        experiment = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "rlinf"
+        mlflow.set_experiment(experiment)
+        known = mlflow.search_runs(
+            filter_string=f"tags.rlinf_id = '{identity}'", output_format="list"
+        )
+        self._mlflow = mlflow
+        mlflow.start_run(
+            run_id=known[0].info.run_id if known else None,
+            run_name=options.name or name,
+            tags={"rlinf_id": identity},
+        )
+        mlflow.log_dict(settings_of_run(run, config), "settings.json")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TensorBoardTracker:
+    """Writes settings as text, and scalars; each is written once, whatever interrupts the run."""
+
+    package = ("tensorboard", "track")
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingPackageError("tensorboard", "track", "log.trackers: tensorboard") from None
+        self._make = SummaryWriter
+        self._folder = run / "tensorboard"
+        self._settings = settings_of_run(run, config)
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            first = not self._folder.exists()
+            self._writer = self._make(str(self._folder))
+            if first:
+                text = yaml.safe_dump(self._settings, sort_keys=False)
+                self._writer.add_text("settings", textwrap.indent(text, "    "))
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

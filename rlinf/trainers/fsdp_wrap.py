@@ -1,0 +1,77 @@
+"""A policy's parameters shared out over processes by FSDP2, and given memory only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rlinf.device_memory import allocate_parameters, move_buffers, move_to_device
+from rlinf.models.base import Policy
+
+
+def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
+    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (processes,))
+    shape, names = (replicas, processes // replicas), ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def apply_fsdp(
+    policy: Policy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    precision: MixedPrecisionPolicy,
+    *,
+    wrap_min_bytes: int,
+    reshard_after_forward: bool,
+) -> tuple[Any, bool]:
+    """Shard a policy's module; what has no memory yet gets this process's part of it.
+
+    Returns:
+        The root, and whether it is the only unit.
+    """
+    module = policy.module
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    if empty:
+        move_buffers(module, device)
+    else:
+        move_to_device(module, device)
+    # A unit of two networks would be gathered for one of them and wanted by the other.
+    units = [unit for stack in policy.block_stacks() for unit in _units(stack, wrap_min_bytes)]
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
+        )
+    # The rest is needed again as soon as the backward pass begins.
+    root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    if empty:
+        allocate_parameters(module, device)
+        # FSDP looks at its parameters anew, and pads them, before they are filled.
+        module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+        policy.load_weights()
+    return root, not units
+
+
+def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
+    """This process's copy of the model, its part of that, and the number of parts."""
+    copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
+    return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
+def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
+    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
+    units: list[list[nn.Module]] = []
+    size = least
+    for block in blocks:
+        if size >= least:
+            units.append([])
+            size = 0
+        units[-1].append(block)
+        size += sum(p.nbytes for p in block.parameters())
+    return units if len(units) > 1 or size >= least else []

@@ -1,0 +1,111 @@
+"""Megatron-Core 0.16 without a GPU: its modules are changed as they are loaded.
+
+They name the device in their source, some hundred times. Here their syntax trees are rewritten
+before they are compiled: ``torch.cuda`` is :mod:`rlinf.trainers.megatron.torch_cuda_stub`, a device
+``"cuda"`` is the CPU, tensors of CUDA types are those of the CPU, and what moves to a GPU stays.
+Nothing of torch and no file is changed, and nothing at all happens where the device is a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+PACKAGE = "megatron.core"
+STUB_MODULE = "rlinf.trainers.megatron.torch_cuda_stub"
+_NAME = "_rlinf_no_cuda"
+
+
+class _OnCpu(ast.NodeTransformer):
+    """Rewrites what names the device."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(_NAME, node.ctx), node)
+        if node.attr == "is_cuda":
+            return ast.copy_location(ast.Constant(True), node)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+        if node.module == "torch.cuda" and not node.level:
+            node.module = STUB_MODULE
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        self.generic_visit(node)
+        if method == "cuda" and isinstance(node.func, ast.Attribute):
+            node.func.attr, node.args, node.keywords = "cpu", [], []
+        elif method == "record_stream":
+            return ast.copy_location(ast.Constant(None), node)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword:
+        self.generic_visit(node)
+        value = node.value.value if isinstance(node.value, ast.Constant) else None
+        if node.arg == "device" and value == "cuda":
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        first = node.values[0] if node.values else None
+        if isinstance(first, ast.Constant) and str(first.value).startswith("cuda:"):
+            return ast.copy_location(ast.Constant("cpu"), node)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if isinstance(node.value, str) and node.value.startswith("torch.cuda."):
+            node.value = node.value.replace("torch.cuda.", "torch.")
+        return node
+
+
+def rewrite_for_cpu(source: str, path: str = "<source>") -> types.CodeType:
+    """A module's code, compiled as for a CPU."""
+    tree = _OnCpu().visit(ast.parse(source, path))
+    code: types.CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+    return code
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        # Most have nothing to change, and their compiled files will do.
+        return rewrite_for_cpu(source, path) if "cuda" in source else super().get_code(fullname)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        import rlinf.trainers.megatron.torch_cuda_stub as stand_in
+
+        module.__dict__[_NAME] = stand_in
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
+            return None
+        spec: Any = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install_import_hook() -> None:
+    """Have modules of Megatron-Core that are imported from now on compute on the CPU.
+
+    Raises:
+        RuntimeError: some are there already, for a GPU.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules:
+        raise RuntimeError(f"{PACKAGE} was imported before it could be changed for the CPU")
+    sys.meta_path.insert(0, _Finder())

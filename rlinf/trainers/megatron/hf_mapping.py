@@ -1,0 +1,221 @@
+"""Where the elements of Megatron's parameters are in the tensors of the Hugging Face format.
+
+Megatron keeps queries, keys and values in one matrix, each group of heads with its own, gate and up
+projection in another, a process's rows or columns of both, and each expert apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from rlinf.trainers.lora import ADAPTER_NAME
+from rlinf.trainers.sharded_checkpoint import ShardPlacement, to_strided_ranges
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """A process's part of a network."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors of the network, by name."""
+    tp: int
+    tp_rank: int
+    first_layer: int
+    first_expert: int
+    group_rows: tuple[int, int]
+    """Rows of the queries of a group of heads, and of its keys or values."""
+    tied: bool
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Rows of a parameter, in their order rows of a tensor, or a stretch of each."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the tensor, whose dimensions but the last count as one."""
+    first_row: int
+    """The first, of the tensor."""
+    first_column: int
+    """The first of a row."""
+    param_row: int
+    """The first row, of the parameter."""
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class ParamMapping:
+    """What is known of a parameter."""
+
+    slices: tuple[TensorSlice, ...]
+    is_tensor_parallel: bool = False
+    """Whether processes that are tensor parallel have parts of it."""
+    is_expert: bool = False
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """Elements of a tensor that stretches of parameters hold."""
+
+    name: str
+    placement: ShardPlacement
+    ranges: tuple[tuple[int, int, int], ...]
+    """Where those of the part are, one after the other: number of the stretch, begin in it, and
+    length."""
+
+
+REPLICATED_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+ROW_PARALLEL_NAMES = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+ADAPTED_BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_ADAPTER = re.compile(r"((\w+)\.linear_\w+)\.adapter\.lora_([AB])\.(\w+)")
+
+
+def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMapping:
+    """What a parameter holds.
+
+    Raises:
+        KeyError: the network has no such tensors.
+    """
+    rows = shape[0]
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        own = "lm_head.weight" if name[0] == "o" and not where.tied else "model.embed_tokens.weight"
+        # The vocabulary is padded to a multiple of the processes.
+        real = max(0, min(rows, where.shapes[own][0] - where.tp_rank * rows))
+        piece = TensorSlice(own, where.shapes[own], where.tp_rank * rows, 0, 0, real)
+        return ParamMapping((piece,), is_tensor_parallel=True)
+    if name == "decoder.final_layernorm.weight":
+        return ParamMapping((_whole("model.norm.weight", where),))
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        raise KeyError(name)
+    number, part = int(match[1]), match[2]
+    prefix = f"model.layers.{where.first_layer + number}."
+    if factor := _ADAPTER.fullmatch(part):
+        linear, of, side, kind = factor.groups()
+        own = f"{prefix}{ADAPTED_BLOCKS[of]}.{kind}.lora_{side}.{ADAPTER_NAME}.weight"
+        # Of a layer whose inputs are split the columns of A, of another one the rows of B.
+        if (inputs := f"{linear}.weight" in ROW_PARALLEL_NAMES) != (side == "A"):
+            return ParamMapping((_whole(own, where),))
+        row, column = (0, where.tp_rank * shape[1]) if inputs else (where.tp_rank * rows, 0)
+        return ParamMapping(
+            (TensorSlice(own, where.shapes[own], row, column, 0, rows),), is_tensor_parallel=True
+        )
+    if part in REPLICATED_NAMES:
+        return ParamMapping((_whole(prefix + REPLICATED_NAMES[part], where),))
+    if part in ROW_PARALLEL_NAMES:
+        own = prefix + ROW_PARALLEL_NAMES[part]
+        piece = TensorSlice(own, where.shapes[own], 0, where.tp_rank * shape[1], 0, rows)
+        return ParamMapping((piece,), is_tensor_parallel=True)
+    if part.startswith("self_attention.linear_qkv."):
+        suffix = part.rpartition(".")[2]
+        return ParamMapping(tuple(_heads(prefix, suffix, rows, where)), is_tensor_parallel=True)
+    if part == "mlp.linear_fc1.weight":
+        half, found = rows // 2, []
+        for begin, kind in ((0, "gate"), (half, "up")):
+            own = f"{prefix}mlp.{kind}_proj.weight"
+            found.append(TensorSlice(own, where.shapes[own], where.tp_rank * half, 0, begin, half))
+        return ParamMapping(tuple(found), is_tensor_parallel=True)
+    if expert := _EXPERT.fullmatch(part):
+        at = where.first_expert + int(expert[1])
+        if expert[2] == "1":
+            own, half = f"{prefix}mlp.experts.gate_up_proj", rows // 2
+            whole, found = where.shapes[own], []
+            for begin, of in ((0, 0), (half, whole[1] // 2)):
+                row = at * whole[1] + of + where.tp_rank * half
+                found.append(TensorSlice(own, whole, row, 0, begin, half))
+            return ParamMapping(tuple(found), is_tensor_parallel=True, is_expert=True)
+        own = f"{prefix}mlp.experts.down_proj"
+        whole = where.shapes[own]
+        piece = TensorSlice(own, whole, at * whole[1], where.tp_rank * shape[1], 0, rows)
+        return ParamMapping((piece,), is_tensor_parallel=True, is_expert=True)
+    raise KeyError(name)
+
+
+def _whole(name: str, where: RankSlice) -> TensorSlice:
+    shape = where.shapes[name]
+    return TensorSlice(name, shape, 0, 0, 0, shape[0])
+
+
+def _heads(prefix: str, suffix: str, rows: int, where: RankSlice) -> list[TensorSlice]:
+    """Queries, keys and values of each group, one behind the other."""
+    queries, each = where.group_rows
+    groups = rows // (queries + 2 * each)
+    found, begin = [], 0
+    for group in range(where.tp_rank * groups, (where.tp_rank + 1) * groups):
+        for kind, count in (("q", queries), ("k", each), ("v", each)):
+            own = f"{prefix}self_attn.{kind}_proj.{suffix}"
+            found.append(TensorSlice(own, where.shapes[own], group * count, 0, begin, count))
+            begin += count
+    return found
+
+
+def tensor_parts(
+    stretches: Sequence[tuple[ParamMapping, tuple[int, ...], int, int]], order: Callable[[str], int]
+) -> list[TensorPart]:
+    """Which elements of which tensors stretches of parameters hold.
+
+    Args:
+        stretches: what the parameter holds, its shape, begin and length of the stretch.
+        order: sorts the names.
+    """
+    tables, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
+    for number, (share, shape, start, count) in enumerate(stretches):
+        for piece in share.slices:
+            table = _table(piece, prod(shape[1:]))
+            low = np.maximum(table[:, 1], start)
+            high = np.minimum(table[:, 1] + table[:, 2], start + count)
+            here = np.full(len(table), number)
+            table = np.stack([table[:, 0] + low - table[:, 1], here, low - start, high - low], 1)
+            if len(kept := table[table[:, 3] > 0]):
+                tables.setdefault(piece.name, []).append(kept)
+                shapes[piece.name] = piece.shape
+    found = []
+    for name in sorted(tables, key=order):
+        table = np.concatenate(tables[name])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        runs = to_strided_ranges(table[:, 0], table[:, 3])
+        found.append(
+            TensorPart(
+                name, ShardPlacement(shapes[name], runs[0].start, runs), _joined(table[:, 1:])
+            )
+        )
+    return found
+
+
+def _table(piece: TensorSlice, width: int) -> np.ndarray:
+    """Ranges ``[n, 3]`` of a piece: begin in the tensor, in the parameter, and length."""
+    wide = piece.shape[-1] if len(piece.shape) > 1 else 1
+    if wide == width:
+        return np.array([[piece.first_row * wide, piece.param_row * width, piece.num_rows * width]])
+    row = np.arange(piece.num_rows)
+    there = (piece.first_row + row) * wide + piece.first_column
+    return np.stack(
+        [there, (piece.param_row + row) * width, np.full(piece.num_rows, width)], axis=1
+    )
+
+
+def _joined(table: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    """Neighbours in one stretch as one; in the order given."""
+    found: list[tuple[int, int, int]] = []
+    for number, begin, length in table.tolist():
+        if found and found[-1][0] == number and sum(found[-1][1:]) == begin:
+            found[-1] = (number, found[-1][1], found[-1][2] + length)
+        else:
+            found.append((number, begin, length))
+    return tuple(found)

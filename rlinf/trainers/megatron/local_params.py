@@ -1,0 +1,305 @@
+"""What of weights, moments and gradients a process has under Megatron's data parallelism.
+
+Gradients are added up in float32 buffers of Megatron's ``DistributedDataParallel``. Without its
+distributed optimizer a process steps all parameters that it computes with, in float32; with it, its
+even share of each buffer, from which weights are gathered again. Parameters that take no gradients
+(those beside adapters) are there once, in the type in which they are computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlinf.trainers.megatron import hf_mapping
+from rlinf.trainers.optimizer import GROUP_KEY
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class ParamFragment:
+    """A process's elements of one parameter, which it steps."""
+
+    parameter: nn.Parameter
+    main: Tensor
+    """In any shape: what is stepped, in float32; or the parameter, if it is never stepped."""
+    start: int
+    """Where they begin in the parameter."""
+    num_copies: int
+    """Processes that have the same fragment."""
+    is_primary: bool
+    """Whether this one speaks for them."""
+
+    @property
+    def flat(self) -> Tensor:
+        return self.main.detach().view(-1)
+
+
+class LocalParams:
+    """Of a part of a network."""
+
+    def __init__(
+        self, inner: Any, create_optimizer: OptimizerFactory, *, distributed: bool
+    ) -> None:
+        """
+        Args:
+            inner: Megatron's model.
+            make: an optimizer of some of its parameters.
+            distributed: whether processes with the same weights share out moments and float32
+                weights.
+        """
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
+        self.ddp_model = DistributedDataParallel(inner.config, settings, inner)
+        self._buffers = [*self.ddp_model.buffers, *self.ddp_model.expert_parallel_buffers]
+        self._sizes = [buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers]
+        self._shards: list[Any] = []
+        self._there = True
+        mains: dict[int, tuple[Tensor, int]] = {}
+        if distributed:
+            self.optimizer = self._share_out(inner.config, create_optimizer)
+            for shard in self._shards:
+                groups = zip(
+                    (*shard.model_fp32_groups, *shard.model_float16_groups),
+                    (*shard.shard_fp32_groups, *shard.shard_fp32_from_float16_groups),
+                    strict=True,
+                )
+                for parameters, own in groups:
+                    for parameter, main in zip(parameters, own, strict=True):
+                        at = shard._get_model_param_range_map(parameter)["param"]
+                        mains[id(parameter)] = (main, at.start)
+        else:
+            own = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+            self.optimizer = create_optimizer(own)
+            for parameter in own:
+                half = parameter.dtype != torch.float32
+                mains[id(parameter)] = (parameter.detach().float() if half else parameter, 0)
+            for group in self.optimizer.param_groups:
+                group["params"] = [mains[id(parameter)][0] for parameter in group["params"]]
+        still = {id(p): (p.detach(), 0) for p in inner.parameters() if not p.requires_grad}
+        self.fragments = list(self._fragments(inner, mains, shared_out=distributed))
+        self.frozen_fragments = list(self._fragments(inner, still, shared_out=False))
+        """Parameters that take no gradients."""
+        self.discard_gradients()
+
+    def _share_out(self, config: Any, make: OptimizerFactory) -> Optimizer:
+        """One optimizer of this process's shares, of experts too."""
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        settings = OptimizerConfig(
+            bf16=config.bf16, use_distributed_optimizer=True, clip_grad=0.0, lr=0.0
+        )
+        made: list[Optimizer] = []
+        for buffers, group in (
+            (
+                self.ddp_model.buffers,
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+            ),
+            (
+                self.ddp_model.expert_parallel_buffers,
+                parallel_state.get_expert_data_parallel_group(),
+            ),
+        ):
+            if not buffers:
+                continue
+            made.append(make(parameter for buffer in buffers for parameter in buffer.params))
+            shard = DistributedOptimizer(
+                made[-1], settings, None, None, [self.ddp_model], {0: buffers}, group, None, 0, 0
+            )
+            self._shards.append(shard)
+        for other in made[1:]:
+            made[0].param_groups += other.param_groups
+        return made[0]
+
+    def _fragments(
+        self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, shared_out: bool
+    ) -> Iterator[ParamFragment]:
+        from megatron.core import parallel_state as groups
+
+        inner_rank = groups.get_tensor_model_parallel_rank()
+        inner_size = groups.get_tensor_model_parallel_world_size()
+        for parameter in inner.parameters():
+            if id(parameter) not in mains:
+                continue
+            dense = getattr(parameter, "allreduce", True)
+            rank, size = (
+                (
+                    groups.get_data_parallel_rank(with_context_parallel=True),
+                    groups.get_data_parallel_world_size(with_context_parallel=True),
+                )
+                if dense
+                else (
+                    groups.get_expert_data_parallel_rank(),
+                    groups.get_expert_data_parallel_world_size(),
+                )
+            )
+            if shared_out:
+                rank, size = 0, 1
+            # What is split so belongs to this process alone; the rest its neighbours have too.
+            if not getattr(parameter, "split", True):
+                rank, size = rank * inner_size + inner_rank, size * inner_size
+            # A last stage has the embedding once more, for its head.
+            again = getattr(parameter, "again", False)
+            main, start = mains[id(parameter)]
+            yield ParamFragment(parameter, main, start, size, not rank and not again)
+
+    def allocate_gradients(self) -> None:
+        """Have memory for gradients, which are zero, unless some were accumulated."""
+        if self._there:
+            return
+        for buffer, size in zip(self._buffers, self._sizes, strict=True):
+            buffer.grad_data.untyped_storage().resize_(size)
+        self.ddp_model.zero_grad_buffer()
+        self._there = True
+
+    def discard_gradients(self) -> None:
+        """Forget gradients, those of a pass that failed too, and give their memory back."""
+        for parameter in self.ddp_model.module.parameters():
+            parameter.grad = None
+        for group in self.optimizer.param_groups:
+            for main in group["params"]:
+                main.grad = None
+        for buffer in self._buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+        self._there = False
+
+    def gradients(self) -> list[Tensor]:
+        """What holds them, or stands for what will."""
+        if self._there:
+            return [buffer.grad_data for buffer in self._buffers]
+        return [torch.empty(size, dtype=torch.uint8, device="meta") for size in self._sizes]
+
+    def reduce_gradients(self) -> None:
+        """Complete the gradient of what is stepped here; collective."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.ddp_model])
+        for shard in self._shards:
+            shard._copy_model_grads_to_main_grads()
+        if not self._shards:
+            for each in self.fragments:
+                each.main.grad = each.parameter.main_grad  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def grad_norm(self, groups: Collection[str]) -> Tensor:
+        """Euclidean norm of the gradient of what will be stepped of some groups; collective."""
+        total = torch.zeros((), device=next(self.ddp_model.parameters()).device)
+        chosen = {
+            id(main)
+            for group in self.optimizer.param_groups
+            if group[GROUP_KEY] in groups
+            for main in group["params"]
+        }
+        for each in self.fragments:
+            again = getattr(each.parameter, "again", False)
+            if each.main.grad is not None and not again and id(each.main) in chosen:
+                total += each.main.grad.square().sum() / each.num_copies
+        torch.distributed.all_reduce(total)
+        return total.sqrt()
+
+    @torch.no_grad()
+    def sync_model_weights(self) -> None:
+        """Compute with what is stepped as it is now; collective."""
+        for shard in self._shards:
+            shard._copy_main_params_to_model_params()
+        if self._shards:
+            self.ddp_model.start_param_sync(force_sync=True)
+            return
+        for each in self.fragments:
+            if each.main is not each.parameter:
+                each.parameter.copy_(each.main)
+
+    def release(self) -> None:
+        """Let go of what keeps the parameters."""
+        self.ddp_model.grad_accs.clear()
+        self.ddp_model.param_to_bucket_group.clear()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+
+class LocalTensors:
+    """Parts of tensors, in the stretches of Megatron's parameters that a process has."""
+
+    def __init__(
+        self,
+        memory: LocalParams,
+        shares: Mapping[int, hf_mapping.ParamMapping],
+        order: Sequence[str],
+    ) -> None:
+        """
+        Args:
+            shares: what each parameter holds, by its ``id``.
+            order: the names of all tensors.
+        """
+        self._trained = memory.fragments
+        self._stretches = [*memory.fragments, *memory.frozen_fragments]
+        stretches = [
+            (
+                shares[id(each.parameter)],
+                tuple(each.parameter.shape),
+                each.start,
+                each.flat.numel(),
+            )
+            for each in self._stretches
+        ]
+        number = {name: number for number, name in enumerate(order)}
+        found = hf_mapping.tensor_parts(stretches, number.__getitem__)
+        self.tensor_parts = {part.name: part for part in found}
+        # Those of one part are all trained, or none of them is.
+        self.trained_parts = [part for part in found if part.ranges[0][0] < len(self._trained)]
+        """What checkpoints hold: parts of all weights, or of adapters alone."""
+
+    def is_primary(self, part: hf_mapping.TensorPart) -> bool:
+        """Whether this process is the first of those that have a part."""
+        return all(self._stretches[number].is_primary for number, *_ in part.ranges)
+
+    def weights(self) -> list[Tensor]:
+        """The elements of each stretch, in one dimension."""
+        return [each.flat for each in self._stretches]
+
+    def moments(self, optimizer: Optimizer, name: str) -> list[Tensor]:
+        """The same of a moment, of those that are trained."""
+        return [optimizer.state[each.main][name].view(-1) for each in self._trained]
+
+    def set_part(self, name: str, whole: Tensor) -> None:
+        """Keep this process's part of a tensor, if it has one."""
+        if (part := self.tensor_parts.get(name)) is not None:
+            write_part(self.weights(), part, part.placement.extract(whole))
+
+    def gather(self, name: str, like: Tensor, device: torch.device, processes: int) -> Tensor:
+        """A tensor whole; collective. What others hold is zero here, and bytes are added up."""
+        found = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        part = self.tensor_parts.get(name)
+        if part is not None and self.is_primary(part):
+            part.placement.insert(found, read_part(self.weights(), part).to(like.dtype))
+        if processes > 1:
+            torch.distributed.all_reduce(found.view(-1).view(torch.uint8))
+        return found
+
+
+def read_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart) -> Tensor:
+    """A part's elements, of those of the stretches."""
+    return torch.cat([flats[n][first : first + count] for n, first, count in part.ranges])
+
+
+def write_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart, elements: Tensor) -> None:
+    """Write a part's elements to where the stretches have them."""
+    at = 0
+    for number, first, count in part.ranges:
+        flats[number][first : first + count] = elements[at : at + count]
+        at += count

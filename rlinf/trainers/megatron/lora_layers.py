@@ -1,0 +1,133 @@
+"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) of Megatron's linear layers.
+
+Those of PEFT stand beside the layers of ``transformers``, one each for queries, keys, values, gate
+and up projection, which Megatron keeps in one matrix. Here a layer of Megatron has those of all the
+projections in it, a process's part of each: states have them by PEFT's names and in its shapes.
+
+Of a layer whose outputs are split over tensor parallel processes, A is whole and B has a process's
+rows; of one whose inputs are split, A has its columns and B is whole. Processes only exchange what
+lies between the two, which is narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlinf.trainers.lora import LoRAConfig
+
+ATTENTION_PROJECTIONS = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)}
+MLP_PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
+"""The projections in each of Megatron's layers, in their order."""
+
+
+class MegatronLoRALayer(nn.Module):
+    """What is added to the output of one layer: ``scale * B A x`` of each projection in it."""
+
+    def __init__(
+        self, linear: Any, kinds: Collection[str], rows: dict[str, int], lora: LoRAConfig
+    ) -> None:
+        """
+        Args:
+            linear: Megatron's layer, whose outputs or inputs are split.
+            kinds: the projections that are adapted.
+            rows: how many rows each projection has in a group of the layer's; groups stand one
+                behind the other (queries, keys and values of a group of heads).
+        """
+        super().__init__()
+        self.scale, self.rank, self.rows = lora.alpha / lora.rank, lora.rank, rows
+        # Outputs are split, or inputs.
+        self.splits_outputs, self.is_sequence_parallel = (
+            hasattr(linear, "gather_output"),
+            linear.sequence_parallel,
+        )
+        weight = linear.weight
+        self.groups = weight.shape[0] // sum(rows.values())
+        outs = {kind: self.groups * count for kind, count in rows.items() if kind in kinds}
+
+        def made(*shape: int, whole: bool) -> nn.Parameter:
+            factor = nn.Parameter(weight.new_zeros(shape))
+            # Each process has some positions' part of the gradient, which Megatron adds up.
+            factor.sequence_parallel = whole and self.is_sequence_parallel  # type: ignore[attr-defined]
+            return factor
+
+        self.lora_A = nn.ParameterDict(
+            {kind: made(lora.rank, weight.shape[1], whole=self.splits_outputs) for kind in outs}
+        )
+        self.lora_B = nn.ParameterDict(
+            {
+                kind: made(out, lora.rank, whole=not self.splits_outputs)
+                for kind, out in outs.items()
+            }
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """
+        Args:
+            inputs: ``[S, B, I]``, the layer's: some positions of all where processes share them out
+                and outputs are split, a part of ``I`` where inputs are split.
+
+        Returns:
+            ``[S, B, O]``, of the shape of the layer's outputs.
+        """
+        from megatron.core import tensor_parallel as tp
+
+        narrow = F.linear(inputs, torch.cat(list(self.lora_A.values())))
+        if self.splits_outputs and self.is_sequence_parallel:
+            narrow = tp.gather_from_sequence_parallel_region(narrow)
+        elif self.splits_outputs:
+            narrow = tp.copy_to_tensor_model_parallel_region(narrow)
+        elif self.is_sequence_parallel:
+            narrow = tp.reduce_scatter_to_sequence_parallel_region(narrow)
+        else:
+            narrow = tp.reduce_from_tensor_model_parallel_region(narrow)
+        each = dict(zip(self.lora_A, torch.split(narrow, self.rank, -1), strict=True))
+        found = {kind: F.linear(own, self.lora_B[kind]) for kind, own in each.items()}
+        shape = (*narrow.shape[:-1], self.groups)
+        parts = [
+            found[kind].view(*shape, size) if kind in found else narrow.new_zeros(*shape, size)
+            for kind, size in self.rows.items()
+        ]
+        return self.scale * torch.cat(parts, -1).flatten(-2)
+
+    def forward_hook(
+        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
+    ) -> Any:
+        """A forward hook of the layer: its outputs with what the adapter adds, and its bias."""
+        return output[0] + self(*inputs), output[1]
+
+
+def add_lora_layers(
+    inner: Any, hf: Any, first_layer: int, names: Collection[str], lora: LoRAConfig
+) -> None:
+    """Give the layers of Megatron's model their adapters, zero as yet; nothing else is trained.
+
+    Args:
+        hf: the configuration of the network of ``transformers``.
+        first_layer: of the network, that is this process's first.
+        names: of all adapters, as PEFT has them.
+    """
+    for parameter in inner.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    heads = hf.num_attention_heads // hf.num_key_value_heads * head
+    rows = {"q_proj": heads, "k_proj": head, "v_proj": head}
+    for number, layer in enumerate(inner.decoder.layers, first_layer):
+        for part, prefix, of in (
+            (layer.self_attention, "self_attn", ATTENTION_PROJECTIONS),
+            (layer.mlp, "mlp", MLP_PROJECTIONS),
+        ):
+            for where, all_kinds in of.items():
+                begin = f"model.layers.{number}.{prefix}."
+                kinds = [k for k in all_kinds if any(n.startswith(f"{begin}{k}.") for n in names)]
+                if not kinds:
+                    continue
+                linear = getattr(part, where)
+                alike = linear.weight.shape[0] // len(all_kinds)
+                own = {kind: rows.get(kind, alike) for kind in all_kinds}
+                linear.adapter = MegatronLoRALayer(linear, kinds, own, lora)
+                linear.register_forward_hook(linear.adapter.add)

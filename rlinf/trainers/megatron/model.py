@@ -1,0 +1,304 @@
+"""A network of Megatron-Core in the place of one of ``transformers``.
+
+Policies call it as they call the other: tokens in, logits out. Its layers are Megatron's; attention
+inside them is torch's, of packed rows :func:`rlinf.models.packed_attention.packed_attention`, and positions are turned
+by the frequencies that the other network has. Positions that processes share out meet in attention
+and behind the layers alone (:mod:`rlinf.trainers.megatron.context_parallel`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlinf.channels.process_group import ParallelLayout
+from rlinf.models.packed_attention import PackedRows, packed_attention
+from rlinf.trainers.megatron import context_parallel
+
+
+class NotLastStage(Exception):
+    """Raised by a pipeline stage that is not the last: what is to be done with its logits is done
+    by the last one."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the last stage of the pipeline goes on")
+        self.hidden = hidden
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What tokens of a batch see; handed through Megatron's layers to :class:`Attention`."""
+
+    rows: PackedRows | None
+    """None: each row all before it."""
+    cp_group: Any = None
+    """The processes that share out the positions, if they are several."""
+    qkv_format: str = "sbhd"
+    """Megatron asks for it."""
+
+
+class MegatronAttention(nn.Module):
+    """Causal attention of the heads that a process has, as Megatron's layers call it."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: AttentionContext,
+        **_: Any,
+    ) -> Tensor:
+        """
+        Args:
+            query: ``[S, B, H, D]``; keys and values may have fewer heads.
+
+        Returns:
+            ``[S, B, H * D]``.
+        """
+        length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
+        if group is not None:
+            return context_parallel.context_parallel_attention(query, key, value, group).flatten(2)
+        own, seen, there = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        if rows is None:
+            grouped = query.shape[2] != key.shape[2]
+            out = F.scaled_dot_product_attention(
+                own, seen, there, is_causal=True, enable_gqa=grouped
+            )
+            return out.permute(2, 0, 1, 3).flatten(2)
+        # Padding behind the rows, for sequence parallelism, sees nothing.
+        real = len(rows.order)
+        own, seen, there = (each[:, :, :real] for each in (own, seen, there))
+        out, _none = packed_attention(self, own, seen, there, None, rows=rows)
+        return F.pad(out[0].flatten(1), (0, 0, 0, length - real))[:, None]
+
+
+class MegatronRMSNorm(nn.RMSNorm):
+    """Root-mean-square norm; Megatron's own does not know sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class MegatronNetwork(nn.Module):
+    """This process's part of a network, behind the interface of ``transformers``."""
+
+    frequencies: Tensor
+
+    def __init__(
+        self, like: Any, layout: ParallelLayout, *, options: dict[str, Any], device: torch.device
+    ) -> None:
+        """
+        Args:
+            like: the network of ``transformers``, whose parameters may be without memory.
+            options: of Megatron's configuration, that are the trainer's to choose.
+        """
+        super().__init__()
+        self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
+        self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
+        self.vocabulary = like.config.vocab_size
+        self.padding = like.get_input_embeddings().padding_idx
+        """A token whose embedding torch gives no gradient where it is read."""
+        self.tp, self.cp = layout.tp, layout.cp
+        settings = transformer_config(like.config, layout, options)
+        self.inner = build_gpt_model(settings, like.config, layout)
+        self.is_sequence_parallel = settings.sequence_parallel
+        (turned,) = (part for part in like.modules() if hasattr(part, "inv_freq"))
+        self.register_buffer("frequencies", turned.inv_freq.detach().clone(), persistent=False)
+        self.to(device)
+
+    def get_output_embeddings(self) -> None:
+        """None: the head is shared out over processes."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        rows: PackedRows | None = None,
+        use_cache: bool = False,
+    ) -> SimpleNamespace:
+        """
+        Args:
+            input_ids: ``[B, S]``.
+            position_ids: ``[1, S]``, of packed rows alone, whose positions no processes share out.
+            logits_to_keep: how many of the last positions, or which.
+
+        Returns:
+            ``logits`` ``[B, K, V]``, the same on all processes of a copy's last pipeline stage.
+
+        Raises:
+            Passed: this is another stage.
+        """
+        assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
+        length, inner = input_ids.shape[1], self.inner
+        share = (self.tp if self.is_sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+        whole = -(-length // share) * share
+        if position_ids is None:
+            position_ids = torch.arange(whole, device=input_ids.device)[None]
+        input_ids = F.pad(input_ids, (0, whole - length))
+        position_ids = F.pad(position_ids, (0, whole - position_ids.shape[1]))
+        group = None
+        if self.cp > 1:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_context_parallel_group()
+            own = context_parallel.local_positions(whole, self.cp, group.rank()).to(
+                input_ids.device
+            )
+            input_ids, position_ids = input_ids[:, own], position_ids[:, own]
+        angles = position_ids[0, :, None].float() * self.frequencies
+        hidden = None
+        if inner.pre_process:
+            hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.padding is not None and hidden.requires_grad:
+                # Megatron's own embedding would; samples may hold that token like any other.
+                still = self._own_positions(input_ids.t()) == self.padding
+                hidden = torch.where(still[..., None], hidden.detach(), hidden)
+                # It may be laid out as the tokens were, and a pipeline sends what is contiguous.
+                hidden = hidden.contiguous()
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                # Beside adapters it is not trained; what is computed again in the backward pass
+                # asks its input whether there is one.
+                hidden.requires_grad_()
+        hidden = inner.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
+            packed_seq_params=AttentionContext(rows, group),
+        )
+        if not inner.post_process:
+            raise NotLastStage(hidden)
+        if self.is_sequence_parallel:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # Every process goes on with all of it, to the same loss.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        if group is not None:
+            # Here too, and each with its share of the loss (:func:`MegatronTrainer._backward`).
+            hidden = context_parallel.gather_sequence(hidden, group)
+        hidden = hidden.transpose(0, 1)[:, :length]
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        head = inner.shared_embedding_or_output_weight() if self._shares_head() else None
+        logits, _ = inner.output_layer(hidden[:, keep].contiguous(), weight=head)
+        return SimpleNamespace(logits=logits[..., : self.vocabulary])
+
+    def _own_positions(self, tokens: Tensor) -> Tensor:
+        """Those of tokens ``[S, B]`` that this process has between the matrices."""
+        if not self.is_sequence_parallel:
+            return tokens
+        from megatron.core import parallel_state
+
+        return tokens.chunk(self.tp)[parallel_state.get_tensor_model_parallel_rank()]
+
+    def _shares_head(self) -> bool:
+        return bool(self.inner.share_embeddings_and_output_weights)
+
+
+def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> Any:
+    """Megatron's configuration of a network of ``transformers``."""
+    from megatron.core.transformer import TransformerConfig
+
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    experts = getattr(hf, "num_experts", None)
+    mixture: dict[str, Any] = {}
+    if experts:
+        mixture = {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            # Weights of all experts, of which some are taken; or weights of those alone.
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": layout.ep,
+        }
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head,
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Losses are summed as they come: their weight is the algorithm's.
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **mixture,
+        **options,
+    )
+
+
+def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
+    """Megatron's model of this process, with memory but not yet weights."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    # Bound only where Transformer Engine is, and asked for anyway.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    spec = get_gpt_layer_local_spec(
+        settings.num_moe_experts, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
+    )
+    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
+    attention.core_attention = MegatronAttention
+    if settings.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
+    layers = [spec] * get_num_layers_to_build(settings)
+    model = GPTModel(
+        settings,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=MegatronRMSNorm),
+        vocab_size=-(-hf.vocab_size // layout.tp) * layout.tp,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="none",
+    )
+    with torch.no_grad():
+        # Rows beyond the vocabulary, which no checkpoint has: what memory held may be no numbers.
+        for name, parameter in model.named_parameters():
+            if "word_embeddings" in name or "output_layer" in name:
+                parameter.zero_()
+    if model.post_process:
+        # Sequences are gathered before the positions to keep are taken.
+        model.output_layer.sequence_parallel = False
+        model.output_layer.allreduce_dgrad = layout.tp > 1
+    return model

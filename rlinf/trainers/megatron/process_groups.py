@@ -1,0 +1,55 @@
+"""Megatron's process groups, which are one set for all of a process."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import torch
+
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.errors import StageError
+
+UNUSED_SEED = 1
+"""Of generators that nothing draws from: there is no dropout, and weights are read."""
+_laid_out: list[tuple[int, str]] = []
+
+
+def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None:
+    """Connect, and make the groups of a layout unless they are there.
+
+    Raises:
+        StageError: this process has those of another layout.
+    """
+    if device_type == "cpu":
+        from rlinf.trainers.megatron import cpu_import_hook
+
+        cpu_import_hook.install_import_hook()
+    world.init_process_group(device_type)
+    wanted = (world.size, str(world.layout))
+    if _laid_out:
+        if _laid_out != [wanted]:
+            raise StageError(
+                f"trainer=megatron: this process has the groups of {_laid_out[0]} and is to have "
+                f"those of {wanted}; give all trainers of a pool one layout"
+            )
+        return
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        # It tells of Apex and Transformer Engine, which it does without.
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.models.gpt import GPTModel  # noqa: F401
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: F401
+
+    layout = world.layout
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        create_gloo_process_groups=False,
+    )
+    with torch.random.fork_rng(devices=[]):  # without a GPU it seeds the process's own
+        tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
+    _laid_out.append(wanted)

@@ -1,0 +1,154 @@
+"""How a minibatch is cut over processes, their lanes, and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlinf.data.load_balancing import StepSpan, balance_costs, even_microbatches, pack_microbatches
+from rlinf.data.record import Record
+from rlinf.models.base import Policy
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A minibatch cut for one lane of this rank: micro-batches of rows.
+
+    All ranks run the same number of micro-batches, for collectives must match; one with fewer
+    repeats a small row with ``real`` false and weight zero. One process pads nothing.
+    """
+
+    batches: list[list[StepSpan]]
+    is_real: list[bool]
+
+
+def split_micro_batches(
+    policy: Policy,
+    records: Sequence[Record],
+    row_groups: Sequence[Sequence[int]] | None,
+    *,
+    max_tokens: int,
+    padded: bool,
+    speeds: Sequence[float],
+    rank: int,
+    num_threads: int,
+) -> list[MicroBatches]:
+    """The micro-batches of each lane of a rank.
+
+    Every rank computes the shares of all ranks and so knows how many micro-batches they run.
+
+    Args:
+        together: rows that are to be in one micro-batch, whole; None: each may be by itself, and in
+            parts where the policy's steps stand alone. Those that share a part are then brought
+            together.
+        budget: most positions of a micro-batch.
+        padded: whether rows are padded to the longest of their micro-batch.
+        speeds: of the ranks, relative.
+
+    Raises:
+        ValueError: a row is missing in ``together``, or twice there.
+    """
+    if row_groups is None:
+        workers = [speed for speed in speeds for _ in range(num_threads)]
+        units = _units(policy, records, max_tokens, workers)
+    else:
+        units = [list(unit) for unit in row_groups]
+    if sorted(row for unit in units for row in unit) != list(range(len(records))):
+        raise ValueError("each row has to be in one micro-batch")
+    pieces, own = list[list[StepSpan]](), list[list[int]]()
+    for unit in units:
+        whole = [StepSpan(row, 0, len(records[row])) for row in unit]
+        found = _pieces(policy, records, unit, max_tokens) if row_groups is None else [whole]
+        own.append(list(range(len(pieces), len(pieces) + len(found))))
+        pieces += found
+    widest = max(map(len, pieces), default=1)
+    costs = []
+    for piece in pieces:
+        parts = [records[row].slice_steps(start, stop) for row, start, stop in piece]
+        # Of padded ones so many times the largest cost are no less than what they take together.
+        size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
+        costs.append(size)
+    # All of a trajectory is one process's, which says what it is to others.
+    totals = [sum(costs[piece] for piece in numbers) for numbers in own]
+    given = [
+        [piece for unit in items for piece in own[unit]]
+        for items in balance_costs(totals, [speed for speed in speeds for _ in range(num_threads)])
+    ]
+
+    def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
+        return [[span for item in items for span in pieces[item]] for items in batches]
+
+    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in given]
+    if len(speeds) == 1:
+        return [MicroBatches(spans(mine), [True] * len(mine)) for mine in cuts]
+    count = max(1, *map(len, cuts))
+    out = []
+    for items in given[rank * num_threads :][:num_threads]:
+        # Ranks wait for each other at every micro-batch, so each rank's are of one size.
+        mine = even_microbatches(costs, items, count, max_tokens, padded=padded)
+        missing = count - len(mine)
+        filler = [min(items, key=lambda i: costs[i])] if items else [0]
+        real = [True] * len(mine) + [False] * missing
+        out.append(MicroBatches(spans(mine + [filler] * missing), real))
+    return out
+
+
+def _packed(policy: Policy, records: Sequence[Record]) -> int:
+    """Positions of trajectories side by side."""
+    shared = [policy.shared_prefix(record) for record in records]
+    own = sum(map(policy.num_tokens, records)) - sum(length for _, length in shared)
+    return own + sum(dict(shared).values())
+
+
+def _units(
+    policy: Policy, records: Sequence[Record], budget: int, workers: Sequence[float]
+) -> list[list[int]]:
+    """Rows by themselves, or with those that share a part, as far as no worker waits for that."""
+    shared = [policy.shared_prefix(record) for record in records]
+    if not any(length for _, length in shared):
+        return [[row] for row in range(len(records))]
+    costs = [policy.num_tokens(record) for record in records]
+    groups: dict[object, list[int]] = {}
+    for row, (key, length) in enumerate(shared):
+        groups.setdefault(key if length else row, []).append(row)
+
+    def size(rows: Sequence[int]) -> int:
+        parts = dict(shared[row] for row in rows)
+        return sum(costs[row] - shared[row][1] for row in rows) + sum(parts.values())
+
+    def split(most: int) -> list[list[int]]:
+        units = []
+        for rows in groups.values():
+            unit: list[int] = []
+            for row in rows:
+                if unit and size([*unit, row]) > most:
+                    units.append(unit)
+                    unit = []
+                unit.append(row)
+            units.append(unit)
+        return units
+
+    def slowest(units: list[list[int]]) -> float:
+        given = balance_costs([size(unit) for unit in units], workers)
+        rows = [[row for number in numbers for row in units[number]] for numbers in given]
+        return max(size(mine) / speed for mine, speed in zip(rows, workers, strict=True))
+
+    if len(workers) == 1:
+        return split(budget)
+    share = sum(map(size, groups.values())) // len(workers)
+    # Whole groups first: what a group shares is computed by each worker that has some of it.
+    ways = [split(min(budget, most)) for most in (budget, share, share // 2, share // 4)]
+    return min(ways, key=slowest)
+
+
+def _pieces(
+    policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
+) -> list[list[StepSpan]]:
+    """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
+    if len(unit) > 1 or not policy.has_independent_steps:
+        return [[StepSpan(row, 0, len(records[row])) for row in unit]]
+    row, length = unit[0], len(records[unit[0]])
+    count = max(1, min(length, -(-policy.num_tokens(records[row]) // budget)))
+    bounds = [length * k // count for k in range(count + 1)]
+    return [[StepSpan(row, *pair)] for pair in itertools.pairwise(bounds)]

@@ -1,0 +1,99 @@
+"""Which errors may pass by themselves, so that another try may succeed.
+
+They are those of connections and files (``OSError``, except a missing or forbidden path), of HTTP
+and services that are busy or out of reach, of a locked database, of device memory and collectives,
+and of worker processes that died. The error itself decides, or one that it was raised from; of a
+group each must pass.
+
+Loaded in processes of simulators too, by any Python from 3.9 on: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+import subprocess
+import sys
+from concurrent.futures import BrokenExecutor
+from http.client import HTTPException
+from types import ModuleType
+
+TRANSIENT_ERRORS = (OSError, HTTPException, subprocess.TimeoutExpired, BrokenExecutor)
+PERMANENT_ERRORS = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
+"""Errors of files that another try would meet again: the path is wrong."""
+TRANSIENT_HTTP_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
+"""Statuses of HTTP that another try may not get (RFC 9110, 6585 and 8470)."""
+TRANSIENT_GRPC_CODES = frozenset(
+    {"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"}
+)
+SERVICE_CLIENTS = frozenset(
+    {"aiohttp", "anthropic", "grpc", "httpcore", "httpx", "openai", "redis", "requests", "urllib3"}
+)
+"""Packages that reach services, whose errors need not be an ``OSError``."""
+CONNECTION_ERROR_NAMES = re.compile(r"Timeout|Connect|Network|RemoteProtocol")
+"""Part of the names of their errors that tell of a connection."""
+TRANSIENT_TORCH_ERRORS = ("OutOfMemoryError", "AcceleratorError", "distributed.DistError")
+TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/transport")
+"""Parts of the messages of device and network errors that PyTorch raises as RuntimeError."""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether another try may succeed."""
+    seen: set[int] = set()
+    groups = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+    while error is not None and id(error) not in seen:
+        if isinstance(error, PERMANENT_ERRORS):
+            return False
+        if isinstance(error, groups) and all(map(is_transient, error.exceptions)):
+            return True
+        if isinstance(error, TRANSIENT_ERRORS) or _is_of_device(error) or _is_of_service(error):
+            return True
+        seen.add(id(error))
+        error = cause_of(error)
+    return False
+
+
+def _is_of_service(error: BaseException) -> bool:
+    """Whether a service was busy or out of reach, or a database locked."""
+    places = (error, getattr(error, "response", None))
+    found = [getattr(place, name, None) for place in places for name in ("status_code", "status")]
+    if any(isinstance(status, int) and status in TRANSIENT_HTTP_STATUSES for status in found):
+        return True
+    if isinstance(error, getattr(sys.modules.get("sqlite3"), "OperationalError", ())):
+        return "is locked" in str(error)
+    ours = [c for c in type(error).__mro__ if c.__module__.partition(".")[0] in SERVICE_CLIENTS]
+    if any(CONNECTION_ERROR_NAMES.search(kind.__name__) for kind in ours):
+        return True
+    code = getattr(error, "code", None) if ours else None
+    return callable(code) and getattr(code(), "name", "") in TRANSIENT_GRPC_CODES
+
+
+def _is_of_device(error: BaseException) -> bool:
+    """Whether PyTorch raised it over device memory, a device or a lost peer."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in TRANSIENT_TEXTS):
+        return True
+    torch = sys.modules.get("torch")
+    return any(isinstance(error, kind) for kind in _torch_errors(torch))
+
+
+def _torch_errors(torch: ModuleType | None) -> list[type]:
+    """The classes of :data:`TRANSIENT_TORCH_ERRORS` that this PyTorch has; none before its import."""
+    kinds = []
+    for name in TRANSIENT_TORCH_ERRORS:
+        found: object = torch
+        for word in name.split("."):
+            found = getattr(found, word, None)
+        if inspect.isclass(found):
+            kinds.append(found)
+    return kinds

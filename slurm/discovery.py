@@ -1,0 +1,452 @@
+"""Taking the inventory: a handful of questions to Slurm, and the reading of its answers.
+
+The questions are asked once each, of the whole cluster; reading is pure and linear in the text, so
+that thousands of nodes are no matter. Formats are those of 20.11 to 25.x (docs/slurm.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from rlinf.errors import SlurmError
+from slurm import gpus
+from slurm.client import SlurmClient, parse_gpus, parse_minutes
+from slurm.inventory import (
+    SCHEMA,
+    AccountingLimits,
+    Association,
+    Inventory,
+    NodeGroup,
+    PartitionInventory,
+    QosLimits,
+)
+
+# sinfo's -o never cuts a value short, as -O does at its column widths.
+SINFO_NODES = ("sinfo", "-h", "-N", "-o", "%N|%R|%T|%c|%m|%G|%f")
+SCONTROL_PARTITIONS = ("scontrol", "-o", "show", "partition")
+# -d adds GresUsed, which is there even where accounting does not track GPUs.
+SCONTROL_NODE_USAGE = ("scontrol", "-o", "-d", "show", "node")
+# Only -O knows what a waiting job asks for in all (%b leaves out --gpus). Its values have no blanks
+# and fit the widths; -r shows each task of an array.
+SQUEUE_PENDING = (
+    *("squeue", "-h", "-r", "-t", "PD", "-O"),
+    "Partition:200,NumNodes:12,tres-alloc:250,tres-per-node:100,Reason:60",
+)
+SACCTMGR_QOS = (
+    *("sacctmgr", "-n", "-P", "show", "qos"),
+    "format=Name,Priority,Preempt,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRESPU,MaxTRES,GrpTRES",
+)
+SACCTMGR_ASSOCIATIONS = (
+    *("sacctmgr", "-n", "-P", "show", "assoc"),
+    "format=Cluster,Account,Partition,QOS,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,DefaultQOS",
+)
+
+ENFORCING_WORDS = frozenset({"limits", "safe", "all"})
+"""Words of AccountingStorageEnforce by which limits hold (manual page of slurm.conf)."""
+IDLE_STATES = frozenset({"idle", "powered_down"})
+USABLE_STATES = IDLE_STATES | frozenset(
+    {"mixed", "allocated", "completing", "planned", "reserved", "powering_down", "power_down"}
+    | {"power_up", "powering_up", "reboot_requested"}
+)
+"""Base states of nodes to plan with. All others, also those nobody has heard of, count as down."""
+DOWN_FLAGS = frozenset("*$^")
+"""Suffixes of sinfo's states: not responding, maintenance, rebooting."""
+BUSY_FLAGS = frozenset("-@!%")
+"""Kept for a job to come, to be rebooted, to be or being powered down: not idle."""
+NOT_WAITING_FOR_NODES = re.compile(
+    r"\(?(?:JobHeld|Dependency|BeginTime|JobArrayTaskLimit|BadConstraints)"
+)
+"""Reasons of waiting jobs that would not start on free nodes either."""
+
+
+@dataclass(frozen=True)
+class SlurmOutput:
+    """What Slurm's commands printed."""
+
+    version: str
+    nodes: str
+    partitions: str
+    usage: str
+    pending: str
+    qos: str | None = None
+    """None: no accounting."""
+    associations: str | None = None
+    settings: Mapping[str, str] | None = None
+    """By the names of slurm.conf; None: not asked, limits are taken as enforced."""
+
+
+class PartitionNode(NamedTuple):
+    """A node as a member of one partition."""
+
+    name: str
+    partition: str
+    state: str
+    cpus: int
+    mem_mb: int
+    gres: str
+    features: str
+
+
+class PendingDemand(NamedTuple):
+    """What waits for a partition."""
+
+    jobs: int
+    gpus: int
+
+
+NO_DEMAND = PendingDemand(0, 0)
+
+
+def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
+    """Take the inventory of this cluster, as this user sees it; without a site file.
+
+    Raises:
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    return build_inventory(query_slurm(client), now)
+
+
+def query_slurm(client: SlurmClient) -> SlurmOutput:
+    """All questions. No accounting is no error.
+
+    Raises:
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    answers = {
+        "version": client.version(),
+        "nodes": client.run(*SINFO_NODES),
+        "partitions": client.run(*SCONTROL_PARTITIONS),
+        "usage": client.run(*SCONTROL_NODE_USAGE),
+        "pending": client.run(*SQUEUE_PENDING),
+    }
+    qos, associations = query_accounting(client) or (None, None)
+    return SlurmOutput(**answers, qos=qos, associations=associations, settings=client.settings())
+
+
+def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
+    """Answers to :data:`SACCTMGR_QOS` and, for this user, :data:`SACCTMGR_ASSOCIATIONS`; None: no accounting."""
+    user = f"user={_user()}"
+    try:
+        return client.run(*SACCTMGR_QOS), client.run(
+            *SACCTMGR_ASSOCIATIONS[:-1], "where", user, SACCTMGR_ASSOCIATIONS[-1]
+        )
+    except SlurmError:
+        return None
+
+
+def build_inventory(answers: SlurmOutput, created_at: datetime) -> Inventory:
+    """The inventory that the answers describe."""
+    members: dict[str, list[PartitionNode]] = defaultdict(list)
+    for node in parse_nodes(answers.nodes):
+        members[node.partition].append(node)
+    used = parse_usage(answers.usage)
+    waiting = parse_pending(answers.pending)
+    partitions = {}
+    for record in parse_partition_records(answers.partitions):
+        name = record["PartitionName"]
+        whole_nodes = record.get("OverSubscribe") == "EXCLUSIVE"
+        groups = group_nodes(members.get(name, ()), used, whole_nodes=whole_nodes)
+        partitions[name] = build_partition(record, groups, waiting.get(name, NO_DEMAND))
+    limits = None
+    if answers.qos is not None and answers.associations is not None:
+        limits = parse_limits(answers.qos, answers.associations)
+    return Inventory(
+        schema_version=SCHEMA,
+        created_at=created_at,
+        slurm_version=answers.version,
+        partitions=partitions,
+        limits=limits,
+        cluster=(answers.settings or {}).get("ClusterName", ""),
+        enforces_limits=answers.settings is None or enforces_limits(answers.settings),
+    )
+
+
+def enforces_limits(settings: Mapping[str, str]) -> bool:
+    """Whether Slurm holds jobs to the limits of accounting, by its configuration."""
+    words = settings.get("AccountingStorageEnforce", "").split(",")
+    return not ENFORCING_WORDS.isdisjoint(words)
+
+
+def parse_nodes(text: str) -> list[PartitionNode]:
+    """Read ``sinfo -h -N -o "%N|%R|%T|%c|%m|%G|%f"``: a line per node and partition."""
+    found = []
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) >= 7 and _all_numbers(parts[3:5]):
+            name, partition, state, cpus, memory, gres, features = parts[:7]
+            found.append(
+                PartitionNode(
+                    name, partition, state, _number(cpus), _number(memory), gres, features
+                )
+            )
+    return found
+
+
+def parse_partition_records(text: str) -> list[dict[str, str]]:
+    """Read ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("PartitionName="):
+            found.append(dict(word.split("=", 1) for word in line.split() if "=" in word))
+    return found
+
+
+def build_partition(
+    record: Mapping[str, str],
+    groups: tuple[NodeGroup, ...] = (),
+    waiting: PendingDemand = NO_DEMAND,
+) -> PartitionInventory:
+    """A partition by its record, with what else is known of it."""
+    return PartitionInventory(
+        name=record["PartitionName"],
+        groups=groups,
+        queued_jobs=waiting.jobs,
+        queued_gpus=waiting.gpus,
+        time_limit_min=parse_minutes(record.get("MaxTime", "")),
+        preempt_mode=record.get("PreemptMode", "OFF"),
+        priority_tier=_number(record.get("PriorityTier", "1")),
+        is_available=record.get("State", "UP") == "UP",
+        is_default=record.get("Default") == "YES",
+        qos=_word(record.get("QoS", "")),
+        allowed_qos=_allowed(record.get("AllowQos", "ALL")),
+        denied_qos=_words(record.get("DenyQos", "")),
+        allowed_accounts=_allowed(record.get("AllowAccounts", "ALL")),
+        denied_accounts=_words(record.get("DenyAccounts", "")),
+        max_nodes_per_job=_limit(record.get("MaxNodes", "")),
+    )
+
+
+_NAME = re.compile(r"NodeName=(\S+)")
+_GRES_USED = re.compile(r" GresUsed=(\S+)")
+_ALLOCATED = re.compile(r" AllocTRES=(\S+)")
+
+
+def parse_usage(text: str) -> dict[str, dict[str, int]]:
+    """Read ``scontrol -o -d show node``: each node's GPUs in use, by type.
+
+    From GresUsed, or where a version or a plugin leaves it out from AllocTRES. A node of which
+    neither is known is left out.
+    """
+    found = {}
+    for line in text.splitlines():
+        name = _NAME.match(line)
+        if name is None:
+            continue
+        if gres := _GRES_USED.search(line):
+            found[name[1]] = _gpus(gres[1])
+        elif (allocated := _ALLOCATED.search(line)) and "gres/gpu" in allocated[1]:
+            found[name[1]] = _gpus_of_tres(allocated[1])
+    return found
+
+
+_PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
+"""A line of squeue's answer to :data:`SQUEUE_PENDING`."""
+
+
+def parse_pending(text: str) -> dict[str, PendingDemand]:
+    """Read squeue's answer to :data:`SQUEUE_PENDING`.
+
+    A job that names several partitions waits in each of them. Its GPUs come from the resources it
+    asks for, or where accounting does not track GPUs from its request per node.
+    """
+    jobs: Counter[str] = Counter()
+    wanted: Counter[str] = Counter()
+    for line in text.splitlines():
+        parts = line.split(maxsplit=4)
+        if len(parts) < 5 or not _PENDING_JOB.match(line) or NOT_WAITING_FOR_NODES.match(parts[4]):
+            continue
+        partitions, nodes, whole, per_node, _ = parts
+        amount = _gpus_of_tres(whole) or _gpus_of_tres(per_node)
+        asked = sum(amount.values()) * (1 if "gres/gpu" in whole else max(_number(nodes), 1))
+        for partition in partitions.split(","):
+            jobs[partition] += 1
+            wanted[partition] += asked
+    return {name: PendingDemand(count, wanted[name]) for name, count in jobs.items()}
+
+
+def parse_limits(qos: str, associations: str) -> AccountingLimits:
+    """Read what :func:`query_accounting` was told."""
+    return AccountingLimits(qos=parse_qos(qos), associations=parse_associations(associations))
+
+
+def parse_qos(text: str) -> dict[str, QosLimits]:
+    """Read sacctmgr's answer to :data:`SACCTMGR_QOS`."""
+    found = {}
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) < 9 or not parts[0] or not _all_numbers([parts[1], *parts[4:6]]):
+            continue
+        name, priority, preempts, wall, jobs, submit, per_user, per_job, in_all = parts[:9]
+        found[name] = QosLimits(
+            priority=_number(priority),
+            preempts=_words(preempts),
+            max_wall_min=parse_minutes(wall),
+            max_jobs_per_user=_limit(jobs),
+            max_submit_per_user=_limit(submit),
+            max_tres_per_user=parse_tres(per_user),
+            max_tres_per_job=parse_tres(per_job),
+            max_tres_all_jobs=parse_tres(in_all),
+        )
+    return found
+
+
+def parse_associations(text: str) -> tuple[Association, ...]:
+    """Read sacctmgr's answer to :data:`SACCTMGR_ASSOCIATIONS`."""
+    found = []
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) < 10 or not all(parts[:2]) or not _all_numbers(parts[4:6]):
+            continue
+        cluster, account, partition, qos, jobs, submit, wall, per_job, in_all, default = parts[:10]
+        found.append(
+            Association(
+                cluster=cluster,
+                account=account,
+                partition=partition,
+                qos=_words(qos),
+                max_jobs=_limit(jobs),
+                max_submit=_limit(submit),
+                max_wall_min=parse_minutes(wall),
+                max_tres_per_job=parse_tres(per_job),
+                max_tres_all_jobs=parse_tres(in_all),
+                default_qos=default,
+            )
+        )
+    return tuple(found)
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """``cpu=8,mem=16G,gres/gpu:a100=2`` as amounts; memory in MiB, its unit without a suffix."""
+    found = {}
+    for word in text.split(","):
+        if match := re.fullmatch(r"mem=([\d.]+)([KMGTP]?)", word):
+            found["mem"] = round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
+        elif match := re.fullmatch(r"([^=]+)=(\d+)", word):
+            found[match[1]] = int(match[2])
+    return found
+
+
+def group_nodes(
+    members: Iterable[PartitionNode], used: Mapping[str, Mapping[str, int]], *, whole_nodes: bool
+) -> tuple[NodeGroup, ...]:
+    """Like nodes together, those with most GPUs in all first.
+
+    ``used``: GPUs in use by node and type. ``whole_nodes``: the partition does not share nodes, so
+    the rest of a partly used one cannot be had.
+    """
+    alike: dict[tuple[Any, ...], list[PartitionNode]] = defaultdict(list)
+    for node in members:
+        alike[(_shape(node.gres, node.features), node.cpus, node.mem_mb)].append(node)
+    groups = []
+    for ((kind, count, _), cpus, mem_mb), nodes in alike.items():
+        states = Counter[str]()
+        idle_gpus = 0
+        for node in nodes:
+            fitness = _fitness(node.state)
+            states[fitness] += 1
+            if fitness == "idle":
+                idle_gpus += count
+            elif fitness == "part" and not whole_nodes:
+                taken = used.get(node.name, {kind: count})
+                idle_gpus += max(count - taken.get(kind, sum(taken.values())), 0)
+        common = set.intersection(*({*_words(text)} for text in {node.features for node in nodes}))
+        groups.append(
+            NodeGroup(
+                count=len(nodes),
+                gpu_type=kind,
+                gpus_per_node=count,
+                cpus_per_node=cpus,
+                mem_mb_per_node=mem_mb,
+                features=tuple(sorted(common)),
+                nodes=tuple(node.name for node in nodes),
+                idle_nodes=states["idle"],
+                idle_gpus=idle_gpus,
+                down_nodes=states["down"],
+            )
+        )
+    return tuple(
+        sorted(groups, key=lambda g: (-g.count * g.gpus_per_node, -g.count, g.description))
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
+    """GPU type, count, and the features that tell the GPU."""
+    kinds = _gpus(gres)
+    kind = min(kinds, key=lambda name: (-kinds[name], name), default="")
+    told = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
+    return kind, kinds.get(kind, 0), tuple(told)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gpus(gres: str) -> dict[str, int]:
+    # An untyped GRES in use is written gpu:(null):2.
+    return parse_gpus(gres)
+
+
+@functools.lru_cache(maxsize=256)
+def _fitness(state: str) -> str:
+    """``idle``, ``part`` (mixed: some of it may be free), ``busy`` or ``down``."""
+    base = state.lower().rstrip("*~#!%$@^-+")
+    flags = set(state[len(base) :])
+    if base not in USABLE_STATES or flags & DOWN_FLAGS:
+        return "down"
+    if flags & BUSY_FLAGS:
+        return "busy"
+    if base in IDLE_STATES:
+        return "idle"
+    return "part" if base == "mixed" else "busy"
+
+
+_GPU_AMOUNT = re.compile(r"gpu(?::([^:=,]+))?[:=](\d+)(?=$|,|\()")
+
+
+@functools.lru_cache(maxsize=4096)
+def _gpus_of_tres(text: str) -> dict[str, int]:
+    """GPUs of ``gres/gpu=4,gres/gpu:a100=4``, ``gres:gpu:a100:2`` or ``gres/gpu:2``, by type.
+
+    An amount without a type includes those with one, so it stands alone where there is one.
+    """
+    found = {kind: int(amount) for kind, amount in _GPU_AMOUNT.findall(text)}
+    return {"": found[""]} if "" in found else found
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\d+", text)
+    return int(digits.group()) if digits else 0
+
+
+def _all_numbers(words: Iterable[str]) -> bool:
+    """Whether words are numbers or empty, as in a line of Slurm's and hardly in a banner's."""
+    return all(re.fullmatch(r"(?:\d+\+?)?", word) for word in words)
+
+
+def _limit(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _word(text: str) -> str:
+    return "" if text in ("N/A", "(null)", "none") else text
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in _word(text).split(",") if word)
+
+
+def _allowed(text: str) -> tuple[str, ...] | None:
+    return None if text == "ALL" else _words(text)

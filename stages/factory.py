@@ -1,0 +1,397 @@
+"""The library objects a stage works with, built from the run's configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf.algorithms import algorithms
+from rlinf.algorithms.base import Algorithm
+from rlinf.artifacts import read_manifest, verify_output
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import OptimizerSection, RunConfig
+from rlinf.device_memory import GIB, DeviceMemoryManager, Offloadable
+from rlinf.engines import engines
+from rlinf.engines.base import Engine
+from rlinf.envs import environments
+from rlinf.envs.base import Environment
+from rlinf.errors import ArtifactError
+from rlinf.models import policies
+from rlinf.models.device import local_device
+from rlinf.rewards import rewards
+from rlinf.rewards.base import Reward, RewardResources
+from rlinf.trainers import trainers
+from rlinf.trainers.base import Trainer
+from stages.context import StageContext
+from stages.flow import flow_of
+from stages.layout import REWARD_CACHE_FOLDER, stage_folder
+from stages.live_store import evict_oldest
+from stages.worker_state import LoadedActor, LoadedTrainer
+
+WEIGHTS_POLL_S = 0.05
+MAX_PUBLISHED_STATES = 4
+"""Newest published weights whose trainer's state is remembered."""
+WEIGHTS = "weights"
+"""Folder of a policy in an output, and the name of its tensors in memory."""
+
+
+def policy_class(config: RunConfig) -> tuple[Any, Any]:
+    """The policy class and its validated options."""
+    cls = policies.get(config.model.name)
+    return cls, config.model.validate_options(cls.Config, "model")
+
+
+def environment_class(config: RunConfig) -> tuple[Any, Any]:
+    """The environment class and its validated options."""
+    cls = environments.get(config.task.name)
+    return cls, config.task.validate_options(cls.Config, "task")
+
+
+def create_algorithm(config: RunConfig) -> Algorithm:
+    """The run's algorithm."""
+    cls = algorithms.get(config.algorithm.name)
+    algorithm: Algorithm = cls(config.algorithm.validate_options(cls.Config, "algorithm"))
+    return algorithm
+
+
+def reward_class(config: RunConfig) -> tuple[Any, Any]:
+    """The reward class and its validated options."""
+    cls = rewards.get(config.reward.name)
+    return cls, config.reward.validate_options(cls.Config, "reward")
+
+
+def weight_sync_dtype(config: RunConfig) -> torch.dtype | None:
+    """The type in which engines take float32 weights; None: as they are."""
+    cls = engines.get(config.engine.name)
+    dtype: torch.dtype | None = cls.weight_dtype(
+        config.engine.validate_options(cls.Config, "engine")
+    )
+    return dtype
+
+
+def engine_max_batch(config: RunConfig) -> int | None:
+    """Most samples that a process decodes at once; None: all that it is asked."""
+    cls = engines.get(config.engine.name)
+    rows: int | None = cls.max_batch(config.engine.validate_options(cls.Config, "engine"))
+    return rows
+
+
+def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
+    """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
+    held = ctx.worker_state
+    if held.environment is None:
+        policy, policy_options = policy_class(ctx.config)
+        cls, options = environment_class(ctx.config)
+        environment: Environment = cls(options, policy.processor(folder(), policy_options))
+        held.environment = environment
+    return held.environment
+
+
+def primary_rank_environment(ctx: StageContext) -> Environment | None:
+    """The same, by the weights that are generated with; None where another process speaks."""
+    if not ctx.world.is_primary:
+        return None
+    return get_environment(ctx, lambda: ctx.verified_folder("weights") / WEIGHTS)
+
+
+def get_reward(ctx: StageContext) -> Reward:
+    """The run's reward, with what it may use of this process; kept resident."""
+    held, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
+    if held.reward is None or held.reward_shard != rank:
+        held.drop_reward()
+        cls, options = reward_class(ctx.config)
+        resources = RewardResources(
+            ctx.world,
+            str(local_device("auto")),
+            get_device_memory(ctx),
+            ctx.run_folder / REWARD_CACHE_FOLDER,
+        )
+        reward: Reward = cls(options, resources)
+        held.reward, held.reward_shard = reward, rank
+    return held.reward
+
+
+def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
+    """What of this process is on its device."""
+    if ctx.worker_state.device_memory is None:
+        gib = ctx.config.device_memory_gib
+        budget = None if gib is None else int(gib * GIB)
+        ctx.worker_state.device_memory = DeviceMemoryManager(local_device("auto"), budget)
+    return ctx.worker_state.device_memory
+
+
+def ensure_on_device(
+    ctx: StageContext, offloadable: Offloadable, *groups: str, filled: bool = True
+) -> None:
+    """Bring what the stage computes with next to its device; see :meth:`DeviceMemoryManager.acquire`.
+
+    After every wait anew: other stages may compute meanwhile, with other things.
+    """
+    get_device_memory(ctx).acquire(offloadable, *groups, copy_data=filled, span=ctx.span)
+
+
+def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
+    """The generation engine of this process, with whatever weights; kept resident.
+
+    Args:
+        world: in place of the stage's own.
+    """
+    held, world = ctx.worker_state.engine, world or ctx.world
+    if held is not None and held.world.layout != world.layout:
+        ctx.worker_state.drop_engine()
+    if ctx.worker_state.engine is None:
+        from rlinf import mkl_warmup
+
+        mkl_warmup.warm_up()
+        cls = engines.get(ctx.config.engine.name)
+        policy, options = policy_class(ctx.config)
+        engine: Engine = cls(
+            ctx.config.engine.validate_options(cls.Config, "engine"), policy, options
+        )
+        engine.log_folder = ctx.run_folder / "logs" / "engine"
+        ctx.worker_state.engine = engine
+    ctx.worker_state.engine.world = world
+    return ctx.worker_state.engine
+
+
+def get_engine(
+    ctx: StageContext, name: str, version: int, max_version: int | None = None
+) -> Engine:
+    """The engine serving the weights of an input; loaded again only when they changed.
+
+    It is on its device: until it is through with them the stage must not wait for anything.
+
+    Args:
+        newest: one that serves this version, or one in between, goes on with it.
+    """
+    entry = ctx.inputs[name]
+    engine, resident = get_or_create_engine(ctx), ctx.worker_state
+    served = resident.engine_weights
+    if max_version is not None and served is not None and version < engine.version <= max_version:
+        ensure_on_device(ctx, engine)
+        return engine
+    state = entry.content_id
+    # Only now: while this one waited for it, another stage may have loaded other weights.
+    served, resident.engine_weights = resident.engine_weights, None
+    if served != state:
+        tensors = entry.live_object(WEIGHTS) if served is not None else None
+        if tensors is None:
+            _ = entry.manifest  # waits for it: what follows must not
+            # Others may have loaded something meanwhile, which is overwritten now.
+            resident.engine_weights = None
+        if engine.version < 0:
+            get_device_memory(ctx).offload_all(span=ctx.span)
+        ensure_on_device(ctx, engine, filled=False)
+        with ctx.span("load"):
+            if tensors is None:
+                if served is not None and resident.weight_deltas is not None:
+                    tensors = resident.weight_deltas.read(ctx, name)
+                state = entry.content_id
+            if tensors is not None:
+                engine.load_state(policy_class(ctx.config)[0].served(tensors.items()), version)
+            else:
+                engine.load(ctx.verified_folder(name) / WEIGHTS, version)
+    ensure_on_device(ctx, engine)
+    resident.engine_weights = state
+    return engine
+
+
+def newer_weights_poller(
+    ctx: StageContext, engine: Engine
+) -> Callable[[], tuple[Path, int] | None]:
+    """What a rollout's engine asks for weights that were committed since it began."""
+    looked, states = 0.0, dict[int, str]()
+    publishes = flow_of(ctx.config).publish_stage
+
+    def newer() -> tuple[Path, int] | None:
+        nonlocal looked
+        if engine.version in states:  # loaded, since it asks again
+            ctx.worker_state.engine_weights = states.pop(engine.version)
+        if engine.version >= ctx.iteration or time.monotonic() - looked < WEIGHTS_POLL_S:
+            return None
+        looked = time.monotonic()
+        for version in range(ctx.iteration, engine.version, -1):
+            folder = stage_folder(ctx.run_folder, publishes, version - 1)
+            with contextlib.suppress(ArtifactError):  # who cannot do without them says so
+                manifest = read_manifest(folder)
+                if manifest is not None:
+                    verify_output(folder, manifest, checksums=False)
+                    ctx.worker_state.engine_weights = None
+                    states[version] = f"{folder}/{manifest.data}"
+                    return folder / manifest.data / WEIGHTS, version
+        return None
+
+    return newer
+
+
+def get_trainer(ctx: StageContext) -> Trainer:
+    """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``.
+
+    Its weights are on the device, as long as the stage does not wait for anything.
+    """
+    initial, checkpoint = ctx.inputs["initial"], ctx.inputs.get("checkpoint")
+    state = checkpoint.content_id if checkpoint else ""
+    start = initial.content_id
+    resident = ctx.worker_state
+    fresh = resident.actor
+    if resident.trainer is None and checkpoint is None and fresh and fresh.weights == start:
+        # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
+        resident.actor, resident.trainer = None, LoadedTrainer(fresh.trainer, start, state)
+    del fresh
+    held = resident.trainer
+    if held is None or (held.initial_weights, held.checkpoint) != (start, state):
+        for entry in (initial, checkpoint) if checkpoint else (initial,):
+            _ = entry.manifest  # waits for it: what follows must not
+        # The old one leaves the memory before the new one is made.
+        del held
+        resident.drop_trainer()
+        get_device_memory(ctx).offload_all(span=ctx.span)
+        with ctx.span("load"):
+            trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
+            if checkpoint:
+                trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
+        held = resident.trainer = LoadedTrainer(trainer, start, state)
+    ensure_on_device(ctx, held.trainer, "weights")
+    return held.trainer
+
+
+def get_actor(ctx: StageContext) -> Trainer:
+    """A trainer with the weights of input ``weights``, to evaluate the policy with.
+
+    Where training goes on in this process and has come as far as these weights, it is that one.
+    Another one keeps no optimizer state, and takes later weights as they come. As for the trainer,
+    it is on the device until a wait.
+    """
+    start, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
+    state, resident = weights.content_id, ctx.worker_state
+    training = (start, "") if state == start else resident.published_states.get(state)
+    trained = resident.trainer
+    if trained is not None and (trained.initial_weights, trained.checkpoint) == training:
+        resident.drop_actor()
+        ensure_on_device(ctx, trained.trainer, "weights")
+        return trained.trainer
+    held = resident.actor
+    if held is None or held.weights != state:
+        tensors = weights.live_object(WEIGHTS)
+        if tensors is None:
+            _ = weights.manifest  # waits for it: what follows must not
+            state = weights.content_id
+        if resident.actor is not None and not resident.actor.trainer.can_load_weights:
+            resident.drop_actor()
+        held, resident.actor = resident.actor, None
+        with ctx.span("load"):
+            if held is None:
+                get_device_memory(ctx).offload_all(span=ctx.span)
+                source = "weights" if tensors is None else "initial"
+                trainer = create_trainer(ctx, ctx.verified_folder(source) / WEIGHTS)
+            else:
+                trainer = held.trainer
+                ensure_on_device(ctx, trainer, "weights", filled=False)
+                if tensors is None and loads_sharded(ctx):
+                    trainer.load_policy_folder(ctx.verified_folder("weights") / WEIGHTS)
+                elif (
+                    tensors is None
+                    and resident.weight_deltas is not None
+                    and resident.weight_deltas.is_exact
+                ):
+                    tensors = resident.weight_deltas.read(ctx, "weights")
+                elif tensors is None:
+                    tensors = load_committed_weights(ctx, "weights")
+            if tensors is not None:
+                trainer.load_weights(tensors.items())
+        held = resident.actor = LoadedActor(trainer, state)
+    ensure_on_device(ctx, held.trainer, "weights")
+    return held.trainer
+
+
+def get_reference(ctx: StageContext) -> Trainer:
+    """The policy that training began with; like the trainer it is on the device until a wait."""
+    if ctx.worker_state.reference is None:
+        _ = ctx.inputs["initial"].manifest  # waits for it: what follows must not
+        get_device_memory(ctx).offload_all(span=ctx.span)
+        ctx.worker_state.reference = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
+    ensure_on_device(ctx, ctx.worker_state.reference, "weights")
+    return ctx.worker_state.reference
+
+
+def create_trainer(
+    ctx: StageContext, folder: Path, optimizer: OptimizerSection | None = None
+) -> Trainer:
+    """A trainer for the policy in ``folder`` with a fresh optimizer."""
+    cls = trainers.get(ctx.config.trainer.name)
+    policy, options = policy_class(ctx.config)
+    load = policy.meta_from_folder if loads_sharded(ctx) else policy.load
+    trainer: Trainer = cls(
+        load(folder, options),
+        ctx.config.trainer.validate_options(cls.Config, "trainer"),
+        optimizer or ctx.config.optimizer,
+        ctx.world,
+    )
+    return trainer
+
+
+def loads_sharded(ctx: StageContext) -> bool:
+    """Whether several processes share the policy, none of which need hold it whole."""
+    cls, _ = policy_class(ctx.config)
+    return ctx.world.size > 1 and bool(cls.supports_sharded_loading)
+
+
+def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
+    """The weights in the policy folder of an input, whole, by the policy's names.
+
+    Raises:
+        ArtifactError: they are damaged.
+    """
+    cls, options = policy_class(ctx.config)
+    tensors: dict[str, Tensor] = cls.load(
+        ctx.verified_folder(name) / WEIGHTS, options
+    ).module.state_dict()
+    return tensors
+
+
+def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
+    """Write a policy folder with the trainer's weights as they come, by rank 0; all take part."""
+    state = trainer.stream_weights()
+    try:
+        if ctx.world.rank == 0:
+            folder.mkdir()
+            trainer.policy.save_state(folder, state)
+    finally:
+        # The others wait for this one, whatever failed here.
+        state.drain()
+
+
+def mark_trainer_dirty(ctx: StageContext) -> None:
+    """The trainer's weights are about to change: it counts as held again once the stage is through.
+
+    An attempt that fails leaves half an update in it, which must not serve the next one. While
+    gradients only add up, inference on the rest of the batch may still use it.
+    """
+    if ctx.worker_state.trainer is not None:
+        ctx.worker_state.trainer = replace(ctx.worker_state.trainer, checkpoint=None)
+
+
+def commit_trainer_state(ctx: StageContext) -> None:
+    """Remember that the resident trainer is now in the state that this attempt will commit."""
+    if ctx.worker_state.trainer is not None:
+        ctx.worker_state.trainer = replace(
+            ctx.worker_state.trainer, checkpoint=f"{ctx.output_folder}/{ctx.data_folder.name}"
+        )
+
+
+def mark_published(ctx: StageContext) -> None:
+    """Remember which state of the trainer has the weights that this attempt will commit."""
+    held, known = ctx.worker_state.trainer, ctx.worker_state.published_states
+    if held is not None:
+        known[f"{ctx.output_folder}/{ctx.data_folder.name}"] = (
+            held.initial_weights,
+            held.checkpoint,
+        )
+        evict_oldest(known, MAX_PUBLISHED_STATES)

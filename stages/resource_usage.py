@@ -1,0 +1,190 @@
+"""What a process, and those it started, use of the machine: processors, memory, a GPU.
+
+A thread looks every few seconds while a stage computes. What it saw goes into the manifest's
+``timing``: it differs between equal runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SAMPLE_INTERVAL_S = 2.0
+REUSE_SAMPLE_S = 0.02
+"""A look costs a millisecond where there are many threads: a stage that begins when another ends
+has that one's last."""
+_PROC = Path("/proc")
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class UsageSample(NamedTuple):
+    """One look. ``gpu_*`` are None without a GPU that this process has begun to use."""
+
+    cpu_s: float
+    """Processor seconds until now, of this process and its children, ended ones included."""
+    memory_bytes: int
+    """Resident; pages that processes share count once for each."""
+    gpu_share: float | None = None
+    """Of the last moment (1/6 s to 1 s, says NVIDIA), how much a kernel was running."""
+    gpu_bytes: int | None = None
+    """Memory in use on the device, by whomever."""
+    gpu_total_bytes: int | None = None
+
+
+def sample_usage() -> UsageSample:
+    """Take a sample now. Where there is no ``/proc`` children are left out, and memory is 0."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s, memory = sum(used.ru_utime + used.ru_stime for used in usage), 0
+    for pid in _family(os.getpid()):
+        try:
+            # The name, in parentheses, may hold anything.
+            fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        memory += int(fields[21]) * _PAGE
+        if pid != os.getpid():
+            cpu_s += sum(map(int, fields[11:15])) / _TICK
+    return UsageSample(cpu_s, memory, *_gpu())
+
+
+def _family(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for task in (_PROC / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):
+                for child in (task / "children").read_bytes().split():
+                    yield from _family(int(child))
+
+
+class _NvmlUtilization(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+@cache
+def _nvml() -> ctypes.CDLL | None:
+    """The library that nvidia-smi is made of; it comes with the driver."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        return library if library.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def _device(uuid: str) -> ctypes.c_void_p | None:
+    library, handle = _nvml(), ctypes.c_void_p()
+    if library is None:
+        return None
+    known = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle))
+    return handle if known == 0 else None
+
+
+def _gpu() -> tuple[float | None, int | None, int | None]:
+    """Use of the device that torch computes on here; never the first to touch it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return None, None, None
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    handle, library = _device(f"GPU-{uuid}"), _nvml()
+    if handle is None or library is None:
+        free, total = torch.cuda.mem_get_info()
+        return None, total - free, total
+    used, memory = _NvmlUtilization(), _NvmlMemory()
+    share = None
+    if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0:
+        share = used.gpu / 100
+    if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return share, None, None
+    return share, int(memory.used), int(memory.total)
+
+
+@dataclass
+class UsageWindow:
+    """The samples of one stretch of time."""
+
+    start: float = field(default_factory=time.monotonic)
+    samples: list[UsageSample] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """``seconds``, ``cpu_s``, ``memory_mean_bytes``, ``memory_peak_bytes``; where a GPU was in
+        use ``gpu_share``, ``gpu_peak_bytes`` and ``gpu_total_bytes``."""
+        memory = [sample.memory_bytes for sample in self.samples]
+        found: dict[str, float] = {
+            "seconds": round(time.monotonic() - self.start, 3),
+            "cpu_s": round(max(0.0, self.samples[-1].cpu_s - self.samples[0].cpu_s), 3),
+            "memory_mean_bytes": round(sum(memory) / len(memory)),
+            "memory_peak_bytes": max(memory),
+        }
+        shares = [s.gpu_share for s in self.samples if s.gpu_share is not None]
+        used = [s.gpu_bytes for s in self.samples if s.gpu_bytes is not None]
+        totals = [s.gpu_total_bytes for s in self.samples if s.gpu_total_bytes is not None]
+        if shares:
+            found["gpu_share"] = round(sum(shares) / len(shares), 3)
+        if used:
+            found |= {"gpu_peak_bytes": max(used), "gpu_total_bytes": max(totals)}
+        return found
+
+
+class UsageMeter:
+    """Takes samples for all windows that are open in this process."""
+
+    def __init__(self, interval_s: float = SAMPLE_INTERVAL_S) -> None:
+        self._every_s, self._lock = interval_s, threading.Lock()
+        self._windows: list[UsageWindow] = []
+        self._last: tuple[float, UsageSample | None] = (0.0, None)
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def measure(self, results: list[dict[str, Any]], **labels: Any) -> Iterator[None]:
+        """Add one entry to ``into`` at the end: ``about`` and the summary of the time between."""
+        at, last = self._last
+        if last is None or time.monotonic() - at > REUSE_SAMPLE_S:
+            last = sample_usage()
+        window = UsageWindow(samples=[last])
+        with self._lock:
+            self._windows.append(window)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="usage", daemon=True)
+                self._thread.start()
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._windows.remove(window)
+                if not self._windows:
+                    self._wanted.clear()
+            window.samples.append(sample_usage())
+            self._last = time.monotonic(), window.samples[-1]
+            results.append({**labels, **window.summary()})
+
+    def _work(self) -> None:
+        while self._wanted.wait():
+            time.sleep(self._every_s)
+            with self._lock:
+                open_ = list(self._windows)
+            if open_:
+                sample = sample_usage()
+                for window in open_:
+                    window.samples.append(sample)
+
+
+USAGE_METER = UsageMeter()
+"""Of this process."""

@@ -1,0 +1,116 @@
+"""Collecting experience: simulate and generate joined by an observation and an action channel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+
+from rlinf.channels.channel import LocalChannel
+from rlinf.data.record import Record
+from rlinf.engines.base import NO_HOOKS, Engine, RolloutHooks
+from rlinf.envs.base import Environment, RolloutRequest
+from rlinf.errors import RequeueRequested
+from stages.context import StageContext
+
+
+@dataclass(frozen=True)
+class PolicyRunner:
+    """The part of a stage that has the policy: its engine with the weights to act by, and how it is
+    asked."""
+
+    engine: Engine
+    seed: int
+    stage: str
+    hooks: RolloutHooks = NO_HOOKS
+
+
+def rollout_iter(
+    ctx: StageContext,
+    environment: Environment,
+    episodes: RolloutRequest,
+    policy: PolicyRunner | None,
+) -> Generator[Record]:
+    """Trajectories of ``episodes``, each as soon as it is complete.
+
+    Args:
+        acting: None: the policy is in other workers, which are asked.
+
+    Raises:
+        RequeueRequested: the allocation is about to end.
+        UpstreamFailed: the workers that have the policy no longer answer.
+    """
+    if policy is None:
+        assert ctx.remote_policy is not None, "a process without an engine asks others"
+        return ctx.remote_policy.rollout_iter(ctx, environment, episodes)
+    return local_rollout_iter(
+        environment, policy.engine, episodes, policy.stage, policy.hooks, ctx.should_stop
+    )
+
+
+class _Unread(Exception):
+    """Nobody takes the trajectories any more."""
+
+
+def local_rollout_iter(
+    environment: Environment,
+    engine: Engine,
+    episodes: RolloutRequest,
+    stage: str,
+    hooks: RolloutHooks = NO_HOOKS,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Generator[Record]:
+    """Trajectories of ``episodes``, each as soon as it is complete.
+
+    The engine answers in a thread of its own. An error on either side ends both and is raised here.
+    Where they are not taken to the end, the samples under way are left as they are.
+
+    Args:
+        stopping: whether the allocation is about to end; asked at every step of the engine.
+
+    Raises:
+        RequeueRequested: it is.
+    """
+    observations, actions = LocalChannel(capacity=64), LocalChannel()
+    failure: list[BaseException] = []
+    unread = threading.Event()
+
+    def gives_up(left: int, of: int) -> bool:
+        if unread.is_set():
+            raise _Unread
+        if should_stop():
+            raise RequeueRequested(f"{stage}: stopping with {left} of {of} samples left")
+        return hooks.should_abort is not None and hooks.should_abort(left, of)
+
+    asked = replace(hooks, should_abort=gives_up)
+
+    def generate() -> None:
+        try:
+            replies = engine.generate(observations, seed=episodes.seed, stage=stage, hooks=asked)
+            for reply in replies:
+                actions.put(reply)
+        except _Unread:
+            observations.close()
+        except BaseException as error:
+            failure.append(error)
+            observations.close()
+        finally:
+            actions.close()
+
+    worker = threading.Thread(target=generate, name="generate", daemon=True)
+    worker.start()
+    taken = False
+    try:
+        yield from environment.simulate(episodes, observations, actions)
+        taken = True
+    except Exception:
+        if failure:
+            raise failure[0] from None
+        raise
+    finally:
+        if not taken:
+            unread.set()
+        observations.close()
+        worker.join()
+    if failure:
+        raise failure[0]

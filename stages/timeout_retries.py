@@ -1,0 +1,70 @@
+"""Stages that are longer than their jobs may be.
+
+A job that is asked to stop is started again, and its stage begins anew but for what the stage keeps
+in :data:`PROGRESS_FOLDER`. A stage that keeps nothing and is longer than its time limit would do so for
+ever.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from rlinf.artifacts import write_atomic
+from rlinf.errors import PlanError
+
+PROGRESS_FOLDER = "progress"
+"""Folder beside the attempts with what a stage goes on from; removed when it commits."""
+TIMEOUTS_FILE = "stopped.json"
+MAX_TIMEOUTS = 3
+"""Attempts that used up their time and left nothing, after which there is no further one."""
+log = logging.getLogger("rlinf")
+
+
+class NoProgressGuard:
+    """Counts the attempts at one output that used up their time and left nothing.
+
+    Args:
+        out: output folder of the stage.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._before = out, _state(out / PROGRESS_FOLDER)
+
+    def record_timeout(self, stage: str, attempt: str) -> None:
+        """This attempt stops because its time is over.
+
+        Raises:
+            PlanError: so did as many before it that there is no use in another.
+        """
+        path = self._out / TIMEOUTS_FILE
+        if _state(self._out / PROGRESS_FOLDER) != self._before:
+            path.unlink(missing_ok=True)
+            return
+        # Every rank may be the first that stops: all write the same.
+        attempts = sorted({*_noted(path), attempt})
+        if len(attempts) < MAX_TIMEOUTS:
+            write_atomic(path, json.dumps(attempts))
+            log.warning(
+                "%s: stopped at the end of its time, with nothing to go on from: it begins anew",
+                stage,
+            )
+            return
+        path.unlink(missing_ok=True)
+        raise PlanError(
+            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's time, "
+            f"and each began anew: give it more (stages.{stage}.time_limit_min), a partition with a "
+            "longer limit, or less work"
+        )
+
+
+def _noted(path: Path) -> list[str]:
+    try:
+        return [str(entry) for entry in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _state(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))

@@ -1,0 +1,89 @@
+"""What changed between two versions of the weights, a file beside the policy folder of the newer.
+
+For partitions that no network joins, or only a slow one: a worker that has the version before reads
+far less than the policy folder, where steps of the optimizer are small. The folder is always there
+for those that have another version or none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlinf.artifacts import DERIVED_PREFIX, read_manifest
+from rlinf.errors import ArtifactError, WeightTransferError
+from rlinf.weights.delta import WeightDelta, WeightSnapshot, apply_delta, compute_delta
+from stages.context import StageContext
+from stages.factory import load_committed_weights
+from stages.layout import stage_folder
+
+DELTA_FILE = f"{DERIVED_PREFIX}delta.safetensors"
+log = logging.getLogger("rlinf")
+
+
+class WeightDeltas:
+    """Writes and reads deltas; holds the newest weights that it wrote or read.
+
+    Args:
+        dtype: what float32 tensors are compared as, and come as; None: as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._held: WeightSnapshot | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is read are the trainer's weights, not rounded to what engines take."""
+        return self._dtype is None
+
+    def write(self, ctx: StageContext, tensors: Mapping[str, Tensor]) -> None:
+        """Add to an attempt that publishes weights what changed since those it published before."""
+        old, self._held = self._held, None
+        new = WeightSnapshot.from_tensors(tensors, self._dtype)
+        if old is not None:
+            path = ctx.data_folder / DELTA_FILE
+            path.parent.mkdir()
+            compute_delta(old, new).save(path)
+        self._held = new
+
+    def read(self, ctx: StageContext, name: str) -> dict[str, Tensor]:
+        """The weights of a committed input, which share memory with those that are held.
+
+        Raises:
+            ArtifactError: they have to be read whole, and are damaged.
+        """
+        held, new = self._held, None
+        if held is not None:
+            new = self._patched(ctx, name, held)
+            ctx.inputs[name].used_disk_fallback |= new is None
+        if new is None:
+            new = WeightSnapshot.from_tensors(load_committed_weights(ctx, name), self._dtype)
+        self._held = new
+        return new.tensors
+
+    def _patched(self, ctx: StageContext, name: str, held: WeightSnapshot) -> WeightSnapshot | None:
+        """Walks back to the version that is held, while this takes fewer bytes than the whole."""
+        folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
+        deltas: list[WeightDelta] = []
+        left, start = held.nbytes, time.time()
+        try:
+            while (file := manifest.files.get(DELTA_FILE)) is not None and file.size <= left:
+                left -= file.size
+                deltas.append(WeightDelta.load(folder / manifest.data / DELTA_FILE))
+                if deltas[-1].base_digest == held.digest:
+                    new = functools.reduce(apply_delta, reversed(deltas), held)
+                    ctx.add_span("delta", start)
+                    return new
+                folder = stage_folder(ctx.run_folder, manifest.stage, manifest.iteration - 1)
+                if (before := read_manifest(folder)) is None:
+                    break
+                manifest = before
+        except (ArtifactError, WeightTransferError, OSError) as error:
+            log.warning("%s; %s is read whole", error, name)
+        return None

@@ -1,0 +1,374 @@
+"""The simulators' end of a rollout whose policy is in other workers.
+
+What is observed goes to one of these as requests to an engine do, and its replies come back, over a
+mailbox that the other worker hosts (:mod:`stages.worker.policy_server`): encrypted and authenticated as
+all channels of a run, with both ends' signs of life.
+
+A stage that asks needs two turns, its own here and that of its policy there, and whoever holds one
+while it waits for the other may hold up what that one waits for. So it takes both or none: it
+*opens* and waits without its turn; what answers has its turn and *grants* for a moment; if the
+simulators have theirs by then they are *ready*, and both keep theirs until they are through. If
+not, the grant is *void*, and they begin anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import msgpack
+
+from rlinf.channels.channel import Channel, ChannelClosed, ChannelFailed
+from rlinf.channels.curve_sockets import first_reachable, routing_id
+from rlinf.channels.mailbox import MailboxPeer
+from rlinf.channels.mailbox_protocol import Block
+from rlinf.channels.record_streams import find_channel_host
+from rlinf.channels.wire_format import decode_record, encode_record
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import Environment, RolloutRequest
+from rlinf.errors import (
+    EXIT_REQUEUE,
+    DataError,
+    InputError,
+    RequeueRequested,
+    RlinfError,
+    UpstreamFailed,
+)
+from stages.context import StageContext
+from stages.live_store import LiveOutput, evict_oldest
+from stages.worker.messages import (
+    AttemptEnded,
+    PolicyFailure,
+    PolicyMessage,
+    ReleaseSlot,
+    RequestSlot,
+    SlotAccepted,
+    SlotConfirmed,
+    SlotExpired,
+    SlotOffered,
+    SlotReleased,
+    StageOrder,
+    WorkerMessage,
+    read_policy_message,
+)
+
+POLL_S = 0.2
+"""How often whoever waits sees whether it is to stop."""
+CONNECT_TIMEOUT_S = 60.0
+"""How long the other worker may take to be there: it was when the stage was ordered."""
+RELEASE_TIMEOUT_S = 5.0
+MAX_REMEMBERED_ORDERS = 1024
+CONTROL_SAMPLE = -1
+"""Sample number of what is no request or reply."""
+POLICY_WAIT = "the policy"
+
+
+def policy_channel(worker: str) -> str:
+    """The name of the mailbox by which a worker is asked."""
+    return f"{worker}-policy"
+
+
+def encode_message(message: WorkerMessage) -> Block:
+    """Something else than a request or reply, as it travels."""
+    return encode_record(Record(RecordId(0, CONTROL_SAMPLE), info=message.to_dict())).to_bytes()
+
+
+class PolicyFailed(RlinfError):
+    """The policy's part of a stage failed, with this exit code."""
+
+    def __init__(self, worker: str, failed: PolicyFailure) -> None:
+        super().__init__(f"{worker}, which has the policy: {failed.reason}")
+        self.exit_code = failed.exit_code
+
+
+class _OrderedAnew(Exception):
+    """By another order than the one by which the other worker was asked."""
+
+
+def encode_policy_message(record: Record, max_bytes: int, description: str, kind: str) -> Block:
+    """A request or reply as it is sent.
+
+    Args:
+        most: bytes that the other worker takes.
+        what: it is, and ``sent_as``: a request or reply, in the words of an error.
+
+    Raises:
+        DataError: it is larger.
+    """
+    encoded = encode_record(record)
+    if encoded.size > max_bytes:
+        raise DataError(
+            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer be "
+            "simulated together (task.max_parallel_envs), or give their stage more processes"
+        )
+    return encoded.to_bytes()
+
+
+class PolicyClient(Channel):
+    """Asks one worker, on behalf of one attempt at a stage; observations in, actions out.
+
+    Args:
+        folder: the run's folder for channels.
+        name: of this worker.
+        order: names those that have the policy.
+        rank: of this process among those that compute the stage.
+    """
+
+    def __init__(self, folder: Path, name: str, order: StageOrder, rank: int) -> None:
+        self._folder, self._name, self._rank = folder, name, rank
+        self._order = self._newest = order
+        self._policy, self._answered = "", False
+        self._most = 0
+        """The largest request that the other worker takes, in bytes."""
+        self._peer: MailboxPeer | None = None
+        self._ctx: StageContext | None = None
+        self._replies: deque[Record] = deque()
+        self._words: deque[PolicyMessage] = deque()
+        self._ended: str | None = None
+
+    def rollout_iter(
+        self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
+    ) -> Generator[Record]:
+        """Trajectories of ``episodes``; the policy's turn is kept until :meth:`close`.
+
+        Raises:
+            RequeueRequested: the allocation is about to end.
+            UpstreamFailed: the other worker is gone, or silent.
+            PolicyFailed: its part failed.
+        """
+        self._ctx = ctx
+        if self._peer is None:
+            self._begin(ctx)
+        yield from environment.simulate(episodes, self, self)
+
+    def mark_lost(self, reason: str) -> None:
+        """The other worker is known to be gone."""
+        self._ended = reason
+
+    def update_order(self, order: StageOrder) -> None:
+        """The stage was ordered once more, by another driver.
+
+        The first one may have died before the other worker took its order: unless that answers by
+        now, it is asked by the new one.
+        """
+        self._newest = order
+
+    def put(self, record: Record) -> None:
+        """As the interface says.
+
+        Raises:
+            DataError: the other worker takes no request as large as this.
+        """
+        what = f"what the simulators of {self._order.node} observe in one step"
+        self._give(encode_policy_message(record, self._most, what, f"a request to {self._policy}"))
+
+    def get(self) -> Record:
+        while not self._replies:
+            self._take()
+        return self._replies.popleft()
+
+    def close(self) -> None:
+        """These observations are all; others may follow, in another call of :meth:`collect`."""
+
+    def finish(self, *, completed: bool) -> None:
+        """The stage needs no more answers.
+
+        Args:
+            through: whether it has all it wanted; it is told what they took then.
+        """
+        peer, ctx = self._peer, self._ctx
+        if peer is None or ctx is None:
+            return
+        try:
+            if completed:
+                deadline = time.monotonic() + RELEASE_TIMEOUT_S
+                # What is missing in the report then is no reason to collect once more.
+                with contextlib.suppress(RlinfError):
+                    self._give(encode_message(ReleaseSlot()))
+                    while time.monotonic() < deadline and not self._closed(ctx):
+                        self._take()
+        finally:
+            self._peer = None
+            peer.close()
+
+    def _closed(self, ctx: StageContext) -> bool:
+        if not self._words:
+            return False
+        said = self._words.popleft()
+        if isinstance(said, SlotReleased):
+            about = {"worker": self._policy, "rank": ctx.world.rank, "host": said.host}
+            for name, start, end in json.loads(said.spans):
+                ctx.spans.append({"name": name, **about, "start": start, "end": end})
+        return True
+
+    def _begin(self, ctx: StageContext) -> None:
+        while not self._answered:
+            self._order = order = self._newest
+            self._policy = order.policy_workers[self._rank % len(order.policy_workers)]
+            try:
+                self._open(ctx)
+            except _OrderedAnew:
+                self._words.clear()
+                if self._peer is not None:
+                    self._peer.close()
+                    self._peer = None
+
+    def _open(self, ctx: StageContext) -> None:
+        while True:
+            with ctx.waiting(POLICY_WAIT):
+                if self._peer is None:
+                    self._peer = self._connected()
+                self._give(encode_message(RequestSlot()))
+                granted = self._next()
+            if not isinstance(granted, SlotOffered):
+                raise UpstreamFailed(f"{self._policy} does not grant its turn: {granted!r}")
+            self._give(encode_message(SlotAccepted(number=granted.number)))
+            while isinstance(said := self._next(), SlotOffered):
+                pass  # a later one; what became of this one comes after it
+            if isinstance(said, SlotConfirmed):
+                self._answered = True
+                entry = ctx.inputs["weights"]
+                entry.used_disk_fallback |= said.used_disk_fallback
+                if said.weights_attempt:
+                    # Compared with what was committed before this stage commits.
+                    entry.live_output, entry.used_live = LiveOutput(), True
+                    entry.live_output.mark_complete(said.weights_attempt)
+                return
+            if not isinstance(said, SlotExpired):
+                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {said!r}")
+
+    def _connected(self) -> MailboxPeer:
+        order = self._order
+        about = {"asker": self._name, "node": order.node, "attempt": order.attempt}
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            self._check()
+            # It listens from the first time on that it is to answer.
+            with contextlib.suppress(InputError):
+                _, host = find_channel_host(self._folder, policy_channel(self._policy))
+                self._most = host.max_bytes
+                if (address := first_reachable(host.addresses)) is not None:
+                    return MailboxPeer(
+                        self._folder / f"{policy_channel(self._policy)}.socket.json",
+                        routing_id().hex(),
+                        decode_record,
+                        about=msgpack.packb(about),
+                        host=host,
+                        address=address,
+                    )
+            if time.monotonic() > deadline:
+                raise UpstreamFailed(
+                    f"{self._policy}, which has the policy, has not been there for {CONNECT_TIMEOUT_S:g} s"
+                )
+            time.sleep(POLL_S / 4)
+
+    def _next(self) -> PolicyMessage:
+        while not self._words:
+            self._take()
+        return self._words.popleft()
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise UpstreamFailed(f"{self._policy}, which has the policy: {self._ended}")
+        if self._ctx is not None and self._ctx.should_stop():
+            raise RequeueRequested(f"{self._ctx.stage}: stopping while the policy is asked")
+        if self._newest is not self._order and not self._answered:
+            raise _OrderedAnew
+
+    def _give(self, item: Block) -> None:
+        self._check()
+        with self._failing():
+            assert self._peer is not None
+            self._peer.send_item(item, wait=True)
+
+    def _take(self) -> None:
+        self._check()
+        with self._failing():
+            assert self._peer is not None
+            items = self._peer.receive_items(POLL_S)
+        for item in items:
+            if item.identity.sample != CONTROL_SAMPLE:
+                self._replies.append(item)
+                continue
+            try:
+                said = read_policy_message(item.info)
+            except DataError as error:
+                raise UpstreamFailed(f"{self._policy}, which has the policy: {error}") from None
+            if isinstance(said, PolicyFailure) and said.exit_code == EXIT_REQUEUE:
+                raise UpstreamFailed(f"{self._policy}, which has the policy: {said.reason}")
+            if isinstance(said, PolicyFailure):
+                raise PolicyFailed(self._policy, said)
+            self._words.append(said)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Generator[None]:
+        try:
+            yield
+        except (ChannelClosed, ChannelFailed) as error:
+            raise UpstreamFailed(
+                f"{self._policy}, which has the policy, is gone: {error}"
+            ) from None
+
+
+class PolicyClients:
+    """The stages under way in a worker whose policy others have.
+
+    Args:
+        folder: the run's folder for channels.
+        name: of this worker.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._lock = threading.Lock()
+        self._asks: dict[str, PolicyClient] = {}
+        """By stage instance."""
+        self._newest: dict[str, StageOrder] = {}
+        """The same; of those that have not begun."""
+        self._over: dict[str, str] = {}
+        """By attempt: why it was over before it began."""
+
+    def update_order(self, order: StageOrder) -> None:
+        """A stage was ordered, be it under way already."""
+        with self._lock:
+            if (asks := self._asks.get(order.node)) is not None:
+                asks.update_order(order)
+            elif order.policy_workers:
+                self._newest[order.node] = order
+                evict_oldest(self._newest, MAX_REMEMBERED_ORDERS)
+
+    def create_client(self, order: StageOrder, rank: int) -> PolicyClient | None:
+        """The way to the policy of an attempt; None where this worker has it."""
+        if not order.policy_workers:
+            return None
+        with self._lock:
+            newest = self._newest.pop(order.node, order)
+            asks = self._asks[order.node] = PolicyClient(self._folder, self._name, newest, rank)
+            if (reason := self._over.get(newest.attempt)) is not None:
+                asks.mark_lost(reason)
+        return asks
+
+    @contextlib.contextmanager
+    def client_scope(self, node: str) -> Iterator[None]:
+        """While a stage computes, which may ask."""
+        through = False
+        try:
+            yield
+            through = True
+        finally:
+            if (asks := self._asks.pop(node, None)) is not None:
+                asks.finish(completed=through)
+
+    def end_attempt(self, order: AttemptEnded) -> None:
+        """Whoever was asked is known to be gone."""
+        with self._lock:
+            if (asks := self._asks.get(order.node)) is not None:
+                asks.mark_lost(order.reason)
+            else:
+                self._over[order.attempt] = order.reason
+                evict_oldest(self._over, MAX_REMEMBERED_ORDERS)

@@ -1,0 +1,483 @@
+"""The policy's end of a rollout whose simulators are in other workers (:mod:`stages.worker.policy_client`).
+
+A worker that has the policy hosts one mailbox. For every attempt at a stage that asks it has a
+*service*, which has its turns at the place of that stage and answers whoever asks then: first the
+simulators of its iteration, then whatever stages of later places are to run on the same device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlinf.channels.channel import ChannelClosed
+from rlinf.channels.mailbox import MailboxHost
+from rlinf.channels.mailbox_protocol import (
+    REASON_DEPARTED,
+    REASON_REPLACED,
+    Block,
+    PeerEvent,
+    PeerJoined,
+    PeerLost,
+    PeerReport,
+)
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.channels.record_streams import channel_pointer
+from rlinf.channels.wire_format import decode_record
+from rlinf.config import RunConfig
+from rlinf.data.record import Record
+from rlinf.errors import EXIT_REQUEUE, DataError, RequeueRequested
+from rlinf.threads import MalformedCounter, start_service_thread
+from rlinf.user_code import exit_code_and_message
+from stages.context import IDLE_SPANS, LiveContext, RecordWriter, StageContext, StageInput
+from stages.device_schedule import DeviceSchedule, DeviceSlot
+from stages.flow import POLICY_SUFFIX
+from stages.layout import CHANNELS_FOLDER
+from stages.live_store import LiveOutput, LiveStore, evict_oldest
+from stages.rollout_loop import PolicyRunner
+from stages.runner import import_stage_module, withdraw_on_damage
+from stages.worker.messages import (
+    AttemptEnded,
+    PolicyFailure,
+    ReleaseSlot,
+    RequestSlot,
+    ServePolicy,
+    SlotAccepted,
+    SlotConfirmed,
+    SlotExpired,
+    SlotOffered,
+    SlotReleased,
+    WorkerMessage,
+    read_policy_message,
+)
+from stages.worker.policy_client import (
+    CONTROL_SAMPLE,
+    POLL_S,
+    encode_message,
+    encode_policy_message,
+    policy_channel,
+)
+from stages.worker_state import ActivityTracker, WorkerState
+
+ACCEPT_TIMEOUT_S = 5.0
+"""How long simulators may take to be ready; they are at once, or have lost their turn."""
+SIMULATORS_WAIT, GENERATE_SPAN = "simulators", "generate"
+
+
+class ServingEnded(Exception):
+    """The attempt that asked is over."""
+
+
+@dataclass(eq=False)
+class PolicyConnection:
+    """One asker at one attempt."""
+
+    peer: str
+    client: str
+    node: str
+    attempt: str
+
+
+@dataclass(eq=False)
+class PolicySession:
+    """What is under way of one attempt; the requests of all its simulators, to an engine.
+
+    Args:
+        say: sends an asker something.
+        most: bytes of a reply that an asker takes.
+    """
+
+    order: ServePolicy
+    send: Callable[[PolicyConnection, Block], None]
+    should_stop: Callable[[], bool]
+    max_reply_bytes: int
+    context: StageContext | None = None
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    waiting_clients: dict[str, PolicyConnection] = field(default_factory=dict)
+    """By peer: those that wait to be granted the turn."""
+    active_clients: dict[str, PolicyConnection] = field(default_factory=dict)
+    """Those that are answered."""
+    finished_clients: set[str] = field(default_factory=set)
+    """Askers that need no more."""
+    requests: deque[Record] = field(default_factory=deque)
+    reply_clients: dict[int, PolicyConnection] = field(default_factory=dict)
+    """By first sample: the worker that waits for the reply."""
+    offer_number: int | None = None
+    """Number of the turn, while it is held."""
+    num_offers: int = 0
+    weights_attempt: str = ""
+    """By which attempt those that the engine serves were made."""
+    serving_since: float = 0.0
+    """When the first asker was answered."""
+    end_reason: str | None = None
+    failure: PolicyFailure | None = None
+
+    def handle_record(self, session: PolicyConnection, record: Record) -> None:
+        """Something came from an asker.
+
+        Raises:
+            DataError: it makes no sense.
+        """
+        with self.condition:
+            if self.failure is not None:
+                self._tell(session, self.failure)
+            elif record.identity.sample != CONTROL_SAMPLE:
+                if session.peer not in self.active_clients or not len(
+                    record.steps.get("sample", ())
+                ):
+                    raise DataError("a request of a worker that is not answered, or of no sample")
+                self.reply_clients[_first(record)] = session
+                self.requests.append(record)
+            else:
+                self._hear_word(session, record)
+            self.condition.notify_all()
+
+    def _hear_word(self, session: PolicyConnection, record: Record) -> None:
+        match read_policy_message(record.info):
+            case RequestSlot():
+                self.waiting_clients[session.peer] = session
+                if self.offer_number is not None:
+                    self._tell(session, SlotOffered(number=self.offer_number))
+            case SlotAccepted(number=number):
+                if number == self.offer_number and session.peer in self.waiting_clients:
+                    self.active_clients[session.peer] = self.waiting_clients.pop(session.peer)
+                    self.serving_since = self.serving_since or time.time()
+                    self._tell(
+                        session,
+                        SlotConfirmed(
+                            weights_attempt=self.weights_attempt, used_disk_fallback=self._fell()
+                        ),
+                    )
+                else:
+                    self.waiting_clients.pop(session.peer, None)
+                    self._tell(session, SlotExpired())
+            case ReleaseSlot():
+                self._tell(session, self._closed(session))
+                self.remove_client(session)
+            case other:
+                raise DataError(f"no word of an asker: {other!r}")
+
+    def remove_client(self, session: PolicyConnection) -> None:
+        """An asker needs no more answers, or is no longer there."""
+        with self.condition:
+            self.waiting_clients.pop(session.peer, None)
+            self.active_clients.pop(session.peer, None)
+            self.finished_clients.add(session.client)
+            self.reply_clients = {
+                n: asker for n, asker in self.reply_clients.items() if asker is not session
+            }
+            self.requests = deque(r for r in self.requests if _first(r) in self.reply_clients)
+            self.condition.notify_all()
+
+    def end(self, reason: str) -> None:
+        """The attempt that asks is over."""
+        with self.condition:
+            self.end_reason = reason
+            self.condition.notify_all()
+
+    def fail(self, code: int, reason: str) -> None:
+        """No more answers come: whoever asks gives up."""
+        with self.condition:
+            self.end_reason, self.failure = reason, PolicyFailure(exit_code=code, reason=reason)
+            for session in (*self.waiting_clients.values(), *self.active_clients.values()):
+                self._tell(session, self.failure)
+
+    def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
+        """Answer until all askers are through; in the service's turn.
+
+        Raises:
+            Ended: the attempt that asks is over.
+            RequeueRequested: the allocation is about to end.
+            DataError: an asker takes no reply as large as one of the engine's.
+        """
+        while True:
+            with ctx.waiting(SIMULATORS_WAIT), self.condition:
+                while not self.waiting_clients and self._wanted():
+                    self._pause()
+            if not self._wanted():
+                return
+            # It may wait for the weights, and others take the device meanwhile.
+            policy = get_policy(ctx)
+            folder, _, attempt = (ctx.worker_state.engine_weights or "").rpartition("/")
+            self._offer(attempt if folder == str(ctx.inputs["weights"].folder) else "")
+            with ctx.span(GENERATE_SPAN):
+                for reply in policy.engine.generate(
+                    self, seed=policy.seed, stage=policy.stage, hooks=policy.hooks
+                ):
+                    self._reply(reply)
+
+    def get(self) -> Record:
+        with self.condition:
+            while not self.requests:
+                if not self.active_clients:
+                    self.offer_number = None
+                    raise ChannelClosed("nobody asks")
+                self._pause()
+            return self.requests.popleft()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[Record]:
+        while True:
+            try:
+                yield self.get()
+            except ChannelClosed:
+                return
+
+    def _wanted(self) -> bool:
+        return not self.finished_clients.issuperset(self.order.clients)
+
+    def _offer(self, weights: str) -> None:
+        """Hold the turn for a moment for the workers that ask."""
+        with self.condition:
+            self.num_offers += 1
+            self.offer_number, self.weights_attempt = self.num_offers, weights
+            for session in self.waiting_clients.values():
+                self._tell(session, SlotOffered(number=self.offer_number))
+            deadline = time.monotonic() + ACCEPT_TIMEOUT_S
+            while not self.active_clients and self.waiting_clients and time.monotonic() < deadline:
+                self._pause()
+            if not self.active_clients:
+                # Those that are late hear that it is void, and ask anew.
+                self.offer_number = None
+                self.waiting_clients.clear()
+
+    def _reply(self, reply: Record) -> None:
+        with self.condition:
+            session = self.reply_clients.pop(_first(reply), None)
+        if session is not None:
+            what = f"what the policy answers {session.client} in one step of {self.order.node}"
+            self.send(session, encode_policy_message(reply, self.max_reply_bytes, what, "a reply"))
+
+    def _fell(self) -> bool:
+        return self.context is not None and self.context.inputs["weights"].used_disk_fallback
+
+    def _pause(self) -> None:
+        if self.end_reason is not None:
+            raise ServingEnded(self.end_reason)
+        if self.should_stop():
+            raise RequeueRequested("the worker with the policy is asked to stop")
+        self.condition.wait(POLL_S)
+
+    def _tell(self, session: PolicyConnection, message: WorkerMessage) -> None:
+        self.send(session, encode_message(message))
+
+    def _closed(self, session: PolicyConnection) -> SlotReleased:
+        assert self.context is not None
+        spans = []
+        if self.finished_clients | {session.client} >= set(self.order.clients):
+            # Told once. What these were answered in has not ended.
+            done = [s for s in self.context.spans if s["name"] not in (*IDLE_SPANS, GENERATE_SPAN)]
+            spans = [(s["name"], s["start"], s["end"]) for s in done]
+            spans.append((GENERATE_SPAN, self.serving_since, time.time()))
+        return SlotReleased(spans=json.dumps(spans), host=os.uname().nodename)
+
+
+def _first(record: Record) -> int:
+    """The first sample of a request or reply."""
+    return int(record.steps["sample"][0])
+
+
+PEER_TIMEOUT_S = 10.0
+"""How long this worker may be silent before a worker that asks gives it up, as for the driver."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Of a request, and of a reply."""
+MAX_REMEMBERED = 64
+log = logging.getLogger("rlinf")
+
+
+class PolicyServer:
+    """Answers those that ask this worker; a thread of its own hears them.
+
+    Args:
+        name: of this worker.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        name: str,
+        store: LiveStore,
+        schedule: DeviceSchedule,
+        worker_state: WorkerState,
+        activity: ActivityTracker,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._run, self._config, self._name = run, config, name
+        self._board, self._turns, self._resident = store, schedule, worker_state
+        self._activity, self._stopping = activity, should_stop
+        self._lock = threading.Lock()
+        self._host: MailboxHost | None = None
+        self._malformed = MalformedCounter(f"desk of {name}")
+        self._services: dict[str, PolicySession] = {}
+        """By attempt."""
+        self._over: dict[str, None] = {}
+        """Attempts that were answered."""
+        self._sessions: dict[str, PolicyConnection] = {}
+        """By peer."""
+        self._early: dict[str, list[Record]] = {}
+        """By peer: what came before the driver's order."""
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody is answered, or to be."""
+        return bool(self._services)
+
+    def serve(self, order: ServePolicy) -> None:
+        """Answer an attempt at a stage, in turn. Returns at once."""
+        if self._host is None:
+            self._host = MailboxHost(
+                channel_pointer(self._run / CHANNELS_FOLDER, policy_channel(self._name)),
+                decode_record,
+                interface=None,
+                timeout_s=PEER_TIMEOUT_S,
+                max_bytes=MAX_MESSAGE_BYTES,
+                ack_on_poll=False,
+            )
+            start_service_thread("desk", self._hear_all)
+        turn = self._turns.add(order.position)
+        key = self._key(order)
+        self._activity.add(key, key.partition("/")[0])
+        if order.weights[1]:
+            self._board.pin(key, [order.weights[0]])
+        service = PolicySession(order, self._say, self._stopping, MAX_MESSAGE_BYTES)
+        with self._lock:
+            for old in self._services.values():
+                # Of a driver that is gone. Askers that are still at it are to be answered first.
+                if old.order.node == order.node and {*old.order.clients} != {*order.clients}:
+                    old.end("another attempt takes its place")
+            self._services[order.attempt] = service
+            for session in [s for s in self._sessions.values() if s.attempt == order.attempt]:
+                for record in self._early.pop(session.peer, ()):
+                    self._given(service, session, record)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        work = threading.Thread(target=self._work, args=(service, turn), name=key, daemon=True)
+        self._threads.append(work)
+        work.start()
+
+    def end_attempt(self, order: AttemptEnded) -> None:
+        """An attempt has ended: nobody asks for it any more."""
+        with self._lock:
+            for service in self._services.values():
+                if service.order.node == order.node:
+                    service.end(order.reason)
+
+    def close(self) -> None:
+        """Leave; workers that ask give up. After the worker began to stop."""
+        for thread in self._threads:
+            thread.join(1.0)
+        if self._host is not None:
+            self._host.close()
+
+    @staticmethod
+    def _key(order: ServePolicy) -> str:
+        return f"{order.stage}{POLICY_SUFFIX}/{order.iteration}"
+
+    def _work(self, service: PolicySession, turn: DeviceSlot) -> None:
+        order, key = service.order, self._key(service.order)
+        ctx = service.context = self._context(order, turn)
+        try:
+            with withdraw_on_damage(), turn:
+                self._activity.start(key, lambda: ctx.status)
+                program = import_stage_module(self._config, order.stage)
+                service.serve(ctx, program.acting)
+        except ServingEnded as error:
+            service.fail(EXIT_REQUEUE, str(error))
+        except BaseException as error:
+            code, reason = exit_code_and_message(error)
+            log.warning("%s: %s", key, reason)
+            service.fail(code, reason[-8000:])
+        finally:
+            ctx.release()
+            self._board.unpin(key)
+            self._activity.remove(key)
+            with self._lock:
+                self._services.pop(order.attempt, None)
+                self._over[order.attempt] = None
+                evict_oldest(self._over, MAX_REMEMBERED)
+
+    def _context(self, order: ServePolicy, turn: DeviceSlot) -> StageContext:
+        folder, live = order.weights
+        source = self._board.output(folder) if live else None
+        out = self._run / order.output
+        return StageContext(
+            config=self._config,
+            stage=order.stage,
+            iteration=order.iteration,
+            run_folder=self._run,
+            output_folder=out,
+            data_folder=out,
+            world=ProcessGroupInfo(),
+            inputs={"weights": StageInput(self._run / folder, None, source, self._stopping)},
+            worker_state=self._resident,
+            should_stop=self._stopping,
+            live=LiveContext(LiveOutput(), turn, _no_sink, 1),
+            worker=self._name,
+        )
+
+    def _say(self, session: PolicyConnection, item: Block) -> None:
+        assert self._host is not None
+        with contextlib.suppress(ChannelClosed):  # this worker leaves, which they notice
+            self._host.send_item(session.peer, item)
+
+    def _hear_all(self) -> None:
+        assert self._host is not None
+        while True:
+            try:
+                events = self._host.poll_events(1.0)
+            except ChannelClosed:
+                return
+            with self._lock:
+                for event in events:
+                    self._heard(event)
+
+    def _heard(self, event: PeerEvent) -> None:
+        if isinstance(event, PeerJoined):
+            known = self._sessions.get(event.worker)
+            if known is None:
+                said = (str(event.about.get(name)) for name in ("asker", "node", "attempt"))
+                self._sessions[event.worker] = PolicyConnection(event.worker, *said)
+            return
+        session = self._sessions.get(event.worker)
+        if session is None:
+            return
+        service = self._services.get(session.attempt)
+        if isinstance(event, PeerReport):
+            if service is not None:
+                self._given(service, session, event.content)
+            elif session.attempt in self._over:
+                reason = "it has ended what it did for this attempt"
+                self._say(
+                    session, encode_message(PolicyFailure(exit_code=EXIT_REQUEUE, reason=reason))
+                )
+            else:
+                self._early.setdefault(session.peer, []).append(event.content)
+        elif isinstance(event, PeerLost) and event.reason in (REASON_DEPARTED, REASON_REPLACED):
+            # One that is silent may be heard again; if not, the driver says so.
+            self._sessions.pop(session.peer)
+            self._early.pop(session.peer, None)
+            if service is not None:
+                service.remove_client(session)
+            assert self._host is not None
+            self._host.forget_peer(session.peer)
+
+    def _given(self, service: PolicySession, session: PolicyConnection, record: Record) -> None:
+        try:
+            service.handle_record(session, record)
+        except (DataError, KeyError) as error:
+            self._malformed.count_dropped(error)
+
+
+def _no_sink(channel: str) -> RecordWriter:
+    raise AssertionError(f"what answers writes no {channel}")

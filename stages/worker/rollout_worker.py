@@ -1,0 +1,240 @@
+"""Generating in claims: a worker collects the starts it is given and sends what comes of them.
+
+It keeps nothing but the engine and the environment, so it can begin and end at any time. What it
+has sent when it dies counts; the rest of its starts others do. One that has something else to do
+hands the last samples of a claim, the long ones, over to another and goes back to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from rlinf.artifacts import read_manifest
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.config import RunConfig
+from rlinf.data.record import Record
+from rlinf.envs.base import UNFINISHED
+from rlinf.errors import EXIT_REQUEUE, RequeueRequested, UpstreamFailed
+from rlinf.user_code import exit_code_and_message
+from stages.context import StageContext, StageInput
+from stages.device_schedule import DeviceSchedule
+from stages.factory import WEIGHTS
+from stages.layout import WORK_ITEM, partial_samples_channel
+from stages.live_store import LiveOutput, LiveStore
+from stages.rollout import generate_trajectories
+from stages.runner import withdraw_on_damage
+from stages.worker.messages import GenerateStarts, WorkItemEnded
+from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordSender
+from stages.worker_state import ActivityTracker, WorkerState
+
+REASSIGN_FRACTION = 0.25
+"""A claim is handed over once this share of its samples, or less, is unfinished."""
+log = logging.getLogger("rlinf")
+
+
+class RolloutWorker:
+    """Does claims one after the other, and other work between them, in a thread of its own.
+
+    Claims fill the time in which the worker's stages wait, the earliest iteration first.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        store: LiveStore,
+        sender: RecordSender,
+        schedule: DeviceSchedule,
+        worker_state: WorkerState,
+        activity: ActivityTracker,
+        report: Callable[[WorkItemEnded], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._run, self._config, self._resident = run, config, worker_state
+        self._board, self._outbox, self._turns = store, sender, schedule
+        self._activity, self._report, self._stopping = activity, report, should_stop
+        self._thread = ThreadPoolExecutor(1, "generate")
+        self._waiting: set[str] = set()
+        """Claims that are to be done; one that is dropped is not."""
+        self._queue: list[GenerateStarts] = []
+        self._lock = threading.Lock()
+        self._successors: dict[str, str] = {}
+        """Workers that are to go on with the tails of claims."""
+
+    def enqueue(self, order: GenerateStarts) -> None:
+        """Do a claim after those of earlier iterations, and those that came before it."""
+        with self._lock:
+            self._waiting.add(order.work_item)
+            self._queue.append(order)
+        self._thread.submit(self._next)
+
+    def reassign(self, work_item: str, successor: str) -> None:
+        """Let another worker go on with a claim once little is left of it; at once if it waits."""
+        with self._lock:
+            waits = [order for order in self._queue if order.work_item == work_item]
+            self._queue = [order for order in self._queue if order.work_item != work_item]
+            if not waits and work_item in self._waiting:
+                self._successors[work_item] = successor
+        for order in waits:
+            self._ended(work_item, rest=order.starts)
+
+    def cancel(self) -> None:
+        """The claims of until now are no longer wanted."""
+        self._waiting.clear()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do something else with the engine."""
+        self._thread.submit(work)
+
+    def close(self) -> None:
+        self.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        with self._turns.idle_time():
+            with self._lock:
+                if not self._queue:
+                    return
+                order = min(self._queue, key=lambda order: order.iteration)
+                self._queue.remove(order)
+            if order.work_item in self._waiting:
+                self._do(order)
+
+    def _do(self, order: GenerateStarts) -> None:
+        claim, code, reason = order.work_item, 0, ""
+        spans: tuple[tuple[str, float, float], ...] = ()
+        rest, successor = list[Record](), ""
+        ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
+        name = order.label
+        self._activity.add(name, ctx.stage)
+        try:
+            with withdraw_on_damage():
+                self._activity.start(name, lambda: ctx.status)
+                rest, successor = self._send(ctx, order)
+            spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
+        except (RequeueRequested, UpstreamFailed) as error:
+            code, reason = EXIT_REQUEUE, str(error)
+        except BaseException as error:
+            code, reason = exit_code_and_message(error)
+        ctx.release()
+        self._activity.remove(name)
+        self._successors.pop(claim, None)
+        if code:
+            log.warning("%s: %s", name, reason)
+        size = self._config.rollout.group_size
+        self._ended(
+            claim,
+            code=code,
+            reason=reason[-8000:],
+            spans=spans,
+            rest=tuple(sorted({record.identity.sample // size for record in rest})),
+            to=successor,
+            samples=len(rest) if successor else 0,
+            fell=ctx.inputs["weights"].used_disk_fallback,
+        )
+
+    def _ended(self, claim: str, **said: Any) -> None:
+        """Say what became of a claim that is still wanted, or that was done all the same.
+
+        Its last sample may end the rollout, and all claims of it, before this is said.
+        """
+        done = not said.get("code") and bool(said.get("spans"))
+        if claim in self._waiting or done:
+            self._waiting.discard(claim)
+            self._report(WorkItemEnded(work_item=claim, host=gethostname(), **said))
+
+    def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Record], str]:
+        """Send trajectories to the worker that gathers them.
+
+        Returns:
+            The unfinished ones, and the successor that has them, if one has.
+
+        Raises:
+            UpstreamFailed: that worker no longer takes them, or the weights are not there.
+        """
+        self._take_weights(ctx, order)
+        # The gathering worker sees whether the weights were committed in the end.
+        mark = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
+        to, claim, out = order.receiver, order.work_item, order.output
+        sender = self._outbox.stream_to(f"{out}:trajectories", [to], 0, 1)
+        total, begun = len(order.starts) * self._config.rollout.group_size, None
+        if order.partial:
+            channel, total = order.partial.channel, order.partial.num_samples
+            output = self._board.output(out)
+            there = output.iter_records(channel, total, ctx.should_stop)
+            begun = {record.identity.sample: record for record in there}
+            output.drop_stream(channel)
+
+        def gives_up(left: int, of: int) -> bool:
+            return claim in self._successors and left <= REASSIGN_FRACTION * of
+
+        rest = []
+        for done, trajectory in enumerate(
+            generate_trajectories(ctx, order.starts, begun, gives_up), 1
+        ):
+            if trajectory.info["stop_reason"] == UNFINISHED:
+                rest.append(trajectory)
+            else:
+                marked = replace(trajectory, info={**trajectory.info, **mark})
+                sender.put(marked)
+                ctx.report_progress(done, total, "samples")
+        if not sender.flush():
+            raise UpstreamFailed(f"{to} did not take all trajectories")
+        if not rest:
+            return [], ""
+        successor = self._successors[claim]
+        sender = self._outbox.stream_to(
+            f"{out}:{partial_samples_channel(claim)}", [successor], 0, 1
+        )
+        for trajectory in rest:
+            sender.put(trajectory)
+        return rest, successor if sender.flush() else ""
+
+    def _take_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
+        """Take the claim's weights from the board where they are there, else from the disk.
+
+        It must not wait for weights that are still to be committed: those that fail are made again
+        by this worker, or of what others do with its help.
+
+        Raises:
+            UpstreamFailed: those it was to take are in neither place.
+        """
+        entry, folder = ctx.inputs["weights"], order.weights
+        manifest = read_manifest(entry.folder)
+        committed = None if manifest is None else manifest.data
+        attempt = order.weights_attempt or committed
+        if attempt is not None and ctx.worker_state.engine_weights is not None:
+            output = self._board.output(folder)
+            if (tensors := output.get_object(WEIGHTS, attempt)) is not None:
+                entry.live_output = LiveOutput()
+                entry.live_output.put(attempt, WEIGHTS, tensors)
+                return
+            entry.used_disk_fallback = order.weights_attempt is not None
+        if manifest is None or order.weights_attempt not in (None, committed):
+            made = f"by {attempt} " if attempt else ""
+            raise UpstreamFailed(f"weights of {folder} {made}are neither here nor committed")
+        # What is withdrawn from now on is not there to be read; it is not waited for either.
+        entry.known_manifest = manifest
+
+    def _context(self, order: GenerateStarts, stopping: Callable[[], bool]) -> StageContext:
+        out = self._run / order.output
+        weights = StageInput(self._run / order.weights, None, None, stopping)
+        return StageContext(
+            config=self._config,
+            stage=WORK_ITEM,
+            iteration=order.iteration,
+            run_folder=self._run,
+            output_folder=out,
+            data_folder=out,
+            world=ProcessGroupInfo(),
+            inputs={"weights": weights},
+            worker_state=self._resident,
+            should_stop=stopping,
+        )

@@ -1,0 +1,262 @@
+"""Plans of grain ``segment``: pools over the measured devices, explained, and as a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from pipeline.commands.experiment import compose as hydra_compose
+from pipeline.commands.experiment import prepare_run
+from pipeline.plan import Plan, parse_plan, read_plan
+from pipeline.planning.planner.available_devices import PartitionDevices
+from pipeline.planning.planner.plan_command import (
+    assess_plan,
+    print_proposal,
+    propose_plan,
+    write_proposal,
+)
+from pipeline.planning.planner.pool_problem import build_pool_problem
+from pipeline.planning.planner.predictor import Predictor
+from pipeline.planning.planner.problem import read_problem
+from pipeline.planning.planner.request import PlanRequest
+from pipeline.planning.planner.search import solve
+from pipeline.planning.profile.schema import Measurement, ProfilePoint
+from pipeline.planning.simulator import simulate
+from pipeline.resources import pool_resources
+from rlinf.config import RunConfig, validate
+from rlinf.errors import PlanError
+from stages.flow import flow_of, on_policy
+from tests.pipeline.planning.planner.test_propose import ask
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return validate(
+        RunConfig, hydra_compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"])
+    )
+
+
+@pytest.fixture(scope="module")
+def asked(config: RunConfig) -> PlanRequest:
+    return ask(config, "a100", "h100", grain="segment")
+
+
+def test_every_stage_has_a_pool_within_what_there_is(asked: PlanRequest) -> None:
+    plan = propose_plan(asked).plan
+    assert plan.execution == "segment"
+    assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(
+        on_policy.device_dependencies()
+    )
+    for kind, own in asked.devices.items():
+        assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
+    assert asked.config.rollout.batch_size % plan.num_chunks == 0
+
+
+@pytest.mark.parametrize("pins", [{}, {"train": frozenset({"a100"})}])
+def test_the_driver_takes_the_plan_for_unlike_partitions(
+    asked: PlanRequest, pins: dict[str, frozenset[str]]
+) -> None:
+    """No job has devices of two partitions; generators are jobs of their own, of either kind."""
+    plan = propose_plan(replace(asked, pins=pins)).plan
+    assert {kind for pool in plan.pools for kind in pool.gpus} == set(asked.devices)
+    for number, pool in enumerate(plan.pools):
+        assert len(pool.gpus) == 1 or (pool.stages, pool.workers) == (
+            ("rollout",),
+            sum(pool.gpus.values()),
+        )
+        jobs = [pool_resources(plan, number, slot) for slot in range(pool.workers or 1)]
+        assert all(len(parts) == 1 for parts in jobs)
+        asks = Counter[str]()
+        for (needs,) in jobs:
+            asks[str(needs.partition)] += needs.nodes * needs.processes
+        assert asks == pool.gpus
+
+
+def test_pools_beat_every_plan_on_one_kind_alone(asked: PlanRequest) -> None:
+    whole = propose_plan(asked).forecast.iteration_s
+    for kind, own in asked.devices.items():
+        assert whole <= propose_plan(replace(asked, devices={kind: own})).forecast.iteration_s
+
+
+def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
+    from pipeline.planning.planner.problem import Placement
+
+    proposal = propose_plan(asked)
+    problem, _ = build_pool_problem(asked)
+    names = [stage.name for stage in problem.stages]
+    pools = proposal.plan.pools
+    placement = Placement(
+        tuple(tuple(names.index(stage) for stage in pool.stages) for pool in pools),
+        tuple(tuple(pool.gpus.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
+        proposal.plan.num_chunks,
+    )
+    total = float(Predictor(problem).predict(placement).total_s)
+    forecast = proposal.forecast
+    assert forecast.iteration_s == pytest.approx(total)
+    assert forecast.low_s < forecast.iteration_s < forecast.high_s
+    ends = [entry.start_s + entry.seconds for entry in forecast.stages.values()]
+    assert max(ends) == pytest.approx(total)
+
+
+def test_pins_hold_for_pools(config: RunConfig) -> None:
+    request = ask(config, "a100", "h100", grain="segment", pins=("train=a100", "rollout=h100"))
+    for pool in propose_plan(request).plan.pools:
+        assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
+        assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
+
+
+def test_it_is_explained_and_kept_as_a_file(
+    asked: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposal = propose_plan(asked, ["h100=8"])
+    print_proposal(proposal)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "what matters most" in printed
+    assert "h100=8" in printed
+    assert len(proposal.alternatives) == 4
+    costs = [proposal.forecast.cost, *(other.cost for other in proposal.alternatives)]
+    assert costs == sorted(costs)
+    page = write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
+    again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
+    assert again == proposal.plan
+    assert "pool 1" in page.read_text()
+
+
+def test_the_simulator_takes_the_plan_as_it_is(asked: PlanRequest, tmp_path: Path) -> None:
+    proposal = propose_plan(asked)
+    write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
+    problem, placement = read_problem(tmp_path / "plan.problem.yaml")
+    assert placement is not None
+    predicted = float(Predictor(problem).predict(placement).total_s)
+    assert predicted == pytest.approx(proposal.forecast.iteration_s)
+    assert simulate(problem, placement).mean_s == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_plan_that_is_given_is_predicted_as_the_one_that_was_made(
+    asked: PlanRequest, tmp_path: Path
+) -> None:
+    proposal = propose_plan(asked)
+    write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
+    plan = read_plan(tmp_path / "plan.yaml", flow_of(asked.config))
+    again = assess_plan(asked, plan, "plan.yaml")
+    assert again.forecast.stages == proposal.forecast.stages
+    assert again.forecast.iteration_s == proposal.forecast.iteration_s
+    assert again.alternatives == ()
+
+
+def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
+    slow = {"stages": list(on_policy.device_dependencies()), "gpus": {"a100": 1}}
+    found = assess_plan(asked, pooled(slow), "plan.yaml")
+    best = propose_plan(asked).forecast.iteration_s
+    assert found.forecast.iteration_s > best
+    assert [other.seconds for other in found.alternatives] == [pytest.approx(best)]
+    assert not found.exact
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        (
+            [{"gpus": {"a100": 4}, "ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
+            r"pools\[0\].ranks: \[0, 1\] and \[1, 2\] have some processes in common",
+        ),
+        (
+            [{"gpus": {"a100": 2}, "ranks": {"reward": [1]}}],
+            r"pools\[0\].ranks.reward: rollout has all processes before it",
+        ),
+        ([{"gpus": {"a100": 100}}], "100 a100 asked, there are"),
+        ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
+        ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
+    ],
+)
+def test_what_is_not_there_or_not_predicted_is_refused(
+    asked: PlanRequest, pools: list[dict[str, Any]], why: str
+) -> None:
+    every = list(on_policy.device_dependencies())
+    with pytest.raises(PlanError, match=why):
+        assess_plan(asked, pooled(*({"stages": every, **pool} for pool in pools)), "plan.yaml")
+
+
+def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
+    return parse_plan({"execution": "segment", "pools": list(pools), "chunks": chunks}, "plan.yaml")
+
+
+def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
+    """With a reward that takes so long, on one device."""
+
+    def longer(point: ProfilePoint) -> ProfilePoint:
+        measured = Measurement.of([seconds * f for f in (0.99, 1.0, 1.01)])
+        return point.model_copy(update={"time": measured}) if point.stage == "reward" else point
+
+    def slower(own: PartitionDevices) -> PartitionDevices:
+        points = tuple(longer(point) for point in own.profile.points)
+        return replace(own, profile=own.profile.model_copy(update={"points": points}))
+
+    return replace(asked, devices={name: slower(own) for name, own in asked.devices.items()})
+
+
+def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> None:
+    """Rollouts on three devices beside their judgement on one, then the others on all four."""
+    given = {"gpus": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
+    ranks = {"rollout": [0, 1, 2], "reward": [3]}
+    slow = judged(asked, 12.0)
+    found = assess_plan(slow, pooled({**given, "ranks": ranks}, chunks=4), "plan.yaml")
+    rows, problem = found.forecast.stages, build_pool_problem(slow)[0]
+    tables = {stage.name: stage.rates["a100"] for stage in problem.stages}
+    first = problem.stages[0].first_chunk_share(4, np.array(3)) / tables["rollout"][3]
+    assert rows["rollout"].seconds == pytest.approx(1 / tables["rollout"][3])
+    assert rows["reward"].start_s == pytest.approx(first)
+    ends = rows["reward"].start_s + rows["reward"].seconds
+    assert ends == pytest.approx(max(first + 12, 1 / tables["rollout"][3] + 12 / 4))
+    assert rows["inference"].start_s == pytest.approx(ends)
+    learns = 1 / tables["inference"][4] + 1 / tables["train"][4]
+    assert found.forecast.iteration_s == pytest.approx(ends + learns)
+    # With the last two idle meanwhile, and its judgement by what then trains.
+    half = assess_plan(asked, pooled({**given, "ranks": {"rollout": [0, 1]}}), "plan.yaml")
+    whole = assess_plan(asked, pooled(given), "plan.yaml")
+    more = 1 / tables["rollout"][2] - 1 / tables["rollout"][4]
+    assert half.forecast.iteration_s == pytest.approx(whole.forecast.iteration_s + more)
+
+
+def test_stages_side_by_side_are_proposed_where_that_is_quicker(
+    asked: PlanRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = judged(replace(asked, devices={"a100": asked.devices["a100"]}), 9.0)
+    # Few samples are long: the first parts are ready early.
+    lengths = slow.profile.lengths.model_copy(update={"samples": (1,) * 19 + (30,)})
+    slow = replace(slow, profile=slow.profile.model_copy(update={"lengths": lengths}))
+    proposal = propose_plan(slow)
+    (pool,) = proposal.plan.pools
+    assert pool.stage_ranks == {"rollout": (0, 1, 2), "reward": (3,)}
+    problem, _ = build_pool_problem(slow)
+    apart = replace(problem, stages=[replace(s, beside=False) for s in problem.stages])
+    assert proposal.forecast.cost < solve(apart)[0].cost
+    print_proposal(proposal)
+    assert "pool 1: 3 of 4" in capsys.readouterr().out
+    # The file says the same to the simulator, to --check and to the driver.
+    write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
+    problem, placement = read_problem(tmp_path / "plan.problem.yaml")
+    assert placement is not None
+    took = simulate(problem, placement).mean_s
+    assert took == pytest.approx(proposal.forecast.iteration_s, rel=1e-6)
+    plan = read_plan(tmp_path / "plan.yaml", flow_of(slow.config))
+    again = assess_plan(slow, plan, "plan.yaml")
+    assert again.forecast.iteration_s == proposal.forecast.iteration_s
+    (needs,) = pool_resources(plan, 0, None)
+    assert needs.nodes * needs.processes == 4
+
+
+def test_no_driver_takes_pools_for_jobs(
+    asked: PlanRequest, compose: Callable[..., dict[str, Any]]
+) -> None:
+    values = compose()
+    values["plan"] = propose_plan(asked).plan.to_dict()
+    with pytest.raises(PlanError, match="pools are processes of their own"):
+        prepare_run(values)

@@ -1,0 +1,285 @@
+"""The profile pass itself, on this machine, with the run's own stages."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from launchers.local import LocalLauncher
+from pipeline.commands.experiment import prepare_run, run_warm_start
+from pipeline.job_executor import ClusterConfig
+from pipeline.plan import Plan, StagePlan
+from pipeline.planning.profile import profile_pass
+from pipeline.planning.profile.device_kinds import DeviceKind, local_kind
+from pipeline.planning.profile.measurement import (
+    MIN_REPEATS,
+    ProfileCase,
+    ProfileTask,
+    Trial,
+    load_trial,
+)
+from pipeline.planning.profile.profile_identity import ProfileIdentity, kind_key
+from pipeline.planning.profile.profile_pass import (
+    ProfileOptions,
+    ProfilePass,
+    is_finished,
+    profile_cases,
+    profile_run,
+    record_job_outcome,
+)
+from pipeline.planning.profile.schema import OverheadName, Profile
+from rlinf.config import RunConfig, validate
+from rlinf.errors import ConfigError, InputError, PlanError, RunLockedError, StageError
+from slurm.jobs import JobState, JobStatus
+from stages.flow import on_policy
+from tests.pipeline.planning.planner import clusters
+from tests.pipeline.planning.profile.examples import task
+
+Compose = Callable[..., dict[str, Any]]
+WORDS = ("cluster=local", "warm_start.max_steps=0")
+
+
+@pytest.fixture(autouse=True)
+def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any spread will do: the machine that runs the tests is busy."""
+    monkeypatch.setattr("pipeline.planning.profile.measurement.CONVERGED_SHARE", 1e9)
+    monkeypatch.setattr("pipeline.planning.profile.stage_job_bench.MEASURED_ITERATIONS", 2)
+
+
+@pytest.mark.timeout(900)
+def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepare_run(compose(*WORDS))
+    # It ends once all is settled; on a busy machine, where that may never be, once time is up.
+    options = ProfileOptions(minutes=4, processes=2)
+    made = profile_run(run, options, run_warm_start)
+    made.check_identity(ProfileIdentity.of(run.config), ["local"], "profile.json")
+    assert Profile.model_validate_json(made.to_json()) == made
+    assert made.samples == 16
+    assert made.lengths.count % 16 == 0
+    assert made.weights_bytes > 10_000
+    local = made.kinds["local"]
+    for stage in on_policy.stages:
+        whole = [p for p in local.points if p.stage == stage and p.samples == made.samples]
+        own = [p for p in whole if p.token_budget in (None, made.token_budget)]
+        assert sorted(p.processes for p in own) == ([1] if stage == "reward" else [1, 2])
+        for point in own:
+            assert point.cold is not None
+            assert point.time is not None
+            assert point.time.median_s > 0
+            assert point.peak_memory_bytes is not None
+            assert point.peak_memory_bytes > 50 << 20
+            assert point.tokens > 0 or stage == "sync"
+    names = {entry.name for entry in local.overheads}
+    assert names == set(get_args(OverheadName)) - {"submission"}
+    assert local.overhead_s("imports", 1) > 0.5
+    assert {link.path for link in local.links} == {"intra_node", "write", "read"}
+    assert not (run.folder / "it").exists(), "the run itself has made no iteration"
+    # Once all is settled no job is started.
+    for path in (run.folder.parent / ".profiles").rglob("trial.json"):
+        trial = load_trial(path)
+        assert trial is not None
+        assert trial.iterations >= 2
+        told = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
+        for case in told.cases * MIN_REPEATS:
+            trial = trial.with_repeat(case, 1.0)
+        trial.save(path)
+    monkeypatch.setattr(
+        LocalLauncher, "submit", lambda self, job: pytest.fail(f"started {job.name}")
+    )
+    assert profile_run(run, options, run_warm_start).kinds == made.kinds
+
+
+def test_a_job_that_was_killed_is_a_failed_point_and_the_next_goes_on(
+    compose: Compose, tmp_path: Path
+) -> None:
+    run = prepare_run(compose(*WORDS))
+    run_warm_start(run)
+    wanted = task(run, tmp_path / "trial", cases=profile_cases(run.config, 1), seconds=600)
+    process = start(wanted)
+    deadline = time.monotonic() + 60
+    while (trial := load_trial(wanted.trial)) is None or not trial.repeats:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    # Kill it in the middle of a stage, not between two iterations.
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        trial = load_trial(wanted.trial)
+        assert trial is not None
+        if trial.running is not None:
+            break
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    record_job_outcome(wanted, JobStatus(JobState.FAILED, -9, "killed by SIGKILL"))
+    failed = load_trial(wanted.trial)
+    assert failed is not None
+    assert failed.samples[-1].failure == "killed by SIGKILL"
+    assert failed.samples[-1].stage == trial.running.stage
+    smaller = [c for c in wanted.cases if not c.covers(trial.running.case)]
+    again = wanted.model_copy(update={"seconds": 0.1})
+    assert start(again).wait(60) == 0
+    after = load_trial(wanted.trial)
+    assert after is not None
+    assert after.iterations >= trial.iterations + (2 if smaller else 0)
+    assert after.running is None
+
+
+def start(wanted: ProfileTask) -> subprocess.Popen[bytes]:
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    path = wanted.folder / "task.json"
+    path.write_text(wanted.model_dump_json())
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline.planning.profile.bench_main", str(path)]
+    )
+
+
+def test_cases_are_the_run_s_own_size_and_others_around_it(compose: Compose) -> None:
+    config = validate(
+        RunConfig, compose("trainer.max_tokens_per_microbatch=100", "algorithm.minibatches=4")
+    )
+    assert profile_cases(config, 1) == (
+        ProfileCase(starts=4, token_budget=100),
+        ProfileCase(starts=2, token_budget=100),
+        ProfileCase(starts=1, token_budget=100),
+        ProfileCase(starts=4, token_budget=50),
+        ProfileCase(starts=4, token_budget=200),
+    )
+    assert [c.starts for c in profile_cases(config, 4)] == [4, 4, 4]
+    uneven = validate(
+        RunConfig, compose("trainer.max_tokens_per_microbatch=100", "algorithm.minibatches=16")
+    )
+    assert [c.starts for c in profile_cases(uneven, 1)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (JobStatus(JobState.FAILED, 65, "optimizer.lr: wrong"), InputError),
+        (JobStatus(JobState.FAILED, 1, "ValueError: something else"), StageError),
+        (JobStatus(JobState.OUT_OF_MEMORY, None, "oom-kill"), None),
+        (JobStatus(JobState.TIMEOUT, None, ""), None),
+        (JobStatus(JobState.PREEMPTED, None, ""), None),
+    ],
+)
+def test_only_want_of_memory_and_lost_nodes_are_no_errors(
+    compose: Compose, tmp_path: Path, status: JobStatus, error: type[Exception] | None
+) -> None:
+    wanted = task(prepare_run(compose(*WORDS)), tmp_path)
+    if error is None:
+        record_job_outcome(wanted, status)
+        assert not is_finished(wanted)
+    else:
+        with pytest.raises(error, match=r"profile of local on 1 processes: .*(wrong|else)"):
+            record_job_outcome(wanted, status)
+
+
+def test_an_unknown_partition_is_refused_before_anything_runs(compose: Compose) -> None:
+    run = prepare_run(compose(*WORDS))
+    with pytest.raises(PlanError, match=r"--partition a100: .*valid: local"):
+        profile_run(run, ProfileOptions(partitions=("a100",)), run_warm_start)
+    assert not (run.folder / "warm_start").exists()
+
+
+def test_a_plan_that_names_no_partition_is_measured_on_the_default_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = clusters.inventory()
+    part = there.partitions["h100"].model_copy(update={"is_default": True})
+    inventory = there.model_copy(update={"partitions": {**there.partitions, "h100": part}})
+    monkeypatch.setattr(profile_pass, "load_or_survey", lambda source, site: inventory)
+    cluster = ClusterConfig(launcher="slurm")
+    assert [kind.name for kind in profile_pass._kinds(cluster, Plan(), on_policy, ())] == ["h100"]
+    named = Plan(stages={"train": StagePlan(partition="a100")})
+    assert [kind.name for kind in profile_pass._kinds(cluster, named, on_policy, ())] == [
+        "h100",
+        "a100",
+    ]
+    monkeypatch.setattr(profile_pass, "load_or_survey", lambda source, site: there)
+    with pytest.raises(PlanError, match="names none, and the cluster has no default one"):
+        profile_pass._kinds(cluster, Plan(), on_policy, ())
+
+
+def test_a_damaged_trial_is_refused_until_fresh(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Jobs on their own have no trial.
+    monkeypatch.setattr(
+        "pipeline.planning.profile.stage_job_bench.measure_stage_jobs", lambda *_: []
+    )
+    run = prepare_run(compose(*WORDS))
+    key = kind_key(ProfileIdentity.of(run.config), local_kind())
+    trial = run.folder.parent / ".profiles" / key / "1x1" / "trial.json"
+    trial.parent.mkdir(parents=True)
+    trial.write_text('{"key": ')
+    with pytest.raises(PlanError, match=r"trial\.json is not valid JSON.*--fresh"):
+        profile_run(run, ProfileOptions(minutes=0.01, processes=1), run_warm_start)
+    fresh = profile_run(run, ProfileOptions(minutes=0.01, processes=1, fresh=True), run_warm_start)
+    assert fresh.kinds["local"].points
+
+
+@pytest.mark.parametrize("minutes", [0.3, 0.5, 2.0, 10.0])
+def test_a_pass_takes_no_longer_than_it_is_given(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, minutes: float
+) -> None:
+    """Of jobs that take 8 s to start and then measure for as long as they are told."""
+    clock, measured = [1000.0], []
+
+    def submit(
+        self: ProfilePass, kind: DeviceKind, group: list[ProfileTask], seconds: float
+    ) -> dict[str, ProfileTask]:
+        for wanted in group:
+            clock[0] += 8 + seconds
+            measured.append(wanted.processes)
+            trial = Trial(key=wanted.key, nodes=1, processes=wanted.processes)
+            wanted.folder.mkdir(parents=True, exist_ok=True)
+            trial.save(wanted.trial)
+        return {}
+
+    def own_jobs(*given: Any) -> list[Any]:
+        clock[0] = given[-1]
+        return []
+
+    monkeypatch.setattr("pipeline.planning.profile.profile_pass.time.time", lambda: clock[0])
+    monkeypatch.setattr("pipeline.planning.profile.stage_job_bench.measure_stage_jobs", own_jobs)
+    monkeypatch.setattr(ProfilePass, "submit", submit)
+    run = prepare_run(compose(*WORDS))
+    plan, options = Plan.from_run(run.folder), ProfileOptions(minutes=minutes)
+    launcher: Any = None
+    work = ProfilePass(
+        run, ClusterConfig(), plan, launcher, ProfileIdentity.of(run.config), options
+    )
+    kind = replace(local_kind(), cpus_per_node=4, gpus_per_node=0, nodes=1)
+    work.measure_kind(kind, 60 * minutes)
+    assert clock[0] - 1000 <= 60 * minutes + 1
+    assert set(measured) == ({1, 2} if minutes < 0.5 else {1, 2, 4})
+
+
+def test_two_passes_over_one_run_are_refused(compose: Compose) -> None:
+    run = prepare_run(compose(*WORDS))
+    with run.lock(), pytest.raises(RunLockedError):
+        profile_run(run, ProfileOptions(), run_warm_start)
+
+
+def test_a_run_that_cannot_be_composed_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf", "profile", "experiment=none", f"run.root={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ConfigError.exit_code
+    assert "none" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

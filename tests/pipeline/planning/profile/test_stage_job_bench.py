@@ -1,0 +1,26 @@
+"""What a profile measures in runs of its own is not preceded by a second warm start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.commands.experiment import drive
+from pipeline.plan import Plan
+from pipeline.planning.profile.stage_job_bench import clone_run
+from pipeline.run import Run
+from rlinf.artifacts import read_manifest
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_like_another_goes_on_from_its_warm_start(tiny_run: Path, tmp_path: Path) -> None:
+    made = clone_run(Run.open(tiny_run), Plan(), tmp_path, "alone", 1)
+    drive(made)
+    theirs, ours = (read_manifest(run / "warm_start") for run in (tiny_run, made.folder))
+    assert theirs is not None
+    assert ours is not None
+    assert ours.data == theirs.data
+    assert not list((made.folder / "warm_start").glob("*.bad-*"))
+    assert read_manifest(made.folder / "it/0000/sync") is not None
+    assert read_manifest(tiny_run / "warm_start") == theirs

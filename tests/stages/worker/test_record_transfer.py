@@ -1,0 +1,300 @@
+"""Records go to the boards of other workers; a worker that vanished holds nobody up."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf.data.record import Record, RecordId
+from rlinf.errors import DataError
+from stages.live_store import LiveStore
+from stages.worker.record_transfer import (
+    SHARED_MEMORY,
+    SHARED_MEMORY_BYTES,
+    SOCKET,
+    RecordReceiver,
+    RecordSender,
+)
+
+TO = "it/0000/rollout:trajectories"
+SENDER = """
+import sys
+from pathlib import Path
+import numpy as np
+from rlinf.data.record import Identity, Record
+from stages.worker.record_transfer import Outbox
+outbox = Outbox(Path(sys.argv[1]))
+rank = int(sys.argv[2])
+writer = outbox.writer("it/0000/rollout:trajectories", ["a"], rank, 2)
+for sample in range(rank, 6, 2):
+    steps = {"actions": np.array([sample])}
+    writer.put(Record(Identity(0, sample, 0), steps, info={"group": rank}))
+writer.close()
+outbox.close()
+"""
+
+
+def test_the_driver_is_told_once_of_a_worker_that_many_records_do_not_reach(
+    tmp_path: Path,
+) -> None:
+    cut: list[str] = []
+    outbox = RecordSender(tmp_path, cut.append)
+    for sample in range(20):
+        outbox.stream_to(TO, ["never was"], 0, 1).put(Record(RecordId(0, sample)))
+    assert until(lambda: bool(cut))
+    time.sleep(1)
+    assert cut == ["never was"]
+    outbox.stream_to(TO, ["never was"], 0, 1)
+    assert until(lambda: len(cut) == 2), "and once more when it happens again"
+    outbox.close()
+
+
+def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return there()
+
+
+def test_records_and_ends_of_other_processes_arrive_on_the_board(tmp_path: Path) -> None:
+    board = LiveStore()
+    inbox = RecordReceiver(tmp_path, "a", board)
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    done = [
+        subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "0"], check=False),
+    ]
+    assert until(lambda: len(stream) == 3)
+    assert not stream.is_complete(range(6)), "the other rank has not ended"
+    done.append(subprocess.run([sys.executable, "-c", SENDER, str(tmp_path), "1"], check=False))
+    assert until(lambda: stream.is_complete(range(9)))
+    assert [process.returncode for process in done] == [0, 0]
+    records = stream.read(range(9))
+    assert [record.identity.sample for record in records] == list(range(6))
+    assert records[3].info == {"group": 1}, "what the way needed is not part of the record"
+    assert int(records[3].steps["actions"][0]) == 3
+    inbox.close()
+
+
+def test_a_sender_goes_on_when_an_inbox_is_not_there_or_vanishes(tmp_path: Path) -> None:
+    board = LiveStore()
+    stays, goes = (
+        RecordReceiver(tmp_path, "stays", board),
+        RecordReceiver(tmp_path, "goes", LiveStore()),
+    )
+    outbox = RecordSender(tmp_path)
+    writer = outbox.stream_to(TO, ["stays", "goes", "never was"], 0, 1)
+    writer.put(Record(RecordId(0, 0, 0), {"actions": np.array([0])}))
+    goes.close()
+    began = time.monotonic()
+    for sample in range(1, 2000):
+        writer.put(Record(RecordId(0, sample, 0), {"actions": np.array([sample])}))
+    writer.close()
+    assert time.monotonic() - began < 30
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    assert until(lambda: stream.is_complete(range(2000)))
+    assert len(stream) == 2000
+    outbox.close()
+    stays.close()
+
+
+def number(sample: int) -> Record:
+    return Record(RecordId(0, sample, 0), {"actions": np.array([sample])})
+
+
+@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
+def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way: str) -> None:
+    """A stage that is started again while its input is still being made need not wait for all."""
+    mine, boards = (
+        LiveStore().output("it/0000/rollout").stream("trajectories"),
+        [LiveStore(), LiveStore()],
+    )
+    inboxes = [RecordReceiver(tmp_path, n, b) for n, b in zip("ab", boards, strict=True)]
+    streams = [board.output("it/0000/rollout").stream("trajectories") for board in boards]
+    outbox = RecordSender(tmp_path)
+    outbox.subscribe(TO, {"a": way})
+    writer = outbox.open_stream(TO, 0, 1, mine.all_records)
+    for sample in range(100):
+        mine.put(number(sample))
+        writer.put(number(sample))
+        if sample == 50:
+            outbox.subscribe(TO, {"b": way})
+    for stream in streams:
+        assert until(lambda stream=stream: stream.complete(range(100)))
+        assert not stream.is_complete(range(101))
+    writer.close()
+    late = LiveStore()
+    inboxes.append(RecordReceiver(tmp_path, "c", late))
+    streams.append(late.output("it/0000/rollout").stream("trajectories"))
+    outbox.subscribe(TO, {"c": way})
+    for stream in streams:
+        assert until(lambda stream=stream: stream.complete(range(101))), "the end comes too"
+        assert [r.identity.sample for r in stream.read(range(101))] == list(range(100))
+    outbox.close()
+    for inbox in inboxes:
+        inbox.close()
+
+
+HOST = """
+import sys, time
+from pathlib import Path
+from stages.worker.record_transfer import Inbox
+from stages.live_store import Board
+taken = Inbox(Path(sys.argv[1]), "a", Board())
+print("in", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_takes_over_from_one_that_was_killed_with_its_shared_memory_full(
+    tmp_path: Path,
+) -> None:
+    """The stage that makes the records waits for room, and who comes anew for the stage."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "in\n"
+    cut: list[str] = []
+    mine = LiveStore().output("it/0000/rollout").stream("trajectories")
+    outbox = RecordSender(tmp_path, cut.append)
+    outbox.subscribe(TO, {"a": SHARED_MEMORY})
+    sender, count = outbox.open_stream(TO, 0, 1, mine.all_records), 3000
+
+    def make() -> None:
+        for sample in range(count):
+            mine.put(number(sample))
+            sender.put(number(sample))
+        sender.close()
+
+    child.send_signal(signal.SIGSTOP)
+    stage = threading.Thread(target=make, daemon=True)
+    stage.start()
+    made, still = 0, 0
+    while stage.is_alive() and still < 10:
+        # On a busy machine a stage that has room may not run for a while.
+        time.sleep(0.2)
+        still = still + 1 if 0 < len(mine) == made else 0
+        made = len(mine)
+    assert len(mine) < count, "it waits for room"
+    board = LiveStore()
+    other = RecordReceiver(tmp_path, "b", board)
+    outbox.subscribe(TO, {"b": SHARED_MEMORY})
+    child.kill()
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    assert until(lambda: stream.is_complete(range(count + 1)), 10)
+    assert len(stream) == count
+    stage.join(10)
+    assert not stage.is_alive()
+    assert until(lambda: cut == ["a"]), "the driver is told"
+    child.wait()
+    outbox.close()
+    other.close()
+
+
+def test_records_of_outputs_on_disk_are_let_go_and_not_sent_to_who_asks_late(
+    tmp_path: Path,
+) -> None:
+    board, late = LiveStore(), LiveStore()
+    inbox, outbox = RecordReceiver(tmp_path, "late", late), RecordSender(tmp_path)
+    output, other = board.output("it/0000/rollout"), "it/0001/rollout:trajectories"
+    stream = output.stream("trajectories")
+    stream.put(number(0))
+    held = weakref.ref(stream.all_records()[0])
+    outbox.open_stream(TO, 0, 1, stream.all_records).put(held())
+    outbox.open_stream(other, 0, 1, lambda: [number(1)])
+    del output, stream
+    board.release_committed(lambda _: True)
+    assert held() is not None, "who asks now is sent it"
+    outbox.drop_outputs({"it/0000/rollout"})
+    assert held() is None
+    outbox.subscribe(TO, {"late": SOCKET})
+    outbox.subscribe(other, {"late": SOCKET})
+    assert until(lambda: len(late.output("it/0001/rollout").stream("trajectories")) == 1)
+    assert not len(late.output("it/0000/rollout").stream("trajectories"))
+    outbox.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("way", [SOCKET, SHARED_MEMORY])
+def test_a_connection_that_broke_is_told_and_can_be_made_again(tmp_path: Path, way: str) -> None:
+    mine, board = LiveStore().output("it/0000/rollout").stream("trajectories"), LiveStore()
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    cut: list[str] = []
+    outbox = RecordSender(tmp_path, cut.append)
+    first = RecordReceiver(tmp_path, "a", LiveStore())
+    outbox.subscribe(TO, {"a": way})
+    writer = outbox.open_stream(TO, 0, 1, mine.all_records)
+    mine.put(number(0))
+    writer.put(number(0))
+    first.close()
+    sample = 1
+    while not cut and sample < 5000:
+        mine.put(number(sample))
+        writer.put(number(sample))
+        sample += 1
+        time.sleep(0.01)
+    assert cut == ["a"]
+    again = RecordReceiver(tmp_path, "a", board)
+    outbox.subscribe(TO, {"a": way})
+    writer.close()
+    assert until(lambda: stream.is_complete(range(sample)))
+    assert len(stream) == sample, "what went to the other connection is sent again"
+    outbox.close()
+    again.close()
+
+
+def test_what_came_through_shared_memory_outlives_it(tmp_path: Path) -> None:
+    """The board keeps records for iterations; their place in shared memory is used again."""
+    board = LiveStore()
+    inbox, outbox = RecordReceiver(tmp_path, "a", board), RecordSender(tmp_path)
+    stream = board.output("it/0000/rollout").stream("trajectories")
+    outbox.subscribe(TO, {"a": SHARED_MEMORY})
+    writer = outbox.open_stream(TO, 0, 1, list)
+    count, size = 12, SHARED_MEMORY_BYTES // 8
+    for sample in range(count):
+        image = np.full(size, sample, np.uint8)
+        writer.put(Record(RecordId(0, sample, 0), {"actions": np.zeros(1)}, {"image": image}))
+    writer.close()
+    assert until(lambda: stream.is_complete(range(count + 1)))
+    for record in stream.read(range(count)):
+        image = record.context["image"]
+        assert image[0] == image[-1] == record.identity.sample
+    outbox.close()
+    inbox.close()
+
+
+def test_records_come_by_socket_where_a_worker_has_no_shared_memory(tmp_path: Path) -> None:
+    """As on a node of its own. The connection others use goes on."""
+    board = LiveStore()
+    inbox, outbox = RecordReceiver(tmp_path, "a", board), RecordSender(tmp_path)
+    outbox.subscribe(TO, {"a": SHARED_MEMORY})
+    writer = outbox.open_stream(TO, 0, 1, list)
+    writer.put(number(0))
+    writer.close()
+    assert until(
+        lambda: board.output("it/0000/rollout").stream("trajectories").is_complete(range(1))
+    )
+    outbox.close()
+    inbox.close()
+
+
+def test_a_record_too_large_for_shared_memory_is_an_error_that_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    inbox, outbox = RecordReceiver(tmp_path, "a", LiveStore()), RecordSender(tmp_path)
+    outbox.subscribe(TO, {"a": SHARED_MEMORY})
+    writer = outbox.open_stream(TO, 0, 1, list)
+    image = {"image": np.zeros(SHARED_MEMORY_BYTES, np.uint8)}
+    with pytest.raises(DataError, match="leave shared_memory out of the plan's transports"):
+        writer.put(Record(RecordId(0, 0, 0), {"actions": np.zeros(1)}, image))
+    outbox.close()
+    inbox.close()
