@@ -70,7 +70,7 @@ def measure() -> list[BenchmarkRow]:
                 known[kind].append(step.seconds(plan))
             median = {kind: statistics.median(every) for kind, every in known.items()}
             ratio = round(median["a100"] / median["h100"], 2)
-            mixed = MIXED | {"shares": {"h100": ratio, "a100": 1.0}}
+            mixed = MIXED | {"speed_weights": {"h100": ratio, "a100": 1.0}}
             both = sum(1 / every[-1] for every in known.values())
             ratios.append(ratio)
             unequal.append(1 / step.seconds(mixed) / both)

@@ -89,7 +89,7 @@ NO_LEARNING_RULES = (
         "every step was left out because its gradient overflowed float16, so that the weights do "
         "not change",
         "the loss scale is halved each time and ends this by itself where the gradient is finite; "
-        "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 does without",
+        "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 avoids it",
     ),
 )
 """The first that holds of an iteration is the cause of the ones behind it."""

@@ -60,8 +60,9 @@ def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[St
         _check_counts(part, key)
     if isinstance(needs.speed_weights, tuple) and len(needs.speed_weights) != held:
         raise PlanError(
-            f"{key}: {_named(pool.gpus)}, but its stages give shares to {len(needs.speed_weights)} "
-            "processes; each device has one process, and each process one share"
+            f"{key}: {_named(pool.gpus)}, but its stages give speed_weights for "
+            f"{len(needs.speed_weights)} processes; each device has one process, and each process "
+            "one weight"
         )
     return tuple(parts)
 

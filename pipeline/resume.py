@@ -454,7 +454,8 @@ def _say_beyond(config: RunConfig) -> None:
     if not last:
         raise ConfigError(
             f"iterations: the schedule of the learning rate ends at 0 after {span} iterations "
-            f"(optimizer.min_lr_ratio: 0), so {config.iterations - span} more would change nothing; "
-            "start another run with more iterations, or with optimizer.min_lr_ratio above 0"
+            f"(optimizer.min_lr_ratio: 0), so {config.iterations - span} more would change "
+            "nothing; start another run with more iterations, or with optimizer.min_lr_ratio "
+            "above 0"
         )
     log.info("iterations beyond the %d of the schedule run at its last rate, %g", span, last)

@@ -186,7 +186,7 @@ class RunRecord(BaseModel):
     checksum: str | None = None
     """Digest of all the rest."""
     settings: dict[str, Any] | None = None
-    """All settings in effect by section, defaults included; see :mod:`pipeline.run_record`. They are
+    """All effective settings by section, defaults included (:func:`effective_settings`). They are
     for people, and no part of any identity."""
     non_default: tuple[str, ...] | None = None
     """Dotted keys of ``settings`` whose values are not the defaults."""

@@ -173,13 +173,13 @@ def check_episode_carryover(config: RunConfig) -> None:
         return
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; choose "
-            "flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
+            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; "
+            "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
         raise ConfigError(
-            "task.carry_over_episodes: the samples of a group would begin alike in the first iteration "
-            "alone; set rollout.group_size=1, or task.carry_over_episodes=false"
+            "task.carry_over_episodes: the samples of a group would begin alike in the first "
+            "iteration alone; set rollout.group_size=1, or task.carry_over_episodes=false"
         )
 
 
@@ -319,9 +319,9 @@ def check_replay(
     )
     if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
-            "algorithm.offline_data: prior transitions have the rewards that a simulator gave their "
-            f"steps, from which reward={config.reward.name} does not come, and values would be of "
-            "two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.offline_data: prior transitions have the rewards that a simulator gave "
+            f"their steps, from which reward={config.reward.name} does not come, and values would "
+            "be of two kinds; set reward=environment (reward.scale multiplies both), or leave "
             "algorithm.offline_data out"
         )
     dtype = getattr(options, "param_dtype", "float32")
@@ -423,9 +423,9 @@ def validate_config(config: RunConfig) -> None:
     samples = config.rollout.batch_size * config.rollout.group_size
     if samples % algorithm.minibatches:
         raise ConfigError(
-            f"algorithm.minibatches: {samples} samples (rollout.batch_size {config.rollout.batch_size} x "
-            f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
-            f"{algorithm.minibatches} equal minibatches"
+            f"algorithm.minibatches: {samples} samples (rollout.batch_size "
+            f"{config.rollout.batch_size} x rollout.group_size {config.rollout.group_size}) "
+            f"cannot be cut into {algorithm.minibatches} equal minibatches"
         )
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
@@ -528,10 +528,10 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
         lacking = missing_modules(name, "trainer.python", generates)
     if lacking:
         raise ConfigError(
-            f"warm_start.eval_generation: the process that trains generates the held-out samples, and its "
-            f"interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; set "
-            f"trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, or "
-            "warm_start.eval_generation=false"
+            "warm_start.eval_generation: the process that trains generates the held-out samples, "
+            f"and its interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; "
+            f"set trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, "
+            "or warm_start.eval_generation=false"
         )
 
 
@@ -699,15 +699,16 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
         )
     if not redraws and config.rollout.max_resamples is not None:
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set flow=dynamic_sampling"
+            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
+            "flow=dynamic_sampling"
         )
     # Groups of two whose samples scored the same: the usual scores, and such as no task has.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
     if redraws and algorithm.select_samples(scores, groups).all():
         raise ConfigError(
-            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose samples all "
-            "scored the same, so that nothing would be drawn anew; set algorithm=dapo, or "
-            "algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
+            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
+            "samples all scored the same, so that nothing would be drawn anew; set algorithm=dapo, "
+            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
             "flow=on_policy without rollout.max_resamples"
         )
 
@@ -750,8 +751,8 @@ def check_context(context: int | None, positions: int | None) -> None:
     """
     if context is not None and positions is not None and context > positions:
         raise ConfigError(
-            f"engine.max_model_len: {context} is more than the {positions} positions of the model; set "
-            f"it to {positions} or less, or leave it out"
+            f"engine.max_model_len: {context} is more than the {positions} positions of the model; "
+            f"set it to {positions} or less, or leave it out"
         )
 
 
@@ -778,8 +779,8 @@ def check_sizes(config: RunConfig, extent: TaskSize, positions: int | None) -> N
     for key, horizon in asks:
         if positions is not None and extent.max_prompt_tokens + horizon > positions:
             raise ConfigError(
-                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones do "
-                f"not fit into the {positions} positions of the model; lower it"
+                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones "
+                f"do not fit into the {positions} positions of the model; lower it"
                 + _or_model(config.model.model_extra or {})
             )
 

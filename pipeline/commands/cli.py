@@ -243,7 +243,8 @@ def demonstrations(
     ] = False,
 ) -> None:
     """Write demonstrations of LeRobot's format as trajectories, or trajectories in that format; or,
-    with --intervened, of trajectories the episodes that a person acted in, for algorithm.offline_data."""
+    with --intervened, the episodes of trajectories in which a person acted, for
+    algorithm.offline_data."""
     from pipeline.commands.demonstrations import convert_demonstrations, extract_interventions
 
     if intervened:
@@ -350,7 +351,8 @@ def plan(
     usual = Path("profile.json")
     found = profile or (usual if usual.exists() else None)
     sources = planning_sources(found, source, site, partition, pin)
-    run_plan(load_configuration(what), sources, out, objective, what_if or (), check, execution.value)
+    config = load_configuration(what)
+    run_plan(config, sources, out, objective, what_if or (), check, execution.value)
 
 
 @app.command()

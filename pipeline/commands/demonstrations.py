@@ -78,7 +78,8 @@ def convert_demonstrations(
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(
-            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with {TRAJECTORY_FILES}"
+            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with "
+            f"{TRAJECTORY_FILES}"
         )
     try:
         count = lerobot.write_lerobot_dataset(

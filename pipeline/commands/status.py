@@ -74,7 +74,7 @@ class RunStatus:
 
 
 class CachedQueueClient(SlurmClient):
-    """Asks for the queue every :data:`QUEUE_INTERVAL_S` at most; others wait for the controller too."""
+    """A Slurm client that queries the queue at most every :data:`QUEUE_INTERVAL_S`."""
 
     _known: dict[str, QueuedJob] | None = None
     _asked = 0.0
@@ -230,7 +230,8 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
     try:
         found = find_driver_job(run, client)
     except RlinfError as error:
-        return f"job {last_driver_job_id(run) or 'without an id'}, of which Slurm says nothing now ({error})"
+        job = last_driver_job_id(run) or "without an id"
+        return f"job {job}, of which Slurm says nothing now ({error})"
     if found is None:
         return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()

@@ -153,8 +153,8 @@ class Workflow:
             self.acquire_lock()
         if self._plan.execution == "segment":
             log.warning(
-                "the plan has pools (execution: segment), which Snakemake does not use: every stage "
-                "becomes a job; rlinf run gives them to the pools"
+                "the plan has pools, which Snakemake does not use: every stage becomes a job; "
+                "rlinf run gives them to the pools"
             )
         committed = RunState(self._run, self._graph)
         check_resumable(committed, self._choice)

@@ -132,9 +132,10 @@ class PoolState:
                 answered = {node.stage + POLICY_SUFFIX for node in member.served}
                 stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
                 raise PlanError(
-                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of their time "
-                    f"and had not finished {stages}, which begins anew each time: give it more "
-                    "(time_limit_min of its stages), a partition with a longer limit, or less work"
+                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
+                    f"their time and had not finished {stages}, which begins anew each time: give "
+                    "it more (time_limit_min of its stages), a partition with a longer limit, or "
+                    "less work"
                 )
 
     @property

@@ -109,8 +109,8 @@ def render_interactive(
     """A page that draws the plots of its content.
 
     Args:
-        content: ``name``, ``xs`` and ``groups`` as of :func:`pipeline.report.interactive_charts.build_plots`, and what
-            its scripts read besides.
+        content: ``name``, ``xs`` and ``groups`` of :func:`build_plots`, and the further values that
+            its scripts read.
         ours: the scripts, in the order in which they run.
         more: values of the template.
     """

@@ -224,7 +224,7 @@ def test_text_that_would_not_stay_in_its_place_is_refused_under_every_key(
         "env": {"A;touch x": "1"},
         "setup": ["a\0"],
         "python": ["a\0"],
-        "shares": {"a100": 0},  # never text for a script, and here not valid either
+        "speed_weights": {"a100": 0},  # never text for a script, and here not valid either
         "duty_cycle": {"a100": 2},
     }
     with pytest.raises(ConfigError, match=rf"^section\.{key}\b"):

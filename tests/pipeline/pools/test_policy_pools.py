@@ -129,7 +129,7 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
         "execution": "segment",
         "stages": {stage: {"processes": size} for stage in ("rollout", "inference", "train")},
         "pools": [
-            {"stages": stages, "gpus": {"local": size}, "ranks": ranks},
+            {"stages": stages, "gpus": {"local": size}, "stage_ranks": ranks},
             {"stages": ["evaluate"], "gpus": {"local": 1}},
         ],
     }
