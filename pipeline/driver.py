@@ -1,21 +1,20 @@
-"""The project's own driver: walks the graph, starts stages, notices ends, goes on after a crash.
+"""The driver: walks the stage graph, starts stages, collects their results, resumes after a crash.
 
-All state is in the run directory. What is finished is decided by manifests alone: their key must be
-the digest of the configuration and of the inputs they were made from.
+All state is in the run directory. Only manifests decide what is finished: the key of a manifest
+must be the digest of the configuration, the code and the inputs of its stage.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.cleanup import remove_orphans
-from pipeline.executors import Outcome
+from pipeline.executors import InProcessExecutor, Outcome, StageExecutor, stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.lock import RunLock
 from pipeline.metrics import MetricsLog
@@ -30,87 +29,17 @@ from rlinf.errors import (
     EXIT_REQUEUE,
     InputError,
     RequeueRequested,
-    RlinfError,
     RunLockedError,
     StageError,
     short_reason,
 )
 from stages.flow import EVALUATE
 from stages.layout import CONFIG_FILE
-from stages.runner import StageCall, load_config, run_stage
-from stages.worker_state import WorkerState
+from stages.runner import load_config
 
 DAMAGE_CHECK_INTERVAL_S = 2.0
-"""How often inputs of what runs are looked after."""
+"""Interval between checks that the inputs of running stages are intact."""
 log = logging.getLogger("rlinf")
-
-
-class StageExecutor(Protocol):
-    """Starts stage calls and says how they ended."""
-
-    supports_streaming: bool
-    """Whether a stage may be started before its inputs are committed."""
-
-    @property
-    def interrupt_note(self) -> str:
-        """What an interrupted driver leaves behind, for the person that interrupted it."""
-
-    def start(self, node: StageNode, call: StageCall) -> None:
-        """Begin an attempt at a node."""
-
-    def poll(self) -> dict[StageNode, Outcome]:
-        """Attempts that ended since the last call; may wait a little for one."""
-
-    def stop(self, *, keep_jobs: bool = False) -> None:
-        """Cancel what runs; called when the driver ends for whatever reason.
-
-        Args:
-            leave: it to another driver, which is there or will be.
-        """
-
-
-@dataclass
-class InProcessExecutor:
-    """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
-
-    run: Run
-    worker_state: WorkerState = field(default_factory=WorkerState)
-    should_stop: Callable[[], bool] = lambda: False
-    supports_streaming: bool = False
-    interrupt_note: str = "the stage under way begins anew"
-    _ended: dict[StageNode, Outcome] = field(default_factory=dict)
-
-    def start(self, node: StageNode, call: StageCall) -> None:
-        try:
-            run_stage(
-                call,
-                config=self.run.config,
-                worker_state=self.worker_state,
-                should_stop=self.should_stop,
-            )
-            outcome = Outcome(0)
-        except RlinfError as error:
-            outcome = Outcome(error.exit_code, str(error), error)
-        except Exception as error:  # retried by policy, then raised as it is
-            log.warning("%s", traceback.format_exc())
-            outcome = Outcome(1, str(error), error)
-        self._ended[node] = outcome
-
-    def poll(self) -> dict[StageNode, Outcome]:
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def stop(self, *, keep_jobs: bool = False) -> None:
-        self.worker_state.close()
-
-
-def stage_call(run: Run, graph: Graph, node: StageNode) -> StageCall:
-    """The call that makes the output of a node."""
-    inputs = {
-        name: graph.output_folder(run.folder, source) for name, source in graph.inputs(node).items()
-    }
-    out = graph.output_folder(run.folder, node)
-    return StageCall(node.stage, run.folder / CONFIG_FILE, out, node.iteration, inputs)
 
 
 class RunCallback(Protocol):

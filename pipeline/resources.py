@@ -1,15 +1,26 @@
-"""What the job of a pool asks for: worked out from the stages of the plan that it holds."""
+"""Job resources: what the jobs of stages and pools request, from the plan and the cluster section."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan, device_keys
-from rlinf.channels.process_group import DATA_PARALLEL_ONLY
-from rlinf.errors import PlanError
+from rlinf.channels.curve_sockets import INTERFACE_VARIABLE
+from rlinf.channels.process_group import DATA_PARALLEL_ONLY, LAYOUT_VARIABLE
+from rlinf.config import RunConfig
+from rlinf.errors import ConfigError, PlanError
+from rlinf.interpreters import configured_interpreter, resolve_interpreter, set_interpreters
+from slurm.jobs import JobResources
+from stages.flow import Flow
 
+if TYPE_CHECKING:
+    from slurm.job_limits import Quotas
+
+JobRequests = dict[str, list[JobResources]]
+"""By key of the plan, each with what it may ask for; several ways: any one of them is enough."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
 """In a constraint: of how many nodes a feature is asked."""
 
@@ -254,3 +265,159 @@ def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) 
         for stage in unnamed
     }
     return plan.model_copy(update={"stages": {**plan.stages, **named}})
+
+
+def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
+    """What the jobs of a plan ask for; in pools no stage is a job of its own."""
+    if plan.pools:
+        return pool_job_requests(plan, cluster)
+    stages = plan.flow.all_stages
+    return {f"stages.{name}": [job_resources(plan.stage_plan(name), cluster)] for name in stages}
+
+
+def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
+    """What the jobs ask for that all run at the same time.
+
+    Components of a heterogeneous job are jobs to Slurm's limits. An elastic pool goes on with any
+    one of its workers: those that ask for different things stand in its list.
+    """
+    found: JobRequests = {}
+    for number, pool in enumerate(plan.pools):
+        for slot in range(pool.workers or 1):
+            parts = pool_resources(plan, number, slot)
+            several = zip(pool.gpus, parts, strict=False)
+            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in several]
+            for on, part in named:
+                ways = found.setdefault(f"pools[{number}]{on}", [])
+                needs = job_resources(part, cluster)
+                if needs not in ways:
+                    ways.append(needs)
+    return found
+
+
+def check_quotas(
+    plan: Plan, jobs: JobRequests, quotas: Quotas, driver: JobResources | None = None
+) -> None:
+    """See that accounting allows the jobs of a plan, each and those that run at the same time.
+
+    Args:
+        jobs: see :func:`plan_job_requests`.
+        driver: as for :func:`create_launcher`; it runs beside all of them.
+
+    Raises:
+        PlanError: it does not; names the key of the plan and the limit.
+    """
+    for key, ways in jobs.items():
+        for needs in ways:
+            quotas.check(needs, key)
+    beside = {} if driver is None else {"cluster.driver": [driver]}
+    for together in [jobs] if plan.pools else [{key: ways} for key, ways in jobs.items()]:
+        quotas.check_concurrent({**beside, **together})
+
+
+def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:
+    """See that what will be heterogeneous jobs can be.
+
+    Raises:
+        PlanError: their components ask for what Slurm cannot tell apart.
+    """
+    from launchers.sbatch import check_hetjob_options
+
+    jobs = []
+    for number in [n for n, pool in enumerate(plan.pools) if pool.workers is None]:
+        key, parts = f"pools[{number}]", pool_resources(plan, number)
+        jobs.append(
+            [(f"{key} on {part.partition}", job_resources(part, cluster)) for part in parts]
+        )
+    for components in [[part for job in jobs for part in job]] if plan.hetjob else jobs:
+        check_hetjob_options(components)
+
+
+def job_resources(
+    plan: StagePlan, cluster: ClusterConfig, interpreter: str | None = None
+) -> JobResources:
+    """What a job of a stage asks for: the plan's numbers with the site's settings.
+
+    Args:
+        interpreter: see :func:`stage_interpreter`.
+    """
+    from slurm.site import load_site
+
+    extra: dict[str, Any] = {}
+    if cluster.site:
+        site = load_site(cluster.site)
+        extra = site.settings_for(plan.partition).resource_arguments()
+        extra["env"] = {**extra.get("env", {}), **set_interpreters(site.interpreters)}
+    network = {INTERFACE_VARIABLE: cluster.bind_interface} if cluster.bind_interface else {}
+    layout = {LAYOUT_VARIABLE: str(plan.layout)} if plan.layout.parallel_dims() else {}
+    env = {**extra.pop("env", {}), **network, **layout, **cluster.env}
+    if plan.constraint is not None:
+        extra["constraint"] = plan.constraint
+    return base_resources(plan, interpreter=interpreter, env=env, **extra)
+
+
+def base_resources(plan: StagePlan, **further: Any) -> JobResources:
+    """What a job asks for by the plan's numbers.
+
+    Args:
+        further: other fields, such as the site's settings.
+    """
+    return JobResources(
+        partition=plan.partition,
+        nodes=plan.nodes,
+        tasks_per_node=plan.processes,
+        gpus_per_node=plan.gpus,
+        gpu_type=plan.gpu_type,
+        speed_weights=plan.speed_weights,
+        cpus_per_task=plan.cpus,
+        mem_mb=plan.mem_mb,
+        time_limit_min=plan.time_limit_min,
+        **further,
+    )
+
+
+def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None:
+    """The interpreter of the process that runs some stages; None: this one.
+
+    Raises:
+        ConfigError: it is not there, or they need different ones.
+    """
+    found: dict[str | None, str] = {}
+    for stage in stages:
+        entry = flow.all_stages[stage]
+        # The warm start depends on both, and saves what the trainer made.
+        depends = [name for name in ("trainer", "engine") if name in entry.config_sections]
+        section = entry.holds or next(iter(depends), None)
+        name = None if section is None else configured_interpreter(config, section)
+        if section is not None:
+            path = None if name is None else resolve_interpreter(name, f"{section}.python")
+            found.setdefault(path, f"{section}.python of {stage}")
+    if len(found) > 1:
+        raise ConfigError(
+            f"{' and '.join(found.values())}: one process cannot run them under two interpreters; "
+            "name the same, or give these stages pools or jobs of their own"
+        )
+    return next(iter(found), None)
+
+
+def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
+    """The plan with what only the cluster can tell.
+
+    Raises:
+        SlurmError: Slurm is not there or does not answer.
+    """
+    if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
+        return plan
+    from slurm.client import SlurmClient
+
+    return resolve_for(plan, SlurmClient().partitions())
+
+
+def resolve_for(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+    """The same, of partitions that are known."""
+    # The site file may say more of the default partition than of others.
+    return (
+        with_default_gpus(plan, partitions)
+        if plan.pools
+        else with_default_partition(plan, partitions)
+    )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.job_executor import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.resources import pool_resources
 from rlinf.algorithms import algorithms

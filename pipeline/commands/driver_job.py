@@ -17,9 +17,10 @@ from pathlib import Path
 from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_restarting, with_tag
 from launchers.submission_queue import JOB_NOTE, read_job_note, write_job_note
-from pipeline.job_executor import ClusterConfig, check_quotas, job_resources, plan_job_requests
+from pipeline.cluster_config import ClusterConfig
 from pipeline.lock import LOCK_FILE, RunLock, living_owner
 from pipeline.plan import Plan, StagePlan
+from pipeline.resources import check_quotas, job_resources, plan_job_requests
 from pipeline.run import Run, explain_write_errors
 from rlinf import process_tuning
 from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmUnresponsiveError

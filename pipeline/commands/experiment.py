@@ -16,16 +16,18 @@ from pipeline.callbacks import (
     check_notify_command,
     notify_at_end,
 )
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.driver_job import check_no_driver_job, start_lock
 from pipeline.commands.stop import StopRequest, cancel_run_jobs
-from pipeline.driver import Driver, InProcessExecutor, RunCallback, StageExecutor
+from pipeline.driver import Driver, RunCallback
+from pipeline.executors import InProcessExecutor, StageExecutor
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
-from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher, resolve_plan
+from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, load_plan
 from pipeline.pools.executor import PoolExecutor
 from pipeline.report import write_report
-from pipeline.resources import pool_resources
+from pipeline.resources import pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run
 from pipeline.run_record import read_run_record
@@ -187,10 +189,10 @@ def validate_experiment(
     validate_config(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.interface is not None:
-        interface_address(cluster.interface)
+    if cluster.network_interface is not None:
+        interface_address(cluster.network_interface)
     plan = resolve_plan(plan, cluster)
-    check_notify_command(cluster.notify)
+    check_notify_command(cluster.notify_command)
     if plan.execution == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: execution: segment: pools are processes of their own; add cluster=local (this "
@@ -320,7 +322,7 @@ def drive(
     with (
         translate_resource_errors(),
         translate_user_errors(),
-        notify_at_end(run.folder.name, cluster.notify),
+        notify_at_end(run.folder.name, cluster.notify_command),
     ):
         _drive(run, cluster, on_mismatch, offline=False)
         return write_report(run.folder)
@@ -362,7 +364,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         trackers = TrackerCallback(run)
         listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
         try:
-            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+            Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
             idle = isinstance(executor, PoolExecutor) and not executor.has_started
             if idle and cluster.launcher == "slurm" and not offline:
                 # All was done before: pools of a driver that died at the end still wait for one.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.driver import InProcessExecutor, stage_call
+from pipeline.executors import InProcessExecutor, stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.run import Run
 from rlinf import process_tuning

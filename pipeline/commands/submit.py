@@ -11,6 +11,7 @@ import yaml
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import batch_script, restarting_script
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.driver_job import driver_job, driver_resources, start_lock
 from pipeline.commands.driver_job import submit_driver_job as submit_job
 from pipeline.commands.experiment import (
@@ -21,16 +22,10 @@ from pipeline.commands.experiment import (
     validate_overrides,
 )
 from pipeline.graph import Graph
-from pipeline.job_executor import (
-    ClusterConfig,
-    job_resources,
-    resolve_plan,
-    stage_interpreter,
-    stage_job,
-)
+from pipeline.job_executor import stage_job
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources, resolve_plan, stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable, create_run
 from pipeline.run import Run
 from pipeline.run_state import RunState

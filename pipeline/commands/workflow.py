@@ -13,11 +13,11 @@ from typing import Any
 
 from pipeline.commands.driver_job import check_no_driver_job
 from pipeline.commands.experiment import compose, prepare_run
-from pipeline.driver import stage_call
+from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
-from pipeline.job_executor import stage_interpreter
 from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.plan import Plan, StagePlan
+from pipeline.resources import stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run
 from pipeline.run_state import RunState, is_skipped

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launchers.launcher import Launcher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.executors import Outcome
 from pipeline.graph import Graph, StageNode
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import autoscale
 from pipeline.pools.dispatcher import StageDispatcher
@@ -84,7 +84,7 @@ class PoolExecutor:
         self._pools = pool_states(self.plan)
         settings = self.run.config.rollout
         self._generators = RolloutScheduler(
-            self.run.folder, settings.batch_size, self.cluster.retries
+            self.run.folder, settings.batch_size, self.cluster.max_retries
         )
         self._held: dict[StageNode, Outcome] = {}
         """Successes of stages whose inputs have not been reported yet."""
@@ -367,7 +367,7 @@ class PoolExecutor:
         fellows = (
             [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
         )
-        if all(fellow.failures > self.cluster.retries for fellow in fellows):
+        if all(fellow.failures > self.cluster.max_retries for fellow in fellows):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.retry_at = time.monotonic() + (pause if pool.failures else 0)

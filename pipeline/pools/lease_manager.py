@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from launchers.launcher import JobSpec, Launcher
 from launchers.submission_queue import JOB_NOTE, read_job_note
-from pipeline.job_executor import ClusterConfig, QueueLog, job_resources
+from pipeline.cluster_config import ClusterConfig
+from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import target_size
 from pipeline.pools.dispatcher import Send
 from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources
 from pipeline.run import Run
 from rlinf.channels.control_link import Controller
 from slurm.jobs import JobStatus, parent_job_id

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from launchers.launcher import JobSpec
+from pipeline.cluster_config import ClusterConfig
 from pipeline.graph import StageNode
-from pipeline.job_executor import ClusterConfig, job_resources, stage_interpreter
 from pipeline.plan import Plan, StagePlan
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources, stage_interpreter
 from pipeline.run import Run
 from rlinf.config import json_digest
 from rlinf.errors import PlanError
@@ -177,7 +177,14 @@ def pool_folder(run: Run, pool: PoolState) -> Path:
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
     """The job of a pool's present lease."""
     name = f"pool-{pool.name}-{pool.lease_number}"
-    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", str(cluster.pool_grace_s)]
+    argv = [
+        "--run",
+        str(run.folder),
+        "--name",
+        name,
+        "--orphan-s",
+        str(cluster.driver_reconnect_timeout_s),
+    ]
     of, flow = plan.stage_pools(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")

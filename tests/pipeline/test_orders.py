@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pipeline.commands.experiment import compose, drive
 from pipeline.commands.export import weight_versions
-from pipeline.driver import InProcessExecutor
+from pipeline.executors import InProcessExecutor
 from pipeline.graph import Graph, StageNode
 from pipeline.resume import OnMismatch, create_run
 from pipeline.run import Run

@@ -43,7 +43,7 @@ def test_every_key_of_every_section_is_in_the_record(tiny_run: Path) -> None:
         fields = registry.get(part.name).Config.model_fields
         assert settings[section].keys() == {"name", *fields}
     assert settings["algorithm"]["clip_ratio_high"] == 0.2
-    assert settings["cluster"]["retries"] == 2
+    assert settings["cluster"]["max_retries"] == 2
     assert {"param_dtype", "max_tokens_per_microbatch"} <= settings["trainer"].keys()
     assert "aggregation" in settings["algorithm"]
 
@@ -96,7 +96,7 @@ def test_settings_that_change_no_result_are_renewed_too(compose: Compose, tmp_pa
     prepare_run(compose("cluster=local", "cluster.max_retries=5"))
     found = record(begun.folder)
     cluster = found["settings"]["cluster"]
-    assert (cluster["launcher"], cluster["retries"]) == ("local", 5)
+    assert (cluster["launcher"], cluster["max_retries"]) == ("local", 5)
     assert "cluster.max_retries" in found["changed"]
     assert found["id"] == identity
     assert "was" not in found

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import validate_experiment
-from pipeline.driver import stage_call
+from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.pools.dispatcher import StageDispatcher
 from pipeline.pools.leases import Lease, pool_states
