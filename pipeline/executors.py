@@ -44,16 +44,16 @@ class StageExecutor(Protocol):
         """Return attempts that ended since the last call; may block briefly."""
 
     def stop(self, *, keep_jobs: bool = False) -> None:
-        """Cancel what runs; called when the driver ends for whatever reason.
+        """Cancel all running attempts. The driver always calls this when it ends.
 
         Args:
-            leave: it to another driver, which is there or will be.
+            keep_jobs: let jobs continue for the next driver.
         """
 
 
 @dataclass
 class InProcessExecutor:
-    """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
+    """An executor that runs stages in the driver's process. Engines and trainers stay loaded."""
 
     run: Run
     worker_state: WorkerState = field(default_factory=WorkerState)

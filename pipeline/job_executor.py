@@ -66,27 +66,27 @@ def create_launcher(
 
 
 def stage_job(node: StageNode, call: StageCall, run: Path, needs: JobResources) -> JobSpec:
-    """The launcher's view of a stage call."""
+    """Return the job specification of a stage call."""
     return JobSpec(node.name, call.argv(), call.output_folder, run / "logs" / node.stage, needs)
 
 
 @dataclass
 class QueueLog:
-    """Says which jobs were submitted where, and why one does not start."""
+    """Logs where jobs were submitted and why a job does not start."""
 
     shown: bool = True
-    """Whether there is a queue."""
+    """Whether to log at all; false without a queue."""
     _since: dict[str, float] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
 
     def on_submit(self, name: str, identity: str, partition: str | None) -> None:
-        """A job was handed to the launcher."""
+        """Log that a job was submitted."""
         self._since[name] = time.monotonic()
         if self.shown:
             log.info("%s: job %s, partition %s", name, identity, partition or "(Slurm's default)")
 
     def on_status(self, name: str, identity: str, status: JobStatus) -> None:
-        """How a job that has not ended is; each reason to wait is said once."""
+        """Log the state of an active job; each reason to wait is logged once."""
         known = self._reasons.get(name)
         if status.state is JobState.PENDING:
             late = self.shown and time.monotonic() - self._since.get(name, 0.0) > QUEUE_NOTICE_S
@@ -101,7 +101,7 @@ class QueueLog:
 
 @dataclass
 class JobExecutor:
-    """Runs stage calls through a launcher."""
+    """An executor that runs each stage as a job of a launcher."""
 
     run: Run
     launcher: Launcher
@@ -118,7 +118,7 @@ class JobExecutor:
     def interrupt_note(self) -> str:
         if self.cluster.launcher == "local":
             return "its processes were stopped"
-        return f"{len(self._ids)} submitted jobs go on, and a resumed run finds them"
+        return f"{len(self._ids)} submitted jobs continue, and a resumed run finds them"
 
     def start(self, node: StageNode, call: StageCall) -> None:
         python = stage_interpreter(self.run.config, self.plan.flow, node.stage)
@@ -128,9 +128,9 @@ class JobExecutor:
         self._queue.on_submit(node.name, identity, needs.partition)
 
     def poll(self) -> dict[StageNode, Outcome]:
-        """Outcomes of ended jobs; sleeps until a look at the queue is due or a manifest shows."""
+        """Return the outcomes of ended jobs; sleeps for one polling interval if there are none."""
         if self.should_stop():
-            raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+            raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         ended: dict[StageNode, Outcome] = {}
         statuses = self.launcher.poll(list(self._ids.values()))
         for node, identity in list(self._ids.items()):
@@ -141,7 +141,7 @@ class JobExecutor:
             del self._ids[node]
             code = 0 if status.state is JobState.DONE else status.exit_code or 1
             if status.state in (JobState.PREEMPTED, JobState.NODE_FAIL):
-                code = EXIT_REQUEUE  # no fault of the stage's
+                code = EXIT_REQUEUE  # not the fault of the stage
             reason = status.reason or status.state.value
             ended[node] = Outcome(code, f"{status.state.value}: {reason}" if code else "")
         if not ended:
@@ -149,7 +149,7 @@ class JobExecutor:
         return ended
 
     def cancel(self) -> None:
-        """Cancel what still waits or runs."""
+        """Cancel all pending and running jobs."""
         self.launcher.cancel(list(self._ids.values()))
         self._ids.clear()
 
