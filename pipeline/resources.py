@@ -395,8 +395,8 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
             interpreters.setdefault(path, f"{section}.python of {stage}")
     if len(interpreters) > 1:
         raise ConfigError(
-            f"{' and '.join(interpreters.values())}: one process cannot run them under two interpreters; "
-            "name the same, or give these stages pools or jobs of their own"
+            f"{' and '.join(interpreters.values())}: one process cannot run them under two "
+            "interpreters; name the same, or give these stages pools or jobs of their own"
         )
     return next(iter(interpreters), None)
 
