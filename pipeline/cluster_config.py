@@ -51,7 +51,7 @@ class DriverJobConfig(Section):
 
 
 class ClusterConfig(Section):
-    """How stages become processes. These settings never change a result."""
+    """The ``cluster`` section: where stages run. These settings never change a result."""
 
     launcher: Literal["inprocess", "local", "slurm"] = "inprocess"
     """Run stages in the driver's process, as local processes, or as Slurm jobs."""

@@ -35,7 +35,7 @@ class StageExecutor(Protocol):
 
     @property
     def interrupt_note(self) -> str:
-        """What continues or was stopped after an interrupt, for the error message."""
+        """Describe the jobs that continue or were stopped, for the message after an interrupt."""
 
     def start(self, node: StageNode, call: StageCall) -> None:
         """Start an attempt at a node."""
