@@ -47,7 +47,7 @@ Keep = Annotated[
 
 
 class ExecutionMode(StrEnum):
-    """How a plan is executed."""
+    """Execution of a plan: as jobs or in pools."""
 
     jobs = "stage"
     pools = "segment"
