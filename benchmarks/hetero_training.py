@@ -70,7 +70,7 @@ def measure() -> list[BenchmarkRow]:
                 known[kind].append(step.seconds(plan))
             median = {kind: statistics.median(every) for kind, every in known.items()}
             ratio = round(median["a100"] / median["h100"], 2)
-            mixed = MIXED | {"shares": {"h100": ratio, "a100": 1.0}}
+            mixed = MIXED | {"speed_weights": {"h100": ratio, "a100": 1.0}}
             both = sum(1 / every[-1] for every in known.values())
             ratios.append(ratio)
             unequal.append(1 / step.seconds(mixed) / both)
@@ -92,9 +92,9 @@ class HeteroStep:
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
+        from pipeline.cluster_config import ClusterConfig
         from pipeline.commands.experiment import compose, prepare_run
         from pipeline.graph import Graph, StageNode
-        from pipeline.job_executor import ClusterConfig
         from rlinf.config import validate
         from slurm.client import SlurmClient
         from stages.layout import CONFIG_FILE
@@ -137,8 +137,9 @@ class HeteroStep:
 
     def _start(self, plan: dict[str, Any]) -> tuple[str, Path]:
         from pipeline.graph import StageNode
-        from pipeline.job_executor import job_resources, stage_job
+        from pipeline.job_executor import stage_job
         from pipeline.plan import parse_plan
+        from pipeline.resources import job_resources
 
         self._count += 1
         out = self._run.folder / f"step-{self._count}"

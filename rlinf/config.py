@@ -394,7 +394,7 @@ def json_digest(values: Any) -> str:
 
 
 REDACTED = "(not shown)"
-FULLY_REDACTED_KEYS = frozenset({"env", "notify"})
+FULLY_REDACTED_KEYS = frozenset({"env", "notify_command"})
 """Keys whose values are hidden one by one: variables of processes, and the words of a command."""
 SECRET_KEY = re.compile(r"(?:^|[_\W])(?:token|secret|passw(?:or)?d|api_?key|credentials?)$", re.I)
 """Keys of texts that are secrets; a number under such a key is none."""

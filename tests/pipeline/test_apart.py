@@ -286,7 +286,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             pools((BOTH, 1)),
-            r"plan\.pools\[0\]\.ranks: rollout and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: rollout and rollout\.generate in one pool need ",
         ),
         (
             {
@@ -300,7 +300,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                 ],
                 "defaults": {"processes": 2},
             },
-            r"plan\.pools\[0\]\.ranks: evaluate and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: evaluate and rollout\.generate in one pool need ",
         ),
         (
             pools((["rollout"], 1), (["rollout.generate", *LATER], 2))

@@ -7,15 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.job_executor import (
-    ClusterConfig,
-    base_resources,
-    check_quotas,
-    plan_job_requests,
-    resolve_for,
-)
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile.device_kinds import DeviceKind
+from pipeline.resources import base_resources, check_quotas, plan_job_requests, resolve_for
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
 from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
