@@ -1,8 +1,8 @@
 """What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
 
 An instance is pickled by submitit, or in a heterogeneous job an argument of this module
-(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when Slurm
-restarts the job, the same call runs again and goes on from files.
+(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when
+Slurm restarts the job, the same call runs again and goes on from files.
 """
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
             only where the answer holds several numbers, to tell which of them is the job.
 
     Raises:
-        UnreadableSubmission: it holds no id, or several that cannot be told apart; shows the answer.
+        UnreadableSubmission: it holds no id, or several ambiguous ones; shows the answer.
         SlurmError: the queue was asked and did not answer.
     """
     found = _candidates(answer)

@@ -132,7 +132,10 @@ def query_slurm(client: SlurmClient) -> SlurmOutput:
 
 
 def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
-    """Answers to :data:`SACCTMGR_QOS` and, for this user, :data:`SACCTMGR_ASSOCIATIONS`; None: no accounting."""
+    """Return the answers to :data:`SACCTMGR_QOS` and, for this user, :data:`SACCTMGR_ASSOCIATIONS`.
+
+    Returns None without accounting.
+    """
     user = f"user={_user()}"
     try:
         return client.run(*SACCTMGR_QOS), client.run(

@@ -6,9 +6,8 @@ An inventory is taken by :mod:`slurm.discovery`, saved as JSON, and read where S
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
@@ -280,25 +279,3 @@ def _described(group: NodeGroup, said: HardwareSettings) -> NodeGroup:
 
 def _bytes_per_s(gb_per_s: float | None) -> float | None:
     return None if gb_per_s is None else gb_per_s * GIGA
-
-
-_RULES = (
-    "available",
-    "time_limit_min",
-    "preempt_mode",
-    "priority_tier",
-    "qos",
-    "allowed_qos",
-    "denied_qos",
-    "allowed_accounts",
-    "denied_accounts",
-    "max_nodes_per_job",
-)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return ",".join(map(str, value)) or "none"
-    return str(value)

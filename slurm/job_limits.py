@@ -360,8 +360,8 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
     wall = _wall(hierarchy)
     if wall is not None and (needs.time_limit_min or 0) > wall[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows {wall[0]}; "
-            "lower it (a stage that runs out of time is requeued and goes on)"
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows "
+            f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
         for limits, whom in (("per_job", "a job"), ("in_all", "all jobs together")):
@@ -447,7 +447,8 @@ def _chosen(
         names = default_partition(partitions)
         if names is None:
             raise PlanError(
-                f"{where}.partition: this cluster has no default partition{did_you_mean('', partitions)}"
+                f"{where}.partition: this cluster has no default partition"
+                f"{did_you_mean('', partitions)}"
             )
     for name in partition_names(names):
         if name not in partitions:

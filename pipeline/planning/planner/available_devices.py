@@ -343,7 +343,8 @@ def select_devices(
     notes = [f"{name} was not measured and is left out" for name in missing]
     notes += [f"{name} is left out: {why}" for name, why in closed.items()]
     notes += [
-        f"{own.name}: a job has at most {own.max_nodes_per_job} of its {own.kind.nodes} nodes (MaxNodes)"
+        f"{own.name}: a job has at most {own.max_nodes_per_job} of its {own.kind.nodes} nodes "
+        "(MaxNodes)"
         for own in found.values()
         if own.max_nodes_per_job is not None and own.max_nodes_per_job < own.kind.nodes
     ]
@@ -419,8 +420,8 @@ def with_memory_floors(
 def _told_apart(
     found: Mapping[str, PartitionDevices], inventory: Inventory
 ) -> dict[str, PartitionDevices]:
-    """With ``better_kind``: of partitions over the same nodes the one that is not preempted is better,
-    then the one with longer jobs, then the one with more of the nodes, then the smaller one."""
+    """Set ``better_kind``: of partitions over the same nodes, one that is not preempted is better,
+    then one with longer jobs, then one with more of the nodes, then the smaller one."""
     nodes = {name: own.nodes for name, own in found.items()}
 
     def rank(name: str) -> tuple[bool, float, int, int, str]:

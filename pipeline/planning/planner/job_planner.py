@@ -101,7 +101,8 @@ def _devices(
         if len(named) == 2 and can_share_job(*named):
             return tuple(named)
         raise PlanError(
-            f"{at}.shares: {', '.join(asked.speed_weights)} are not two kinds of nodes of {partition}"
+            f"{at}.speed_weights: {', '.join(asked.speed_weights)} are not two kinds of nodes of "
+            f"{partition}"
         )
     typed = [own for own in mine if asked.gpu_type in (None, own.kind.gpu_type)]
     if not typed:
@@ -111,7 +112,7 @@ def _devices(
         kinds = ", ".join(own.kind.gpu_type for own in typed)
         raise PlanError(
             f"{at}.gpu_type: {partition} has {kinds}, and how long it takes depends on it; name "
-            "one, or give shares and a constraint"
+            "one, or give speed_weights and a constraint"
         )
     return (typed[0],)
 
@@ -154,13 +155,14 @@ def _check_time(option: StageOption, asked: StagePlan, at: str) -> None:
     most = tight.limit_s / 60
     if asked.time_limit_min and asked.time_limit_min > most:
         raise PlanError(
-            f"{at}.time_limit_min: {asked.time_limit_min} asked, {tight.time_limit_of} allows {most:g}"
+            f"{at}.time_limit_min: {asked.time_limit_min} asked, {tight.time_limit_of} allows "
+            f"{most:g}"
         )
     minutes = min(asked.time_limit_min or math.inf, most)
     if option.seconds > 60 * minutes:
         raise PlanError(
-            f"{at}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected on "
-            f"{option.place} {option.size}; it would be requeued for ever"
+            f"{at}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected "
+            f"on {option.place} {option.size}; it would be requeued for ever"
         )
 
 

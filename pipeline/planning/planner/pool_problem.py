@@ -195,7 +195,7 @@ def _looked_at(request: PlanRequest, named: Collection[str]) -> dict[str, Partit
         better = priced.get(own.better_kind or "")
         return better is None or any(
             getattr(own, name) > getattr(better, name)
-            for name in ("limit_s", "job_devices", "count")
+            for name in ("limit_s", "max_job_devices", "count")
         )
 
     return {name: own for name, own in priced.items() if name in wanted or longer(own)}
@@ -311,8 +311,8 @@ def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
     rates = np.where(of_job <= work.devices.max_job_devices, rates, 0.0)
     if not rates.any():
         raise PlanError(
-            f"its jobs have at most {work.devices.max_job_devices} devices, and it runs on more alone "
-            f"({work.devices.allowance.refusal or 'MaxNodes'})"
+            f"its jobs have at most {work.devices.max_job_devices} devices, and it runs on more "
+            f"alone ({work.devices.allowance.refusal or 'MaxNodes'})"
         )
     limit = work.devices.time_limit_min
     if limit is not None:

@@ -334,7 +334,7 @@ class KindSection(Section):
 
 
 class StageSection(Section):
-    """A :class:`~pipeline.planning.planner.problem.PlacementStage`, with durations instead of rates."""
+    """A :class:`PlacementStage` with durations instead of rates."""
 
     seconds: dict[str, dict[PositiveInt, PositiveFloat | None]]
     """By kind and number of GPUs: seconds of one iteration; null: it cannot run on so many. Numbers
