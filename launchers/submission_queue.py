@@ -179,10 +179,10 @@ class SubmissionQueue:
                     "leaves no place for the jobs of a run; start the driver outside of a job, or "
                     "use another account or QOS"
                 )
-            taken = len(counted) + sum(
+            occupied = len(counted) + sum(
                 quota in self.quotas.quotas_for(other) for other in self._since
             )
-            places = max(quota.max_jobs - taken, 0) // needs.count(quota)
+            places = max(quota.max_jobs - occupied, 0) // needs.count(quota)
             if not places:
                 first.warn_once(
                     f"{first.job.name} waits to be submitted: {quota.description} is "

@@ -126,7 +126,7 @@ def build_pool_problem(
     Raises:
         PlanError: a stage can run on none of the devices.
     """
-    devices = _looked_at(request, named)
+    devices = _considered_devices(request, named)
     begins = create_algorithm(request.config).supports_streaming
     stages, mixed = [], list[StageTimes]()
     flow = flow_of(request.config)
@@ -185,7 +185,9 @@ def build_pool_problem(
     return problem, tables
 
 
-def _looked_at(request: PlanRequest, named: Collection[str]) -> dict[str, PartitionDevices]:
+def _considered_devices(
+    request: PlanRequest, named: Collection[str]
+) -> dict[str, PartitionDevices]:
     """Every node once; again under a worse name that a pin wants, or that allows longer or larger
     jobs, or more of them."""
     priced = request.priced_devices()
@@ -356,8 +358,8 @@ def transfer_seconds(
     files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     ways = {"file": files}
     for link in measured_links(profile, a, b):
-        took = _seconds(link, profile.weights_bytes)
-        ways[link.backend] = min(took, ways.get(link.backend, took))
+        duration_s = _seconds(link, profile.weights_bytes)
+        ways[link.backend] = min(duration_s, ways.get(link.backend, duration_s))
     return ways
 
 

@@ -59,8 +59,8 @@ class GpuKind:
         if not self.waits_s:
             return np.where(gpus > 0, self.wait_s, 0.0)
         nodes, waits = np.array(sorted(self.waits_s)).T
-        asked = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
-        near = np.abs(np.log(nodes[:, None] / asked.reshape(1, -1))).argmin(0)
+        wanted_nodes = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
+        near = np.abs(np.log(nodes[:, None] / wanted_nodes.reshape(1, -1))).argmin(0)
         known = np.maximum.accumulate(waits)[near].reshape(np.shape(gpus))
         return np.where(gpus > 0, known, 0.0)
 
