@@ -188,7 +188,7 @@ class _Job:
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
             zero=_zero(config.trainer.name, trainer),
             state=_state(shape, trainer.get("lora")),
-            copies=int(trainer.get("replicas", 1)) if config.trainer.name == "fsdp" else 1,
+            copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
             state_on_device=_state_on_device(config.trainer.name, trainer),
         )
 
@@ -232,7 +232,7 @@ class _Job:
 def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
     """What processes share out; FSDP everything."""
     if trainer == "deepspeed":
-        return int(settings.get("stage", 2))
+        return int(settings.get("zero_stage", 2))
     if trainer == "megatron":
         return int(bool(settings.get("use_distributed_optimizer")))
     return 3

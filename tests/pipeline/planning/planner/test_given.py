@@ -207,7 +207,7 @@ def test_other_work_says_of_the_runs_own_what_follows(config: RunConfig) -> None
     own = request.devices["h100"]
     some = next(p for p in own.profile.points if p.stage == "train" and p.samples == 32)
     more = [
-        {"max_tokens_per_microbatch": 128, "processes": 2} | FAILED,
+        {"token_budget": 128, "processes": 2} | FAILED,
         {"samples": 16, "processes": 1} | FAILED,
     ]
     points = (some.model_copy(update={"processes": 2}), *(some.model_copy(update=m) for m in more))
