@@ -83,7 +83,7 @@ class ExternalEngine(Engine):
                 f"frequencies than the trainer: those of {path} depend on a length "
                 f"({scaling.rope_type} in config.json); set engine=transformers"
             )
-        if config.max_model_len is not None and config.max_model_len != policy.context:
+        if config.max_model_len is not None and config.max_model_len != policy.max_model_len:
             raise ConfigError(
                 f"engine.max_model_len: the rotary frequencies of {path} depend on this length "
                 f"({scaling.rope_type} in config.json), for the trainer too; leave it out and set "

@@ -153,8 +153,8 @@ def test_a_start_that_fails_leaves_the_process_group(tried: Tried) -> None:
     own: Any = tried.engine
     own.close()
     cls = type(own)
-    engine: Any = cls(cls.Config(arguments=("--no-such-word",)), CausalLM, TOKENS)
-    with pytest.raises(ConfigError, match=r"engine\.arguments: .*does not take all of .*no-such"):
+    engine: Any = cls(cls.Config(extra_args=("--no-such-word",)), CausalLM, TOKENS)
+    with pytest.raises(ConfigError, match=r"engine\.extra_args: .*does not take all of .*no-such"):
         engine.load(tried.folder, 3)
     assert dist.get_world_size() == 1
     own.load(tried.folder, 3)
