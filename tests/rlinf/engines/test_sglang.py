@@ -21,8 +21,8 @@ def test_a_sample_fits_into_its_cache(name: str, tmp_path: Path) -> None:
 
     def context(**settings: Any) -> int:
         engine = cls(cls.Config(**settings), CausalLM, TOKENS)
-        engine._known(tmp_path)
-        return int(engine._context)
+        engine._read_model(tmp_path)
+        return int(engine._max_model_len)
 
     assert context() == context(max_total_tokens=520) == 512
     assert context(max_total_tokens=519) == 511
