@@ -105,7 +105,7 @@ def turns(engine: Any, place: Path) -> list[float]:
     ]
     (place / "bodies").write_text(json.dumps(bodies))
     python = resolve_interpreter(engine._config.server_python, "engine.server_python")
-    command = [python, "-c", CLIENT, str(engine._own_folder() / "http-0"), str(place / "bodies")]
+    command = [python, "-c", CLIENT, str(engine._shm_folder() / "http-0"), str(place / "bodies")]
     ratios = []
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -148,7 +148,7 @@ UNKNOWN = [
     ("model.hiden", "hidden"),
     ("task.digit", "digits"),
     ("reward.scal", "scale"),
-    ("engine.max_row", "max_rows"),
+    ("engine.max_num_seq", "max_num_seqs"),
     ("trainer.token_budgets", "max_tokens_per_microbatch"),
     ("cluster.launch", "launcher"),
     ("log.tracker", "trackers"),

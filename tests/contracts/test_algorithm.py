@@ -44,9 +44,9 @@ SPEC = {"observation": 4, "action": {"kind": "discrete", "size": 3}}
 BOX = {"observation": 4, "action": {"kind": "box", "size": 2}}
 Q_SMALL: dict[str, Any] = {"hidden": (8,), "critic_hidden": (8,)}
 Q_OPTIONS: dict[str, dict[str, Any]] = {
-    "crossq": {**Q_SMALL, "critic_norm": "batch_renorm", "targets": False},
-    "rlpd": {**Q_SMALL, "critic_norm": "layer", "critics": 4},
-    "iql": {**Q_SMALL, "state_value": True},
+    "crossq": {**Q_SMALL, "critic_norm": "batch_renorm", "use_target_critics": False},
+    "rlpd": {**Q_SMALL, "critic_norm": "layer", "num_critics": 4},
+    "iql": {**Q_SMALL, "use_state_value": True},
 }
 SMALL = CausalLMConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=32)
 

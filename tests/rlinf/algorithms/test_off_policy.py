@@ -32,9 +32,9 @@ BOX = {"observation": 3, "action": {"kind": "box", "size": 2}}
 SMALL: dict[str, Any] = {"hidden": (8,), "critic_hidden": (8,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "sac": {},
-    "crossq": {"critic_norm": "batch_renorm", "targets": False},
-    "rlpd": {"critic_norm": "layer", "critics": 4},
-    "iql": {"state_value": True},
+    "crossq": {"critic_norm": "batch_renorm", "use_target_critics": False},
+    "rlpd": {"critic_norm": "layer", "num_critics": 4},
+    "iql": {"use_state_value": True},
 }
 B = 16
 
@@ -321,15 +321,15 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "model", "words"),
     [
-        ("sac", {}, {"targets": False}, "model.use_target_critics: SAC needs target networks"),
+        ("sac", {}, {"use_target_critics": False}, "model.use_target_critics: SAC needs target networks"),
         ("sac", {}, {"critic_norm": "batch_renorm"}, "model.critic_norm: "),
         ("sac", {"offline_ratio": 0.5}, {}, "algorithm.offline_ratio: "),
         ("crossq", {}, {"critic_norm": "batch_renorm"}, "model.use_target_critics: CrossQ has no"),
-        ("crossq", {}, {"targets": False}, "set model.critic_norm=batch_renorm"),
+        ("crossq", {}, {"use_target_critics": False}, "set model.critic_norm=batch_renorm"),
         ("rlpd", {"offline_ratio": 0}, {}, "RLPD's critics have layer normalisation"),
         ("rlpd", {"offline_ratio": 0}, {"critic_norm": "layer"}, "algorithm.offline_data: RLPD"),
         ("iql", {"offline_ratio": 0}, {}, "model.use_state_value: IQL learns the value of states"),
-        ("iql", {"offline_ratio": 0}, {"state_value": True}, "algorithm.offline_data: IQL"),
+        ("iql", {"offline_ratio": 0}, {"use_state_value": True}, "algorithm.offline_data: IQL"),
         ("sac", {"prior": "/nowhere.h5"}, {}, "algorithm.offline_data: /nowhere.h5"),
     ],
 )
