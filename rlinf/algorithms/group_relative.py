@@ -35,8 +35,8 @@ class GroupFilterConfig(PolicyGradientConfig):
         low, high = self.min_group_reward, self.max_group_reward
         if low is not None and high is not None and low > high:
             raise ValueError(
-                f"min_group_reward {low} is above max_group_reward {high}, so that no group is left; "
-                "exchange them"
+                f"min_group_reward {low} is above max_group_reward {high}, so that no group "
+                "remains; exchange them"
             )
         return self
 
@@ -165,9 +165,11 @@ class DAPO(GRPO):
 
 
 class RLOOConfig(GroupRelativeConfig):
-    """Those of all that judge by groups; ``kl_reward_coef`` is the divergence that the paper takes from
-    the reward, here with the estimate of each token within
-    :data:`rlinf.algorithms.losses.KL_BOUND`."""
+    """Settings of RLOO: those of all group-relative algorithms.
+
+    ``kl_reward_coef`` is the KL penalty that the paper subtracts from the reward. Here the estimate
+    of each token is clipped to :data:`rlinf.algorithms.losses.KL_BOUND`.
+    """
 
 
 class RLOO(GroupRelativeAlgorithm):

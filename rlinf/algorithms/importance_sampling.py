@@ -89,9 +89,12 @@ def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tenso
 
 
 def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Of summed :func:`rollout_mismatch_sums`: ``rollout_mismatch_sums`` (mean absolute difference of log-probabilities,
-    nats), ``engine_ratio`` (mean probability ratio, trainer over engine) and ``engine_kl``; none
-    where no step was compared."""
+    """Return the mismatch metrics from summed :func:`rollout_mismatch_sums`.
+
+    These are ``rollout_logprob_diff`` (mean absolute difference of log-probabilities, nats),
+    ``rollout_ratio_mean`` (mean probability ratio, trainer over engine) and ``rollout_kl``. The
+    dictionary is empty if no step was compared.
+    """
     steps = totals.get(STEP_COUNT, 0.0)
     if steps <= 0:
         return {}

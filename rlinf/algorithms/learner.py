@@ -169,8 +169,9 @@ class Learner:
         )
 
     def load_offline_data(self, path: Path) -> InMemoryTransitions:
-        """Transitions that were there before (:mod:`rlinf.replay.offline_data`); those of a stage have the
-        rewards that the run makes of the simulator's.
+        """Return the transitions of an offline dataset (:mod:`rlinf.replay.offline_data`).
+
+        In a stage, the run's reward replaces the simulator's reward.
 
         Raises:
             DataError: there are none.

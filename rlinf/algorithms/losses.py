@@ -70,8 +70,8 @@ def clipped_surrogate(
 
     Args:
         logprobs, old_logprobs, advantages: ``[..., T]``.
-        clip_ratio_c: where the advantage is negative, the loss is at most so many times its magnitude,
-            however large the ratio (arXiv 1912.09729, eq. 5); None: unlimited.
+        clip_ratio_c: upper bound of the loss of a negative advantage, as a multiple of its
+            magnitude, for any ratio (arXiv 1912.09729, eq. 5); None: unlimited.
 
     Returns:
         Loss per step, and 1 where clipping took effect, both ``[..., T]``.
@@ -117,10 +117,11 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
-    arXiv 2402.03300, eq. 4). Values are of magnitude :data:`KL_BOUND` at most, so that one outlier
-    does not rule a sum or a reward. The gradient is that of the unbounded estimate: ``-1``, ``-r``
-    and ``1 - exp(r)`` by ``logprobs``, of magnitude :data:`KL_GRADIENT_BOUND` at most. So the pull grows
-    with the drift and never vanishes; verl's bound of the same value has no gradient beyond it.
+    arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
+    cannot dominate a sum or a reward. The gradient is that of the unclipped estimate: ``-1``,
+    ``-r`` and ``1 - exp(r)`` by ``logprobs``, clipped to magnitude :data:`KL_GRADIENT_BOUND`. It
+    grows with the drift and never vanishes. verl clips the value at the same bound, but its
+    gradient is zero beyond it.
     """
     gap = reference_logprobs - logprobs
     if kind == "k1":

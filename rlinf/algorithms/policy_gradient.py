@@ -307,11 +307,12 @@ class PolicyGradientConfig(Section):
     the policy before the update says is estimated from what the engine's and the one in training
     say (:func:`rlinf.algorithms.importance_sampling.old_logprob_interp`)."""
     rollout_is_threshold: float | None = Field(default=None, gt=0)
-    """Weight each step by how likely the policy before the update is to do what the policy that
-    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
-    truncated importance sampling (:mod:`rlinf.algorithms.importance_sampling`). The policy before the update
-    is as the training stack computes it, whether the inference stage does or, where the update has
-    a single step, its own forward pass."""
+    """Largest importance weight of a step, which is the probability ratio of the policy before the
+    update over the policy that collected the step; null: no importance weights. This is truncated
+    importance sampling for stale or inexact rollouts
+    (:mod:`rlinf.algorithms.importance_sampling`). The training stack computes the policy before the
+    update: in the inference stage, or in the update's own forward pass if the update has a single
+    step."""
     rollout_is_level: RolloutISLevel = "token"
     """What has one such weight: each token, the whole response by the product of its ratios
     (``sequence``), or by their geometric mean (``geometric``)."""

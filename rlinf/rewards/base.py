@@ -42,9 +42,9 @@ class RewardResources:
     device: str = "cpu"
     """Of this process: a model computes there."""
     residency: DeviceMemoryManager | None = None
-    """Stages take turns on the device: a reward that holds tensors on it between two calls is a
-    :class:`rlinf.device_memory.Offloadable` and asks ``residency.need(self)`` before it computes. None: the
-    device is its own."""
+    """Memory manager of a device that several stages share. A reward that keeps tensors there
+    between calls is an :class:`rlinf.device_memory.Offloadable` and calls
+    ``residency.acquire(self)`` before it computes. None: the reward owns the device."""
     folder: Path | None = None
     """Of the run: what is written there is found again when a stage is repeated. It may not be
     there yet. None: nothing stays."""
@@ -163,8 +163,8 @@ class Reward(Component, ABC):
             step that does not count it goes on the last one before it that does. Where a
             simulator's trajectory holds several episodes (:mod:`rlinf.data.episodes`), one for each
             step. Where a step is a chunk of actions, one for each step goes on the last of them
-            that was carried out, or there is one for each of them. A :class:`RewardResult` of one that
-            could not be judged.
+            that was carried out, or there is one for each of them. A :class:`RewardResult` for a
+            trajectory that could not be scored.
         """
 
     @final

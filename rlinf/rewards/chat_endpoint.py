@@ -183,8 +183,8 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
         key = os.environ.get(config.api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"{ENDPOINT_KEY}.api_key_env: the environment has no {config.api_key_env}; export it "
-                "where the run is started"
+                f"{ENDPOINT_KEY}.api_key_env: the environment has no {config.api_key_env}; "
+                "export it where the run is started"
             )
     elif config.api_key_file is not None:
         path = config.api_key_file.expanduser()
@@ -192,7 +192,7 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
             with path.open("rb") as file:
                 if not is_owner_only(file.fileno()):
                     raise ConfigError(
-                        f"{ENDPOINT_KEY}.api_key_file: {path} is not yours alone; chmod 600 makes it so"
+                        f"{ENDPOINT_KEY}.api_key_file: other users can read {path}; run chmod 600"
                     )
                 key = file.read(1 << 16).decode(errors="replace").strip()
         except OSError as error:

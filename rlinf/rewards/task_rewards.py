@@ -36,8 +36,9 @@ class ScoreConfig(Section):
         start, stop = self.overlong_penalty_start, self.overlong_penalty_end
         if (start is None) != (stop is None) or (start and stop and start >= stop):
             raise ValueError(
-                f"overlong_penalty_start {start} and overlong_penalty_end {stop} say where the penalty for overlong "
-                "samples begins and is whole; set both, overlong_penalty_start below overlong_penalty_end"
+                f"overlong_penalty_start {start} and overlong_penalty_end {stop} are where the "
+                "penalty for overlong samples begins and reaches 1; set both, "
+                "overlong_penalty_start below overlong_penalty_end"
             )
         return self
 

@@ -267,8 +267,8 @@ def _check_options(config: DeepSpeedConfig) -> None:
     """
     if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
-            f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the device; "
-            "set trainer.zero_stage=3"
+            f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the "
+            "device; set trainer.zero_stage=3"
         )
     if config.lora is not None and config.zero_stage == 3:
         raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")

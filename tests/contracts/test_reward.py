@@ -37,7 +37,7 @@ def needed(
         return Reply(text=f"Score: 0.{len(question)}")
 
     def judge() -> dict[str, Any]:
-        return {"endpoint": {"url": server.url}, "model": "tiny", "prompt": "{response}"}
+        return {"endpoint": {"base_url": server.url}, "model": "tiny", "prompt": "{response}"}
 
     def reward_model() -> dict[str, Any]:
         return {"path": write_reward_model(tmp_path_factory.mktemp("reward_model"))}
