@@ -64,8 +64,8 @@ class SAC(OffPolicyAlgorithm):
         loss = critic_loss(values, target)
         metrics = {"critic_loss": loss.detach(), "q_value_mean": values.detach().mean()}
         if "noise" in batch:
-            more, said = self.policy_loss(policy, batch)
-            loss, metrics = loss + more, {**metrics, **said}
+            policy_loss, policy_metrics = self.policy_loss(policy, batch)
+            loss, metrics = loss + policy_loss, {**metrics, **policy_metrics}
         return loss, metrics
 
     def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:

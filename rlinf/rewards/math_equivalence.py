@@ -369,8 +369,8 @@ def _other_units(reference: MathAnswer, given: MathAnswer) -> bool:
 def _same_values(reference: MathAnswer, given: MathAnswer) -> bool:
     if reference.unit and not given.unit:
         # "450J" is a product unless joules were asked for.
-        apart = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
-        given = apart if apart.unit == reference.unit else given
+        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
+        given = separated if separated.unit == reference.unit else given
     units = {reference.unit, given.unit} - {""}
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
     if units and units <= angles.keys() and reference.unit != given.unit:

@@ -53,20 +53,20 @@ class ScoreReward(Reward):
     def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[RewardResult]:
-        found = []
+        results = []
         for trajectory, score in zip(trajectories, scores, strict=True):
-            judged = scored_episodes(trajectory)
-            if judged is None:
+            episodes = scored_episodes(trajectory)
+            if episodes is None:
                 length = int(loss_mask(trajectory).sum())
-                worth, plain = self._of(score) - self._overlong(length), self._of(score)
-                found.append(RewardResult(worth, raw_reward=plain))
+                reward, unpenalized = self._of(score) - self._overlong(length), self._of(score)
+                results.append(RewardResult(reward, raw_reward=unpenalized))
                 continue
             steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
-            for last, own, length in judged:
+            for last, own, length in episodes:
                 steps[last], ends[last] = self._of(own) - self._overlong(length), True
-            whole = sum(self._of(own) for _, own, _ in judged)
-            found.append(RewardResult(steps, raw_reward=whole, episode_ends=ends))
-        return found
+            total = sum(self._of(own) for _, own, _ in episodes)
+            results.append(RewardResult(steps, raw_reward=total, episode_ends=ends))
+        return results
 
     def _of(self, score: float) -> float:
         return self.config.scale * score + self.config.offset

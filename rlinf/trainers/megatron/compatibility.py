@@ -143,7 +143,8 @@ def check_layout(
         if len(stage_layers) != layout.pp or sum(stage_layers) != layers or min(stage_layers) < 1:
             raise ConfigError(
                 f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the "
-                f"{layers} layers of the model on {layout.pp} pipeline stages ({where}.pp), one or more on each"
+                f"{layers} layers of the model on {layout.pp} pipeline stages ({where}.pp), one "
+                "or more on each"
             )
     elif layers % layout.pp:
         raise ConfigError(

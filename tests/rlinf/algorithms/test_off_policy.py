@@ -141,7 +141,7 @@ def test_a_cut_is_no_end_to_any_of_them(tmp_path: Path) -> None:
 
 def test_crossq_normalises_what_was_done_and_what_follows_together(tmp_path: Path) -> None:
     policy, batch = policy_of(tmp_path, **OPTIONS["crossq"]), batch_of()
-    values, later = made("crossq").values(policy.module, batch, batch["actions"])  # type: ignore[attr-defined]
+    values, later = made("crossq").critic_values(policy.module, batch, batch["actions"])  # type: ignore[attr-defined]
     again = policy_of(tmp_path, **OPTIONS["crossq"]).module.critics
     done = torch.cat([batch["observations"], batch["actions"]], -1)
     after = torch.cat([batch["next_observations"], batch["actions"]], -1)
@@ -157,7 +157,7 @@ def test_what_a_person_did_is_among_the_demonstrations(tmp_path: Path) -> None:
     rows["rewards"] = np.arange(5)
     none, some = InMemoryTransitions(rows[:0]), InMemoryTransitions(rows[3:])
     algorithm, helped = made("rlpd"), [some, none]
-    learner: Any = SimpleNamespace(policy=policy, helped=lambda: helped.pop(0))
+    learner: Any = SimpleNamespace(policy=policy, intervention_transitions=lambda: helped.pop(0))
     online, before = algorithm._sources(learner, InMemoryTransitions(rows[:3]))
     assert (len(online), len(before)) == (3, 2)
     assert before.take(np.array([1, 0, 1]))["rewards"].tolist() == [4, 3, 4]

@@ -67,7 +67,7 @@ def batch(rewards: str) -> StepBatch:
 )
 def test_advantages(name: str, algorithm: str, settings: dict[str, Any], rewards: str) -> None:
     cls = algorithms.get(algorithm)
-    found = cls(cls.Config(**settings)).judged(batch(rewards))
+    found = cls(cls.Config(**settings)).with_advantages(batch(rewards))
     alike(found.require("advantages"), name)
     if name == "gae":
         alike(found.require("returns"), "gae_returns")
