@@ -166,7 +166,7 @@ class Trajectory:
                 f"{sorted(record.steps)}"
             )
         values: dict[str, Any] = {"identity": record.identity}
-        more: dict[str, dict[str, Any]] = {name: {} for name in GROUPED_FIELDS}
+        more: dict[str, Any] = {name: {} for name in GROUPED_FIELDS}
         for name, column in record.steps.items():
             group, key = _group_of(name)
             if name in STEP_FIELDS:

@@ -149,7 +149,7 @@ def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
 @each
 @given(seed=seeds)
 def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None:
-    algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1)
+    algorithm = made(name, kl_loss_coef=0.1, entropy_coeff=0.1)
     batch = batch_of(seed)
     hidden, noise = 1 - batch.mask, torch.Generator().manual_seed(seed)
 
@@ -206,7 +206,7 @@ def test_the_first_step_follows_the_policy_gradient(name: str, seed: int) -> Non
 def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     name: str, seed: int, aggregation: Any, data: st.DataObject
 ) -> None:
-    algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1, aggregation=aggregation)
+    algorithm = made(name, kl_loss_coef=0.1, entropy_coeff=0.1, loss_agg_mode=aggregation)
     batch = algorithm.with_advantages(batch_of(seed))
     weights, _ = loss_agg_weights(batch.mask, aggregation)
     said = outputs_of(batch, seed)

@@ -42,8 +42,7 @@ from pipeline.planning.profile.stage_bench import (
     RENDEZVOUS_DIR,
     RENDEZVOUS_TIMEOUT_S,
 )
-from pipeline.resources import job_resources
-from pipeline.resources import resolve_plan as settled_plan
+from pipeline.resources import job_resources, resolve_plan
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.config import RunConfig, json_digest, validate

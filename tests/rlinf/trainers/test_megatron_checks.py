@@ -31,7 +31,7 @@ MIXTURE = {
 
 
 def _lora(*targets: str) -> dict[str, Any]:
-    return {"lora": {"rank": 2, "targets": targets}}
+    return {"lora": {"rank": 2, "target_modules": targets}}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def _lora(*targets: str) -> dict[str, Any]:
         (
             "pp=4",
             {},
-            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*layers_per_pipeline_stage",
+            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*_per_pipeline_stage",
         ),
         (
             "pp=2",
