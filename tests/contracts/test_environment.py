@@ -48,12 +48,21 @@ def options(name: str, folder: Path) -> dict[str, Any]:
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
-    generated = {"dataset": "gcd", "dataset_kwargs": {"max_value": 99}, "train_size": 32, "test_size": 8}
+    generated = {
+        "dataset": "gcd",
+        "dataset_kwargs": {"max_value": 99},
+        "train_size": 32,
+        "test_size": 8,
+    }
     small = {
         "gym": CARTPOLE,
         "calculator": {"max_turn_tokens": 4},
         "reasoning_gym": generated,
-        "search": {"max_turn_tokens": 4, "instruction": "Find:", "index_dir": str(folder / "index")},
+        "search": {
+            "max_turn_tokens": 4,
+            "instruction": "Find:",
+            "index_dir": str(folder / "index"),
+        },
     }
     return small.get(name, {})
 
