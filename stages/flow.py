@@ -353,7 +353,7 @@ def with_carried_episodes(flow: str) -> Flow:
 
 def carries_over_episodes(config: RunConfig) -> bool:
     """Whether episodes go on over iterations (``task.carry_over_episodes``)."""
-    return (config.task.model_extra or {}).get("continues") is True
+    return (config.task.model_extra or {}).get("carry_over_episodes") is True
 
 
 def get_flow(name: str) -> Flow:

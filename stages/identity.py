@@ -132,7 +132,7 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
 """Sections whose files count by what is in them; a model's folder is kept with the run."""
 FILE_PREFIX = "file:"
-SUBPROCESS_MODULES = "STARTED"
+SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
 """Of a module: the names of those that other processes run for it, a tuple of texts."""
 INFRASTRUCTURE = (
     "rlinf.artifacts",
@@ -313,7 +313,7 @@ def _names(config: RunConfig, stage: str) -> set[str]:
     ]
     found = {*named, *_files(config, flow.all_stages[stage].config_sections)}
     left = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
-    world = (config.task.model_extra or {}).get("world")
+    world = (config.task.model_extra or {}).get("simulator")
     if "task" in flow.all_stages[stage].config_sections and isinstance(world, str):
         # A simulator's process imports it by its name, and may alone be able to.
         module = simulators.target(world, "task.simulator").partition(":")[0]
@@ -493,7 +493,7 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
 
 
 def _started(parsed: ast.Module) -> Iterator[str]:
-    """Modules that a module has other processes run, which it names in :data:`STARTED`."""
+    """Modules that a module has other processes run, which it names in :data:`SUBPROCESS_MODULES`."""
     for node in parsed.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
             yield from ast.literal_eval(node.value)

@@ -259,7 +259,7 @@ class StageAttempt:
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
         with self._failing(), USAGE_METER.measure(ctx.usage, **who):
             module = import_stage_module(ctx.config, ctx.stage)
-            (module.gather if self._gathers else module.run)(ctx)
+            (module.receive_trajectories if self._gathers else module.run)(ctx)
             ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:

@@ -391,7 +391,7 @@ class PolicyServer:
             with withdraw_on_damage(), turn:
                 self._activity.start(key, lambda: ctx.status)
                 program = import_stage_module(self._config, order.stage)
-                service.serve(ctx, program.acting)
+                service.serve(ctx, program.policy_runner)
         except ServingEnded as error:
             service.fail(EXIT_REQUEUE, str(error))
         except BaseException as error:

@@ -23,9 +23,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.found = dict[str, tuple[float, float]]()
-        self.faults = list[DialogueFailure]()
+        self.dialogue_failures = list[DialogueFailure]()
 
-    def metric(self, name: str, value: float, weight: float = 1.0) -> None:
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
         self.found[name] = (value, weight)
 
 
@@ -39,7 +39,7 @@ def dialogue(
 
 def configured(compose: Compose, *more: str) -> RunConfig:
     values = compose("task.name=calculator", *more)
-    for key in ("digits", "operations", "least_significant_first", "rambling"):
+    for key in ("digits", "operations", "least_significant_first", "rambling_fraction"):
         values["task"].pop(key, None)
     return validate(RunConfig, values)
 

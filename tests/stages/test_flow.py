@@ -35,10 +35,10 @@ def made(draw: st.DrawFn) -> Flow:
         back = st.builds(
             InputSource,
             st.sampled_from(names),
-            back=st.integers(1, 3),
-            otherwise=st.sampled_from([None, "start"]),
-            window=st.integers(1, 3),
-            lags=st.booleans(),
+            lag=st.integers(1, 3),
+            initial=st.sampled_from([None, "start"]),
+            history=st.integers(1, 3),
+            stale=st.booleans(),
         )
         inputs = {f"x{i}": s for i, s in enumerate([*same, *draw(st.lists(back, max_size=2))])}
         stages[name] = StageSpec(inputs, output_stream=draw(st.sampled_from([None, name])))
@@ -126,7 +126,9 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
         assert Graph(validate(RunConfig, values)).flow is wanted
     pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
     plan = {"execution": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
-    with pytest.raises(PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.continues\); leave"):
+    with pytest.raises(
+        PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
+    ):
         parse_plan(plan, "plan", flow)
 
 
