@@ -258,7 +258,7 @@ class StageContext:
 
         Raises:
             ArtifactError: the input is damaged.
-            UpstreamFailed: the stage that makes it failed, or committed something else than it sent.
+            UpstreamFailed: its stage failed, or committed other records than it sent.
         """
         entry = self.inputs[channel]
         if entry.live_output is not None and channel not in self._read:

@@ -1,9 +1,9 @@
 """Rollout with dynamic sampling (DAPO, arXiv 2503.14476, eq. 11 and algorithm 1).
 
-Groups that the algorithm would not keep, for all of their samples scored the same, are drawn anew,
-of other starts, until each place of the batch has a group that teaches something or was drawn so
-often as ``rollout.max_resamples`` says. A place draws by itself: what comes does not depend on how the
-batch is shared out.
+The algorithm drops a group if all its samples have the same score, because it has no advantage.
+This rollout draws such a group again, from another start, until the group is informative or was
+drawn ``rollout.max_resamples`` times more. Each batch index draws independently of the others, so
+the result does not depend on how the batch is sharded.
 """
 
 from __future__ import annotations

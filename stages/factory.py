@@ -130,9 +130,9 @@ def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
 def ensure_on_device(
     ctx: StageContext, offloadable: Offloadable, *groups: str, filled: bool = True
 ) -> None:
-    """Bring what the stage computes with next to its device; see :meth:`DeviceMemoryManager.acquire`.
+    """Load an object onto its device; see :meth:`DeviceMemoryManager.acquire`.
 
-    After every wait anew: other stages may compute meanwhile, with other things.
+    Call it again after every wait: other stages may use the device in the meantime.
     """
     get_device_memory(ctx).acquire(offloadable, *groups, copy_data=filled, span=ctx.span)
 
@@ -195,7 +195,8 @@ def get_engine(
                     tensors = resident.weight_deltas.read(ctx, name)
                 state = entry.content_id
             if tensors is not None:
-                engine.load_state(policy_class(ctx.config)[0].served(tensors.items()), version)
+                cls, _ = policy_class(ctx.config)
+                engine.load_state(cls.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)

@@ -334,9 +334,9 @@ flows = Registry(
 
 @lru_cache
 def with_carried_episodes(flow: str) -> Flow:
-    """A flow whose rollouts also take what the ones before left open (``task.carry_over_episodes``).
+    """Return a flow whose rollouts continue open episodes (``task.carry_over_episodes``).
 
-    It is the same where it has no elastic stage.
+    A flow without an elastic stage is returned unchanged.
 
     Raises:
         ConfigError: there is no such flow.

@@ -280,8 +280,8 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
     for name in code.stages.get(stage, ()):
         if name in code.files and _content(_path_of(config, name)) != code.files[name]:
             raise CodeIdentityError(
-                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when this run "
-                "was started. Nothing was written; put it back, or start the run again"
+                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when this "
+                "run was started. Nothing was written; put it back, or start the run again"
             )
     return code.digest(stage)
 
@@ -493,7 +493,7 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
 
 
 def _started(parsed: ast.Module) -> Iterator[str]:
-    """Modules that a module has other processes run, which it names in :data:`SUBPROCESS_MODULES`."""
+    """Yield the modules that a module runs in subprocesses (:data:`SUBPROCESS_MODULES`)."""
     for node in parsed.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
             yield from ast.literal_eval(node.value)

@@ -1,8 +1,9 @@
-"""What stages hand each other in memory, before or instead of reading it from disk.
+"""Stage outputs in memory, which other stages read before they are on disk.
 
-Every worker of a pool has a board: one :class:`LiveOutput` per stage instance that runs here or whose
-records arrive here. A stream keeps all records of its iteration, because several stages read them
-and a stage may read them again. It goes once it is on disk and no stage here is to read it.
+Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance that runs
+on it or that sends records to it. A stream keeps all records of its iteration, because several
+stages read them and a stage may read them again. It is dropped when it is committed and no stage
+of this worker will read it.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ class LiveOutput:
         """Waits until all is here; the folder it will be committed in. None: see it on disk.
 
         Args:
-            is_committed: whether it is committed, asked now and then while waiting: what is under way
-                in memory can be lost with the worker that made it.
+            is_committed: whether the output is on disk; called now and then while waiting, because
+                records in memory can be lost with the worker that produced them.
 
         Raises:
             UpstreamFailed: it failed.
@@ -196,7 +197,7 @@ class LiveOutput:
     ) -> list[Record] | None:
         """Waits until a range of samples is complete; None: they are to be read from disk.
 
-        Args, Raises: as :meth:`attempt`.
+        Args, Raises: as :meth:`wait_for_attempt`.
         """
         stream = self.stream(channel)
         there = self._wait(lambda: stream.is_complete(samples), should_stop, is_committed)
@@ -221,8 +222,9 @@ class LiveOutput:
             depends_on: the attempt that was committed of what they are made of.
 
         Raises:
-            UpstreamFailed: as :meth:`attempt`; or one was made of another attempt, and all are spoilt.
-            RequeueRequested: as :meth:`attempt`.
+            UpstreamFailed: as :meth:`wait_for_attempt`; or a record was computed from another
+                attempt, which invalidates all of them.
+            RequeueRequested: as :meth:`wait_for_attempt`.
         """
         stream, seen = self.stream(channel), 0
         while seen < count:

@@ -178,8 +178,8 @@ def run_stage(
                 done
             ):
                 raise ConflictingOutputError(
-                    f"{call.output_folder}: holds a result of another configuration, of other inputs or of "
-                    "other code, which stays; start the run again to be told what differs"
+                    f"{call.output_folder}: holds a result of another configuration, of other inputs "
+                    "or of other code, which stays; start the run again to be told what differs"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done

@@ -1,8 +1,7 @@
-"""Stages that are longer than their jobs may be.
+"""A limit on retries of a stage that reaches its time limit without progress.
 
-A job that is asked to stop is started again, and its stage begins anew but for what the stage keeps
-in :data:`PROGRESS_FOLDER`. A stage that keeps nothing and is longer than its time limit would do so for
-ever.
+A job that reaches its time limit is requeued, and its stage resumes from :data:`PROGRESS_FOLDER`.
+A stage that saves no progress and takes longer than the time limit would be requeued for ever.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class NoProgressGuard:
             return
         path.unlink(missing_ok=True)
         raise PlanError(
-            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's time, "
-            f"and each began anew: give it more (stages.{stage}.time_limit_min), a partition with a "
-            "longer limit, or less work"
+            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's "
+            f"time, and each began anew: give it more (stages.{stage}.time_limit_min), a partition "
+            "with a longer limit, or less work"
         )
 
 

@@ -172,8 +172,7 @@ def is_target_reached(row: CurveRow, target: float) -> bool:
 
 
 def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) -> None:
-    """Have the policy follow the statistics of the demonstrations of the first :data:`NORMALIZER_STEPS`
-    steps."""
+    """Fit the policy's observation normalizer to the first :data:`NORMALIZER_STEPS` batches."""
     settings = ctx.config.warm_start
     trainer.policy.update_observation_stats(
         [

@@ -1,8 +1,8 @@
-"""What a driver and its resident workers say to each other, and workers of weights.
+"""The messages between the driver and the pool workers, and between pool workers.
 
-Orders go to a worker, reports to the driver (:mod:`rlinf.channels.control_link`); what workers say to
-each other travels with their records (:mod:`stages.worker.weight_transfer`). All are maps, and ``what``
-says which it is.
+Orders go to a worker and reports to the driver (:mod:`rlinf.channels.control_link`). Messages
+between workers travel as the ``info`` of records (:mod:`stages.worker.weight_transfer`,
+:mod:`stages.worker.policy_client`). Each message is a mapping; its key ``type`` names its class.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""The simulators' end of a rollout whose policy is in other workers.
+"""The client for stages whose simulators use a policy in another pool worker.
 
-What is observed goes to one of these as requests to an engine do, and its replies come back, over a
-mailbox that the other worker hosts (:mod:`stages.worker.policy_server`): encrypted and authenticated as
-all channels of a run, with both ends' signs of life.
+Observations go to the worker with the engine, and actions come back, over a mailbox that this
+worker hosts (:mod:`stages.worker.policy_server`). The mailbox is encrypted, authenticated and
+watched by heartbeats, like every channel of a run.
 
-A stage that asks needs two turns, its own here and that of its policy there, and whoever holds one
-while it waits for the other may hold up what that one waits for. So it takes both or none: it
-*opens* and waits without its turn; what answers has its turn and *grants* for a moment; if the
-simulators have theirs by then they are *ready*, and both keep theirs until they are through. If
-not, the grant is *void*, and they begin anew.
+A rollout needs two device slots: one for the simulators here and one for the policy there. To avoid
+a deadlock, neither side keeps its slot while it waits for the other:
+
+1. The client sends :class:`RequestSlot` and waits without a slot.
+2. The server acquires its slot and sends :class:`SlotOffered`, valid for a short time.
+3. The client acquires its own slot and sends :class:`SlotAccepted`.
+4. The server replies :class:`SlotConfirmed`, and both keep their slots until the client sends
+   :class:`ReleaseSlot`. If the offer has expired it replies :class:`SlotExpired`, and the client
+   starts again.
 """
 
 from __future__ import annotations
@@ -94,17 +98,18 @@ def encode_policy_message(record: Record, max_bytes: int, description: str, kind
     """A request or reply as it is sent.
 
     Args:
-        most: bytes that the other worker takes.
-        what: it is, and ``sent_as``: a request or reply, in the words of an error.
+        max_bytes: the most that the other worker accepts.
+        description: what the record holds, for the error.
+        kind: "a request to ..." or "a reply", for the error.
 
     Raises:
-        DataError: it is larger.
+        DataError: the encoded record is larger.
     """
     encoded = encode_record(record)
     if encoded.size > max_bytes:
         raise DataError(
-            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer be "
-            "simulated together (task.max_parallel_envs), or give their stage more processes"
+            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer "
+            "be simulated together (task.max_parallel_envs), or give their stage more processes"
         )
     return encoded.to_bytes()
 
@@ -263,7 +268,8 @@ class PolicyClient(Channel):
                     )
             if time.monotonic() > deadline:
                 raise UpstreamFailed(
-                    f"{self._policy}, which has the policy, has not been there for {CONNECT_TIMEOUT_S:g} s"
+                    f"{self._policy}, which has the policy, has not been there for "
+                    f"{CONNECT_TIMEOUT_S:g} s"
                 )
             time.sleep(POLL_S / 4)
 

@@ -1,8 +1,9 @@
-"""The policy's end of a rollout whose simulators are in other workers (:mod:`stages.worker.policy_client`).
+"""The server for stages whose simulators are in other pool workers.
 
-A worker that has the policy hosts one mailbox. For every attempt at a stage that asks it has a
-*service*, which has its turns at the place of that stage and answers whoever asks then: first the
-simulators of its iteration, then whatever stages of later places are to run on the same device.
+A worker with the engine hosts one mailbox (:class:`PolicyServer`). Every attempt at a stage that
+uses its policy has a :class:`PolicySession`. The session takes its device slots at the position of
+that stage and answers the clients of that attempt. See :mod:`stages.worker.policy_client` for the
+protocol.
 """
 
 from __future__ import annotations

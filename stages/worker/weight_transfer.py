@@ -205,8 +205,8 @@ class _End:
     """This worker's end of one group; made when all members are there.
 
     Raises:
-        WeightTransferError, StageError, ConfigError, RuntimeError: it has no such backend or network, or
-            not all came.
+        WeightTransferError, StageError, ConfigError, RuntimeError: this process lacks the backend
+            or the network, or a member did not join.
     """
 
     def __init__(self, backend: str, pointer: Path, rank: int, size: int) -> None:
