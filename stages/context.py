@@ -163,24 +163,24 @@ class _Both:
         self._file, self._live, self._world = file, live, world
         self._channel = channel
         self._stream = live.output.stream(channel)
-        self._made: dict[int, Record] = {}
+        self._records: dict[int, Record] = {}
         self._sinks = live.open_sink(channel)
 
     def put(self, record: Record) -> None:
-        self._made.setdefault(record.identity.sample, record)
+        self._records.setdefault(record.identity.sample, record)
         self._stream.put(record)
         self._sinks.put(record)
         self._file.put(record)
 
     def close(self) -> None:
         self._stream.finish_rank(
-            len(self._made), self._world.data_parallel_rank, self._world.data_parallel_size
+            len(self._records), self._world.data_parallel_rank, self._world.data_parallel_size
         )
         self._sinks.close()
         self._live.deferred_writes.append(self._write)
 
     def _write(self) -> None:
-        self._live.stream_digests[self._channel] = digest_records(self._made.values())
+        self._live.stream_digests[self._channel] = digest_records(self._records.values())
         self._file.close()
 
 
@@ -215,7 +215,7 @@ class StageContext:
     """Name of the resident worker; empty in a job of the stage's own."""
     status: str = COMPUTING
     """For whoever watches."""
-    _said: float = 0.0
+    _logged_at: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -350,9 +350,11 @@ class StageContext:
         """Record numbers of things out of ``total``; those that are there are said in the log."""
         for name, number in counts.items():
             self.log_metric(name, number, weight=0)
-        if said := [f"{number} {name}" for name, number in counts.items() if number]:
-            said = [text.replace("_", " ") for text in said]
-            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, unit)
+        if nonzero := [f"{number} {name}" for name, number in counts.items() if number]:
+            nonzero = [text.replace("_", " ") for text in nonzero]
+            log.info(
+                "%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
+            )
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -414,6 +416,6 @@ class StageContext:
         hook = self.worker_state.on_progress
         if hook is not None:
             hook(self.stage, done, total, unit)
-        elif time.monotonic() - self._said > 5:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._logged_at > 5:
+            self._logged_at = time.monotonic()
             log.info("%s %d: %d of %d %s", self.stage, self.iteration, done, total, unit)

@@ -85,13 +85,13 @@ def engine_max_batch(config: RunConfig) -> int | None:
 
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
     """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
-    held = ctx.worker_state
-    if held.environment is None:
+    loaded = ctx.worker_state
+    if loaded.environment is None:
         policy, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
         environment: Environment = cls(options, policy.processor(folder(), policy_options))
-        held.environment = environment
-    return held.environment
+        loaded.environment = environment
+    return loaded.environment
 
 
 def primary_rank_environment(ctx: StageContext) -> Environment | None:
@@ -103,9 +103,9 @@ def primary_rank_environment(ctx: StageContext) -> Environment | None:
 
 def get_reward(ctx: StageContext) -> Reward:
     """The run's reward, with what it may use of this process; kept resident."""
-    held, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
-    if held.reward is None or held.reward_shard != rank:
-        held.drop_reward()
+    loaded, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
+    if loaded.reward is None or loaded.reward_shard != rank:
+        loaded.drop_reward()
         cls, options = reward_class(ctx.config)
         resources = RewardResources(
             ctx.world,
@@ -114,8 +114,8 @@ def get_reward(ctx: StageContext) -> Reward:
             ctx.run_folder / REWARD_CACHE_FOLDER,
         )
         reward: Reward = cls(options, resources)
-        held.reward, held.reward_shard = reward, rank
-    return held.reward
+        loaded.reward, loaded.reward_shard = reward, rank
+    return loaded.reward
 
 
 def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
@@ -143,8 +143,8 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
     Args:
         world: in place of the stage's own.
     """
-    held, world = ctx.worker_state.engine, world or ctx.world
-    if held is not None and held.world.layout != world.layout:
+    loaded, world = ctx.worker_state.engine, world or ctx.world
+    if loaded is not None and loaded.world.layout != world.layout:
         ctx.worker_state.drop_engine()
     if ctx.worker_state.engine is None:
         from rlinf import mkl_warmup
@@ -246,21 +246,21 @@ def get_trainer(ctx: StageContext) -> Trainer:
         # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
         resident.actor, resident.trainer = None, LoadedTrainer(fresh.trainer, start, state)
     del fresh
-    held = resident.trainer
-    if held is None or (held.initial_weights, held.checkpoint) != (start, state):
+    loaded = resident.trainer
+    if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
         # The old one leaves the memory before the new one is made.
-        del held
+        del loaded
         resident.drop_trainer()
         get_device_memory(ctx).offload_all(span=ctx.span)
         with ctx.span("load"):
             trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
             if checkpoint:
                 trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
-        held = resident.trainer = LoadedTrainer(trainer, start, state)
-    ensure_on_device(ctx, held.trainer, "weights")
-    return held.trainer
+        loaded = resident.trainer = LoadedTrainer(trainer, start, state)
+    ensure_on_device(ctx, loaded.trainer, "weights")
+    return loaded.trainer
 
 
 def get_actor(ctx: StageContext) -> Trainer:
@@ -278,22 +278,22 @@ def get_actor(ctx: StageContext) -> Trainer:
         resident.drop_actor()
         ensure_on_device(ctx, trained.trainer, "weights")
         return trained.trainer
-    held = resident.actor
-    if held is None or held.weights != state:
+    loaded = resident.actor
+    if loaded is None or loaded.weights != state:
         tensors = weights.live_object(WEIGHTS)
         if tensors is None:
             _ = weights.manifest  # waits for it: what follows must not
             state = weights.content_id
         if resident.actor is not None and not resident.actor.trainer.can_load_weights:
             resident.drop_actor()
-        held, resident.actor = resident.actor, None
+        loaded, resident.actor = resident.actor, None
         with ctx.span("load"):
-            if held is None:
+            if loaded is None:
                 get_device_memory(ctx).offload_all(span=ctx.span)
                 source = "weights" if tensors is None else "initial"
                 trainer = create_trainer(ctx, ctx.verified_folder(source) / WEIGHTS)
             else:
-                trainer = held.trainer
+                trainer = loaded.trainer
                 ensure_on_device(ctx, trainer, "weights", filled=False)
                 if tensors is None and loads_sharded(ctx):
                     trainer.load_policy_folder(ctx.verified_folder("weights") / WEIGHTS)
@@ -307,9 +307,9 @@ def get_actor(ctx: StageContext) -> Trainer:
                     tensors = load_committed_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors.items())
-        held = resident.actor = LoadedActor(trainer, state)
-    ensure_on_device(ctx, held.trainer, "weights")
-    return held.trainer
+        loaded = resident.actor = LoadedActor(trainer, state)
+    ensure_on_device(ctx, loaded.trainer, "weights")
+    return loaded.trainer
 
 
 def get_reference(ctx: StageContext) -> Trainer:
@@ -389,10 +389,10 @@ def commit_trainer_state(ctx: StageContext) -> None:
 
 def mark_published(ctx: StageContext) -> None:
     """Remember which state of the trainer has the weights that this attempt will commit."""
-    held, known = ctx.worker_state.trainer, ctx.worker_state.published_states
-    if held is not None:
+    loaded, known = ctx.worker_state.trainer, ctx.worker_state.published_states
+    if loaded is not None:
         known[f"{ctx.output_folder}/{ctx.data_folder.name}"] = (
-            held.initial_weights,
-            held.checkpoint,
+            loaded.initial_weights,
+            loaded.checkpoint,
         )
         evict_oldest(known, MAX_PUBLISHED_STATES)

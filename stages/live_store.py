@@ -115,7 +115,7 @@ class LiveOutput:
         """Other than records: the weights, by name."""
         self._attempt: str | None = None
         self._failure: str | None = None
-        self._made_of: set[str] = set()
+        self._source_attempts: set[str] = set()
         self.invalidated = False
         """Nothing of it counts: its readers give up, another one takes its place on the board."""
 
@@ -151,7 +151,7 @@ class LiveOutput:
     def depends_on(self, attempt: str) -> None:
         """A record comes that was made of what this attempt had not committed yet."""
         with self._changed:
-            self._made_of.add(attempt)
+            self._source_attempts.add(attempt)
 
     def fail(self, reason: str) -> None:
         """Nothing more will come: whoever waits for it gives up."""
@@ -226,16 +226,16 @@ class LiveOutput:
                 attempt, which invalidates all of them.
             RequeueRequested: as :meth:`wait_for_attempt`.
         """
-        stream, seen = self.stream(channel), 0
-        while seen < count:
-            self._wait(partial(stream.has_more_than, seen), should_stop)
+        stream, num_yielded = self.stream(channel), 0
+        while num_yielded < count:
+            self._wait(partial(stream.has_more_than, num_yielded), should_stop)
             with self._changed:
-                if source_attempt is not None and self._made_of - {source_attempt}:
+                if source_attempt is not None and self._source_attempts - {source_attempt}:
                     self.invalidated = True
                     raise UpstreamFailed(f"{channel} were made of what was never committed")
-                new = stream.all_records()[seen:]
+                new = stream.all_records()[num_yielded:]
                 stream.mark_read(record.identity.sample for record in new)
-            seen += len(new)
+            num_yielded += len(new)
             yield from new
 
     def drop_stream(self, channel: str) -> None:
@@ -280,10 +280,10 @@ class LiveOutput:
                     self.raise_if_failed()
                     if stopping():
                         raise RequeueRequested("asked to stop while waiting for an input")
-                    left = look - time.monotonic()
-                    if left <= 0:
+                    remaining_s = look - time.monotonic()
+                    if remaining_s <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(remaining_s)
                 else:
                     return True
             # A shared filesystem may be slow; records must be able to arrive meanwhile.
@@ -298,7 +298,7 @@ class LiveStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outputs: dict[str, LiveOutput] = {}
-        self._held: dict[str, frozenset[str]] = {}
+        self._pinned: dict[str, frozenset[str]] = {}
         """By stage under way here: what it makes and takes from memory."""
 
     def output(self, folder: str) -> LiveOutput:
@@ -311,12 +311,12 @@ class LiveStore:
     def pin(self, stage: str, folders: Iterable[str]) -> None:
         """A stage makes or reads some outputs: they stay until it is through."""
         with self._lock:
-            self._held[stage] = frozenset(folders)
+            self._pinned[stage] = frozenset(folders)
 
     def unpin(self, stage: str) -> None:
         """A stage is through with what it held."""
         with self._lock:
-            self._held.pop(stage, None)
+            self._pinned.pop(stage, None)
 
     def release_committed(self, is_committed: Callable[[str], bool]) -> set[str]:
         """Let go of outputs that are committed and that nobody holds; returns their folders.
@@ -329,14 +329,14 @@ class LiveStore:
         # Not under the lock: records must be able to arrive while a shared filesystem is slow.
         there = {folder for folder in idle if is_committed(folder)}
         with self._lock:
-            gone = there & self._idle()
-            for folder in gone:
+            dropped = there & self._idle()
+            for folder in dropped:
                 del self._outputs[folder]
-        return gone
+        return dropped
 
     def _idle(self) -> set[str]:
         idle = {folder for folder, output in self._outputs.items() if not output.objects}
-        return idle.difference(*self._held.values())
+        return idle.difference(*self._pinned.values())
 
     @property
     def num_unread(self) -> int:

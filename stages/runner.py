@@ -178,8 +178,8 @@ def run_stage(
                 done
             ):
                 raise ConflictingOutputError(
-                    f"{call.output_folder}: holds a result of another configuration, of other inputs "
-                    "or of other code, which stays; start the run again to be told what differs"
+                    f"{call.output_folder}: holds a result of another configuration, of other "
+                    "inputs or of other code, which stays; start the run again to be told what differs"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done
@@ -221,7 +221,7 @@ class StageAttempt:
         remote_policy: RemotePolicy | None = None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-        self._call, self._began, self._start, self._gathers = (
+        self._call, self._began, self._start, self._receives = (
             call,
             process_start,
             start,
@@ -229,7 +229,7 @@ class StageAttempt:
         )
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
-        self._fell: set[str] = set()
+        self._fallbacks: set[str] = set()
         """What other ranks said of their files, and of their inputs."""
         self.ctx = StageContext(
             config=config,
@@ -259,7 +259,7 @@ class StageAttempt:
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
         with self._failing(), USAGE_METER.measure(ctx.usage, **who):
             module = import_stage_module(ctx.config, ctx.stage)
-            (module.receive_trajectories if self._gathers else module.run)(ctx)
+            (module.receive_trajectories if self._receives else module.run)(ctx)
             ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:
@@ -284,35 +284,37 @@ class StageAttempt:
                     usage=ctx.usage,
                     digests=ctx.live.stream_digests if ctx.live else {},
                     faults=ctx.dialogue_failures,
-                    fell=self._fallen(),
+                    fallbacks=self._own_fallbacks(),
                 )
                 if ctx.world.rank:
                     return self.ranks.wait_for_commit(ctx.output_folder, ctx.key)
                 self._merge_reports()
             return self._publish()
 
-    def _fallen(self) -> list[str]:
+    def _own_fallbacks(self) -> list[str]:
         """Inputs that were to come to this process by memory, and were read from disk."""
         return [name for name, entry in self.ctx.inputs.items() if entry.used_disk_fallback]
 
     def _merge_reports(self) -> None:
         """Wait for what all ranks tell, and put it together in their order."""
-        ctx, told = self.ctx, self.ranks.wait_for_reports()
+        ctx, reports = self.ctx, self.ranks.wait_for_reports()
         if ctx.live is not None:
-            digests = [report["digests"] for report in told]
-            for channel in {name for found in digests for name in found}:
+            digests = [report["digests"] for report in reports]
+            for channel in {name for digests_of_rank in digests for name in digests_of_rank}:
                 ctx.live.stream_digests[channel] = combine_digests(
-                    found[channel] for found in digests if channel in found
+                    digests_of_rank[channel]
+                    for digests_of_rank in digests
+                    if channel in digests_of_rank
                 )
-        ctx.spans = [span for report in told for span in report["spans"]]
-        ctx.usage = [entry for report in told for entry in report["usage"]]
-        ctx.metrics = reduce_metrics([report["metrics"] for report in told])
+        ctx.spans = [span for report in reports for span in report["spans"]]
+        ctx.usage = [entry for report in reports for entry in report["usage"]]
+        ctx.metrics = reduce_metrics([report["metrics"] for report in reports])
         ctx.dialogue_failures = [
-            DialogueFailure(*fault) for report in told for fault in report["faults"]
+            DialogueFailure(*fault) for report in reports for fault in report["faults"]
         ]
-        for report in told:
+        for report in reports:
             self._files |= report["files"]
-            self._fell.update(report["fell"])
+            self._fallbacks.update(report["fallbacks"])
 
     def _check_inputs(self) -> None:
         """What came from memory must be what was committed.
@@ -349,8 +351,8 @@ class StageAttempt:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.stream_digests:
             ctx.manifest_extra[STREAM_DIGESTS] = ctx.live.stream_digests
-        if fell := self._fell.union(self._fallen()):
-            ctx.manifest_extra[DISK_FALLBACKS] = sorted(fell)
+        if fallbacks := self._fallbacks.union(self._own_fallbacks()):
+            ctx.manifest_extra[DISK_FALLBACKS] = sorted(fallbacks)
         from stages.dialogue_failures import (
             check_failure_limits,  # it loads torch, which the driver does without
         )

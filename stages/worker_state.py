@@ -64,27 +64,27 @@ class WorkerState:
 
     def drop_engine(self) -> None:
         """End the engine and free its memory."""
-        held, self.engine, self.engine_weights = self.engine, None, None
-        if held is not None:
-            held.close()
+        loaded, self.engine, self.engine_weights = self.engine, None, None
+        if loaded is not None:
+            loaded.close()
 
     def drop_reward(self) -> None:
         """End the reward with its processes."""
-        held, self.reward = self.reward, None
-        if held is not None:
-            held.close()
+        loaded, self.reward = self.reward, None
+        if loaded is not None:
+            loaded.close()
 
     def drop_trainer(self) -> None:
         """Free the memory of the trainer."""
-        held, self.trainer = self.trainer, None
-        if held is not None:
-            held.trainer.close()
+        loaded, self.trainer = self.trainer, None
+        if loaded is not None:
+            loaded.trainer.close()
 
     def drop_actor(self) -> None:
         """Free the memory of what only evaluates."""
-        held, self.actor = self.actor, None
-        if held is not None:
-            held.trainer.close()
+        loaded, self.actor = self.actor, None
+        if loaded is not None:
+            loaded.trainer.close()
 
     def close(self) -> None:
         """End the processes, and free the memory, of every part; again does no harm."""

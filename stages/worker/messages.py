@@ -355,7 +355,9 @@ _OF_WEIGHTS: TypeAdapter[WeightMessage] = TypeAdapter(
 _OF_ASKING: TypeAdapter[PolicyMessage] = TypeAdapter(
     Annotated[PolicyMessage, Field(discriminator="type")]
 )
-_SAID: TypeAdapter[WorkerReport] = TypeAdapter(Annotated[WorkerReport, Field(discriminator="type")])
+_REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
+    Annotated[WorkerReport, Field(discriminator="type")]
+)
 
 
 def read_order(content: Mapping[str, Any]) -> WorkerOrder:
@@ -373,7 +375,7 @@ def read_report(content: Mapping[str, Any]) -> WorkerReport:
     Raises:
         DataError: it is none.
     """
-    return _read(_SAID, content)
+    return _read(_REPORT, content)
 
 
 def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:

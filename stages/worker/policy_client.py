@@ -204,10 +204,10 @@ class PolicyClient(Channel):
     def _closed(self, ctx: StageContext) -> bool:
         if not self._words:
             return False
-        said = self._words.popleft()
-        if isinstance(said, SlotReleased):
-            about = {"worker": self._policy, "rank": ctx.world.rank, "host": said.host}
-            for name, start, end in json.loads(said.spans):
+        message = self._words.popleft()
+        if isinstance(message, SlotReleased):
+            about = {"worker": self._policy, "rank": ctx.world.rank, "host": message.host}
+            for name, start, end in json.loads(message.spans):
                 ctx.spans.append({"name": name, **about, "start": start, "end": end})
         return True
 
@@ -233,19 +233,19 @@ class PolicyClient(Channel):
             if not isinstance(granted, SlotOffered):
                 raise UpstreamFailed(f"{self._policy} does not grant its turn: {granted!r}")
             self._give(encode_message(SlotAccepted(number=granted.number)))
-            while isinstance(said := self._next(), SlotOffered):
+            while isinstance(message := self._next(), SlotOffered):
                 pass  # a later one; what became of this one comes after it
-            if isinstance(said, SlotConfirmed):
+            if isinstance(message, SlotConfirmed):
                 self._answered = True
                 entry = ctx.inputs["weights"]
-                entry.used_disk_fallback |= said.used_disk_fallback
-                if said.weights_attempt:
+                entry.used_disk_fallback |= message.used_disk_fallback
+                if message.weights_attempt:
                     # Compared with what was committed before this stage commits.
                     entry.live_output, entry.used_live = LiveOutput(), True
-                    entry.live_output.mark_complete(said.weights_attempt)
+                    entry.live_output.mark_complete(message.weights_attempt)
                 return
-            if not isinstance(said, SlotExpired):
-                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {said!r}")
+            if not isinstance(message, SlotExpired):
+                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {message!r}")
 
     def _connected(self) -> MailboxPeer:
         order = self._order
@@ -302,14 +302,14 @@ class PolicyClient(Channel):
                 self._replies.append(item)
                 continue
             try:
-                said = read_policy_message(item.info)
+                message = read_policy_message(item.info)
             except DataError as error:
                 raise UpstreamFailed(f"{self._policy}, which has the policy: {error}") from None
-            if isinstance(said, PolicyFailure) and said.exit_code == EXIT_REQUEUE:
-                raise UpstreamFailed(f"{self._policy}, which has the policy: {said.reason}")
-            if isinstance(said, PolicyFailure):
-                raise PolicyFailed(self._policy, said)
-            self._words.append(said)
+            if isinstance(message, PolicyFailure) and message.exit_code == EXIT_REQUEUE:
+                raise UpstreamFailed(f"{self._policy}, which has the policy: {message.reason}")
+            if isinstance(message, PolicyFailure):
+                raise PolicyFailed(self._policy, message)
+            self._words.append(message)
 
     @contextlib.contextmanager
     def _failing(self) -> Generator[None]:
@@ -332,7 +332,7 @@ class PolicyClients:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
-        self._asks: dict[str, PolicyClient] = {}
+        self._clients: dict[str, PolicyClient] = {}
         """By stage instance."""
         self._newest: dict[str, StageOrder] = {}
         """The same; of those that have not begun."""
@@ -342,8 +342,8 @@ class PolicyClients:
     def update_order(self, order: StageOrder) -> None:
         """A stage was ordered, be it under way already."""
         with self._lock:
-            if (asks := self._asks.get(order.node)) is not None:
-                asks.update_order(order)
+            if (client := self._clients.get(order.node)) is not None:
+                client.update_order(order)
             elif order.policy_workers:
                 self._newest[order.node] = order
                 evict_oldest(self._newest, MAX_REMEMBERED_ORDERS)
@@ -354,10 +354,12 @@ class PolicyClients:
             return None
         with self._lock:
             newest = self._newest.pop(order.node, order)
-            asks = self._asks[order.node] = PolicyClient(self._folder, self._name, newest, rank)
+            client = self._clients[order.node] = PolicyClient(
+                self._folder, self._name, newest, rank
+            )
             if (reason := self._over.get(newest.attempt)) is not None:
-                asks.mark_lost(reason)
-        return asks
+                client.mark_lost(reason)
+        return client
 
     @contextlib.contextmanager
     def client_scope(self, node: str) -> Iterator[None]:
@@ -367,14 +369,14 @@ class PolicyClients:
             yield
             through = True
         finally:
-            if (asks := self._asks.pop(node, None)) is not None:
-                asks.finish(completed=through)
+            if (client := self._clients.pop(node, None)) is not None:
+                client.finish(completed=through)
 
     def end_attempt(self, order: AttemptEnded) -> None:
         """Whoever was asked is known to be gone."""
         with self._lock:
-            if (asks := self._asks.get(order.node)) is not None:
-                asks.mark_lost(order.reason)
+            if (client := self._clients.get(order.node)) is not None:
+                client.mark_lost(order.reason)
             else:
                 self._over[order.attempt] = order.reason
                 evict_oldest(self._over, MAX_REMEMBERED_ORDERS)

@@ -177,12 +177,12 @@ class RolloutWorker:
             begun = {record.identity.sample: record for record in there}
             output.drop_stream(channel)
 
-        def gives_up(left: int, of: int) -> bool:
-            return claim in self._successors and left <= REASSIGN_FRACTION * of
+        def should_abort(remaining: int, of: int) -> bool:
+            return claim in self._successors and remaining <= REASSIGN_FRACTION * of
 
         rest = []
         for done, trajectory in enumerate(
-            generate_trajectories(ctx, order.starts, begun, gives_up), 1
+            generate_trajectories(ctx, order.starts, begun, should_abort), 1
         ):
             if trajectory.info["stop_reason"] == UNFINISHED:
                 rest.append(trajectory)
@@ -223,8 +223,8 @@ class RolloutWorker:
                 return
             entry.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
-            made = f"by {attempt} " if attempt else ""
-            raise UpstreamFailed(f"weights of {folder} {made}are neither here nor committed")
+            source = f"by {attempt} " if attempt else ""
+            raise UpstreamFailed(f"weights of {folder} {source}are neither here nor committed")
         # What is withdrawn from now on is not there to be read; it is not waited for either.
         entry.known_manifest = manifest
 
