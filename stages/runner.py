@@ -1,4 +1,4 @@
-"""Running one stage instance: check its inputs, run it, commit its output."""
+"""Run one stage instance: verify its inputs, compute, and commit its output."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REPAIR_HINT = "start the run with its first command and --keep, which writes the
 
 @dataclass(frozen=True)
 class StageCall:
-    """Which stage to run on what; the content of its command line."""
+    """The arguments of one stage run, as on the command line of ``python -m stages``."""
 
     stage: str
     config_path: Path
@@ -71,7 +71,7 @@ class StageCall:
     inputs: Mapping[str, Path] = field(default_factory=dict)
 
     def argv(self) -> tuple[str, ...]:
-        """Arguments after ``python -m stages``."""
+        """Return the arguments after ``python -m stages``."""
         words = [self.stage, "--config", str(self.config_path), "--out", str(self.output_folder)]
         words += ["--iteration", str(self.iteration)]
         for name, folder in self.inputs.items():
@@ -93,7 +93,7 @@ def load_config(path: Path) -> RunConfig:
 
 
 def read_config_values(path: Path) -> dict[str, Any]:
-    """The values of a frozen configuration as they stand there.
+    """Return the values of a frozen configuration without validating them.
 
     Raises:
         ConfigError: missing, or not a mapping in YAML.
@@ -143,7 +143,7 @@ def run_stage(
     """Run a stage instance unless its output is already there; returns its manifest.
 
     Args:
-        began: when the first line of a process that runs this stage alone was reached.
+        process_start: when the process that runs only this stage started.
 
     Raises:
         ConfigError, DataError, InputError: nothing was written.
@@ -178,8 +178,9 @@ def run_stage(
                 done
             ):
                 raise ConflictingOutputError(
-                    f"{call.output_folder}: holds a result of another configuration, of other "
-                    "inputs or of other code, which stays; start the run again to be told what differs"
+                    f"{call.output_folder}: holds a result of another configuration, of "
+                    "other inputs or of other code, which stays; start the run again to be told "
+                    "what differs"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done
@@ -189,7 +190,7 @@ def run_stage(
 
 
 def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
-    """The module of a stage; errors that a module of the user's raises count as the user's."""
+    """Import the module of a stage. Errors of a user's module are reported as the user's."""
     name = flow_of(config).module_of(stage)
     module = importlib.import_module(name)
     register_user_component(f"flow: stage {stage}: {name}", module, None)
@@ -199,8 +200,8 @@ def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
 class StageAttempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
-    A stage in a job of its own does one after the other; a pool computes the next stage while it
-    commits the one before. Both within :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
+    A stage in its own job computes and then commits. A pool computes the next stage while it
+    commits this one. Both run inside :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class StageAttempt:
             ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:
-        """Write what was put off and publish the manifest; all ranks take part.
+        """Run the deferred writes and publish the manifest; all ranks take part.
 
         Waits for the commits of the inputs.
         """

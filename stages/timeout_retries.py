@@ -14,15 +14,15 @@ from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError
 
 PROGRESS_FOLDER = "progress"
-"""Folder beside the attempts with what a stage goes on from; removed when it commits."""
+"""Folder beside the attempts with the saved progress of a stage; removed by its commit."""
 TIMEOUTS_FILE = "stopped.json"
 MAX_TIMEOUTS = 3
-"""Attempts that used up their time and left nothing, after which there is no further one."""
+"""Number of attempts that may reach their time limit without progress."""
 log = logging.getLogger("rlinf")
 
 
 class NoProgressGuard:
-    """Counts the attempts at one output that used up their time and left nothing.
+    """A counter of the attempts at one output that timed out without progress.
 
     Args:
         out: output folder of the stage.
@@ -32,10 +32,10 @@ class NoProgressGuard:
         self._out, self._before = out, _state(out / PROGRESS_FOLDER)
 
     def record_timeout(self, stage: str, attempt: str) -> None:
-        """This attempt stops because its time is over.
+        """Record that this attempt stops at its time limit.
 
         Raises:
-            PlanError: so did as many before it that there is no use in another.
+            PlanError: :data:`MAX_TIMEOUTS` attempts have timed out without progress.
         """
         path = self._out / TIMEOUTS_FILE
         if _state(self._out / PROGRESS_FOLDER) != self._before:
