@@ -504,12 +504,12 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
                 f"could be placed apart from; leave {part} out"
             )
-        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
+        import_user_attribute(plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}")
         homes = plan.stage_pools()
         if homes[EVALUATE] == homes[str(acts)]:
             try:
                 import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
+                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {part}"
                 )
             except ConfigError as error:
                 raise PlanError(
