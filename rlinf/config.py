@@ -132,7 +132,8 @@ class RunSection(Section):
 
 
 class SamplingSection(Section):
-    """What cuts and ends samples; :class:`rlinf.data.sampling_params.SamplingParams` says how each is meant.
+    """Sampling settings beside the temperature; :class:`rlinf.data.sampling_params.SamplingParams`
+    defines each of them.
 
     Log-probabilities are always those of ``softmax(logits / temperature)``, which is trained:
     ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not enter them."""
@@ -404,8 +405,8 @@ URL_SECRET = re.compile(
 def redact(value: Any, key: str = "") -> Any:
     """Return settings, or any plain value, with :data:`REDACTED` in place of what may be secret.
 
-    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that end in
-    token, secret, password or api_key, and in each URL the login and such parts of its query.
+    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that
+    end in token, secret, password or api_key, and in each URL the login and such query parameters.
     """
     if isinstance(value, Mapping):
         return {

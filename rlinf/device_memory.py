@@ -5,8 +5,8 @@ weights, gradients and optimizer state of a trainer; the weights of a reference.
 computes, what it needs comes back; what was needed longest ago goes out, no more of it than must.
 
 A holder moves its own memory, by whatever means it has: an engine's server sleeps and wakes, say.
-What has tensors takes :class:`OffloadableTensors` for it. Nothing here says when a stage computes: call it in
-the stage's turn.
+Objects that have tensors inherit :class:`OffloadableTensors`. Nothing here says when a stage
+computes: call it in the stage's turn.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class DeviceMemoryManager:
         """
         Args:
             device: holders elsewhere neither count nor move.
-            budget_bytes: what may stay on it; None: on a GPU all but :data:`RESERVED_FRACTION` of it, on a
-                CPU everything.
+            budget_bytes: bytes that may stay on it. None: on a GPU all but
+                :data:`RESERVED_FRACTION` of its memory, on a CPU everything.
         """
         self._device, self._budget = device, budget_bytes
         self._limit = _room(device) if budget_bytes is None else budget_bytes

@@ -34,7 +34,8 @@ NO_FILES = (
 )
 NO_MEMORY = (
     "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
-    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); resume"
+    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); "
+    "resume"
 )
 TRACEBACK = "Traceback (most recent call last):"
 MIN_FREE_BYTES = 1 << 19

@@ -115,7 +115,8 @@ def import_user_attribute(module: str, attribute: str, key: str) -> Any:
         raise _broken(module, key, error) from error
     if not hasattr(found, attribute):
         raise ConfigError(
-            f"{key}: {found.__file__} has no {attribute!r}{did_you_mean(attribute, _defined(found))}"
+            f"{key}: {found.__file__} has no {attribute!r}"
+            f"{did_you_mean(attribute, _defined(found))}"
         )
     part = getattr(found, attribute)
     register_user_component(f"{key}: {module}:{attribute}", found, part)

@@ -1,6 +1,7 @@
-"""Safetensors files, read once from front to back and checked on the way (:mod:`rlinf.verified_io`).
+"""Streaming readers and writers of safetensors files.
 
-And written as the tensors come, so that nothing need hold them all.
+A file is read once, front to back, and its checksum is compared on the way
+(:mod:`rlinf.verified_io`). It is written tensor by tensor, so that nothing has to hold all of them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def create_segment(name: str, size: int) -> mmap.mmap:
     except OSError as error:
         remove_segment(name)
         raise StorageError(
-            f"{SHM_FOLDER}: no segment of {size} bytes could be made ({error}); enlarge it, or free some"
+            f"{SHM_FOLDER}: no segment of {size} bytes could be made ({error}); enlarge it, or "
+            "free some"
         ) from None
     finally:
         os.close(file)

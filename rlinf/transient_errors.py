@@ -88,7 +88,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _torch_errors(torch: ModuleType | None) -> list[type]:
-    """The classes of :data:`TRANSIENT_TORCH_ERRORS` that this PyTorch has; none before its import."""
+    """Return the classes of :data:`TRANSIENT_TORCH_ERRORS` in PyTorch; none before its import."""
     kinds = []
     for name in TRANSIENT_TORCH_ERRORS:
         found: object = torch

@@ -107,8 +107,11 @@ def to_user_code_error(error: BaseException) -> RlinfError | None:
 
 
 def exit_code_and_message(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error: its own if it was raised on purpose, else those of what
-    :func:`to_resource_error` or :func:`to_user_code_error` make of it, else 1 and the whole traceback."""
+    """Return the exit code and the message to report for an error.
+
+    They are the error's own if it was raised on purpose, else those of :func:`to_resource_error` or
+    :func:`to_user_code_error`, else 1 and the full traceback.
+    """
     if not isinstance(error, RlinfError):
         error = to_resource_error(error) or to_user_code_error(error) or error
     if isinstance(error, RlinfError):

@@ -104,8 +104,8 @@ class MailboxHost:
         pointer: the file by which peers find the host; its folder is made with mode 0700 and holds
             the keys of the run.
         decode: reads an item; one it raises for is dropped and counted.
-        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel chooses
-            the port.
+        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel
+            chooses the port.
         timeout_s: how long a peer may be silent before it counts as lost.
         max_bytes: the largest item.
         keeps: an item counts as handled only at the next call of ``events``: if the host ends

@@ -49,8 +49,8 @@ class ParallelLayout(Section):
         """
         if size % self.model_parallel_size:
             raise ConfigError(
-                f"{where}: {self} takes {self.model_parallel_size} processes for one copy of the model, and "
-                f"{size} are no multiple of that"
+                f"{where}: {self} takes {self.model_parallel_size} processes for one copy of the "
+                f"model, and {size} are no multiple of that"
             )
         left = size // (self.tp * self.pp)
         if left % self.ep:
@@ -175,13 +175,14 @@ class ProcessGroupInfo:
             raise ConfigError(f"RANK {world.rank} is not below WORLD_SIZE {world.size}")
         if shares is not None and (len(shares) != world.size or not min(shares) > 0):
             raise ConfigError(
-                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} processes"
+                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} "
+                "processes"
             )
         layout.check(size, LAYOUT_VARIABLE)
         if channels is not None and size > 1 and not os.environ.get(GROUP_VARIABLE):
             raise ConfigError(
-                f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are started "
-                "by its launchers, which say by what name they find each other"
+                f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are "
+                "started by its launchers, which say by what name they find each other"
             )
         return world
 

@@ -402,7 +402,8 @@ class SharedMemorySink(SocketSink):
                     return
                 if time.monotonic() > deadline:
                     raise ChannelFailed(
-                        f"{self._pointer.name}: no room for {FULL_TIMEOUT_S:.0f} s: its reader hangs"
+                        f"{self._pointer.name}: no room for {FULL_TIMEOUT_S:.0f} s: "
+                        "its reader hangs"
                     )
                 time.sleep(nap)
                 nap = min(1.5 * nap, MAX_POLL_S)

@@ -155,8 +155,8 @@ class RendezvousClient(MailboxPeer):
             except ChannelFailed as error:
                 raise DistStoreError(f"{error}; the log of rank 0 says more") from None
         raise DistStoreError(
-            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has ended, is "
-            "stopped or cut off; its log says more"
+            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has "
+            "ended, is stopped or cut off; its log says more"
         )
 
 

@@ -124,9 +124,9 @@ def even_microbatches(
 ) -> list[list[int]]:
     """Group items into ``count`` groups whose sizes are as even as may be.
 
-    Sizes are those of :func:`pack_microbatches`, and stay within ``budget`` where that function needs
-    no more than ``count`` groups. With fewer items than groups each item has its own, and there are
-    fewer groups.
+    Sizes are computed as in :func:`pack_microbatches`. They stay within ``budget`` where that
+    function needs no more than ``count`` groups. With fewer items than groups, each item is a group
+    of its own, so there are fewer groups.
     """
     order = sorted(items, key=lambda i: (-costs[i], i))
     count = min(count, len(order))

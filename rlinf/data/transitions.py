@@ -175,14 +175,14 @@ def to_transitions(
 
     Args:
         trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
-            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. After any other
-            step that did not end its episode comes the next one's observation.
+            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. Every
+            other step that did not end its episode is followed by the observation of the next.
         rewards: ``[T]``.
         ends: ``[T]`` 1 where nothing follows though the episode was cut off; None: nowhere.
 
     Returns:
-        Rows of :func:`transition_dtype`; ``truncated`` is 1 wherever the trajectory was cut off, by the
-        environment or by the end of what was collected.
+        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was cut off, by
+        the environment or by the end of the rollout.
 
     Raises:
         InputError: it is no trajectory of vectors, or does not say what was seen at its end.

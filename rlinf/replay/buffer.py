@@ -81,8 +81,8 @@ class ReplayBuffer:
         if state is None:
             if (folder / ROWS_FILE).exists():
                 raise DataError(
-                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; bring it "
-                    "back from a copy, or start the run anew under another run.name"
+                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; "
+                    "bring it back from a copy, or start the run anew under another run.name"
                 )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # First, so that rows without it are always those of a buffer that lost it.
@@ -168,8 +168,8 @@ class ReplayBuffer:
                 numbers = np.arange(known.start, known.stop) % self.slots
                 if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
                     raise DataError(
-                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} are "
-                        "damaged; start the run anew under another run.name"
+                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} "
+                        "are damaged; start the run anew under another run.name"
                     )
         return found
 

@@ -138,7 +138,8 @@ def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     for name, column in found.items():
         if len(column) != count or column.ndim != 1 + (name in VECTOR_COLUMNS):
             raise DataError(
-                f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} observations"
+                f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} "
+                "observations"
             )
     return found
 

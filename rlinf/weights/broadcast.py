@@ -38,7 +38,8 @@ class BroadcastGroup(Protocol):
 
 @dataclass(frozen=True)
 class ReceivedWeights:
-    """A version that arrived whole; ``digest`` is that of :func:`rlinf.weights.buckets.version_digest`."""
+    """A complete version of the weights; ``digest`` is computed by
+    :func:`rlinf.weights.buckets.version_digest`."""
 
     version: int
     tensors: dict[str, Tensor]
@@ -74,7 +75,7 @@ class WeightBroadcast:
             The digest of what was sent.
 
         Raises:
-            WeightTransferError: another rank does not take part any more; the group cannot be used again.
+            WeightTransferError: another rank no longer takes part; the group cannot be used again.
         """
         layout = BucketLayout.from_tensors(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
         text = layout.to_json().encode()
@@ -101,9 +102,8 @@ class WeightBroadcast:
         """Take part in the sender's next transfer; tensors are on the CPU.
 
         Raises:
-            WeightTransferError: something arrived damaged, and the group is in order; or another rank
-                does not take part any more, and it cannot be used again. The weights are not to be
-                served.
+            WeightTransferError: a bucket arrived damaged (the group can be used again), or another
+                rank no longer takes part (it cannot). The weights must not be served.
         """
         with self._in_time():
             head = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -120,8 +120,8 @@ class WeightBroadcast:
             self._share(sent)
         if count := int((sums != sent).sum()):
             raise WeightTransferError(
-                f"broadcast of weights: {count} of {layout.num_buckets} buckets of version {version} "
-                "arrived damaged; they are not served"
+                f"broadcast of weights: {count} of {layout.num_buckets} buckets of version "
+                f"{version} arrived damaged; they are not served"
             )
         return ReceivedWeights(
             version, layout.tensor_views(flat), version_digest(version, table, sums.tolist())

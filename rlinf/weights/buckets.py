@@ -130,7 +130,7 @@ class BucketLayout:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            WeightTransferError: not a layout: unknown types, sizes below zero, entries that overlap.
+            WeightTransferError: not a layout (unknown types, negative sizes, overlapping entries).
         """
         try:
             values = json.loads(text)

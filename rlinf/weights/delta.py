@@ -141,8 +141,8 @@ def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
     """The snapshot that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
 
     Raises:
-        WeightTransferError: the delta does not start from ``old``, is malformed, or leads elsewhere than
-            it says.
+        WeightTransferError: the delta does not start from ``old``, is malformed, or does not lead
+            to its ``target_digest``.
     """
     if delta.base_digest != old.digest:
         raise WeightTransferError("the delta does not start from these weights")

@@ -65,7 +65,7 @@ class SharedWeightsWriter:
         """Write a version into the older slot; readers find it when all of it is there.
 
         Raises:
-            WeightTransferError: the version is not newer, the tensors are not those of the layout, or
+            WeightTransferError: the version is not newer, the tensors do not match the layout, or
                 readers did not release the slot.
         """
         if version <= self._newest:

@@ -42,7 +42,7 @@ PRELUDE = """
 import sys, time
 from contextlib import closing
 from pathlib import Path
-from rlinf.channels.control_link import Controller, Link
+from rlinf.channels.control_link import Controller, WorkerLink
 folder = Path(sys.argv[1])
 """
 WAIT_S = 15.0

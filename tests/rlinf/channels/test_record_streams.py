@@ -35,8 +35,8 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.channels.wire_format import encode
-from rlinf.data.record import Identity, Record
+from rlinf.channels.wire_format import encode_record
+from rlinf.data.record import RecordId, Record
 folder = Path(sys.argv[1])
 """
 

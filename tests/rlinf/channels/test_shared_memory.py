@@ -45,7 +45,7 @@ from pathlib import Path
 import numpy as np
 from rlinf.channels.record_streams import SharedMemorySink
 from rlinf.channels.record_streams import SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import RecordId, Record
 folder = Path(sys.argv[1])
 """
 HOST = """
