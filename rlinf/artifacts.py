@@ -92,10 +92,10 @@ def write_user_file(path: Path, text: str) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    whole = path.expanduser()
+    target = path.expanduser()
     try:
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(whole, text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, text)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; choose another file") from None
 
@@ -300,8 +300,8 @@ def _is_ours(manifest: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return True
     try:
-        found = json.loads(text)
-        names = _ALWAYS.intersection(found if isinstance(found, dict) else ())
+        content = json.loads(text)
+        names = _ALWAYS.intersection(content if isinstance(content, dict) else ())
     except (ValueError, RecursionError):
         if not text.strip("\0 \n") or _OPENING.startswith(text[: len(_OPENING)]):
             return True  # lost on its way to the disk, or cut off

@@ -151,8 +151,8 @@ class SamplingSection(Section):
 
     def non_default_settings(self) -> dict[str, int | float | str]:
         """What differs from the defaults, as requests carry it."""
-        told = self.model_dump(exclude_defaults=True)
-        return told | ({"stop": json.dumps(self.stop)} if self.stop else {})
+        values = self.model_dump(exclude_defaults=True)
+        return values | ({"stop": json.dumps(self.stop)} if self.stop else {})
 
 
 class RolloutSection(Section):
@@ -360,9 +360,9 @@ class RunConfig(Section):
 
     def with_environment_keys(self, task: Mapping[str, Any]) -> RunConfig:
         """Return the configuration with keys of the task that were read from its environment."""
-        made = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
-        made._read_keys = tuple(f"task.{key}" for key in task)
-        return made
+        config = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
+        config._read_keys = tuple(f"task.{key}" for key in task)
+        return config
 
     def semantic_values(self) -> dict[str, Any]:
         """The part of the configuration that changes the result, as plain JSON values."""

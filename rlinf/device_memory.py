@@ -265,14 +265,14 @@ def allocate_parameters(module: nn.Module, device: torch.device) -> None:
 
     As ``to_empty``, which would make several of a parameter that several modules have.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, own in part._parameters.items():
             if own is not None and own.is_meta:
-                if own not in made:
+                if own not in allocated:
                     empty = torch.empty_like(own, device=device)
-                    made[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
-                part._parameters[name] = made[own]
+                    allocated[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
+                part._parameters[name] = allocated[own]
 
 
 def _room(device: torch.device) -> int | None:

@@ -206,17 +206,17 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
     there = folder is not None and folder.exists()
     if there and shutil.disk_usage(folder or ".").free < MIN_FREE_BYTES:
         return StorageError(NO_SPACE)
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ResourceError):
-            return seen
-        if isinstance(seen, MemoryError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ResourceError):
+            return cause
+        if isinstance(cause, MemoryError):
             return ResourceError(NO_MEMORY)
-        text = str(seen)
+        text = str(cause)
         for number, message in _EXHAUSTED.items():
-            same = isinstance(seen, OSError) and seen.errno == number
+            same = isinstance(cause, OSError) and cause.errno == number
             if same or os.strerror(number) in text:
-                path = getattr(seen, "filename", None)
+                path = getattr(cause, "filename", None)
                 where = f"{path}: " if isinstance(path, str) else ""
                 if number in _OF_FILES:
                     return StorageError(where + message)
@@ -224,7 +224,7 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
         unmapped = _UNMAPPED in text and os.strerror(errno.EPERM) not in text
         if unmapped or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -68,9 +68,9 @@ def configured_interpreter(config: RunConfig, section: str) -> str | None:
 
 def set_interpreters(interpreters: Mapping[str, str]) -> dict[str, str]:
     """Find interpreters by these names in this process; returns the variables for other ones."""
-    told = {INTERPRETERS_VARIABLE: json.dumps(dict(interpreters))} if interpreters else {}
-    os.environ.update(told)
-    return told
+    variables = {INTERPRETERS_VARIABLE: json.dumps(dict(interpreters))} if interpreters else {}
+    os.environ.update(variables)
+    return variables
 
 
 def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:

@@ -33,8 +33,8 @@ def child_python_path() -> str:
     user's are.
     """
     here = _working_folder()
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in given if p), here]  # noqa: PTH118
+    previous = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in previous if p), here]  # noqa: PTH118
     return os.pathsep.join(dict.fromkeys(filter(None, parts)))
 
 

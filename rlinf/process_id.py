@@ -28,8 +28,8 @@ def process_state_and_start(pid: int) -> tuple[str, int]:
 
 def is_alive(pid: int, start_time: int) -> bool:
     """Whether the process with this number and start runs."""
-    state, found = process_state_and_start(pid)
-    return state not in DEAD_STATES and found == start_time
+    state, start = process_state_and_start(pid)
+    return state not in DEAD_STATES and start == start_time
 
 
 def own_start_time() -> int:

@@ -46,7 +46,7 @@ def create_segment(name: str, size: int) -> mmap.mmap:
     Raises:
         StorageError: not so much shared memory is free.
     """
-    _made[name] = os.getpid()
+    _created[name] = os.getpid()
     file = os.open(SHM_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         # Reserved now: writing to a full /dev/shm later would kill the process.
@@ -85,7 +85,7 @@ def attach_segment(name: str) -> mmap.mmap:
 
 def remove_segment(name: str) -> None:
     """Remove a segment of this process; what has it open keeps it. May be called twice."""
-    if _made.pop(name, None) == os.getpid():  # not of the parent of a fork
+    if _created.pop(name, None) == os.getpid():  # not of the parent of a fork
         (SHM_FOLDER / name).unlink(missing_ok=True)
 
 
@@ -93,10 +93,10 @@ def is_orphaned(name: str) -> bool:
     """Whether nothing is written to a segment any more: it was removed, or its process is gone."""
     if not (SHM_FOLDER / name).exists():
         return True
-    found = SEGMENT_NAME.fullmatch(name)
-    if found is None or int(found[2]) != pid_namespace():
+    match = SEGMENT_NAME.fullmatch(name)
+    if match is None or int(match[2]) != pid_namespace():
         return False  # of a container with numbers of its own: they say nothing here
-    return not is_alive(int(found[3]), int(found[4]))
+    return not is_alive(int(match[3]), int(match[4]))
 
 
 def shared_memory_id() -> str:
@@ -107,12 +107,12 @@ def shared_memory_id() -> str:
 def orphaned_segments() -> Iterator[Path]:
     """Segments whose process is gone, of this user alone."""
     for path in SHM_FOLDER.glob(f"{SEGMENT_PREFIX}{os.getuid()}-*"):
-        found = SEGMENT_NAME.match(path.name)
-        if found is None or int(found[2]) != pid_namespace():
+        match = SEGMENT_NAME.match(path.name)
+        if match is None or int(match[2]) != pid_namespace():
             continue  # of a container with numbers of its own: they say nothing here
         with contextlib.suppress(OSError):
             info = path.lstat()
-            if info.st_uid == os.getuid() and not is_alive(int(found[3]), int(found[4])):
+            if info.st_uid == os.getuid() and not is_alive(int(match[3]), int(match[4])):
                 yield path
 
 
@@ -131,11 +131,11 @@ def remove_orphan(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-_made: dict[str, int] = {}
+_created: dict[str, int] = {}
 """Segments that this process made, or its parent before a fork."""
 
 
 @atexit.register
 def _remove_all() -> None:
-    for name in list(_made):
+    for name in list(_created):
         remove_segment(name)

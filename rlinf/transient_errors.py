@@ -50,16 +50,16 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether another try may succeed."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     groups = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in visited:
         if isinstance(error, PERMANENT_ERRORS):
             return False
         if isinstance(error, groups) and all(map(is_transient, error.exceptions)):
             return True
         if isinstance(error, TRANSIENT_ERRORS) or _is_of_device(error) or _is_of_service(error):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = cause_of(error)
     return False
 

@@ -100,9 +100,9 @@ def to_user_code_error(error: BaseException) -> RlinfError | None:
     if isinstance(error, SystemExit) and _is_product(steps[-1].tb_frame):
         return None  # a signal's handler ends the process
     text = next(iter(str(error).splitlines()), "")
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     label = _label([step.tb_frame for step in steps], first.tb_frame)
-    message = f"{label} raised {said}\n{_traceback(error, first)}"
+    message = f"{label} raised {summary}\n{_traceback(error, first)}"
     return (TransientUserCodeError if is_transient(error) else UserCodeError)(message)
 
 

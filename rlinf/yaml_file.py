@@ -23,16 +23,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     """Safe YAML in which a key stands once, and ``1:30`` is no number (YAML 1.1 reads it as 90)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if not isinstance(key.value, str):
                 continue
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key.value!r} stands there twice",
                     problem_mark=key.start_mark,
                 )
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 

@@ -493,7 +493,7 @@ class MailboxPeer:
         self._items: deque[Any] = deque()
         self._inbox, self._outbox = ReliableReceiver(0), ReliableSender()
         self._status, self._fresh = status, False
-        self._status_at = self._looked = self._said = 0.0
+        self._status_at = self._looked = self._last_beat = 0.0
         self._beat = self._heard = time.monotonic()
         self._token: str | None = None
         self._greeted = self._welcome = self._owing = False
@@ -689,12 +689,12 @@ class MailboxPeer:
             self._outbox.restart()
 
     def _speak(self, now: float) -> None:
-        beat = now - self._said >= self._beat_s
+        beat = now - self._last_beat >= self._beat_s
         if not self._welcome:
             if beat or not self._greeted:
                 sent = self._send("hello", self._name, self._about, self._status)
                 self._greeted = self._greeted or sent
-                self._said = now
+                self._last_beat = now
             return
         with_status = beat or (self._fresh and now - self._status_at >= STATUS_INTERVAL_S)
         part = self._outbox.next_batch()
@@ -710,7 +710,7 @@ class MailboxPeer:
             if with_status:
                 self._status_at, self._fresh = now, False
             if beat:
-                self._said = now
+                self._last_beat = now
             self._owing = with_status = beat = due = False
             part = self._outbox.next_batch()
 

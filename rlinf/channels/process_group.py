@@ -123,11 +123,11 @@ class ProcessGroupInfo:
     @property
     def data_parallel_speeds(self) -> tuple[float, ...]:
         """Relative speed of each share of the data: of the slowest process that computes it."""
-        found = [float("inf")] * self.data_parallel_size
+        speeds = [float("inf")] * self.data_parallel_size
         for rank, speed in enumerate(self.speed_weights or (1.0,) * self.size):
             share = self._share(rank)
-            found[share] = min(found[share], speed)
-        return tuple(found)
+            speeds[share] = min(speeds[share], speed)
+        return tuple(speeds)
 
     @property
     def _inner(self) -> int:

@@ -201,7 +201,7 @@ class SocketSource(MailboxHost, RecordSource):
         self._rings: dict[str, RingReader] = {}
         """By peer: the records that lie in its shared memory."""
         self._segments: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._departed: set[str] = set()
         """Peers whose memory is let go once no record is left there."""
         self._silent: set[str] = set()
         """Those that may have been stopped: what they put goes into the same memory when they go
@@ -255,13 +255,13 @@ class SocketSource(MailboxHost, RecordSource):
                 name for name, segment in segments.items() if not segment or is_orphaned(segment)
             }
             self._silent -= over
-            self._gone |= over
-        for name in list(self._gone):
+            self._departed |= over
+        for name in list(self._departed):
             # It was put before they were gone.
             if (ring := self._rings.get(name)) is None or not ring.has_record:
                 self._rings.pop(name, None)
                 self._segments.pop(name, None)
-                self._gone.discard(name)
+                self._departed.discard(name)
 
     def _happened(self, event: PeerEvent) -> None:
         if isinstance(event, PeerReport):
@@ -270,13 +270,13 @@ class SocketSource(MailboxHost, RecordSource):
             self.forget_peer(event.worker)
             if event.reason in (REASON_DEPARTED, REASON_REPLACED):
                 self._silent.discard(event.worker)
-                self._gone.add(event.worker)
+                self._departed.add(event.worker)
             else:
                 self._silent.add(event.worker)
         elif (segment := event.about.get(SEGMENT_KEY)) is not None:
             # Back after it was silent.
             self._silent.discard(event.worker)
-            self._gone.discard(event.worker)
+            self._departed.discard(event.worker)
             with contextlib.suppress(InputError, OSError):
                 self._attach(event.worker, segment)
 

@@ -121,7 +121,7 @@ class RendezvousClient(MailboxPeer):
     """The end of another rank; any number of threads, one request after the other."""
 
     def __init__(self, pointer: Path, name: str, host: HostPointer, address: str) -> None:
-        self._number, self._asks = 0, threading.Lock()
+        self._number, self._request_lock = 0, threading.Lock()
         beat_s = host.timeout_s * HEARTBEAT_FRACTION
         super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
 
@@ -135,7 +135,7 @@ class RendezvousClient(MailboxPeer):
         if verb in ("set", "compare_set"):
             # Rank 0 would drop what it cannot answer with, and seem to have ended.
             _check(*arguments)
-        with self._asks:
+        with self._request_lock:
             self._number += 1
             deadline = time.monotonic() + REQUEST_TIMEOUT_S
             request = msgpack.packb((self._number, verb, *arguments))
@@ -251,8 +251,8 @@ def join_rendezvous(
         end = host = RendezvousHost(pointer)
         reached, own = "", _host_of(host.addresses[0])
     else:
-        found, address = _find(pointer, rank, timeout_s)
-        end, reached = RendezvousClient(pointer, f"rank {rank}", found, address), _host_of(address)
+        target, address = _find(pointer, rank, timeout_s)
+        end, reached = RendezvousClient(pointer, f"rank {rank}", target, address), _host_of(address)
     store = RendezvousStore(end.execute, timeout_s, end.close)
     atexit.register(store.close)
     try:
@@ -266,8 +266,8 @@ def join_rendezvous(
                 f"never came: {ranks}. Their logs, or the state of their nodes, say why"
             )
         if rank == 0:
-            said = (store.get(_here(other)).decode() for other in range(1, size))
-            store.set(_VIA, next(filter(None, said), own))
+            reported = (store.get(_here(other)).decode() for other in range(1, size))
+            store.set(_VIA, next(filter(None, reported), own))
         return store, store.get(_VIA).decode()
     except DistStoreError as error:
         store.close()
@@ -302,9 +302,9 @@ def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]
             break
         time.sleep(pause)
         pause = min(2 * pause, FILE_POLL_S)
-    found = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
+    reason = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
     raise StageError(
-        f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {found}. Its log, or the "
+        f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {reason}. Its log, or the "
         "state of its node, says why"
     )
 

@@ -69,15 +69,15 @@ def _from_folder(name: str, make: Callable[[], Arrays]) -> Arrays:
     path = folder / f"{name}.npz"
     if (found := _load(path)) is not None:
         return found
-    made = make()
+    arrays = make()
     try:
-        _save(made, path)
+        _save(arrays, path)
     except OSError as error:
         _warn(f"{folder}: {error.strerror or error}")
     else:
         with contextlib.suppress(OSError):  # Another process removes files as well.
             _prune(folder, path)
-    return made
+    return arrays
 
 
 def cache_folder() -> Path:

@@ -218,7 +218,7 @@ def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
 def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
     """Rewards of each action of chunks, ``[N, T, C]``; where a stage gave those of chunks alone, on
     the last that was carried out."""
-    found = []
+    columns = []
     for sample in rows:
         actions = action_mask(sample.trajectory)
         if actions is None:
@@ -226,19 +226,19 @@ def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
                 f"{sample.trajectory.identity}: the policy gave several values for a step, and its "
                 "steps are no chunks of actions; one value is for a step"
             )
-        given = {} if sample.reward is None else sample.reward.steps
-        worth = np.asarray(given.get("rewards", np.zeros(len(actions))))
-        rewards = given.get("action_rewards")
+        reward_steps = {} if sample.reward is None else sample.reward.steps
+        step_rewards = np.asarray(reward_steps.get("rewards", np.zeros(len(actions))))
+        rewards = reward_steps.get("action_rewards")
         if rewards is None:
-            rewards = place_on_last_action(worth, actions)
-        elif not _add_up(np.asarray(rewards) * actions, worth):
+            rewards = place_on_last_action(step_rewards, actions)
+        elif not _add_up(np.asarray(rewards) * actions, step_rewards):
             raise InputError(
                 f"{sample.trajectory.identity}: 'action_rewards' of actions that were carried out "
                 "do not add up to 'rewards'; a stage that changes one changes both, or leaves "
                 "'action_rewards' out"
             )
-        found.append(np.asarray(rewards, np.float32))
-    return pad_right(found, length)
+        columns.append(np.asarray(rewards, np.float32))
+    return pad_right(columns, length)
 
 
 def _add_up(of_actions: np.ndarray, rewards: np.ndarray) -> bool:

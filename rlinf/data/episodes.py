@@ -31,19 +31,19 @@ def scored_episodes(trajectory: Record) -> list[tuple[int, float, int]] | None:
     """
     if OUTCOMES not in trajectory.context:
         return None
-    counts, found, first = loss_mask(trajectory), [], 0
+    counts, episodes, first = loss_mask(trajectory), [], 0
     context = trajectory.context
     for last, score in zip(context[OUTCOME_STEPS], context[OUTCOMES], strict=True):
-        found.append((int(last), float(score), int(counts[first : last + 1].sum())))
+        episodes.append((int(last), float(score), int(counts[first : last + 1].sum())))
         first = int(last) + 1
-    return found
+    return episodes
 
 
 def spans_several_episodes(trajectory: Record) -> bool:
     """Whether steps that count come after the end of an episode: what is said of the whole
     trajectory is of no single episode then."""
-    judged = trajectory.context.get(OUTCOME_STEPS, np.zeros(0, np.int64))
-    return bool(len(judged) and loss_mask(trajectory)[int(judged[0]) + 1 :].any())
+    ends = trajectory.context.get(OUTCOME_STEPS, np.zeros(0, np.int64))
+    return bool(len(ends) and loss_mask(trajectory)[int(ends[0]) + 1 :].any())
 
 
 OPEN_EPISODES = "open"

@@ -269,8 +269,8 @@ def count_overlap(
     Args:
         same: text of a row that is not in a :class:`JsonLinesFile`, as there.
     """
-    known, asked = (_digests_of(rows, row_text) for rows in (train, test))
-    return int(np.isin(asked, known).sum()), len(test)
+    train_digests, test_digests = (_digests_of(rows, row_text) for rows in (train, test))
+    return int(np.isin(test_digests, train_digests).sum()), len(test)
 
 
 def _digests_of(rows: Sequence[T], same: Callable[[T], str]) -> np.ndarray:

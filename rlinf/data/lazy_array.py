@@ -65,8 +65,8 @@ class LazyArray(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*arrays, **options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = self._read(self._start, self._start + len(self))
-        return found if dtype is None else found.astype(dtype)
+        rows = self._read(self._start, self._start + len(self))
+        return rows if dtype is None else rows.astype(dtype)
 
 
 def to_array(column: Any) -> np.ndarray:

@@ -422,14 +422,14 @@ class LeRobotWriter:
         Raises:
             InputError: they have other columns than those before.
         """
-        said = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
+        default_task = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
             self._alike(trajectory, episode)
             # What a policy saw in words is a column; its first row is what the episode began with.
             task = (
                 decode_instruction(episode[INSTRUCTION_COLUMN][0])
                 if INSTRUCTION_COLUMN in episode
-                else said
+                else default_task
             )
             number = self._tasks.setdefault(task, len(self._tasks))
             length = len(episode["done"])

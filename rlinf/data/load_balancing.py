@@ -45,9 +45,9 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
         loads[rank] += cost
     least = max(-(-sum(costs) // len(shares)), max(costs, default=0))
     if min(shares) == max(shares) and max(loads) > least:
-        apart = karmarkar_karp(costs, len(shares))
-        if max(sum(costs[item] for item in items) for items in apart) < max(loads):
-            workers = apart
+        partition = karmarkar_karp(costs, len(shares))
+        if max(sum(costs[item] for item in items) for items in partition) < max(loads):
+            workers = partition
     return [sorted(items) for items in workers]
 
 
@@ -93,14 +93,14 @@ _cost = operator.itemgetter(0)
 
 def _items(tree: Any) -> list[int]:
     """The leaves of a tree of pairs."""
-    found, stack = list[int](), [] if tree is None else [tree]
+    leaves, stack = list[int](), [] if tree is None else [tree]
     while stack:
         top = stack.pop()
         if isinstance(top, tuple):
             stack += top
         else:
-            found.append(top)
-    return found
+            leaves.append(top)
+    return leaves
 
 
 def pack_microbatches(

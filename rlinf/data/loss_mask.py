@@ -41,7 +41,7 @@ def action_mask(trajectory: Record) -> np.ndarray | None:
     return there & loss_mask(trajectory)[:, None]
 
 
-def place_on_last_action(worth: np.ndarray, actions: np.ndarray) -> np.ndarray:
+def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray:
     """What each chunk is worth, ``[T]``, on the last of its actions that counts: it came of all
     that was done in the chunk.
 
@@ -52,7 +52,7 @@ def place_on_last_action(worth: np.ndarray, actions: np.ndarray) -> np.ndarray:
         ``[T, C]``.
     """
     last = np.maximum(actions.sum(1) - 1, 0)
-    placed: np.ndarray = worth[:, None] * (np.arange(actions.shape[1]) == last[:, None])
+    placed: np.ndarray = rewards[:, None] * (np.arange(actions.shape[1]) == last[:, None])
     return placed
 
 

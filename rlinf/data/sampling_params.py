@@ -48,9 +48,9 @@ class SamplingParams:
     def to_info(self) -> dict[str, Scalar]:
         """For a request's ``info``; what has its default is left out but the first two."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        usual = {f.name: f.default for f in fields(self)[2:]}
-        told = {name: value for name, value in values.items() if usual.get(name, ...) != value}
-        return told | ({"stop": json.dumps(self.stop)} if self.stop else {})
+        defaults = {f.name: f.default for f in fields(self)[2:]}
+        changed = {name: v for name, v in values.items() if defaults.get(name, ...) != v}
+        return changed | ({"stop": json.dumps(self.stop)} if self.stop else {})
 
     @classmethod
     def from_info(cls, info: Mapping[str, Scalar]) -> SamplingParams:
@@ -63,11 +63,11 @@ class SamplingParams:
             values: dict[str, Any] = {f.name: info[f.name] for f in fields(cls) if f.name in info}
             if "stop" in values:
                 values["stop"] = tuple(map(str, json.loads(values["stop"])))
-            found = cls(**values)
-            fine = found.horizon > 0 and found.temperature >= 0 and 0 <= found.min_p <= 1
-            fine = fine and 0 < found.top_p <= 1 and found.top_k >= 0 and found.min_tokens >= 0
+            params = cls(**values)
+            valid = params.horizon > 0 and params.temperature >= 0 and 0 <= params.min_p <= 1
+            valid = valid and 0 < params.top_p <= 1 and params.top_k >= 0 and params.min_tokens >= 0
         except (TypeError, ValueError) as error:
             raise DataError(f"a request's sampling settings cannot be read: {error}") from None
-        if not fine or "" in found.stop:
-            raise DataError(f"a request asks for impossible sampling: {asdict(found)}")
-        return found
+        if not valid or "" in params.stop:
+            raise DataError(f"a request asks for impossible sampling: {asdict(params)}")
+        return params

@@ -103,11 +103,11 @@ def transition_dtype(observation: int, action: int) -> np.dtype:
 
 def dtype_fields(dtype: np.dtype) -> list[list[object]]:
     """Name, type and shape of each field, as plain values."""
-    found: list[list[object]] = []
+    described: list[list[object]] = []
     for name in dtype.names or ():
         base, shape = dtype[name].base, dtype[name].shape
-        found.append([name, base.str, list(shape)])
-    return found
+        described.append([name, base.str, list(shape)])
+    return described
 
 
 def dtype_mismatch(own: np.dtype, other: np.dtype) -> str | None:
@@ -196,18 +196,19 @@ def to_transitions(
             "trajectories that a simulator gave (task.name=gym)"
         )
     reject_action_chunks(trajectory)
-    seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
+    observations, length = np.asarray(steps["observations"], np.float32), len(trajectory)
     actions = executed_actions(trajectory).astype(np.float32).reshape(length, -1)
-    if seen.ndim != 2:
+    if observations.ndim != 2:
         raise InputError(
-            f"{trajectory.identity}: observations {seen.shape} of a trajectory; expected vectors"
+            f"{trajectory.identity}: observations {observations.shape} of a trajectory; expected "
+            "vectors"
         )
-    rows = np.zeros(length, transition_dtype(seen.shape[1], actions.shape[1]))
-    rows["observations"], rows["actions"], rows["rewards"] = seen, actions, rewards
+    rows = np.zeros(length, transition_dtype(observations.shape[1], actions.shape[1]))
+    rows["observations"], rows["actions"], rows["rewards"] = observations, actions, rewards
     rows["terminated"] = steps["terminated"]
     if ends is not None:
         rows["terminated"] |= np.asarray(ends, np.uint8)
-    rows["next_observations"][:-1] = seen[1:]
+    rows["next_observations"][:-1] = observations[1:]
     cut = context[TRUNCATION_STEPS]
     rows["next_observations"][cut] = context[FINAL_OBSERVATIONS]
     rows["truncated"][cut] = 1
@@ -218,7 +219,7 @@ def to_transitions(
             f"{trajectory.identity}: it does not say what was seen after its last step"
         )
     # Nothing follows: what stands there must not depend on which episode came next.
-    rows["next_observations"][ended] = seen[ended]
+    rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]
 
 

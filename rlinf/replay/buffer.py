@@ -162,7 +162,7 @@ class ReplayBuffer:
             )
         stop, start = own.stop, max(0, own.stop - self.capacity)
         rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
-        found = ReplayView(rows, start, stop, own.stop - own.start)
+        view = ReplayView(rows, start, stop, own.stop - own.start)
         for known in self.appends:
             if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
                 numbers = np.arange(known.start, known.stop) % self.slots
@@ -171,7 +171,7 @@ class ReplayBuffer:
                         f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} "
                         "are damaged; start the run anew under another run.name"
                     )
-        return found
+        return view
 
     def _floor(self) -> int:
         """The first number that neither an append nor one that was cut off has overwritten."""

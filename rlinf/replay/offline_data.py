@@ -146,12 +146,12 @@ def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
 
 def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
     columns = _columns(path, file)
-    seen, actions = columns["observations"], columns["actions"]
-    rows = np.zeros(len(seen), transition_dtype(seen.shape[1], actions.shape[1]))
+    observations, actions = columns["observations"], columns["actions"]
+    rows = np.zeros(len(observations), transition_dtype(observations.shape[1], actions.shape[1]))
     for name, column in columns.items():
         rows[name] = column[:]
-    given = {name: rows[name] for name in ("observations", "actions", "rewards")}
-    rows["rewards"] = judge(Record(RecordId(0, 0), given))
+    record_columns = {name: rows[name] for name in ("observations", "actions", "rewards")}
+    rows["rewards"] = judge(Record(RecordId(0, 0), record_columns))
     kept = np.ones(len(rows), bool)
     if "next_observations" not in columns and len(rows):
         rows["next_observations"][:-1] = rows["observations"][1:]

@@ -49,8 +49,10 @@ def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
     except (OSError, ValueError, AttributeError):
         settings = None
-    found = select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
-    shown: dict[str, Any] = redact(found)
+    settings_in_effect = (
+        select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
+    )
+    shown: dict[str, Any] = redact(settings_in_effect)
     return shown
 
 

@@ -83,9 +83,9 @@ class BucketLayout:
             raise ValueError(
                 f"bucket_bytes {bucket_bytes} is not a positive multiple of {ALIGN_BYTES}"
             )
-        kept, ties = split_tied_tensors(tensors)
+        distinct, ties = split_tied_tensors(tensors)
         entries, offset = [], 0
-        for name, tensor in kept.items():
+        for name, tensor in distinct.items():
             kind = str(transfer_dtype(tensor.dtype, dtype)).removeprefix("torch.")
             entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset))
             offset += _aligned(entries[-1].nbytes)
@@ -114,11 +114,11 @@ class BucketLayout:
 
     def tensor_views(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors in a flat state, uint8 ``[nbytes]``, without a copy; tied names share one."""
-        kept = {
+        distinct = {
             e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
             for e in self.entries
         }
-        return kept | {name: kept[other] for name, other in self.ties.items()}
+        return distinct | {name: distinct[other] for name, other in self.ties.items()}
 
     def to_json(self) -> str:
         """The layout as text."""
@@ -138,7 +138,7 @@ class BucketLayout:
                 TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), int(offset))
                 for name, dtype, shape, offset in values["entries"]
             )
-            ties = {str(name): str(kept) for name, kept in values["ties"].items()}
+            ties = {str(name): str(distinct) for name, distinct in values["ties"].items()}
             layout = cls(entries, ties, int(values["bucket_bytes"]))
             end = 0
             for entry in entries:
@@ -183,18 +183,18 @@ def transfer_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors in order of their names, each once, and ``{left out: kept}`` for tied ones."""
-    kept: dict[str, Tensor] = {}
+    distinct: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
-    seen: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = seen.setdefault(place if tensor.numel() else name, name)
+        first = first_names.setdefault(place if tensor.numel() else name, name)
         if first == name:
-            kept[name] = tensor
+            distinct[name] = tensor
         else:
             ties[name] = first
-    return kept, ties
+    return distinct, ties
 
 
 def bucket_checksum(data: Tensor) -> Tensor:

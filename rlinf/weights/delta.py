@@ -166,9 +166,9 @@ def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
 
 def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
     """Number of elements changed, and the parts that are stored; none where none changed."""
-    whole = {"whole": tensor.detach().contiguous()}
+    full = {"whole": tensor.detach().contiguous()}
     if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
-        return tensor.numel(), whole
+        return tensor.numel(), full
     if not tensor.numel():
         return 0, {}
     was, now = _bits(before), _bits(tensor)
@@ -179,7 +179,7 @@ def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tenso
     planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
     parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
     smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
-    return len(positions), parts if smaller else whole
+    return len(positions), parts if smaller else full
 
 
 def _decode(before: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ class _MappedSlot:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._sums, self._flat = _parts(self._map, self._layout)
         self.tensors = self._layout.tensor_views(self._flat)
-        self._seen, self._good = -1, 0
+        self._checked_version, self._checked_buckets = -1, 0
 
     def version(self) -> int:
         return _number(self._map, _VERSION)
@@ -257,12 +257,12 @@ class _MappedSlot:
     def check(self) -> int | None:
         """Check the buckets that came since the last look; the first damaged one."""
         version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
-        if version != self._seen:
-            self._seen, self._good = version, 0
-        for bucket in range(self._good, ready):
+        if version != self._checked_version:
+            self._checked_version, self._checked_buckets = version, 0
+        for bucket in range(self._checked_buckets, ready):
             if bucket_checksum(self._flat[self._layout.bucket_slice(bucket)]) != self._sums[bucket]:
                 return bucket
-            self._good = bucket + 1
+            self._checked_buckets = bucket + 1
         return None
 
 
@@ -288,9 +288,9 @@ def _parts(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor
     """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
     *_, length = _HEADER.unpack_from(buffer)
     start = _data_start(length, layout.num_buckets)
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    sums = whole[start - 8 * layout.num_buckets : start].view(torch.int64)
-    return sums, whole[start : start + layout.nbytes]
+    buffer_bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+    sums = buffer_bytes[start - 8 * layout.num_buckets : start].view(torch.int64)
+    return sums, buffer_bytes[start : start + layout.nbytes]
 
 
 def _locked(descriptor: int, kind: int) -> bool:
