@@ -2,7 +2,7 @@
 
 A registry maps a name in the configuration to ``module:attribute``. Listing the names imports
 nothing; :meth:`Registry.get` imports the module behind a name. A name with ``:`` is a target
-itself: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/extending.md).
+itself: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class RingReader(SharedMemoryRing):
 
     @property
     def has_record(self) -> bool:
-        """Whether there is a record."""
+        """True if a record is available."""
         return int(self._put[0]) > self._count
 
     def get(self) -> Record:
@@ -151,18 +151,18 @@ class RingReader(SharedMemoryRing):
 
 CHECK_INTERVAL_S = 1.0
 MIN_POLL_S, MAX_POLL_S = 2e-5, 1e-3
-"""How soon to look again whether there is a record, or room, in shared memory."""
+"""How often to check shared memory for a record, or for room."""
 SEGMENT_KEY = "segment"
-"""In what a peer says of itself: its shared memory, in which its records lie."""
+"""Key in a peer's description for the shared memory that holds its records."""
 
 
 def channel_pointer(folder: Path, name: str) -> Path:
-    """The file by which a channel of a run is found."""
+    """Return the pointer file of a channel."""
     return folder / f"{name}.socket.json"
 
 
 def find_channel_host(folder: Path, name: str) -> tuple[Path, HostPointer]:
-    """The pointer to the host of a channel, and what it says.
+    """Return the pointer file of a channel and its content.
 
     Raises:
         InputError: there is no such channel.
@@ -219,8 +219,10 @@ class SocketSource(MailboxHost, RecordSource):
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the record taken last lies in memory of its writer, which is used again from the
-        next ``get`` on: copy what must stay."""
+        """True if the last record lies in its writer's memory, which the next ``get`` releases.
+
+        Copy whatever must stay.
+        """
         return self._in_hand is not None
 
     def get(self) -> Record:
