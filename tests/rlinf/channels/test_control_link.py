@@ -76,9 +76,9 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 WORKER = """
-    link = Link(folder, "w", {"gpu": "a100"})
+    link = WorkerLink(folder, "w", {"gpu": "a100"})
     while True:
-        for order in link.orders(60):
+        for order in link.receive_orders(60):
             print(order["i"], flush=True)
 """
 
@@ -188,11 +188,11 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
     driver = """
         controller = Controller(folder, interface="127.0.0.1")
         while True:
-            for event in controller.events(60):
+            for event in controller.poll_events(60):
                 print(type(event).__name__, flush=True)
                 if getattr(event, "content", None) == {"i": 0}:
-                    controller.send("w", {"i": 0})
-                    controller.send("w", {"i": 1})
+                    controller.send_order("w", {"i": 0})
+                    controller.send_order("w", {"i": 1})
                 if getattr(event, "content", None) == {"i": 1}:
                     time.sleep(60)
     """
@@ -338,7 +338,7 @@ def test_a_stopped_controller_does_not_take_workers_for_lost(tmp_path: Path) -> 
     driver = """
         controller = Controller(folder, interface="127.0.0.1", timeout_s=1)
         while True:
-            for event in controller.events(60):
+            for event in controller.poll_events(60):
                 print(event, flush=True)
     """
     with process(tmp_path, driver) as child:
@@ -598,8 +598,8 @@ def test_an_address_that_is_not_here_is_an_error_and_no_hang(tmp_path: Path) -> 
 def test_open_ends_do_not_keep_a_process_alive(tmp_path: Path) -> None:
     body = """
         controller = Controller(folder, interface="127.0.0.1")
-        link, alone = Link(folder, "w", {}), Link(folder / "nobody", "w", {})
-        controller.events(10)
+        link, alone = WorkerLink(folder, "w", {}), WorkerLink(folder / "nobody", "w", {})
+        controller.poll_events(10)
     """
     with process(tmp_path, body) as child:
         assert child.wait(WAIT_S) == 0

@@ -71,7 +71,7 @@ address = pointed("control.json")
 def exchange():
     link = WorkerLink(folder, "w", {})
     deadline = time.monotonic() + 30
-    while not host.events(0.1):
+    while not host.poll_events(0.1):
         assert time.monotonic() < deadline
     host.send_order("w", {"i": 1})
     assert link.receive_orders(30) == [{"i": 1}]
