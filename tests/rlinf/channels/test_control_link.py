@@ -199,12 +199,12 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
     with process(tmp_path, driver) as child:
         link = WorkerLink(tmp_path, "w", {"gpu": "a100"})
         link.send_status({"busy": True})
-        assert line(child) == "Joined"
+        assert line(child) == "PeerJoined"
         link.send_report({"i": 0})
         assert numbers(link, 1)[:1] == [0]
         assert eventually(lambda: len(link._outbox) == 0), "the first report was handled"
         link.send_report({"i": 1})
-        assert [line(child), line(child)] == ["Report", "Report"]
+        assert [line(child), line(child)] == ["PeerReport", "PeerReport"]
         old = pointer(tmp_path)
     link.send_report({"i": 2})
     with closing(Controller(tmp_path, interface="127.0.0.1")) as controller:
@@ -343,13 +343,13 @@ def test_a_stopped_controller_does_not_take_workers_for_lost(tmp_path: Path) -> 
     """
     with process(tmp_path, driver) as child:
         link = WorkerLink(tmp_path, "w", {})
-        assert line(child).startswith("Joined")
+        assert line(child).startswith("PeerJoined")
         child.send_signal(signal.SIGSTOP)
         time.sleep(2.5)
         assert link.silent_s > 1
         link.send_report({"i": 0})
         child.send_signal(signal.SIGCONT)
-        assert line(child).startswith("Report")
+        assert line(child).startswith("PeerReport")
         assert eventually(lambda: link.silent_s < 1)
         link.close()
 
