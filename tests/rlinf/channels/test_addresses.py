@@ -181,7 +181,8 @@ def test_hosts_listen_where_they_are_told_to(
 
 
 def test_a_network_that_is_not_here_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"network_interface: .* 'lo0'; did you mean 'lo'"):
+    message = r"cluster\.network_interface: .* 'lo0'; did you mean 'lo'"
+    with pytest.raises(ConfigError, match=message):
         interface_address("lo0")
 
 

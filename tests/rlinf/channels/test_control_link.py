@@ -590,7 +590,7 @@ def test_the_pointer_is_the_owners_alone_and_goes_with_its_controller(tmp_path: 
 
 
 def test_an_address_that_is_not_here_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.interface: .* has no network"):
+    with pytest.raises(ConfigError, match=r"cluster\.network_interface: .* has no network"):
         Controller(tmp_path, interface="198.51.100.1")
     assert not (tmp_path / CONTROL_POINTER).exists()
 
