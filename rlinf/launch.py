@@ -95,10 +95,10 @@ def run(
 
 
 def load(folder: str | Path) -> RunResults:
-    """The results of a run directory: of one that is finished, goes on, or was interrupted.
+    """Return the results of a run directory, whether the run is finished, running or interrupted.
 
     Raises:
-        ConfigError: it is no run directory.
+        ConfigError: the folder is no run directory.
     """
     package_paths.add_to_sys_path()
     from pipeline.commands.results import RunResults
@@ -107,7 +107,7 @@ def load(folder: str | Path) -> RunResults:
 
 
 def cli() -> Any:
-    """Entry point of the ``rlinf`` command."""
+    """Run the ``rlinf`` command."""
     package_paths.add_to_sys_path()
     from pipeline.commands.cli import main as command
 
@@ -115,7 +115,7 @@ def cli() -> Any:
 
 
 def _compose_and_run(words: Sequence[str], choice: str) -> int:
-    """Hand the command line to Hydra; returns the exit code of the first point that failed."""
+    """Pass the command line to Hydra; returns the exit code of the first failed point."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -159,7 +159,8 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
 
 
 def sweep_points(words: Sequence[str]) -> list[Any]:
-    """The points of a sweep, each checked; none for a single run or a sweeper with its own search.
+    """Return the validated points of a sweep; none for a single run or a sweeper with its own
+    search.
 
     Raises:
         ConfigError, DataError, PlanError: a point cannot be run; nothing was submitted.
@@ -176,10 +177,10 @@ def sweep_points(words: Sequence[str]) -> list[Any]:
 
 
 def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
-    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+    """Split off ``--redo`` or ``--keep``; returns the words for Hydra and the flag.
 
     Raises:
-        ConfigError: both.
+        ConfigError: both are given.
     """
     flags = {word for word in words if word in ("--redo", "--keep")}
     if len(flags) > 1:
@@ -189,7 +190,7 @@ def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def sweep_suffix_override(words: Sequence[str]) -> list[str]:
-    """For a sweep, the override that names each point's run after the keys that vary."""
+    """Return, for a sweep, the override that names each run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
     named = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
@@ -201,7 +202,7 @@ def sweep_suffix_override(words: Sequence[str]) -> list[str]:
 
 
 def _value(key: str) -> str:
-    """What is interpolated for a key: of a folder of files (``experiment``) the file's name."""
+    """Return the interpolation for a key; a group (``experiment``) gives the file's name."""
     group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
     return f"hydra:runtime.choices.{key}" if group else key
 
@@ -211,14 +212,14 @@ def _is_override(word: str) -> bool:
 
 
 def _varies(word: str) -> bool:
-    """Whether an override has several values: a comma outside brackets, or a function."""
+    """Return whether an override has several values: a comma outside brackets, or a function."""
     _, _, value = word.partition("=")
     bare = re.sub(r"\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"", "", value)
     return "," in bare or re.match(r"(choice|range|interval|glob)\(", value) is not None
 
 
 def is_sweep() -> bool:
-    """Whether this point belongs to a sweep."""
+    """Return whether this point belongs to a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -255,10 +256,10 @@ def run_point(values: Any, on_mismatch: str = "ask") -> int:
 
 
 def reject_launcher_without_multirun(words: Sequence[str]) -> None:
-    """Hydra ignores a launcher given without ``-m``, and would train on the login node.
+    """Raise if a launcher is set without ``-m``: Hydra would ignore it and train on the login node.
 
     Raises:
-        ConfigError: says the command that was meant.
+        ConfigError: suggests the intended command.
     """
     sweep = any(word in ("-m", "--multirun") for word in words)
     launchers = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]
