@@ -152,8 +152,8 @@ def evaluate_rules(
 def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
     """Return the first and last index of the first run of at least ``patience`` true values."""
     start = 0
-    for at, held in enumerate([*holds, False]):
-        if not held:
+    for at, value in enumerate([*holds, False]):
+        if not value:
             if at - start >= patience:
                 return start, at - 1
             start = at + 1
@@ -165,7 +165,7 @@ def _warning(
 ) -> Iterator[HealthWarning]:
     if span is None:
         return
-    # Iterations count from 1 wherever a person sees them.
+    # Iterations are shown starting at 1.
     first, last = (int(rows[at]["iteration"]) + 1 for at in span)
     if span[1] == len(rows) - 1:
         when = f"since iteration {first}"

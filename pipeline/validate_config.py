@@ -157,7 +157,7 @@ def complete_config(config: RunConfig) -> RunConfig:
         set_interpreters(load_site(cluster.site).interpreters)
     if (name := configured_interpreter(config, "task")) is not None:
         check_interpreter(name, "task.python", environment.required_modules(options))
-    # Where stages have an interpreter of their own, so have the simulators that they step.
+    # Simulators run under the interpreter of their stages, if these have one.
     here = (
         configured_interpreter(config, "task") is not None
         or configured_interpreter(config, "engine") is None
@@ -276,10 +276,10 @@ def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
         ("rollout.sampling", config.rollout.sampling),
         ("evaluate.sampling", config.evaluate.sampling),
     ):
-        given = [] if section is None else list(section.non_default_settings())
-        if given and LANGUAGE_MODEL not in needs:
+        settings = [] if section is None else list(section.non_default_settings())
+        if settings and LANGUAGE_MODEL not in needs:
             raise ConfigError(
-                f"{key}.{given[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+                f"{key}.{settings[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
             )
 
 
@@ -293,7 +293,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
     sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
     comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
-    held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
+    layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout = job.layout
@@ -302,7 +302,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         size = 1 if stage in comes_and_goes else size
         loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if loads is not None and of and not spec.single_process:
-            first, other = held.setdefault((of[stage], loads), (stage, layout))
+            first, other = layouts.setdefault((of[stage], loads), (stage, layout))
             if other != layout:
                 raise ConfigError(
                     f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
@@ -402,7 +402,7 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
             f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
             "flow=dynamic_sampling"
         )
-    # Groups of two whose samples scored the same: the usual scores, and such as no task has.
+    # Groups of two samples with equal scores: usual scores, and extreme ones.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
     if redraws and algorithm.select_samples(scores, groups).all():
         raise ConfigError(
@@ -422,9 +422,9 @@ def check_device(name: str, key: str) -> None:
     import torch
 
     kind, _, number = name.partition(":")
-    seen = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and int(number or 0) >= seen:
-        has = f"{seen} GPUs" if seen else "no GPU"
+    device_count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and int(number or 0) >= device_count:
+        has = f"{device_count} GPUs" if device_count else "no GPU"
         raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
 
 

@@ -404,13 +404,13 @@ def planning_sources(
     """Return the inputs of the planner with absolute paths."""
     from pipeline.plan import PlanningSources
 
-    def whole(path: Path | None) -> str | None:
+    def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.expanduser().absolute())
 
     return PlanningSources(
-        profile=whole(profile) or "",
-        inventory=whole(inventory),
-        site=whole(site),
+        profile=absolute(profile) or "",
+        inventory=absolute(inventory),
+        site=absolute(site),
         partitions=tuple(partitions or ()),
         pins=tuple(pins or ()),
     )
@@ -442,8 +442,8 @@ def profile(
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    made = measure(open_run(what), options, run_warm_start)
-    made.save(out)
+    measured = measure(open_run(what), options, run_warm_start)
+    measured.save(out)
     typer.echo(f"profile: {out}")
 
 

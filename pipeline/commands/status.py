@@ -105,7 +105,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     for i in synced[-RECENT_ITERATIONS:]:
         first, last = stage_manifest(run.folder, begins, i), stage_manifest(run.folder, ends, i)
         if first and last:
-            # In pools a rollout may begin long before the weights that it waits for.
+            # In pools a rollout may start long before its weights exist.
             before = stage_manifest(run.folder, ends, i - 1) if i else None
             start = max(first.timing["start"], before.timing["end"] if before else 0.0)
             spans.append(last.timing["end"] - start)

@@ -100,26 +100,26 @@ def autoscale(
     if first is None or not is_autoscaled(run.folder, plan, first.number):
         return
     wanted = [pool for pool in slots if not pool.is_retired]
-    there = [m.primary_worker for pool in wanted if (m := pool.active_lease) is not None]
-    if len(there) < len(wanted):
+    active = [m.primary_worker for pool in wanted if (m := pool.active_lease) is not None]
+    if len(active) < len(wanted):
         return  # the queue has not given yet what was asked for
     generates = str(flow.elastic_stage)
     stages = [s for s in flow.stages if s not in (generates, flow.publish_stage)]
     rest = sum(busy_s(run.folder, stage, iteration) for stage in stages)
     overlap = run.config.rollout.staleness > 0
-    load = generators.iteration_load(StageNode(generates, iteration), there, rest, overlap=overlap)
+    load = generators.iteration_load(StageNode(generates, iteration), active, rest, overlap=overlap)
     if load is None:
         return
     pool = plan.pools[first.number]
-    best = load.target_workers(len(there), pool.workers or 1, pool.max_workers or len(there))
-    if best != len(there):
+    best = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
+    if best != len(active):
         log.info(
             "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
             first.number,
             best,
-            len(there),
+            len(active),
             load.iteration_s(best),
-            load.iteration_s(len(there)),
+            load.iteration_s(len(active)),
         )
         save_target(run.folder, first.number, best, by_hand=False)
 

@@ -148,7 +148,7 @@ class PoolExecutor:
             self._polled_at = time.monotonic()
             self._poll_jobs(ended)
             self._finish_committed(self._pools, ended)
-        # Before the last of them is known to have left, and what it committed is ordered again.
+        # Before the last worker leaves, so that its committed output is not dispatched again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], ended)
         self._renewal.cancel_ended(self._control)
         self._renewal.renew_leases()
@@ -160,7 +160,7 @@ class PoolExecutor:
         self._unreported.update(ended)
         free: dict[StageNode, Outcome] = {}
         for node in sorted(self._unreported, key=self._orders.position):
-            # A success waits for those it was made from, which may be reported after it.
+            # A success waits for the outcomes of its inputs, which may be reported later.
             if self._unreported[node].exit_code or not busy & set(
                 self._graph.inputs(node).values()
             ):
@@ -196,8 +196,8 @@ class PoolExecutor:
                     elif isinstance(event, PeerLost) and found is not None:
                         found[1].worker_info.pop(rank_of(event.worker), None)
         finally:
-            over = [*leases, *self._renewal.ending_leases]
-            self.launcher.cancel([lease.job for lease in over])
+            ended_leases = [*leases, *self._renewal.ending_leases]
+            self.launcher.cancel([lease.job for lease in ended_leases])
             (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
     def _leases(self) -> list[Lease]:
@@ -222,10 +222,10 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._orders.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # What its newest weights come of is computed, and only to be committed.
+                    # The iteration of its newest weights is computed, and only has to be committed.
                     done = self._generators.weights_iteration(worker)
-                    left = (iteration for iteration in iterations if iteration > done)
-                    helpers[worker] = min(left, default=sys.maxsize)
+                    pending = (iteration for iteration in iterations if iteration > done)
+                    helpers[worker] = min(pending, default=sys.maxsize)
         return helpers
 
     def _end_attempt(self, node: StageNode) -> None:
@@ -256,10 +256,10 @@ class PoolExecutor:
         if found is not None:
             found[1].add_worker(event.about)
             if found[0].slot is not None or found[0].also_generates:
-                # It may still do what an earlier driver asked for.
+                # It may still have work of an earlier driver.
                 self._drop_work(event.worker)
         else:
-            # A lease that an earlier driver had already renewed.
+            # An earlier driver had already renewed this lease.
             self._send(event.worker, ShutDown())
 
     def _on_report(
@@ -285,7 +285,7 @@ class PoolExecutor:
                 if isinstance(report, CollectedPrompts):
                     self._generators.on_collected(node, report.starts)
                 elif report.exit_code or worker == self._orders.primary_worker(node, found[1]):
-                    # One speaks for all when a stage went well.
+                    # The primary worker reports success for all ranks.
                     self._on_stage_ended(*found, node, report, ended)
 
     def _on_stage_ended(
@@ -308,8 +308,8 @@ class PoolExecutor:
                     self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
                 )
         elif lease.size > 1:
-            # The other ranks may wait for this one in the middle of a collective, or for its next
-            # attempt with the files of this one. The driver counts it, as the stage's failure.
+            # The other ranks may wait for this one in a collective, or would mix files of two
+            # attempts. The driver counts it as a failure of the stage.
             self._abandon(pool, lease, f"{node.name} failed on one rank", ended, counts=False)
         ended[node] = Outcome(report.exit_code, report.reason)
 
@@ -323,7 +323,7 @@ class PoolExecutor:
             pool.check_progress(lease)
             self._requeue_nodes(lease, f"pool {pool.name} stopped", ended)
             return
-        # Why it died Slurm may know by now, and nobody asks it once the job is given up.
+        # Slurm may know the reason by now; abandoned jobs are not queried any more.
         status = self.launcher.poll([lease.job])[lease.job]
         if status.state.is_active:
             self._abandon(pool, lease, f"{event.worker}: {event.reason}", ended)
@@ -368,7 +368,7 @@ class PoolExecutor:
             return
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
-        # Of an elastic pool one worker that works is enough.
+        # An elastic pool needs only one working worker.
         others = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
         if all(other_lease.failures > self.cluster.max_retries for other_lease in others):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
@@ -387,9 +387,11 @@ class PoolExecutor:
 
     def _poll_jobs(self, ended: dict[StageNode, Outcome]) -> None:
         """Check which jobs have ended."""
-        over = self._renewal.ended_leases()
-        # Of those that end together the one that failed comes first: it is to blame.
-        for pool, lease, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
+        ended_leases = self._renewal.ended_leases()
+        # Of leases that end together, handle the failed one first: it is the cause.
+        for pool, lease, status in sorted(
+            ended_leases, key=lambda end: end[2].exit_code in _NO_FAILURE
+        ):
             if lease in pool.leases:
                 self._handle_ended_job(pool, lease, status, ended)
 
@@ -434,7 +436,7 @@ class PoolExecutor:
             for lease in pool.leases:
                 seen = workers.get(lease.primary_worker)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
-                    # Of a claim on a part of the batch the whole tells: the worker that gathers it.
+                    # The collector reports the progress of the whole batch, not single work items.
                     if row["total"] and row["took_s"] is None and row["stage"] != WORK_ITEM:
                         self.progress(*(row[key] for key in PROGRESS))
         write_pools_status(self.run.folder, self._pools, workers)

@@ -32,7 +32,7 @@ class PolicyPools:
             next(iter(plan.flow.separate_policy), ""),
             str(plan.flow.rollout_stage),
         )
-        # Evaluations ask too, but where the plan has them elsewhere: they are whole there.
+        # Evaluations need a policy server too, unless the plan runs them in another pool.
         client_stages = (
             (name for name in (acts, EVALUATE) if of[name] is of[acts])
             if self._policy_stage

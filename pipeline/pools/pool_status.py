@@ -117,7 +117,7 @@ def write_pools_status(
         one = about.setdefault(
             pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
         )
-        # Each worker of an elastic pool is a pool for itself; the first knows its stages.
+        # Each worker of an elastic pool has its own state; the first one has the stages.
         one["stages"] += pool.stages
         one["waiting"] += [node.name for node in pool.waiting]
         if pool.failures >= one["failures"]:
