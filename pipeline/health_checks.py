@@ -61,14 +61,14 @@ NO_LEARNING_RULES = (
     HealthRule(
         "nothing_judged",
         lambda row: row.get("reward/used_fraction") == 0 and "reward/group_std" not in row,
-        "no sample could be judged, so none takes part in the update",
-        "see the log of the stage reward, which counts what happened: a judge does not answer, or "
-        "samples are too long, say",
+        "no sample has a valid reward, so none is trained on",
+        "see the log of the stage reward, which counts the causes, such as a judge that does not "
+        "answer or samples that are too long",
     ),
     HealthRule(
         "nothing_kept",
         _is("reward/used_fraction", 0),
-        "no sample takes part in the update, for all samples of each group score the same",
+        "no sample is trained on, because all samples of each group score the same",
         "choose easier or harder prompts, a larger rollout.group_size or a warm start",
     ),
     HealthRule(
@@ -110,7 +110,7 @@ GRADER_RULES = tuple(
         (
             "parse_failures",
             "answers could not be read and score 0",
-            "look at them in the report, and at the format that the prompt asks for",
+            "look at them in the report, and at the format that the prompt requires",
         ),
         (
             "unfinished_thoughts",

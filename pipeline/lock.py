@@ -102,8 +102,8 @@ class RunLock:
             self._beat()
         if self._is_lost:
             raise RunLockedError(
-                f"{self._path.parent}: another driver took over while this one stood still; "
-                "it goes on with the run and its jobs (rlinf status shows it)"
+                f"{self._path.parent}: another driver took over while this one was suspended; "
+                "it continues the run and its jobs (see rlinf status)"
             )
 
     def release(self) -> None:

@@ -374,9 +374,11 @@ def check_flow(flow: Flow, key: str) -> None:
             for source in filter(None, (entry.stage, entry.initial)):
                 if source not in flow.all_stages:
                     hint = did_you_mean(source, flow.all_stages)
-                    raise ConfigError(f"{where} takes {source!r}, which is no stage of it{hint}")
+                    raise ConfigError(
+                        f"{where} reads {source!r}, which is no stage of the flow{hint}"
+                    )
             if not entry.lag and entry.stage not in before and not entry.stale:
-                raise ConfigError(f"{where} takes {entry.stage}, which comes later; put it before")
+                raise ConfigError(f"{where} reads {entry.stage}, which comes later; put it before")
         for section in stage.config_sections:
             if section not in RunConfig.model_fields:
                 hint = did_you_mean(section, RunConfig.model_fields)
@@ -395,7 +397,7 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
     redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
     if redraws and config.rollout.max_resamples is None:
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; say how often at most"
+            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; set how often at most"
         )
     if not redraws and config.rollout.max_resamples is not None:
         raise ConfigError(
@@ -407,7 +409,7 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
     if redraws and algorithm.select_samples(scores, groups).all():
         raise ConfigError(
             f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
-            "samples all scored the same, so that nothing would be drawn anew; set algorithm=dapo, "
+            "samples all scored the same, so that nothing would be resampled; set algorithm=dapo, "
             "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
             "flow=on_policy without rollout.max_resamples"
         )
@@ -502,7 +504,7 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
         if OBSERVATIONS not in environments.get(config.task.name).provides:
             raise PlanError(
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
-                f"could be placed apart from; leave {part} out"
+                f"could be placed separately from; leave {part} out"
             )
         import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
         homes = plan.stage_pools()
@@ -594,7 +596,7 @@ def check_episode_carryover(config: RunConfig) -> None:
         return
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; "
+            f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
             "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
@@ -666,7 +668,7 @@ def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
             f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as worth 0, beside scores below or above it; set "
+            "their steps would count as reward 0, beside lower or higher scores; set "
             "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
             "algorithm=ppo"
         )
@@ -682,8 +684,8 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         return
     if TURNS not in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
-            "no turns apart; set it to trajectory"
+            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} has "
+            "no turns; set it to trajectory"
         )
     if TURN_REWARDS not in rewards.get(config.reward.name).provides:
         raise ConfigError(
@@ -733,7 +735,7 @@ def check_replay(
     if not collects and getattr(algorithm.config, "updates", 1) is None:
         raise ConfigError(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
-            f"flow={config.flow} collects none; say how many an iteration has"
+            f"flow={config.flow} collects none; set the number per iteration"
         )
     values_prior = ACTION_VALUES in algorithm.requires and bool(
         getattr(algorithm.config, "prior", 0)

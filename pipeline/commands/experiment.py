@@ -282,7 +282,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         except RequeueRequested:
             if stop.is_requested:
                 raise RunStopped(
-                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                    f"stopped by rlinf stop; continue with: rlinf resume {run.folder}"
                 ) from None
             raise
         finally:
@@ -346,7 +346,7 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
             raise ConfigError(
-                f"{word}: this goes on with the run in {folder}; leave it out, or start another "
+                f"{word}: this continues the run in {folder}; leave it out, or start another "
                 "run with rlinf run"
             )
     values = read_config_values(folder / CONFIG_FILE)

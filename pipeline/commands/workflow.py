@@ -67,7 +67,7 @@ def prepare_workflow(
         further = sorted(chosen.keys() - {"run"})
         if further:
             raise ConfigError(
-                f"run={named} goes on with that run as it is; leave out {', '.join(further)}, "
+                f"run={named} continues that run unchanged; leave out {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
         run = Run.open(_folder(named))

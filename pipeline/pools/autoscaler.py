@@ -114,7 +114,7 @@ def autoscale(
     best = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
     if best != len(active):
         log.info(
-            "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
+            "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
             first.number,
             best,
             len(active),
@@ -142,13 +142,13 @@ def request_scale(run: Run, request: str) -> int:
     now = target_size(run.folder, plan, number)
     if found["sign"] is None:
         if pool.max_workers is None:
-            raise PlanError(f"{run.folder}: say max_workers of the pool of {name} in the plan")
+            raise PlanError(f"{run.folder}: set max_workers of the pool of {name} in the plan")
         save_target(run.folder, number, now, by_hand=False)
         return now
     change = int(found["number"])
     requested = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
     if requested < 1:
-        raise InputError(f"{request}: a pool keeps at least one worker, and there are {now}")
+        raise InputError(f"{request}: a pool needs at least one worker, and has {now}")
     save_target(run.folder, number, requested, by_hand=True)
     return requested
 
@@ -163,12 +163,12 @@ def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
 
 def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
     if plan.execution != "segment":
-        raise PlanError(f"{folder}: its plan is of grain {plan.execution}; only pools are scaled")
+        raise PlanError(f"{folder}: its plan has no pools; only pools can be scaled")
     for number, pool in enumerate(plan.pools):
         if name in pool.stages:
             if pool.workers is None:
                 raise PlanError(
-                    f"{folder}: the pool of {name} is not elastic; say workers: 1 of it in the plan"
+                    f"{folder}: the pool of {name} is not elastic; set workers: 1 in the plan"
                 )
             return number, pool
     raise PlanError(f"{folder}: no pool of its plan holds {name!r}")

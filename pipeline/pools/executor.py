@@ -124,7 +124,7 @@ class PoolExecutor:
     def poll(self) -> dict[StageNode, Outcome]:
         """Return new outcomes; blocks briefly."""
         if self.should_stop():
-            raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+            raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         if self._controller is None:
             return {}
         self._orders.dispatch()
@@ -136,8 +136,8 @@ class PoolExecutor:
                     report = read_report(event.content)
                 except DataError as error:
                     raise StageError(
-                        f"{event.worker} sent a report that makes no sense ({error}): its "
-                        f"program is broken or of another version; its log says more"
+                        f"{event.worker} sent a malformed report ({error}): its "
+                        f"program is broken or of another version; see its log"
                     ) from None
                 self._on_report(event.worker, report, ended)
             elif isinstance(event, PeerJoined):
@@ -409,13 +409,13 @@ class PoolExecutor:
             pool.leases.remove(lease)  # and not cancelled: one that is held stays in the queue
             if not any(other.active_lease for other in self._slots() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
-            log.warning("pool %s does without this worker: %s", pool.name, status.reason)
+            log.warning("pool %s continues without this worker: %s", pool.name, status.reason)
             pool.retry_at = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
             pool.check_progress(lease)
             lease.num_finished = max(1, lease.num_finished)
-            what = f"job {lease.job} stopped for Slurm, at the end of its time say"
+            what = f"job {lease.job} stopped by Slurm, for example at its time limit"
         self._abandon(pool, lease, what, ended)
 
     def _busy(self, lease: Lease) -> bool:

@@ -134,7 +134,7 @@ class PoolState:
                 stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
                 raise PlanError(
                     f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
-                    f"their time and had not finished {stages}, which begins anew each time: give "
+                    f"their time and had not finished {stages}, which starts again each time: give "
                     "it more (time_limit_min of its stages), a partition with a longer limit, or "
                     "less work"
                 )

@@ -31,7 +31,7 @@ TITLES = {
     "train/explained_variance": "explained variance",
     "rollout/completion_length": "mean length (steps)",
     "rollout/truncated_ratio": "share cut off at the limit",
-    "rollout/resampled_groups": "groups drawn anew",
+    "rollout/resampled_groups": "groups resampled",
     "rollout/rejected_groups": "groups that teach nothing, after the last draw",
     "rollout/staleness_mean": "versions behind, on average",
     "train/rollout_logprob_diff": "|engine - trainer| log-prob, equal weights",

@@ -73,7 +73,7 @@ def test_a_wish_that_cannot_be_granted_is_refused(compose: Compose, wish: str, w
 
 
 def test_a_run_without_pools_has_nothing_to_scale(compose: Compose) -> None:
-    with pytest.raises(PlanError, match="of grain stage; only pools"):
+    with pytest.raises(PlanError, match="has no pools; only pools"):
         request_scale(made(compose, None), "rollout+1")
 
 
