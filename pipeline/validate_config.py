@@ -326,13 +326,16 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             continue
         if loads is None or spec.single_process:
             raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
-        name, registry = getattr(config, loads).name, engines if loads == "engine" else trainers
-        can = registry.get(name).supported_layouts
-        for way in layout.parallel_dims():
-            if way not in can:
-                ways = ", ".join(sorted(can)) or "no way"
+        name = getattr(config, loads).name
+        if loads == "engine":
+            supported = engines.get(name).supported_layouts
+        else:
+            supported = trainers.get(name).parallel_dims
+        for dim in layout.parallel_dims():
+            if dim not in supported:
+                dims = ", ".join(sorted(supported)) or "no way"
                 raise ConfigError(
-                    f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
+                    f"{key}.{dim}: {loads} {name!r} cannot split a model so; it can in {dims}"
                 )
         if loads == "engine":
             engine = engines.get(name)
@@ -506,12 +509,12 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
                 f"could be placed separately from; leave {part} out"
             )
-        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
+        import_user_attribute(plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}")
         homes = plan.stage_pools()
         if homes[EVALUATE] == homes[str(acts)]:
             try:
                 import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
+                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {part}"
                 )
             except ConfigError as error:
                 raise PlanError(
@@ -732,13 +735,13 @@ def check_replay(
             "trainer=fsdp"
         )
     collects = NO_ROLLOUTS not in flow_of(config).provides
-    if not collects and getattr(algorithm.config, "updates", 1) is None:
+    if not collects and getattr(algorithm.config, "gradient_steps", 1) is None:
         raise ConfigError(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
             f"flow={config.flow} collects none; set the number per iteration"
         )
     values_prior = ACTION_VALUES in algorithm.requires and bool(
-        getattr(algorithm.config, "prior", 0)
+        getattr(algorithm.config, "offline_data", 0)
     )
     if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(

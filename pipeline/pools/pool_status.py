@@ -180,7 +180,7 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
                 whole for s in stages if s is not stage and (whole := _total_s(s)) is not None
             ]
             own = _total_s(stage) or stage.for_s
-            if others and stage.took_s is None:
+            if others and stage.compute_s is None:
                 usual = statistics.median(others)
                 stage.is_straggler = (
                     own > STRAGGLER_FACTOR * usual and own - usual > STRAGGLER_MIN_S
@@ -265,8 +265,8 @@ def _no_job(pool: PoolStatus) -> Text:
 
 def _total_s(stage: StageStatus) -> float | None:
     """Return the extrapolated seconds of a whole stage, as far as known."""
-    if stage.took_s is not None:
-        return stage.took_s
+    if stage.compute_s is not None:
+        return stage.compute_s
     if stage.done and stage.total:
         return stage.for_s * stage.total / stage.done
     return None
