@@ -90,10 +90,10 @@ class PoolExecutor:
         """Outcomes that wait for the outcomes of their inputs."""
         self._polled_at = self._reported_at = 0.0
         self._controller: Controller | None = None
-        self._orders = StageDispatcher(
+        self._dispatcher = StageDispatcher(
             self.run, self.plan, self._pools, self._generators, self._send
         )
-        self._renewal = LeaseManager(
+        self._lease_manager = LeaseManager(
             self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
         )
 
@@ -104,7 +104,7 @@ class PoolExecutor:
         self._controller = Controller(
             self.run.folder / CHANNELS_FOLDER, interface=self.cluster.bind_interface
         )
-        self._renewal.start()
+        self._lease_manager.start()
 
     @property
     def _control(self) -> Controller:
@@ -117,7 +117,7 @@ class PoolExecutor:
     def start(self, node: StageNode, call: StageCall) -> None:
         if self._controller is None:
             self._start_pools()
-        pool = self._orders.pool_of(node)
+        pool = self._dispatcher.pool_of(node)
         pool.waiting[node] = call
         pool.last_queued_at = time.monotonic()
 
@@ -127,7 +127,7 @@ class PoolExecutor:
             raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         if self._controller is None:
             return {}
-        self._orders.dispatch()
+        self._dispatcher.dispatch()
         self._assign_work()
         ended: dict[StageNode, Outcome] = {}
         for event in self._control.poll_events(EVENT_WAIT_S):
@@ -150,16 +150,16 @@ class PoolExecutor:
             self._finish_committed(self._pools, ended)
         # Before the last worker leaves, so that its committed output is not dispatched again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], ended)
-        self._renewal.cancel_ended(self._control)
-        self._renewal.renew_leases()
+        self._lease_manager.cancel_ended(self._control)
+        self._lease_manager.renew_leases()
         if time.monotonic() - self._reported_at > STATUS_INTERVAL_S:
-            self._renewal.scale()
+            self._lease_manager.scale()
         self._report_progress()
         busy = {node for lease in self._leases() for node in lease.assigned}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._unreported.update(ended)
         free: dict[StageNode, Outcome] = {}
-        for node in sorted(self._unreported, key=self._orders.position):
+        for node in sorted(self._unreported, key=self._dispatcher.position):
             # A success waits for the outcomes of its inputs, which may be reported later.
             if self._unreported[node].exit_code or not busy & set(
                 self._graph.inputs(node).values()
@@ -196,7 +196,7 @@ class PoolExecutor:
                     elif isinstance(event, PeerLost) and found is not None:
                         found[1].worker_info.pop(rank_of(event.worker), None)
         finally:
-            ended_leases = [*leases, *self._renewal.ending_leases]
+            ended_leases = [*leases, *self._lease_manager.ending_leases]
             self.launcher.cancel([lease.job for lease in ended_leases])
             (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
@@ -220,7 +220,7 @@ class PoolExecutor:
             lease = pool.active_lease
             if pool.also_generates and lease is not None:
                 nodes = lease.assigned | pool.waiting.keys()
-                iterations = {self._orders.position(node)[0] for node in nodes}
+                iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
                     # The iteration of its newest weights is computed, and only has to be committed.
                     done = self._generators.weights_iteration(worker)
@@ -230,7 +230,7 @@ class PoolExecutor:
 
     def _end_attempt(self, node: StageNode) -> None:
         """End an attempt: generators drop their work for it."""
-        self._orders.end_attempt(node)
+        self._dispatcher.end_attempt(node)
         for worker in self._generators.end_rollout(node):
             self._drop_work(worker)
 
@@ -274,9 +274,9 @@ class PoolExecutor:
             case WeightsAvailable():
                 self._generators.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
-                taker = self._lease_of(report.worker)
-                if found is not None and taker is not None:
-                    self._orders.resend(found[1], taker[1])
+                receiver = self._lease_of(report.worker)
+                if found is not None and receiver is not None:
+                    self._dispatcher.resend(found[1], receiver[1])
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
@@ -284,7 +284,7 @@ class PoolExecutor:
                     return
                 if isinstance(report, CollectedPrompts):
                     self._generators.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._orders.primary_worker(node, found[1]):
+                elif report.exit_code or worker == self._dispatcher.primary_worker(node, found[1]):
                     # The primary worker reports success for all ranks.
                     self._on_stage_ended(*found, node, report, ended)
 
@@ -298,7 +298,7 @@ class PoolExecutor:
     ) -> None:
         lease.assigned.discard(node)
         if report.exit_code == 0:
-            self._orders.policy_pools.credit(node)
+            self._dispatcher.policy_pools.credit(node)
         self._end_attempt(node)
         if report.exit_code == 0:
             lease.num_finished += 1
@@ -336,7 +336,7 @@ class PoolExecutor:
             self._end_attempt(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         lease.assigned.clear()
-        self._orders.policy_pools.on_lease_lost(lease)
+        self._dispatcher.policy_pools.on_lease_lost(lease)
         for worker in lease.workers():
             self._generators.on_worker_lost(worker)
 
@@ -352,7 +352,7 @@ class PoolExecutor:
         """Cancel and replace a lease that cannot continue."""
         self._requeue_nodes(lease, reason, ended)
         leaving = lease.is_leaving
-        self._renewal.end_lease(pool, lease)
+        self._lease_manager.end_lease(pool, lease)
         if lease in pool.leases:
             pool.leases.remove(lease)
         if leaving:
@@ -387,7 +387,7 @@ class PoolExecutor:
 
     def _poll_jobs(self, ended: dict[StageNode, Outcome]) -> None:
         """Check which jobs have ended."""
-        ended_leases = self._renewal.ended_leases()
+        ended_leases = self._lease_manager.ended_leases()
         # Of leases that end together, handle the failed one first: it is the cause.
         for pool, lease, status in sorted(
             ended_leases, key=lambda end: end[2].exit_code in _NO_FAILURE
@@ -419,7 +419,7 @@ class PoolExecutor:
         self._abandon(pool, lease, what, ended)
 
     def _busy(self, lease: Lease) -> bool:
-        answers = self._orders.policy_pools.is_busy(lease)
+        answers = self._dispatcher.policy_pools.is_busy(lease)
         return (
             bool(lease.assigned)
             or answers
