@@ -27,10 +27,10 @@ from pathlib import Path
 from rlinf.channels.record_streams import SharedMemorySink
 from rlinf.channels.record_streams import SocketSource
 from rlinf.shared_memory import new_segment_name
-from rlinf.weights.buckets import Layout
-from rlinf.weights.shared_weights import SharedWriter
+from rlinf.weights.buckets import BucketLayout
+from rlinf.weights.shared_weights import SharedWeightsWriter
 name = new_segment_name()
-writer = SharedWriter(name, Layout.of({"w": torch.zeros(100_000)}))
+writer = SharedWeightsWriter(name, BucketLayout.from_tensors({"w": torch.zeros(100_000)}))
 source = SocketSource(Path(sys.argv[1]), "x")
 channel = SharedMemorySink(Path(sys.argv[1]), "x", size=1 << 20)
 print(name, channel._segment, flush=True)
