@@ -509,7 +509,9 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
                 f"could be placed separately from; leave {part} out"
             )
-        import_user_attribute(plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}")
+        import_user_attribute(
+            plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}"
+        )
         homes = plan.stage_pools()
         if homes[EVALUATE] == homes[str(acts)]:
             try:
