@@ -59,8 +59,8 @@ log = logging.getLogger("rlinf")
 class OnMismatch(StrEnum):
     """Handling of results that a start would not reproduce."""
 
-    ERROR = "ask"
-    RECOMPUTE = "redo"
+    ERROR = "error"
+    RECOMPUTE = "recompute"
     KEEP = "keep"
 
     @classmethod
