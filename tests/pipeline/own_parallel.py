@@ -89,7 +89,7 @@ class ParallelTrainer(FSDPTrainer):
 class ParallelEngine(TransformersEngine):
     """The process that speaks tells the others of its copy of each request."""
 
-    parallel_dims = frozenset({"tp"})
+    supported_layouts = frozenset({"tp"})
 
     def load(self, folder: Path, version: int) -> None:
         self._module = None

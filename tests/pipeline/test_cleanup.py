@@ -164,7 +164,7 @@ def test_a_socket_in_a_folder_of_shared_memory_has_a_path_that_can_be_bound(
 ) -> None:
     """Of a user with a long number on a machine that was up for months, as vLLM makes it."""
     monkeypatch.setattr("rlinf.shared_memory.pid_namespace", lambda: 4026533333)
-    monkeypatch.setattr("rlinf.shared_memory.own_start", lambda: 2_000_000_000)
+    monkeypatch.setattr("rlinf.shared_memory.own_start_time", lambda: 2_000_000_000)
     monkeypatch.setattr(os, "getuid", lambda: 1_867_200_512)
     monkeypatch.setattr(os, "getpid", lambda: 4_194_303)
     assert len(str(SHM_FOLDER / new_segment_name() / str(uuid.uuid4()))) <= 107
