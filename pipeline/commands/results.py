@@ -16,6 +16,7 @@ from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
 from rlinf.data.lazy_array import to_array
 from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError
 from stages.flow import EVALUATE
 from stages.layout import stage_folder
@@ -63,18 +64,16 @@ class RunResults:
         read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in found)
         return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
 
-    def trajectories(self, iteration: int | None = None) -> Iterator[Record]:
-        """Yield the samples of one iteration, or of all iterations on disk, by (iteration, sample).
+    def trajectories(self, iteration: int | None = None) -> Iterator[Trajectory]:
+        """Yield the samples of one iteration, or of all that retention keeps, in their order.
 
-        A record has ``identity``, ``steps`` (arrays ``[T, ...]`` by name, such as ``actions`` and
-        ``logprobs``), ``context`` (arrays of the whole sample) and ``info`` (texts and numbers).
-        Checksums are verified while reading.
+        Bytes are compared with their committed checksums as they are read.
 
         Raises:
             InputError: the iteration has none, or the retention policy removed them.
             ArtifactError: they are damaged on disk.
         """
-        return self.records("trajectories", iteration)
+        return map(Trajectory.from_record, self.records("trajectories", iteration))
 
     def records(self, channel: str, iteration: int | None = None) -> Iterator[Record]:
         """Yield the records of any channel: ``rewards`` ``[T]`` with ``info["score"]``,
