@@ -323,7 +323,7 @@ def test_a_run_whose_judge_never_answers_has_a_status(
     run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
     status = read_status(tmp_path / "tiny")
     assert status.reward is None
-    assert any("no sample could be judged" in notice for notice in status.warnings)
+    assert any("no sample has a valid reward" in notice for notice in status.warnings)
 
 
 def test_a_run_counts_and_records_what_was_not_judged(
