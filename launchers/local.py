@@ -41,11 +41,11 @@ class LocalLauncher:
         attempt = secrets.token_hex(6)
         job.log_dir.mkdir(parents=True, exist_ok=True)
         size = sum(part.tasks for part in job.components)
-        shares = job.resources.speed_weights
-        if isinstance(shares, Mapping):
+        speed_weights = job.resources.speed_weights
+        if isinstance(speed_weights, Mapping):
             raise PlanError(
-                f"{job.name}: shares by kind of node ({', '.join(shares)}) need cluster=slurm; "
-                "on one machine give one number per process"
+                f"{job.name}: speed_weights by kind of node ({', '.join(speed_weights)}) need "
+                "cluster=slurm; on one machine give one number per process"
             )
         processes, logs = [], []
         for rank in range(size):
@@ -53,7 +53,11 @@ class LocalLauncher:
                 **os.environ,
                 **process_tuning.child_environment(),
                 **job.resources.env,
-                **({SPEED_WEIGHTS_VARIABLE: ",".join(map(str, shares))} if shares else {}),
+                **(
+                    {SPEED_WEIGHTS_VARIABLE: ",".join(map(str, speed_weights))}
+                    if speed_weights
+                    else {}
+                ),
                 "PYTHONPATH": child_python_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),

@@ -142,10 +142,10 @@ class SubmissionQueue:
             for entry in unit
             if (note := read_job_note(entry.job.output_dir)) is not None
         ]
-        for mark in {note.mark for _, note in notes if note.mark} - self._cancelled_tags:
+        for tag in {note.tag for _, note in notes if note.tag} - self._cancelled_tags:
             # The submitting process died before it got the ids.
-            self.client.cancel(self.client.find_by_comment(mark))
-            self._cancelled_tags.add(mark)
+            self.client.cancel(self.client.find_by_comment(tag))
+            self._cancelled_tags.add(tag)
         there = [(entry, note) for entry, note in notes if is_active_in(self._queue, note.id)]
         alike = {parent_job_id(note.id) for _, note in there if len(unit) > 1}
         if (
@@ -200,13 +200,13 @@ class SubmissionQueue:
         """
         entries = [entry for unit in units for entry in unit]
         submit = submit_hetjob if _heterogeneous(units[0]) else submit_jobs
-        mark = new_tag()
+        tag = new_tag()
         for entry in entries:
-            write_job_note(entry.job, mark=mark)
+            write_job_note(entry.job, tag=tag)
         try:
-            ids = submit([with_tag(entry.job, mark) for entry in entries])
+            ids = submit([with_tag(entry.job, tag) for entry in entries])
         except SlurmUnresponsiveError:
-            self._unanswered_tag, self._resume = mark, time.monotonic() + self.visibility_timeout_s
+            self._unanswered_tag, self._resume = tag, time.monotonic() + self.visibility_timeout_s
             raise
         except SlurmError as error:
             if is_queue_full(str(error)):
@@ -248,7 +248,7 @@ class JobNote:
     """Slurm's id; empty until sbatch has printed it."""
     name: str = ""
     key: str = ""
-    mark: str = ""
+    tag: str = ""
     """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.with_tag`."""
 
     def find_ids(self, client: SlurmClient) -> list[str]:
@@ -257,16 +257,16 @@ class JobNote:
         Raises:
             SlurmError: the queue was queried and Slurm does not answer.
         """
-        if self.id or not self.mark:
+        if self.id or not self.tag:
             return [self.id] if self.id else []
-        return client.find_by_comment(self.mark)
+        return client.find_by_comment(self.tag)
 
 
 def read_job_note(out: Path) -> JobNote | None:
     """Read the note beside an output about its last submitted job; None without a valid note."""
     try:
         known = json.loads((out / JOB_NOTE).read_text())
-        names = ("id", "name", "key", "mark")
+        names = ("id", "name", "key", "tag")
         return JobNote(**{key: str(known[key]) for key in names if key in known})
     except (OSError, ValueError, TypeError):
         return None
@@ -278,7 +278,7 @@ def is_active_in(queue: Mapping[str, QueuedJob] | None, identity: str) -> bool:
     return status is not None and status.state.is_active
 
 
-def write_job_note(job: JobSpec, identity: str = "", *, mark: str = "") -> None:
+def write_job_note(job: JobSpec, identity: str = "", *, tag: str = "") -> None:
     """Write a note beside a job's output for :func:`read_job_note`.
 
     Before the submission it contains the tag, which finds the job if this process dies, and then
@@ -286,4 +286,4 @@ def write_job_note(job: JobSpec, identity: str = "", *, mark: str = "") -> None:
     """
     job.output_dir.mkdir(parents=True, exist_ok=True)
     content = {"id": identity, "name": job.name, "key": job.content_key, "submitted": time.time()}
-    write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"mark": mark} if mark else {})))
+    write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"tag": tag} if tag else {})))

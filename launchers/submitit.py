@@ -132,10 +132,10 @@ class SubmititLauncher:
         return found
 
     def _tolerate_silence(self, error: SlurmError) -> None:
-        """Slurm does not answer: its controller may be restarting.
+        """Tolerate a missing answer from Slurm, whose controller may be restarting.
 
         Raises:
-            SlurmError: it has not answered for :attr:`no_answer_timeout_s`.
+            SlurmError: Slurm has not answered for :attr:`no_answer_timeout_s`.
         """
         now = time.monotonic()
         if self._silent_since is None:

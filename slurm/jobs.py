@@ -106,7 +106,7 @@ class JobResources:
     setup: tuple[str, ...] = ()
     """Shell lines that run before the job's command: ``module load cuda``."""
     python_command: tuple[str, ...] = ()
-    """Command prefix of Python, for containers: ``("apptainer", "exec", "--nv", "image.sif")``."""
+    """Words before the Python command, for containers: ``("apptainer", "exec", "image.sif")``."""
     interpreter: str | None = None
     """Path of the Python that runs the command; None: this one, or the container's."""
     env: Mapping[str, str] = field(default_factory=dict)

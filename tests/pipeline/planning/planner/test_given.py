@@ -65,11 +65,11 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
         ({"time_limit_min": 61}, r"train\.time_limit_min: 61 asked, partition h100 allows 60"),
         ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
         (
-            {"partition": "gpu", "gpu_type": None, "nodes": 2, "shares": {"h100": 2, "a100": 1}},
+            {"partition": "gpu", "gpu_type": None, "nodes": 2, "speed_weights": {"h100": 2, "a100": 1}},
             r"train\.constraint: None does not say.*\[a100\*N&h100\*N\]",
         ),
         (
-            {"partition": "gpu", "gpu_type": None, "shares": {"h100": 2, "v100": 1}},
+            {"partition": "gpu", "gpu_type": None, "speed_weights": {"h100": 2, "v100": 1}},
             r"train\.speed_weights: h100, v100 are not two kinds",
         ),
     ],
@@ -89,7 +89,7 @@ def test_what_unlike_devices_lose_is_what_was_measured(
     request = ask(config, "a100", "h100", "gpu")
     mixed = {
         **{"partition": "gpu", "gpu_type": None, "nodes": 2},
-        **{"shares": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
+        **{"speed_weights": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
     }
 
     def work(asked: PlanRequest) -> float:
