@@ -76,7 +76,7 @@ def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
         "nodes": trial.nodes,
         "processes": trial.processes,
         "samples": first.samples,
-        "max_tokens_per_microbatch": first.token_budget,
+        "token_budget": first.token_budget,
     }
     ran = [sample for sample in group if not sample.failure]
     if not ran:
