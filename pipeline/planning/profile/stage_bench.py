@@ -49,7 +49,12 @@ from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, stage_folder
 from stages.runner import StageCall, load_config, run_stage
 from stages.worker_state import WorkerState
 
-FROZEN_OPTIMIZER = {"lr": 1e-30, "group_lr": {}, "lr_warmup_iterations": 0, "schedule": "constant"}
+FROZEN_OPTIMIZER = {
+    "lr": 1e-30,
+    "group_lr": {},
+    "lr_warmup_iterations": 0,
+    "lr_scheduler_type": "constant",
+}
 """Optimizer settings under which weights stay as they are."""
 JOB_STARTED_VARIABLE = "RLINF_JOB_STARTED"
 """Environment variable: when the batch script began, seconds since the epoch."""
