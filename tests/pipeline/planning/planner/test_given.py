@@ -65,7 +65,12 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
         ({"time_limit_min": 61}, r"train\.time_limit_min: 61 asked, partition h100 allows 60"),
         ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
         (
-            {"partition": "gpu", "gpu_type": None, "nodes": 2, "speed_weights": {"h100": 2, "a100": 1}},
+            {
+                "partition": "gpu",
+                "gpu_type": None,
+                "nodes": 2,
+                "speed_weights": {"h100": 2, "a100": 1},
+            },
             r"train\.constraint: None does not say.*\[a100\*N&h100\*N\]",
         ),
         (

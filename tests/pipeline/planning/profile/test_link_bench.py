@@ -25,8 +25,10 @@ from pipeline.planning.profile.measurement import ProfileTask
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 (folder / str(rank)).mkdir()
-task = ProfileTask(config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
-                   nodes=1, processes=1, seconds=1, submitted=0, rank=rank)
+task = ProfileTask(
+    config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
+    nodes=1, processes=1, seconds=1, submitted=0, rank=rank,
+)
 stage_bench._meet(task, SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"})))
 """
 
