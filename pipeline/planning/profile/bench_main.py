@@ -10,7 +10,7 @@ from pathlib import Path  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the task file says; returns the exit code (see ``rlinf.errors``)."""
+    """Run the task file. Returns the exit code (see ``rlinf.errors``)."""
     from rlinf import process_tuning
     from rlinf.errors import RlinfError
 
