@@ -125,8 +125,8 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
     for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
         start = row.start_s
-        opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
-        for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
+        opacity = [*PART_SHADES[: len(row.breakdown_s) - 1], PART_SHADES[-1]]
+        for (name, length), shade in zip(row.breakdown_s.items(), opacity, strict=False):
             axis.barh(at, length, 0.6, start, color=shown[row.stage], alpha=shade, label=name)
             start += length
         axis.errorbar(
@@ -141,7 +141,7 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
     handles = [Patch(color=shown[row.stage], label=row.stage) for row in proposal.rows]
-    names = max((list(row.parts_s) for row in proposal.rows), key=len)
+    names = max((list(row.breakdown_s) for row in proposal.rows), key=len)
     shades = [
         Patch(color="#24292f", alpha=shade, label=name)
         for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
@@ -330,7 +330,7 @@ def plan_table(proposal: PlanProposal) -> Table:
         out.add_column(heading, justify="right", no_wrap=True)
     out.add_column("bound by", no_wrap=True)
     for row in proposal.rows:
-        share = row.parts_s[row.bound_by] / row.seconds if row.seconds else 0.0
+        share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
         out.add_row(
             row.stage,
             row.place,

@@ -7,7 +7,7 @@ are hybrid. A pool may contain GPUs of several kinds; each kind then processes a
 samples in proportion to its speed.
 
 Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
-(``pools[].ranks`` of a plan), whose other stages run at the same time before it.
+(``pools[].stage_ranks`` of a plan), whose other stages run at the same time before it.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ class ProblemFile(Section):
     shared: tuple[SharedGpusSection, ...] = ()
     most_jobs: tuple[JobLimitSection, ...] = ()
     pools: tuple[PoolPlan, ...] = ()
-    chunks: PositiveInt = 1
+    num_chunks: PositiveInt = 1
 
     def to_problem(self) -> PlacementProblem:
         """Return the problem of the file.
@@ -436,7 +436,9 @@ class ProblemFile(Section):
         return PlacementStage(name, rates, **rest)
 
 
-def dump_problem(problem: PlacementProblem, pools: Sequence[PoolPlan] = (), chunks: int = 1) -> str:
+def dump_problem(
+    problem: PlacementProblem, pools: Sequence[PoolPlan] = (), num_chunks: int = 1
+) -> str:
     """Return a problem as text that :func:`read_problem` reads, with a placement if pools are
     passed."""
     stages = {}
@@ -475,7 +477,7 @@ def dump_problem(problem: PlacementProblem, pools: Sequence[PoolPlan] = (), chun
         "cycle_steps": problem.cycle_steps,
         "mixes": None if problem.mixes is None else sorted(problem.mixes),
         "pools": [pool.model_dump(mode="json") for pool in pools],
-        "chunks": chunks,
+        "num_chunks": num_chunks,
     }
     if problem.shared:
         values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
@@ -502,7 +504,7 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
         file = validate(ProblemFile, values, str(path))
         problem = file.to_problem()
         return problem, placement_from_pools(
-            problem, file.pools, file.chunks
+            problem, file.pools, file.num_chunks
         ) if file.pools else None
     except ConfigError as error:
         raise PlanError(str(error)) from None
@@ -511,7 +513,10 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
 
 
 def placement_from_pools(
-    problem: PlacementProblem, pools: Sequence[PoolPlan], chunks: int, seldom: Collection[str] = ()
+    problem: PlacementProblem,
+    pools: Sequence[PoolPlan],
+    num_chunks: int,
+    seldom: Collection[str] = (),
 ) -> Placement:
     """Return the placement of a plan's pools.
 
@@ -540,7 +545,7 @@ def placement_from_pools(
         if placed.count(s) != 1:
             raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
     found.sort()
-    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), chunks)
+    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), num_chunks)
 
 
 def _parts(
@@ -562,14 +567,14 @@ def _parts(
     for a, b in itertools.combinations(sides, 2):
         if set(a) & set(b):
             raise PlanError(
-                f"{where}.ranks: {list(a)} and {list(b)} have some processes in common; what this "
-                "brings is not predicted, give stages the same ones or others"
+                f"{where}.stage_ranks: {list(a)} and {list(b)} have some processes in common; what "
+                "this brings is not predicted, give stages the same ones or others"
             )
     for name, s in numbers.items():
         if ranks[s] != every and whole and s > min(whole):
             raise PlanError(
-                f"{where}.ranks.{name}: {problem.stages[min(whole)].name} has all processes before "
-                "it; what this brings is not predicted"
+                f"{where}.stage_ranks.{name}: {problem.stages[min(whole)].name} has all processes "
+                "before it; what this brings is not predicted"
             )
     if not sides:
         return [(tuple(sorted(numbers.values())), tuple(pool.gpus.get(kind, 0) for kind in kinds))]

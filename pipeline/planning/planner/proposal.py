@@ -25,7 +25,7 @@ class PlanRow:
     seconds: float
     low_s: float
     high_s: float
-    parts_s: Mapping[str, float]
+    breakdown_s: Mapping[str, float]
     bound_by: str
 
 
@@ -110,7 +110,7 @@ def stage_forecasts(rows: Sequence[PlanRow]) -> dict[str, StageForecast]:
             seconds=row.seconds,
             low_s=row.low_s,
             high_s=row.high_s,
-            breakdown_s=dict(row.parts_s),
+            breakdown_s=dict(row.breakdown_s),
             bound_by=row.bound_by,
             start_s=row.start_s,
         )
