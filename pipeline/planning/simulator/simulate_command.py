@@ -1,4 +1,5 @@
-"""``rlinf simulate``: what to simulate, by name or from files, and its table."""
+"""The command ``rlinf simulate``: load a problem by name or from files, simulate it, and print a
+table."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ MAX_WAITS_SHOWN = 2
 
 
 def load_problem(what: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """The problem of a study or file, and the placement of the plan, of the file, or the best.
+    """Return the problem of a study or file, and the placement of the plan, of the file, or the
+    best.
 
     Raises:
-        PlanError: no such study or file, or it is invalid.
+        PlanError: the study or file does not exist, or is invalid.
     """
     placement = None
     if what in studies.STUDIES:
@@ -52,10 +54,10 @@ def load_problem(what: str, plan: Path | None) -> tuple[PlacementProblem, Placem
 
 
 def load_scenario(what: str, scenario: str | None) -> Scenario:
-    """A scenario file, or for a study one by name; everything off without one.
+    """Return the scenario of a file, or by name for a study; everything is off without one.
 
     Raises:
-        ConfigError: missing, not YAML, or invalid; names the key.
+        ConfigError: the file is missing, not YAML, or invalid; names the key.
     """
     if scenario is None:
         return Scenario()
@@ -80,7 +82,7 @@ def run_simulate(
     png: Path | None,
     page: Path | None,
 ) -> None:
-    """Simulate, print the table, and write the pictures asked for."""
+    """Simulate, print the table, and write the requested charts."""
     problem, placement = load_problem(what, plan)
     goes_wrong = load_scenario(what, scenario)
     trace = simulate(problem, placement, goes_wrong, iterations, seed)
@@ -102,7 +104,7 @@ def run_simulate(
 
 
 def summary(trace: SimulationTrace) -> str:
-    """The figures of a whole simulation."""
+    """Return the figures of a simulation as text."""
     seconds = trace.iteration_s
     low, high = np.quantile(seconds, [0.1, 0.9])
     lines = [
@@ -121,7 +123,7 @@ def summary(trace: SimulationTrace) -> str:
 
 
 def summary_tiles(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
-    """The same, and what was simulated, as labels and values."""
+    """Return the figures and settings of a simulation as labels and values."""
     seconds = trace.iteration_s
     low, high = np.quantile(seconds, [0.1, 0.9])
     mean, predicted = float(seconds.mean()), _predicted_s(trace)
@@ -147,12 +149,12 @@ def summary_tiles(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
 
 
 def _predicted_s(trace: SimulationTrace) -> float:
-    """What the planner's formula says of an iteration, without disturbances."""
+    """Return the planner's prediction of an iteration, without disturbances."""
     return float(Predictor(trace.problem).predict(trace.placement).total_s)
 
 
 def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
-    """A table by pool, its head first."""
+    """Return the table of pools, with its header first."""
     out: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "waits for")]
     for pool in range(len(trace.placement.pools)):
         stages, gpus = trace.label(pool)
