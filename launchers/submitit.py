@@ -140,7 +140,7 @@ class SubmititLauncher:
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-            log.warning("Slurm does not answer, and is asked again: %s", error)
+            log.warning("Slurm does not answer, and is queried again: %s", error)
         if now - self._silent_since > self.no_answer_timeout_s:
             raise error
 

@@ -365,7 +365,7 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
     wall = _wall(hierarchy)
     if wall is not None and (needs.time_limit_min or 0) > wall[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows "
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {wall[1]} allows "
             f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
@@ -376,7 +376,7 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
             most = getattr(first, limits)[resource]
             if amount > most:
                 raise PlanError(
-                    f"{where}.{key}: {amount} asked in all, {first.who} allows {whom} {most} "
+                    f"{where}.{key}: {amount} requested in all, {first.who} allows {whom} {most} "
                     f"({resource}); lower it or choose another account, QOS or partition"
                 )
 
@@ -471,19 +471,19 @@ def _check_partition(needs: JobResources, partition: Partition, where: str) -> N
             "ask when it will be up"
         )
     if needs.nodes > partition.nodes:
-        raise PlanError(f"{where}.nodes: {needs.nodes} asked, {at} has {partition.nodes}")
+        raise PlanError(f"{where}.nodes: {needs.nodes} requested, {at} has {partition.nodes}")
     if partition.max_nodes is not None and needs.nodes > partition.max_nodes:
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} asked, {at} allows a job {partition.max_nodes} "
+            f"{where}.nodes: {needs.nodes} requested, {at} allows a job {partition.max_nodes} "
             "(MaxNodes); lower it or choose another partition"
         )
     _check_nodes(needs, partition.groups, where, at)
     limit = partition.time_limit_min
     if needs.time_limit_min and limit is not None and needs.time_limit_min > limit:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {at} allows {limit}; "
-            "lower it (a stage that runs out of time is requeued and goes on) or choose another "
-            "partition"
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {at} allows "
+            f"{limit}; lower it (a stage that runs out of time is requeued and goes on) or choose "
+            "another partition"
         )
 
 
@@ -507,7 +507,7 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
     ):
         most = max(map(has, groups), default=math.inf)
         if requested > most:
-            raise PlanError(f"{where}.{key}: {requested} asked, nodes of {at} have {most}")
+            raise PlanError(f"{where}.{key}: {requested} requested, nodes of {at} have {most}")
         left = [group for group in left if requested <= has(group)]
     fit = sum(group.count for group in left)
     if needs.nodes > fit:
@@ -515,8 +515,8 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
         each += [f"{mem_mb} MiB"] * bool(mem_mb)
         there_are = "; ".join(f"{group.count} with {group}" for group in groups)
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} asked with {', '.join(each)} on each, {at} has {fit} "
-            f"such nodes ({there_are})"
+            f"{where}.nodes: {needs.nodes} requested with {', '.join(each)} on each, {at} has "
+            f"{fit} such nodes ({there_are})"
         )
 
 

@@ -52,10 +52,12 @@ def evaluate_stage_plan(
     nodes = _nodes(wanted, chosen, at)
     for own, mine in zip(chosen, nodes, strict=True):
         if mine > own.kind.nodes:
-            raise PlanError(f"{at}.nodes: {mine} asked of {own.name}, which has {own.kind.nodes}")
+            raise PlanError(
+                f"{at}.nodes: {mine} requested of {own.name}, which has {own.kind.nodes}"
+            )
         if own.max_nodes_per_job is not None and sum(nodes) > own.max_nodes_per_job:
             raise PlanError(
-                f"{at}.nodes: {sum(nodes)} asked of {own.name}, where a job has at most "
+                f"{at}.nodes: {sum(nodes)} requested of {own.name}, where a job has at most "
                 f"{own.max_nodes_per_job} (MaxNodes of the partition)"
             )
         if wanted.processes > own.per_node:
@@ -158,7 +160,7 @@ def _check_time(option: StageOption, wanted: StagePlan, at: str) -> None:
     most = tight.limit_s / 60
     if wanted.time_limit_min and wanted.time_limit_min > most:
         raise PlanError(
-            f"{at}.time_limit_min: {wanted.time_limit_min} asked, {tight.time_limit_of} allows "
+            f"{at}.time_limit_min: {wanted.time_limit_min} requested, {tight.time_limit_of} allows "
             f"{most:g}"
         )
     minutes = min(wanted.time_limit_min or math.inf, most)

@@ -130,19 +130,19 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         for kind in problem.kinds if pool.workers is None else ():
             if (count := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or count):
                 raise PlanError(
-                    f"{where}: pools[{i}].gpus: {count} {kind.name} asked, its jobs have at most "
-                    f"{kind.job_gpus} (MaxNodes of the partition)"
+                    f"{where}: pools[{i}].gpus: {count} {kind.name} requested, its jobs have at "
+                    f"most {kind.job_gpus} (MaxNodes of the partition)"
                 )
     for k, kind in enumerate(problem.kinds):
         count = sum(gpus[k] for gpus in placement.gpus)
         if count > kind.gpus:
-            raise PlanError(f"{where}: pools: {count} {kind.name} asked, there are {kind.gpus}")
+            raise PlanError(f"{where}: pools: {count} {kind.name} requested, there are {kind.gpus}")
     for together, most in problem.shared:
         own = [k for k, kind in enumerate(problem.kinds) if kind.name in together]
         count = sum(gpus[k] for gpus in placement.gpus for k in own)
         if count > most:
             raise PlanError(
-                f"{where}: pools: {count} {' and '.join(together)} asked, which have {most} "
+                f"{where}: pools: {count} {' and '.join(together)} requested, which have {most} "
                 "together (they share nodes)"
             )
     predictor = Predictor(problem)

@@ -131,7 +131,7 @@ class StageBench:
         if self.world.size > 1:
             self.world.init_process_group(self.device.type)
         self.connect_s = time.perf_counter() - start
-        # Packages that are imported when first needed: told apart from loading by loading twice.
+        # Packages that are imported on first use are separated from loading by loading twice.
         start = time.perf_counter()
         policy, options = policy_class(self.config)
         weights = read_manifest(self.task.initial)

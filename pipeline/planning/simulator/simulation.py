@@ -316,7 +316,7 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
         if min(wanted) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
             raise PlanError("placement: each pool needs a number of GPUs of each kind, 0 or more")
         if sum(wanted) > kind.gpus:
-            raise PlanError(f"placement: {sum(wanted)} {kind.name} are asked for, of {kind.gpus}")
+            raise PlanError(f"placement: {sum(wanted)} {kind.name} are requested, of {kind.gpus}")
 
 
 Process = Generator[Any, Any, Any]

@@ -171,7 +171,7 @@ def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
             [{"gpus": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
             r"pools\[0\].stage_ranks.reward: rollout has all processes before it",
         ),
-        ([{"gpus": {"a100": 100}}], "100 a100 asked, there are"),
+        ([{"gpus": {"a100": 100}}], "100 a100 requested, there are"),
         ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
         ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
     ],

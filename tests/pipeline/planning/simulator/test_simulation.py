@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused() -> None:
     problem, placement = two_pools()
     for wrong, message in (
         (replace(placement, pools=((0,), (0,))), "every stage must be in a pool"),
-        (replace(placement, gpus=((5, 0), (0, 2))), "5 a are asked for, of 4"),
+        (replace(placement, gpus=((5, 0), (0, 2))), "5 a are requested, of 4"),
         (replace(placement, gpus=((0, 2), (4, 0))), "'rollout': cannot run on 2 b"),
     ):
         with pytest.raises(PlanError, match=message):
