@@ -7,10 +7,10 @@ does. Kinds may share nodes or limits; :func:`shared_capacities` lists these.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pipeline.job_executor import (
     ClusterConfig,
@@ -20,32 +20,20 @@ from pipeline.job_executor import (
     resolve_for,
 )
 from pipeline.plan import Plan, StagePlan
-from pipeline.planning.profile.device_kinds import DeviceKind
-from rlinf.errors import PlanError
-from slurm.inventory import Inventory
-from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
-from slurm.jobs import JobResources
-from slurm.site import SiteConfig
-
-if TYPE_CHECKING:
-    from pipeline.planning.planner.stage_options import StageOption
-import itertools
-from collections.abc import Collection, Iterator
-
 from pipeline.planning.profile.device_kinds import (
+    DeviceKind,
     describe_excluded_nodes,
     list_kinds,
     node_group_of_kind,
 )
 from pipeline.planning.profile.schema import KindProfile, Profile
-from rlinf.errors import did_you_mean
+from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
+from slurm.inventory import Inventory
+from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
+from slurm.jobs import JobResources
+from slurm.site import SiteConfig
 
-TIME_LIMIT_FACTOR = 10
-"""Requested wall time in predicted times: the limit is for jobs that hang."""
-MIN_TIME_LIMIT_MIN = 10
-MEMORY_FACTOR = 1.5
-MEMORY_STEP_MB = 256
 MAX_CPUS_PER_GPU = 16
 
 
@@ -67,48 +55,17 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
             "gpus": values["processes"],
             "gpu_type": first.gpu_type or None,
             "constraint": first.constraint or None if len(constraints) == 1 else None,
-            "cpus": min(map(_cpus, kinds)),
+            "cpus": min(map(cpus_per_process, kinds)),
         }
-    return _plan(values)
+    return build_stage_plan(values)
 
 
-def request_for_option(option: StageOption) -> StagePlan:
-    """Return the request of a stage that runs as its own job."""
-    first = option.devices[0].kind
-    values: dict[str, object] = {
-        "partition": first.partition or None,
-        "nodes": sum(option.nodes),
-        "processes": option.processes,
-        "time_limit_min": _minutes(option),
-    }
-    if first.gpus_per_node:
-        values |= {"gpus": option.processes if option.needs_device else 0, "cpus": _cpus(first)}
-    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
-        values["gpu_type"] = first.gpu_type
-    if first.constraint and len(option.devices) == 1:
-        values["constraint"] = first.constraint
-    if len(option.devices) > 1:
-        features = [str(own.feature) for own in option.devices]
-        nodes = zip(features, option.nodes, strict=True)
-        values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
-        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not option.devices[0].has_memory:
-        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
-        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
-        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
-    return _plan(values)
-
-
-def _plan(values: dict[str, object]) -> StagePlan:
+def build_stage_plan(values: dict[str, object]) -> StagePlan:
+    """Return the request with these keys; None leaves a key at its default."""
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
 
 
-def _minutes(option: StageOption) -> int:
-    minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
-    return int(min(minutes, option.limit_s / 60))
-
-
-def _cpus(kind: DeviceKind) -> int:
+def cpus_per_process(kind: DeviceKind) -> int:
     """Return the CPUs of a process with a GPU."""
     return min(MAX_CPUS_PER_GPU, max(1, kind.cpus_per_node // kind.gpus_per_node))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planning.planner import job_search
-from pipeline.planning.planner.available_devices import PartitionDevices, request_for_option
+from pipeline.planning.planner.available_devices import PartitionDevices
 from pipeline.planning.planner.proposal import (
     AlternativePlan,
     PlanProposal,
@@ -26,6 +26,7 @@ from pipeline.planning.planner.stage_options import (
     mixed_kind_option,
     num_work_items,
     q10_q90_interval,
+    request_for_option,
     single_kind_option,
 )
 from pipeline.planning.profile.schema import Profile

@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.plan import StagePlan
 from pipeline.planning.cost.regression import MIN_POINTS, TimeModel, TimingPoint, fit_times
-from pipeline.planning.planner.available_devices import PartitionDevices, request_for_option
+from pipeline.planning.planner.available_devices import (
+    PartitionDevices,
+    build_stage_plan,
+    cpus_per_process,
+)
 from pipeline.planning.profile import schema
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
@@ -244,6 +249,11 @@ def _sum(*parts: TimeEstimate) -> TimeEstimate:
 DEFAULT_MIXING_EFFICIENCY = 0.95
 """Share of the summed speed that different devices keep on one stage, if it was not measured: the
 goal of the benchmark ``hetero_efficiency``."""
+TIME_LIMIT_FACTOR = 10
+"""Requested wall time in predicted times: the limit is for jobs that hang."""
+MIN_TIME_LIMIT_MIN = 10
+MEMORY_FACTOR = 1.5
+MEMORY_STEP_MB = 256
 MIN_BATCH_SHARE = 0.02
 """Minimum share of the batch for the slower of two kinds."""
 
@@ -376,6 +386,41 @@ class StageOption:
         """The size: ``2x4``, nodes by devices of each."""
         nodes = "+".join(map(str, self.nodes))
         return f"{nodes}x{self.processes}"
+
+
+def request_for_option(option: StageOption) -> StagePlan:
+    """Return the request of a stage that runs as its own job."""
+    first = option.devices[0].kind
+    values: dict[str, object] = {
+        "partition": first.partition or None,
+        "nodes": sum(option.nodes),
+        "processes": option.processes,
+        "time_limit_min": _minutes(option),
+    }
+    if first.gpus_per_node:
+        values |= {
+            "gpus": option.processes if option.needs_device else 0,
+            "cpus": cpus_per_process(first),
+        }
+    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
+        values["gpu_type"] = first.gpu_type
+    if first.constraint and len(option.devices) == 1:
+        values["constraint"] = first.constraint
+    if len(option.devices) > 1:
+        features = [str(own.feature) for own in option.devices]
+        nodes = zip(features, option.nodes, strict=True)
+        values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
+        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
+    if option.peak_memory_bytes and not option.devices[0].has_memory:
+        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
+        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
+        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
+    return build_stage_plan(values)
+
+
+def _minutes(option: StageOption) -> int:
+    minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
+    return int(min(minutes, option.limit_s / 60))
 
 
 def stage_options(

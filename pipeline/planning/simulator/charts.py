@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.simulate_command import pool_table, summary_tiles
-from pipeline.planning.simulator.trace import SimulationTrace
+from pipeline.planning.simulator.trace import SimulationTrace, pool_table, summary_tiles
 from pipeline.report.chart_style import inline_svg
 from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
 from rlinf.artifacts import write_user_file

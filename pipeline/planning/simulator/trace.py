@@ -1,4 +1,4 @@
-"""The trace of a simulation."""
+"""The trace of a simulation, and its figures as text and tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Literal
 
 import numpy as np
 
+from pipeline.console import format_duration
+from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import Placement, PlacementProblem
 
 Array = np.ndarray
 SpanKind = Literal["work", "switch", "sync", "transfer", "redone", "queue", "down"]
+MAX_WAITS_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -139,3 +142,65 @@ class SimulationTrace:
             if n
         )
         return stages, gpus
+
+
+def summary(trace: SimulationTrace) -> str:
+    """Return the figures of a simulation as text."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    lines = [
+        f"{trace.placement.mode}, {trace.placement.num_chunks} micro-batches",
+        f"iteration: {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f}); "
+        f"predicted {_predicted_s(trace):.1f}",
+        f"{len(seconds)} iterations: {format_duration(trace.total_s)} from submission to end, "
+        f"{trace.gpu_hours:,.1f} GPU-hours, price {trace.cost:,.1f}",
+    ]
+    if trace.interruptions or trace.renewals:
+        lines.append(
+            f"{len(trace.interruptions)} losses, {trace.repeated_iterations} iterations done "
+            f"again, {trace.renewals} jobs renewed"
+        )
+    return "\n".join(lines)
+
+
+def summary_tiles(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
+    """Return the figures and settings of a simulation as labels and values."""
+    seconds = trace.iteration_s
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    mean, predicted = float(seconds.mean()), _predicted_s(trace)
+    found = [
+        ("iteration, simulated", f"{mean:.1f} s"),
+        ("80 % of iterations", f"{low:.1f} - {high:.1f} s"),
+        ("iteration, predicted", f"{predicted:.1f} s ({predicted / mean - 1:+.1%})"),
+        (f"price of {len(seconds)} iterations", f"{trace.cost:,.1f}"),
+        ("GPU-hours", f"{trace.gpu_hours:,.1f}"),
+        ("from submission to end", format_duration(trace.total_s)),
+        ("placement", f"{trace.placement.mode}, {trace.placement.num_chunks} micro-batches"),
+        ("seed", str(seed)),
+    ]
+    if trace.interruptions or trace.renewals:
+        found.append(
+            (
+                "losses, iterations done again",
+                f"{len(trace.interruptions)}, {trace.repeated_iterations}",
+            )
+        )
+        found.append(("jobs renewed", str(trace.renewals)))
+    return found
+
+
+def _predicted_s(trace: SimulationTrace) -> float:
+    """Return the planner's prediction of an iteration, without disturbances."""
+    return float(Predictor(trace.problem).predict(trace.placement).total_s)
+
+
+def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
+    """Return the table of pools, with its header first."""
+    out: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "waits for")]
+    for pool in range(len(trace.placement.pools)):
+        stages, gpus = trace.label(pool)
+        waits = [
+            f"{what} {share:.0%}" for what, share in trace.longest_waits(pool) if share >= 0.005
+        ]
+        out.append((stages, gpus, f"{trace.idle(pool):.0%}", ", ".join(waits[:MAX_WAITS_SHOWN])))
+    return out
