@@ -1,19 +1,19 @@
 # The workflow, stage by stage.
 #
-#     snakemake -c2                                    four iterations of a small job, on this machine
+#     snakemake -c2                                    four small iterations, on this machine
 #     snakemake --profile slurm                        every stage a Slurm job
-#     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch=32
-#     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch: 32, horizon: 200}'
-#     snakemake -c2 --config run=cartpole_ppo          go on with a run as it is, and report
+#     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch_size=32
+#     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch_size: 32, horizon: 200}'
+#     snakemake -c2 --config run=cartpole_ppo          continue a run unchanged, and report
 #     snakemake --profile slurm --config experiment=arithmetic_grpo jobs=iteration
 #
-# The configuration is composed once, frozen into the run directory, and read by every stage. Which
-# stage feeds which comes from the experiment's flow, what a stage runs on from its plan.
+# The configuration is composed once, frozen into the run directory, and read by every stage. The
+# flow of the experiment connects the stages, and its plan decides where each stage runs.
 import sys
 
-from rlinf import tree
+from rlinf import package_paths
 
-tree.activate()
+package_paths.add_to_sys_path()
 
 from pipeline.commands import workflow as described
 from rlinf.errors import RlinfError
@@ -23,16 +23,16 @@ sys.setrecursionlimit(1_000_000)
 
 try:
     dry = workflow.output_settings.dryrun
-    run = described.prepare(config, begins=workflow.is_main_process, dry=dry)
+    run = described.prepare_workflow(config, is_driver=workflow.is_main_process, dry_run=dry)
     if workflow.is_main_process and not dry:
-        run.settle()
+        run.check_resumable()
 except RlinfError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
 
 
 onstart:
-    run.own()
+    run.acquire_lock()
 
 
 localrules:
@@ -87,7 +87,7 @@ for stage in run.offline:
             "{params.program} {params.argv:q} > {log:q} 2>&1"
 
 
-for stage in run.iterated:
+for stage in run.iteration_rules:
 
     rule:
         name:

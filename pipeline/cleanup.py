@@ -1,4 +1,4 @@
-"""Removing what killed processes left behind: shared memory, and temporary files of runs."""
+"""Removal of files that killed processes left: shared memory and temporary files of runs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from rlinf.errors import InputError
 from stages.layout import CONFIG_FILE
 
 TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
-"""Names of files that become others once they are whole."""
+"""Names of temporary files that are renamed when they are complete."""
 MIN_AGE_S = 600.0
-"""A file that is being written is younger."""
+"""Younger files may still be in use."""
 
 
 def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """What can go, with its bytes: of this user, on this node and in these runs.
+    """Yield files that can be removed, with their size: of this user, on this node and in these
+    runs.
 
     Raises:
-        InputError: one of them is no run directory.
+        InputError: a folder is no run directory.
     """
     folders = [folder.expanduser().absolute() for folder in runs]
     for folder in folders:
         if not (folder / CONFIG_FILE).is_file():
             raise InputError(f"{folder}: no run directory (it has no {CONFIG_FILE})")
-    found = list(shared_memory.orphaned_segments())
+    paths = list(shared_memory.orphaned_segments())
     for folder in folders:
-        found += [*lock.orphaned_lock_files(folder), *temporary_files(folder)]
-    for path in dict.fromkeys(found):
+        paths += [*lock.orphaned_lock_files(folder), *temporary_files(folder)]
+    for path in dict.fromkeys(paths):
         with contextlib.suppress(OSError):
             yield path, path.lstat().st_size
 
 
 def temporary_files(run: Path) -> Iterator[Path]:
-    """Files of a run that were never finished."""
-    # Jobs of an earlier driver may remove folders meanwhile, which os.walk passes over.
+    """Yield temporary files of a run that were never completed."""
+    # os.walk skips folders that jobs of an earlier driver remove meanwhile.
     for folder, _, names in os.walk(run):
         for name in names:
             if not TEMPORARY_NAME.fullmatch(name) or name.startswith(f".{lock.LOCK_FILE}."):
@@ -51,13 +52,13 @@ def temporary_files(run: Path) -> Iterator[Path]:
 
 
 def remove_orphans(run: Path) -> None:
-    """Remove what earlier drivers of a run never finished; for the one that has its lock."""
+    """Remove unfinished files of earlier drivers. The caller must own the driver lock."""
     for path in [*lock.orphaned_lock_files(run), *temporary_files(run)]:
         path.unlink(missing_ok=True)
 
 
 def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
-    """Remove it, or only say what would be removed; returns a line for each."""
+    """Remove all orphans, or only list them; returns one line per file."""
     lines, total = [], 0
     for path, size in orphans(runs):
         lines.append(f"{size / 1e6:10.1f} MB  {path}")

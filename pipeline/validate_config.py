@@ -1,4 +1,4 @@
-"""Checks of a whole configuration before anything is written or submitted."""
+"""Validation of a complete configuration before anything is written or submitted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.job_executor import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.resources import pool_resources
 from rlinf.algorithms import algorithms
@@ -70,25 +70,453 @@ from stages.runner import load_config
 log = logging.getLogger("rlinf")
 
 
-def check_separate_policy(config: RunConfig, plan: Plan) -> None:
-    """See that there are simulators, where the plan places the policy apart from them.
+def validate_config(config: RunConfig) -> None:
+    """Validate each component by its own section, then the combination.
 
     Raises:
-        PlanError: there are none, or a stage that has them cannot ask for answers.
+        ConfigError: a key is invalid; the message names it.
+        DataError: a file of the task or model is missing or malformed.
+        PlanError: the site file is missing or malformed.
+        MissingPackageError: a component needs a package that is not installed.
+    """
+    policy, model_options = policy_class(config)
+    environment, task_options = environment_class(config)
+    engine = engines.get(config.engine.name)
+    engine_options = config.engine.validate_options(engine.Config, "engine")
+    trainer = trainers.get(config.trainer.name)
+    trainer_options = config.trainer.validate_options(trainer.Config, "trainer")
+    algorithm = create_algorithm(config)
+    reject_unused_keys(algorithm, config.algorithm.name)
+    reward, reward_options = reward_class(config)
+    reward.check(reward_options)
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.launcher == "slurm":
+        check_log_folder(config.run.folder)
+    if cluster.site is not None:
+        set_interpreters(load_site(cluster.site).interpreters)
+    for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
+        check_tracker(tracker, f"log.trackers.{number}", config)
+    simulates = environment.required_modules(task_options)
+    generates = engine.required_packages(engine_options)
+    check_interpreters(
+        config, cluster, simulates, generates, trainer.required_packages(trainer_options)
+    )
+    check_warm_start(config, generates)
+    for key, (name, modules) in engine.interpreters(engine_options).items():
+        check_interpreter(name, f"engine.{key}", modules)
+    check_flow(flow_of(config), "flow")
+    check_videos(config, environment.video_columns(task_options))
+    check_components(config)
+    check_episode_carryover(config)
+    check_group_starts(config, environment.has_deterministic_reset(task_options))
+    check_resampling(config, algorithm)
+    check_eval_samples(config, environment.num_tasks(task_options))
+    check_sampling(config, engine.requires)
+    check_parameter_groups(config, policy.parameter_groups)
+    algorithm.check(model_options)
+    check_turns(config, algorithm)
+    check_truncated_episodes(config, algorithm)
+    check_replay(config, algorithm, trainer, trainer_options)
+    check_value_head(config, algorithm, model_options, trainer_options)
+    warn_about_precision(config, trainer_options)
+    samples = config.rollout.batch_size * config.rollout.group_size
+    if samples % algorithm.minibatches:
+        raise ConfigError(
+            f"algorithm.minibatches: {samples} samples (rollout.batch_size "
+            f"{config.rollout.batch_size} x rollout.group_size {config.rollout.group_size}) "
+            f"cannot be cut into {algorithm.minibatches} equal minibatches"
+        )
+    if cluster.launcher != "slurm":
+        for section, options in (("engine", engine_options), ("trainer", trainer_options)):
+            check_device(getattr(options, "device", "auto"), f"{section}.device")
+    if config.warm_start.max_steps:
+        environment.check_demonstrations(task_options)
+    spec = environment.model_spec(task_options)
+    check_train_test_overlap(config, environment.train_test_overlap(task_options), task_options)
+    processor = policy.check(model_options, spec)
+    engine.check_policy(engine_options, model_options)
+    extent = environment.task_size(task_options, processor)
+    if processor is not None and LANGUAGE_MODEL in policy.provides:
+        check_stop_strings(config, ChatFormat.from_tokenizer(processor))
+    positions = policy.max_model_len(model_options)
+    check_context(getattr(engine_options, "max_model_len", None), positions)
+    check_sizes(config, extent, positions)
+
+
+def complete_config(config: RunConfig) -> RunConfig:
+    """Return the configuration with the keys of the task that its environment provides.
+
+    Given keys are compared with the environment too, before a run directory is created.
+
+    Raises:
+        ConfigError: a key is wrong, or cannot be read here.
+    """
+    environment, options = environment_class(config)
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.site is not None:
+        set_interpreters(load_site(cluster.site).interpreters)
+    if (name := configured_interpreter(config, "task")) is not None:
+        check_interpreter(name, "task.python", environment.required_modules(options))
+    # Simulators run under the interpreter of their stages, if these have one.
+    here = (
+        configured_interpreter(config, "task") is not None
+        or configured_interpreter(config, "engine") is None
+    )
+    more = environment.infer_config(options, check_given=here and not _is_frozen(config))
+    return config.with_environment_keys(more) if more else config
+
+
+def _is_frozen(config: RunConfig) -> bool:
+    """Return whether the run exists with this very task, which was compared when it was created."""
+    try:
+        frozen = load_config(config.run.folder / CONFIG_FILE)
+    except ConfigError:  # there is none, or it is damaged
+        return False
+    return frozen.task.model_dump(mode="json") == config.task.model_dump(mode="json")
+
+
+def check_interpreters(
+    config: RunConfig,
+    cluster: ClusterConfig,
+    simulates: tuple[str, ...],
+    generates: tuple[str, ...],
+    trains: tuple[str, ...],
+) -> None:
+    """Check that configured interpreters exist and have the modules that run under them.
+
+    Args:
+        simulates: modules that the simulator processes import.
+        generates: optional packages of the engine.
+        trains: optional packages of the trainer.
+
+    Raises:
+        ConfigError: an interpreter or module is missing, or stages of the driver's process would
+            need another interpreter.
+        MissingPackageError: no interpreter is configured, and this one lacks an optional package.
+    """
+    for section, modules in (("task", simulates), ("engine", generates), ("trainer", trains)):
+        stages = section != "task"
+        if (name := configured_interpreter(config, section)) is None:
+            for package in modules if stages else ():
+                require_package(package, package, f"{section}={getattr(config, section).name}")
+            continue
+        check_interpreter(
+            name, f"{section}.python", (*(STAGE_PACKAGES if stages else ()), *modules)
+        )
+        if stages and cluster.launcher == "inprocess":
+            raise ConfigError(
+                f"{section}.python: stages run in the driver's own process with "
+                "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
+            )
+
+
+def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
+    """Check that the warm start can generate, if its held-out samples are scored.
+
+    Args:
+        generates: optional packages of the engine.
+
+    Raises:
+        ConfigError: the interpreter of the trainer lacks one.
+    """
+    if not (generates and config.warm_start.max_steps and config.warm_start.eval_generation):
+        return
+    name = configured_interpreter(config, "trainer")
+    if name is None:
+        lacking = [package for package in generates if find_spec(package) is None]
+    else:
+        lacking = missing_modules(name, "trainer.python", generates)
+    if lacking:
+        raise ConfigError(
+            "warm_start.eval_generation: the process that trains generates the held-out samples, "
+            f"and its interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; "
+            f"set trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, "
+            "or warm_start.eval_generation=false"
+        )
+
+
+def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
+    """Check that the task has a camera, if held-out episodes are recorded.
+
+    Raises:
+        ConfigError: it has no camera.
+        MissingPackageError: PyAV is not installed.
+    """
+    if config.evaluate.videos:
+        if not films:
+            raise ConfigError(
+                f"evaluate.videos: task {config.task.name!r} has no cameras; set task.video "
+                "({CAMERA: [HEIGHT, WIDTH]}), or evaluate.videos=0"
+            )
+        require_package("av", "video", "evaluate.videos")
+
+
+def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
+    """Check that optimizer settings name parameter groups of the policy.
+
+    Raises:
+        ConfigError: a group does not exist.
+    """
+    for key in ("group_lr", "group_clip_grad"):
+        for name in getattr(config.optimizer, key):
+            if name not in groups:
+                raise ConfigError(
+                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
+                    f"but {', '.join(groups)}"
+                )
+
+
+def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
+    """Check that the engine samples tokens, if sampling settings are given.
+
+    Raises:
+        ConfigError: its steps are whole actions.
+    """
+    for key, section in (
+        ("rollout.sampling", config.rollout.sampling),
+        ("evaluate.sampling", config.evaluate.sampling),
+    ):
+        settings = [] if section is None else list(section.non_default_settings())
+        if settings and LANGUAGE_MODEL not in needs:
+            raise ConfigError(
+                f"{key}.{settings[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+            )
+
+
+def check_layouts(config: RunConfig, plan: Plan) -> None:
+    """Check that engine and trainer support the parallel layouts of the plan with its processes.
+
+    Raises:
+        ConfigError: they do not, or a pool would need one component in two layouts.
+    """
+    of = plan.stage_pools() if plan.pools else {}
+    needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
+    sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
+    comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
+    layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
+    for stage, spec in plan.flow.all_stages.items():
+        key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
+        layout = job.layout
+        pool = of.get(stage)
+        size = job.nodes * job.processes if pool is None else sizes[pool]
+        size = 1 if stage in comes_and_goes else size
+        loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
+        if loads is not None and of and not spec.single_process:
+            first, other = layouts.setdefault((of[stage], loads), (stage, layout))
+            if other != layout:
+                raise ConfigError(
+                    f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
+                    f"pool with it, has {str(other) or 'none'}; give both the same"
+                )
+        if loads == "trainer":
+            trainer = trainers.get(config.trainer.name)
+            options = config.trainer.validate_options(trainer.Config, "trainer")
+            policy, model = policy_class(config)
+            trainer.check(options, policy, model, config.optimizer, layout, size, key)
+            if (
+                spec.single_process
+                and REPLAY_ALGORITHM in plan.flow.requires
+                and not plan.is_single_process(stage)
+            ):
+                raise ConfigError(
+                    f"plan.stages.{stage}: {job.nodes * job.processes} processes, but one process "
+                    f"learns from transitions (flow={config.flow}); leave out nodes and processes"
+                )
+        if not layout.parallel_dims():
+            continue
+        if loads is None or spec.single_process:
+            raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
+        name = getattr(config, loads).name
+        if loads == "engine":
+            supported = engines.get(name).supported_layouts
+        else:
+            supported = trainers.get(name).parallel_dims
+        for dim in layout.parallel_dims():
+            if dim not in supported:
+                dims = ", ".join(sorted(supported)) or "no way"
+                raise ConfigError(
+                    f"{key}.{dim}: {loads} {name!r} cannot split a model so; it can in {dims}"
+                )
+        if loads == "engine":
+            engine = engines.get(name)
+            options = config.engine.validate_options(engine.Config, "engine")
+            engine.check_layout(options, policy_class(config)[1], layout, key)
+        layout.check(size, key)
+
+
+def check_tracker(name: str, key: str, config: RunConfig) -> None:
+    """Check that a tracker exists and can be initialised, without starting it.
+
+    Raises:
+        ConfigError: the tracker is unknown, or lacks a login.
+        MissingPackageError: its package is not installed.
+    """
+    tracker = trackers.get(name, key)
+    package: tuple[str, str] | None = getattr(tracker, "package", None)
+    if package is not None:
+        require_package(*package, f"{key}: {name}")
+    check_settings: Callable[[RunConfig], None] | None = getattr(tracker, "check", None)
+    if check_settings is not None:
+        check_settings(config)
+
+
+def check_flow(flow: Flow, key: str) -> None:
+    """Check that each stage has a program, and that its inputs exist when it runs.
+
+    Raises:
+        ConfigError: a stage does not; the message names it.
+    """
+    if not flow.stages or not flow.offline:
+        raise ConfigError(
+            f"{key}: a flow has stages, and an offline stage that makes the first weights"
+        )
+    before = set(flow.offline)
+    for name, stage in flow.all_stages.items():
+        where = f"{key}: stage {name}"
+        for entry in stage.inputs.values():
+            for source in filter(None, (entry.stage, entry.initial)):
+                if source not in flow.all_stages:
+                    hint = did_you_mean(source, flow.all_stages)
+                    raise ConfigError(
+                        f"{where} reads {source!r}, which is no stage of the flow{hint}"
+                    )
+            if not entry.lag and entry.stage not in before and not entry.stale:
+                raise ConfigError(f"{where} reads {entry.stage}, which comes later; put it before")
+        for section in stage.config_sections:
+            if section not in RunConfig.model_fields:
+                hint = did_you_mean(section, RunConfig.model_fields)
+                raise ConfigError(f"{where} has no such section: {section!r}{hint}")
+        import_user_attribute(flow.module_of(name), "run", where)
+        before.add(name)
+
+
+def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
+    """Check that ``rollout.max_resamples`` is set if and only if the flow resamples groups.
+
+    Raises:
+        ConfigError: it is not, or the algorithm accepts every group.
+    """
+    flow = flow_of(config)
+    redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
+    if redraws and config.rollout.max_resamples is None:
+        raise ConfigError(
+            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; set how often at most"
+        )
+    if not redraws and config.rollout.max_resamples is not None:
+        raise ConfigError(
+            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
+            "flow=dynamic_sampling"
+        )
+    # Groups of two samples with equal scores: usual scores, and extreme ones.
+    scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
+    if redraws and algorithm.select_samples(scores, groups).all():
+        raise ConfigError(
+            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
+            "samples all scored the same, so that nothing would be resampled; set algorithm=dapo, "
+            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
+            "flow=on_policy without rollout.max_resamples"
+        )
+
+
+def check_device(name: str, key: str) -> None:
+    """Check that this machine has a device.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    import torch
+
+    kind, _, number = name.partition(":")
+    device_count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and int(number or 0) >= device_count:
+        has = f"{device_count} GPUs" if device_count else "no GPU"
+        raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
+
+
+def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
+    """Check that each stop string is either plain text or one special token.
+
+    Raises:
+        ConfigError: a stop string mixes them, so that no engine would ever match it.
+    """
+    for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
+        for text in () if section.sampling is None else section.sampling.stop:
+            if (inside := chat_format.undecoded_token_in(text)) is not None:
+                raise ConfigError(
+                    f"{key}.sampling.stop: {text!r} holds the special token {inside!r} and more, "
+                    f"and would never be found; give {inside!r} alone"
+                )
+
+
+def check_context(context: int | None, positions: int | None) -> None:
+    """Check that the engine's context does not exceed the positions of the model.
+
+    Raises:
+        ConfigError: it does; vLLM would not start.
+    """
+    if context is not None and positions is not None and context > positions:
+        raise ConfigError(
+            f"engine.max_model_len: {context} is more than the {positions} positions of the model; "
+            f"set it to {positions} or less, or leave it out"
+        )
+
+
+def check_sizes(config: RunConfig, extent: TaskSize, positions: int | None) -> None:
+    """Check that there are enough problems, and that prompts and responses fit the model.
+
+    Raises:
+        ConfigError: there are too few problems or positions.
+    """
+    held_out = config.evaluate.horizon or config.rollout.horizon
+    for key, requested, available, file in (
+        ("rollout.batch_size", config.rollout.batch_size, extent.train, "task.train"),
+        ("evaluate.samples", config.evaluate.samples, extent.test, "task.test"),
+    ):
+        if available is not None and requested > available:
+            raise ConfigError(
+                f"{key}: {requested} different problems are asked at once, and {file} has "
+                f"{available} that can be used; set {key}={available} or less"
+            )
+    horizons: Iterable[tuple[str, int]] = (
+        ("rollout.horizon", config.rollout.horizon),
+        ("evaluate.horizon", held_out),
+    )
+    for key, horizon in horizons:
+        if positions is not None and extent.max_prompt_tokens + horizon > positions:
+            raise ConfigError(
+                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones "
+                f"do not fit into the {positions} positions of the model; lower it"
+                + _or_model(config.model.model_extra or {})
+            )
+
+
+def _or_model(options: dict[str, Any]) -> str:
+    if not options.get("path"):
+        return " or raise model.max_position_embeddings"
+    return " or task.max_prompt_length, or raise model.max_model_len as far as config.json allows"
+
+
+def check_separate_policy(config: RunConfig, plan: Plan) -> None:
+    """Check that the task has simulators, if the plan places the policy separately from them.
+
+    Raises:
+        PlanError: it has none, or a stage with simulators cannot query a policy server.
     """
     acts = plan.flow.rollout_stage
     for part in plan.flow.separate_policy if acts is not None else ():
         if OBSERVATIONS not in environments.get(config.task.name).provides:
             raise PlanError(
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
-                f"could be placed apart from; leave {part} out"
+                f"could be placed separately from; leave {part} out"
             )
-        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
+        import_user_attribute(
+            plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}"
+        )
         homes = plan.stage_pools()
         if homes[EVALUATE] == homes[str(acts)]:
             try:
                 import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
+                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {part}"
                 )
             except ConfigError as error:
                 raise PlanError(
@@ -98,7 +526,7 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
 
 
 class ConfigComponent(NamedTuple):
-    """A part of the run, and all that could stand in its place."""
+    """A component of the run, with the registry of its alternatives."""
 
     section: str
     name: str
@@ -110,10 +538,10 @@ class ConfigComponent(NamedTuple):
 
 
 def check_components(config: RunConfig) -> None:
-    """See that what each part needs is offered by another one (:mod:`rlinf.capabilities`).
+    """Check that each component provides what the others require (:mod:`rlinf.capabilities`).
 
     Raises:
-        ConfigError: a need is not met; names the parts of the same kind that would fit.
+        ConfigError: a requirement is not met; the message names alternatives that would fit.
     """
     parts = [
         ConfigComponent("task", config.task.name, environments),
@@ -164,7 +592,7 @@ def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
 
 
 def check_episode_carryover(config: RunConfig) -> None:
-    """See that episodes can go on over iterations, where they are to.
+    """Check that episodes can continue across iterations, if configured.
 
     Raises:
         ConfigError: they cannot.
@@ -173,24 +601,24 @@ def check_episode_carryover(config: RunConfig) -> None:
         return
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; choose "
-            "flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
+            f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
+            "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
         raise ConfigError(
-            "task.carry_over_episodes: the samples of a group would begin alike in the first iteration "
-            "alone; set rollout.group_size=1, or task.carry_over_episodes=false"
+            "task.carry_over_episodes: the samples of a group would begin alike in the first "
+            "iteration alone; set rollout.group_size=1, or task.carry_over_episodes=false"
         )
 
 
 def check_group_starts(config: RunConfig, alike: bool) -> None:
-    """See that the samples of a group can be compared.
+    """Check that the samples of a group can be compared.
 
     Args:
-        alike: whether those of a start begin alike.
+        alike: whether the samples of a group start in the same state.
 
     Raises:
-        ConfigError: they begin in different states.
+        ConfigError: they start in different states.
     """
     if config.rollout.group_size > 1 and not alike:
         others = "; algorithm=ppo needs no groups"
@@ -203,15 +631,15 @@ def check_group_starts(config: RunConfig, alike: bool) -> None:
 
 
 def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
-    """See that a score on held-out problems is of problems that are not trained on. A run that
-    only evaluates may have one file for both.
+    """Check that held-out problems are not training problems. A run that only evaluates may use one
+    file for both.
 
     Args:
-        overlap: held-out problems that are training problems too, and all held-out ones.
-        options: of the task; ``allow_train_test_overlap`` lets all of them be trained on.
+        overlap: number of held-out problems that are training problems, and of all held-out ones.
+        options: options of the task; ``allow_train_test_overlap`` permits a complete overlap.
 
     Raises:
-        DataError: all of them are, and the run trains.
+        DataError: all held-out problems are training problems, and the run trains.
     """
     both, count = overlap
     if not both or not (config.iterations or config.warm_start.max_steps):
@@ -219,8 +647,8 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
     if both == count and not getattr(options, "allow_train_test_overlap", False):
         raise DataError(
             f"task.test: the same problems as in task.train: all {count} held-out ones are there, "
-            "so that their score would say nothing of other problems. Name other ones, or set "
-            "task.allow_train_test_overlap=true where that is wanted"
+            "so that their score would not measure generalization. Name other ones, or set "
+            "task.allow_train_test_overlap=true"
         )
     log.warning(
         "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
@@ -231,38 +659,38 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
 
 
 def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that steps of an episode that the horizon cut off are not learned from as worth nothing.
+    """Check that steps of a truncated episode do not count as reward 0.
 
     Raises:
-        ConfigError: rewards come at the end of an episode alone, several episodes follow one
-            another in a sample, and no values say what the last of them is worth.
+        ConfigError: rewards come only at the end of an episode, a sample contains several episodes,
+            and no value function estimates the return of the last one.
     """
-    judged_at_ends = EPISODE_REWARDS in rewards.get(config.reward.name).provides
+    rewards_at_end = EPISODE_REWARDS in rewards.get(config.reward.name).provides
     values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
-    if not judged_at_ends or values or config.rollout.group_size > 1:
+    if not rewards_at_end or values or config.rollout.group_size > 1:
         return
     if OBSERVATIONS in environments.get(config.task.name).provides:
         raise ConfigError(
             f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
             f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as worth 0, beside scores below or above it; set "
+            "their steps would count as reward 0, beside lower or higher scores; set "
             "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
             "algorithm=ppo"
         )
 
 
 def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that turns have rewards of their own, where they are to be compared.
+    """Check that turns have rewards of their own, if advantages are per turn.
 
     Raises:
-        ConfigError: the task has no turns, or the reward gives them none.
+        ConfigError: the task has no turns, or the reward is one number per dialogue.
     """
     if not algorithm.needs_turns:
         return
     if TURNS not in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
-            "no turns apart; set it to trajectory"
+            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} has "
+            "no turns; set it to trajectory"
         )
     if TURN_REWARDS not in rewards.get(config.reward.name).provides:
         raise ConfigError(
@@ -274,13 +702,13 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def check_eval_samples(config: RunConfig, tasks: int) -> None:
-    """See that held-out scores are of all tasks alike.
+    """Check that every task has the same number of held-out samples.
 
     Args:
-        tasks: among how many starts are shared out.
+        tasks: number of tasks.
 
     Raises:
-        ConfigError: some would have more held-out starts than others, or none.
+        ConfigError: the samples cannot be divided equally.
     """
     if config.evaluate.samples % tasks:
         nearest = max(config.evaluate.samples // tasks, 1) * tasks
@@ -293,13 +721,13 @@ def check_eval_samples(config: RunConfig, tasks: int) -> None:
 def check_replay(
     config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
 ) -> None:
-    """See that an algorithm that learns from transitions can, and does so in every iteration.
+    """Check that an off-policy algorithm can learn from transitions in every iteration.
 
     Args:
-        options: of the trainer.
+        options: options of the trainer.
 
     Raises:
-        ConfigError: it cannot, or would not.
+        ConfigError: it cannot.
     """
     if TRANSITION_REPLAY not in algorithm.requires:
         return
@@ -309,19 +737,19 @@ def check_replay(
             "trainer=fsdp"
         )
     collects = NO_ROLLOUTS not in flow_of(config).provides
-    if not collects and getattr(algorithm.config, "updates", 1) is None:
+    if not collects and getattr(algorithm.config, "gradient_steps", 1) is None:
         raise ConfigError(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
-            f"flow={config.flow} collects none; say how many an iteration has"
+            f"flow={config.flow} collects none; set the number per iteration"
         )
     values_prior = ACTION_VALUES in algorithm.requires and bool(
-        getattr(algorithm.config, "prior", 0)
+        getattr(algorithm.config, "offline_data", 0)
     )
     if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(
-            "algorithm.offline_data: prior transitions have the rewards that a simulator gave their "
-            f"steps, from which reward={config.reward.name} does not come, and values would be of "
-            "two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.offline_data: prior transitions have the rewards that a simulator gave "
+            f"their steps, from which reward={config.reward.name} does not come, and values would "
+            "be of two kinds; set reward=environment (reward.scale multiplies both), or leave "
             "algorithm.offline_data out"
         )
     dtype = getattr(options, "param_dtype", "float32")
@@ -333,10 +761,10 @@ def check_replay(
 
 
 def warn_about_precision(config: RunConfig, options: Any) -> None:
-    """Say so where most updates may be rounded away.
+    """Log a warning if most weight updates may be rounded away.
 
     Args:
-        options: of the trainer.
+        options: options of the trainer.
     """
     half = getattr(config.model, "dtype", "float32") == "bfloat16"
     if half and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
@@ -347,14 +775,14 @@ def warn_about_precision(config: RunConfig, options: Any) -> None:
 
 
 def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, options: Any) -> None:
-    """See that the value head learns, where there is one that has to.
+    """Check that the value head is trained if the algorithm needs one.
 
     Args:
-        model: the options of the policy.
-        options: of the trainer.
+        model: options of the policy.
+        options: options of the trainer.
 
     Raises:
-        ConfigError: adapters alone are trained, or nothing learns from values of actions.
+        ConfigError: only adapters are trained, or no algorithm uses action-level values.
     """
     if (
         getattr(model, "value_level", "chunk") == "action"
@@ -369,422 +797,3 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
             f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
             "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
         )
-
-
-def validate_config(config: RunConfig) -> None:
-    """Validate every part by its own section, then what must fit together.
-
-    Raises:
-        ConfigError: names the key.
-        DataError: a file of the task or model is missing or malformed.
-        PlanError: the site file is missing or malformed.
-        MissingPackageError: a part needs a package that is not installed.
-    """
-    policy, model_options = policy_class(config)
-    environment, task_options = environment_class(config)
-    engine = engines.get(config.engine.name)
-    engine_options = config.engine.validate_options(engine.Config, "engine")
-    trainer = trainers.get(config.trainer.name)
-    trainer_options = config.trainer.validate_options(trainer.Config, "trainer")
-    algorithm = create_algorithm(config)
-    reject_unused_keys(algorithm, config.algorithm.name)
-    reward, reward_options = reward_class(config)
-    reward.check(reward_options)
-    cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.launcher == "slurm":
-        check_log_folder(config.run.folder)
-    if cluster.site is not None:
-        set_interpreters(load_site(cluster.site).interpreters)
-    for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
-        check_tracker(tracker, f"log.trackers.{number}", config)
-    simulates = environment.required_modules(task_options)
-    generates = engine.required_packages(engine_options)
-    check_interpreters(
-        config, cluster, simulates, generates, trainer.required_packages(trainer_options)
-    )
-    check_warm_start(config, generates)
-    for key, (name, modules) in engine.interpreters(engine_options).items():
-        check_interpreter(name, f"engine.{key}", modules)
-    check_flow(flow_of(config), "flow")
-    check_videos(config, environment.video_columns(task_options))
-    check_components(config)
-    check_episode_carryover(config)
-    check_group_starts(config, environment.has_deterministic_reset(task_options))
-    check_resampling(config, algorithm)
-    check_eval_samples(config, environment.num_tasks(task_options))
-    check_sampling(config, engine.requires)
-    check_parameter_groups(config, policy.parameter_groups)
-    algorithm.check(model_options)
-    check_turns(config, algorithm)
-    check_truncated_episodes(config, algorithm)
-    check_replay(config, algorithm, trainer, trainer_options)
-    check_value_head(config, algorithm, model_options, trainer_options)
-    warn_about_precision(config, trainer_options)
-    samples = config.rollout.batch_size * config.rollout.group_size
-    if samples % algorithm.minibatches:
-        raise ConfigError(
-            f"algorithm.minibatches: {samples} samples (rollout.batch_size {config.rollout.batch_size} x "
-            f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
-            f"{algorithm.minibatches} equal minibatches"
-        )
-    if cluster.launcher != "slurm":
-        for section, options in (("engine", engine_options), ("trainer", trainer_options)):
-            check_device(getattr(options, "device", "auto"), f"{section}.device")
-    if config.warm_start.max_steps:
-        environment.check_demonstrations(task_options)
-    spec = environment.model_spec(task_options)
-    check_train_test_overlap(config, environment.train_test_overlap(task_options), task_options)
-    processor = policy.check(model_options, spec)
-    engine.check_policy(engine_options, model_options)
-    extent = environment.task_size(task_options, processor)
-    if processor is not None and LANGUAGE_MODEL in policy.provides:
-        check_stop_strings(config, ChatFormat.from_tokenizer(processor))
-    positions = policy.max_model_len(model_options)
-    check_context(getattr(engine_options, "max_model_len", None), positions)
-    check_sizes(config, extent, positions)
-
-
-def complete_config(config: RunConfig) -> RunConfig:
-    """The configuration with the keys of the task that are read from its environment.
-
-    What is given is compared with the environment too, before a run directory is made for it.
-
-    Raises:
-        ConfigError: a key is wrong, or cannot be read here.
-    """
-    environment, options = environment_class(config)
-    cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.site is not None:
-        set_interpreters(load_site(cluster.site).interpreters)
-    if (name := configured_interpreter(config, "task")) is not None:
-        check_interpreter(name, "task.python", environment.required_modules(options))
-    # Where stages have an interpreter of their own, so have the simulators that they step.
-    here = (
-        configured_interpreter(config, "task") is not None
-        or configured_interpreter(config, "engine") is None
-    )
-    more = environment.infer_config(options, check_given=here and not _is_frozen(config))
-    return config.with_environment_keys(more) if more else config
-
-
-def _is_frozen(config: RunConfig) -> bool:
-    """Return whether the run is there with this very task, which was compared when it was made."""
-    try:
-        frozen = load_config(config.run.folder / CONFIG_FILE)
-    except ConfigError:  # there is none, or it is damaged
-        return False
-    return frozen.task.model_dump(mode="json") == config.task.model_dump(mode="json")
-
-
-def check_interpreters(
-    config: RunConfig,
-    cluster: ClusterConfig,
-    simulates: tuple[str, ...],
-    generates: tuple[str, ...],
-    trains: tuple[str, ...],
-) -> None:
-    """See that interpreters which are named are there and have what runs under them.
-
-    Args:
-        simulates: modules that the simulator processes import.
-        generates: optional packages of the engine.
-        trains: optional packages of the trainer.
-
-    Raises:
-        ConfigError: one is not, has not, or would have to run stages of the driver's process.
-        MissingPackageError: no interpreter is named, and the own one lacks an optional package.
-    """
-    for section, modules in (("task", simulates), ("engine", generates), ("trainer", trains)):
-        stages = section != "task"
-        if (name := configured_interpreter(config, section)) is None:
-            for package in modules if stages else ():
-                require_package(package, package, f"{section}={getattr(config, section).name}")
-            continue
-        check_interpreter(
-            name, f"{section}.python", (*(STAGE_PACKAGES if stages else ()), *modules)
-        )
-        if stages and cluster.launcher == "inprocess":
-            raise ConfigError(
-                f"{section}.python: stages run in the driver's own process with "
-                "cluster.launcher=inprocess; choose cluster=local or cluster=slurm"
-            )
-
-
-def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
-    """See that the warm start, which trains, can generate where its samples are scored.
-
-    Args:
-        generates: optional packages of the engine.
-
-    Raises:
-        ConfigError: the interpreter that it runs under lacks one.
-    """
-    if not (generates and config.warm_start.max_steps and config.warm_start.eval_generation):
-        return
-    name = configured_interpreter(config, "trainer")
-    if name is None:
-        lacking = [package for package in generates if find_spec(package) is None]
-    else:
-        lacking = missing_modules(name, "trainer.python", generates)
-    if lacking:
-        raise ConfigError(
-            f"warm_start.eval_generation: the process that trains generates the held-out samples, and its "
-            f"interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; set "
-            f"trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, or "
-            "warm_start.eval_generation=false"
-        )
-
-
-def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
-    """See that there is something to film held-out episodes by, where that is wanted.
-
-    Raises:
-        ConfigError: no camera.
-        MissingPackageError: PyAV is not installed.
-    """
-    if config.evaluate.videos:
-        if not films:
-            raise ConfigError(
-                f"evaluate.videos: task {config.task.name!r} has no cameras; set task.video "
-                "({CAMERA: [HEIGHT, WIDTH]}), or evaluate.videos=0"
-            )
-        require_package("av", "video", "evaluate.videos")
-
-
-def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
-    """See that learning rates and the like are of groups of parameters that the policy has.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for key in ("group_lr", "group_clip_grad"):
-        for name in getattr(config.optimizer, key):
-            if name not in groups:
-                raise ConfigError(
-                    f"optimizer.{key}.{name}: {config.model.name} has no such group of parameters, "
-                    f"but {', '.join(groups)}"
-                )
-
-
-def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
-    """See that the engine draws tokens, where something is said of how.
-
-    Raises:
-        ConfigError: its steps are whole actions.
-    """
-    for key, section in (
-        ("rollout.sampling", config.rollout.sampling),
-        ("evaluate.sampling", config.evaluate.sampling),
-    ):
-        given = [] if section is None else list(section.non_default_settings())
-        if given and LANGUAGE_MODEL not in needs:
-            raise ConfigError(
-                f"{key}.{given[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
-            )
-
-
-def check_layouts(config: RunConfig, plan: Plan) -> None:
-    """See that engine and trainer can share a model as the plan has it, and its processes suffice.
-
-    Raises:
-        ConfigError: they cannot, do not, or a pool would keep one part in two layouts.
-    """
-    of = plan.stage_pools() if plan.pools else {}
-    needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
-    sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
-    comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
-    held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
-    for stage, spec in plan.flow.all_stages.items():
-        key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
-        layout = job.layout
-        pool = of.get(stage)
-        size = job.nodes * job.processes if pool is None else sizes[pool]
-        size = 1 if stage in comes_and_goes else size
-        loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
-        if loads is not None and of and not spec.single_process:
-            first, other = held.setdefault((of[stage], loads), (stage, layout))
-            if other != layout:
-                raise ConfigError(
-                    f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
-                    f"pool with it, has {str(other) or 'none'}; give both the same"
-                )
-        if loads == "trainer":
-            trainer = trainers.get(config.trainer.name)
-            options = config.trainer.validate_options(trainer.Config, "trainer")
-            policy, model = policy_class(config)
-            trainer.check(options, policy, model, config.optimizer, layout, size, key)
-            if (
-                spec.single_process
-                and REPLAY_ALGORITHM in plan.flow.requires
-                and not plan.is_single_process(stage)
-            ):
-                raise ConfigError(
-                    f"plan.stages.{stage}: {job.nodes * job.processes} processes, but one process "
-                    f"learns from transitions (flow={config.flow}); leave out nodes and processes"
-                )
-        if not layout.parallel_dims():
-            continue
-        if loads is None or spec.single_process:
-            raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
-        name, registry = getattr(config, loads).name, engines if loads == "engine" else trainers
-        can = registry.get(name).supported_layouts
-        for way in layout.parallel_dims():
-            if way not in can:
-                ways = ", ".join(sorted(can)) or "no way"
-                raise ConfigError(
-                    f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
-                )
-        if loads == "engine":
-            engine = engines.get(name)
-            options = config.engine.validate_options(engine.Config, "engine")
-            engine.check_layout(options, policy_class(config)[1], layout, key)
-        layout.check(size, key)
-
-
-def check_tracker(name: str, key: str, config: RunConfig) -> None:
-    """See that a tracker is there and can begin, without starting it.
-
-    Raises:
-        ConfigError: unknown, or it lacks a login.
-        MissingPackageError: its package is not installed.
-    """
-    tracker = trackers.get(name, key)
-    package: tuple[str, str] | None = getattr(tracker, "package", None)
-    if package is not None:
-        require_package(*package, f"{key}: {name}")
-    check_settings: Callable[[RunConfig], None] | None = getattr(tracker, "check", None)
-    if check_settings is not None:
-        check_settings(config)
-
-
-def check_flow(flow: Flow, key: str) -> None:
-    """See that each stage has a program, and inputs that are there when it runs.
-
-    Raises:
-        ConfigError: it has not; names the stage.
-    """
-    if not flow.stages or not flow.offline:
-        raise ConfigError(
-            f"{key}: a flow has stages, and an offline stage that makes the first weights"
-        )
-    before = set(flow.offline)
-    for name, stage in flow.all_stages.items():
-        where = f"{key}: stage {name}"
-        for entry in stage.inputs.values():
-            for source in filter(None, (entry.stage, entry.initial)):
-                if source not in flow.all_stages:
-                    hint = did_you_mean(source, flow.all_stages)
-                    raise ConfigError(f"{where} takes {source!r}, which is no stage of it{hint}")
-            if not entry.lag and entry.stage not in before and not entry.stale:
-                raise ConfigError(f"{where} takes {entry.stage}, which comes later; put it before")
-        for section in stage.config_sections:
-            if section not in RunConfig.model_fields:
-                hint = did_you_mean(section, RunConfig.model_fields)
-                raise ConfigError(f"{where} has no such section: {section!r}{hint}")
-        import_user_attribute(flow.module_of(name), "run", where)
-        before.add(name)
-
-
-def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that a cap of what is drawn anew is given where something is, and there alone.
-
-    Raises:
-        ConfigError: it is not, or the algorithm keeps whatever is drawn.
-    """
-    flow = flow_of(config)
-    redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
-    if redraws and config.rollout.max_resamples is None:
-        raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; say how often at most"
-        )
-    if not redraws and config.rollout.max_resamples is not None:
-        raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set flow=dynamic_sampling"
-        )
-    # Groups of two whose samples scored the same: the usual scores, and such as no task has.
-    scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
-    if redraws and algorithm.select_samples(scores, groups).all():
-        raise ConfigError(
-            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose samples all "
-            "scored the same, so that nothing would be drawn anew; set algorithm=dapo, or "
-            "algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
-            "flow=on_policy without rollout.max_resamples"
-        )
-
-
-def check_device(name: str, key: str) -> None:
-    """See that this machine has a device.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    import torch
-
-    kind, _, number = name.partition(":")
-    seen = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and int(number or 0) >= seen:
-        has = f"{seen} GPUs" if seen else "no GPU"
-        raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
-
-
-def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
-    """See that stop strings are either texts or special tokens, which no decoded text shows.
-
-    Raises:
-        ConfigError: one mixes them, so that no engine would ever find it.
-    """
-    for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
-        for text in () if section.sampling is None else section.sampling.stop:
-            if (inside := chat_format.undecoded_token_in(text)) is not None:
-                raise ConfigError(
-                    f"{key}.sampling.stop: {text!r} holds the special token {inside!r} and more, "
-                    f"and would never be found; give {inside!r} alone"
-                )
-
-
-def check_context(context: int | None, positions: int | None) -> None:
-    """See that an engine is not asked for longer samples than the model takes.
-
-    Raises:
-        ConfigError: it is; vLLM would not start.
-    """
-    if context is not None and positions is not None and context > positions:
-        raise ConfigError(
-            f"engine.max_model_len: {context} is more than the {positions} positions of the model; set "
-            f"it to {positions} or less, or leave it out"
-        )
-
-
-def check_sizes(config: RunConfig, extent: TaskSize, positions: int | None) -> None:
-    """See that there are as many problems as are asked, and room for the answers.
-
-    Raises:
-        ConfigError: there are not.
-    """
-    held_out = config.evaluate.horizon or config.rollout.horizon
-    for key, asked, there, file in (
-        ("rollout.batch_size", config.rollout.batch_size, extent.train, "task.train"),
-        ("evaluate.samples", config.evaluate.samples, extent.test, "task.test"),
-    ):
-        if there is not None and asked > there:
-            raise ConfigError(
-                f"{key}: {asked} different problems are asked at once, and {file} has {there} that "
-                f"can be used; set {key}={there} or less"
-            )
-    asks: Iterable[tuple[str, int]] = (
-        ("rollout.horizon", config.rollout.horizon),
-        ("evaluate.horizon", held_out),
-    )
-    for key, horizon in asks:
-        if positions is not None and extent.max_prompt_tokens + horizon > positions:
-            raise ConfigError(
-                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones do "
-                f"not fit into the {positions} positions of the model; lower it"
-                + _or_model(config.model.model_extra or {})
-            )
-
-
-def _or_model(options: dict[str, Any]) -> str:
-    if not options.get("path"):
-        return " or raise model.max_position_embeddings"
-    return " or task.max_prompt_length, or raise model.max_model_len as far as config.json allows"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FULL_ERROR_VARIABLE = "HYDRA_FULL_ERROR"
+MISMATCH_FLAGS = {"--redo": "recompute", "--keep": "keep"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def run(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     config_dir: str | Path | None = None,
-    on_mismatch: Literal["ask", "redo", "keep"] = "ask",
+    on_mismatch: Literal["error", "recompute", "keep"] = "error",
 ) -> RunResults:
     """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
 
@@ -73,7 +74,7 @@ def run(
         experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
         overrides: as on the command line (``["optimizer.lr=3e-4"]``), or values by dotted key.
         config_dir: a folder of further configuration files.
-        choice: what to do with results that this configuration or code would not make the same.
+        on_mismatch: handling of results that this configuration or code would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
@@ -176,16 +177,16 @@ def sweep_points(words: Sequence[str]) -> list[Any]:
 
 
 def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
-    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+    """Return the words for Hydra, and the mismatch handling that ``--redo`` or ``--keep`` selects.
 
     Raises:
         ConfigError: both.
     """
-    flags = {word for word in words if word in ("--redo", "--keep")}
+    flags = {word for word in words if word in MISMATCH_FLAGS}
     if len(flags) > 1:
-        raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+        raise ConfigError("--redo and --keep exclude each other: give one of them")
     rest = [word for word in words if word not in flags]
-    return rest, next(iter(flags), "--ask").removeprefix("--")
+    return rest, next((MISMATCH_FLAGS[flag] for flag in flags), "error")
 
 
 def sweep_suffix_override(words: Sequence[str]) -> list[str]:
@@ -225,11 +226,11 @@ def is_sweep() -> bool:
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any, on_mismatch: str = "ask") -> int:
+def run_point(values: Any, on_mismatch: str = "error") -> int:
     """Run one composed configuration to its end; returns its exit code.
 
     Args:
-        choice: ``redo`` or ``keep`` for results that it would not make the same.
+        on_mismatch: ``recompute`` or ``keep`` for results that it would not reproduce.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,4 +1,5 @@
-"""From a composed configuration to a finished run: what every way of starting one calls."""
+"""From overrides to a finished run: compose, validate, create or reopen, and drive. All commands
+and the Python API use these functions."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ from pipeline.callbacks import (
     check_notify_command,
     notify_at_end,
 )
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.driver_job import check_no_driver_job, start_lock
 from pipeline.commands.stop import StopRequest, cancel_run_jobs
-from pipeline.driver import Driver, InProcessExecutor, RunCallback, StageExecutor
+from pipeline.driver import Driver, RunCallback
+from pipeline.executors import InProcessExecutor, StageExecutor
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
-from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher, resolve_plan
+from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, load_plan
 from pipeline.pools.executor import PoolExecutor
 from pipeline.report import write_report
-from pipeline.resources import pool_resources
+from pipeline.resources import pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run
 from pipeline.run_record import read_run_record
@@ -49,112 +52,15 @@ from stages.runner import read_config_values
 from stages.worker_state import WorkerState
 
 
-def reopen_run(
-    folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
-) -> Run:
-    """Open a run with another configuration, as ``rlinf run`` would with the run's first command.
-
-    Args:
-        words: overrides of what is frozen.
-
-    Raises:
-        ConfigError, DataError, PlanError, MismatchError: nothing was written.
-        RunLockedError: a driver is at work there, or another process starts the run.
-    """
-    from pipeline.resume import create_run  # it loads algorithms, as the checks do
-
-    config, plan, chosen = validate_overrides(folder, words, current_job_resources())
-    with start_lock(Run(config.run.folder, config)):
-        return create_run(config, plan.to_dict() if chosen else None, on_mismatch)
-
-
-def validate_overrides(
-    folder: Path, words: Sequence[str], driver: JobResources | None = None
-) -> tuple[RunConfig, Plan, bool]:
-    """Return the checked configuration and plan of a run with overrides; nothing is written.
-
-    The plan is that of the run, unless an override names another one; the last value says so.
-
-    Args:
-        driver: see :func:`pipeline.commands.experiment.validate_experiment`.
-
-    Raises:
-        ConfigError, DataError, PlanError: they cannot be used.
-    """
-    values = apply_overrides(folder, words)
-    chosen = any(_key(word) == "plan" for word in words)
-    file = Run.open(folder).folder / PLAN_FILE
-    if chosen or not file.exists():
-        return *validate_experiment(values, driver), True
-    own = values.get("plan")
-    config, plan = validate_experiment(
-        {**values, "plan": yaml.safe_load(file.read_text("utf-8"))}, driver
-    )
-    return config.model_copy(update={"plan": own}), plan, False
-
-
-def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Return the frozen values of a run with overrides.
-
-    ``SECTION=NAME`` puts the file of that name in the place of the whole section.
-
-    Raises:
-        ConfigError: an override cannot be composed, or is about which run this is.
-    """
-    folder = Run.open(folder).folder
-    for word in words:
-        if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
-            raise ConfigError(
-                f"{word}: this goes on with the run in {folder}; leave it out, or start another "
-                "run with rlinf run"
-            )
-    values = read_config_values(folder / CONFIG_FILE)
-    record = read_run_record(folder)
-    for key in (record.derived if record is not None else None) or ():
-        section, _, name = key.partition(".")
-        # What was read from the task's environment stays while the task does: it may not be here.
-        if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
-            values[section][name] = None
-    values["run"] = {"name": folder.name, "root": str(folder.parent)}
-    groups = [word for word in words if _is_group(word)]
-    base = {key: value for key, value in values.items() if key not in map(_key, groups)}
-    rest = [force_add(word) for word in words if word not in groups]
-    with tempfile.TemporaryDirectory() as place:
-        text = yaml.safe_dump({"defaults": ["_self_"], **_literal(base)}, sort_keys=False)
-        Path(place, "frozen.yaml").write_text(text, encoding="utf-8")
-        further = [*(f"+{word}" for word in groups), *rest]
-        return compose_from(Path(place), "frozen", further, [str(package_paths.ROOT / "configs")])
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
-
-
-def _is_group(word: str) -> bool:
-    return force_add(word) == word and (package_paths.ROOT / "configs" / _key(word)).is_dir()
-
-
-def _literal(value: Any) -> Any:
-    """Values in which nothing is an interpolation: they were resolved when they were frozen."""
-    if isinstance(value, Mapping):
-        return {key: _literal(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
-
-
-log = logging.getLogger("rlinf")
-
-
 def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
-    """Validate a composed configuration and make (or reopen) its run directory.
+    """Validate a composed configuration, and create or reopen its run directory.
 
     Args:
-        choice: what to do about results that it would not make the same.
+        on_mismatch: handling of results that it would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
-        RunLockedError: a driver is at work there, or another process starts the run.
+        RunLockedError: the run has a driver, or another process is starting it.
     """
     from pipeline.resume import create_run  # it loads algorithms, as the checks do
 
@@ -166,16 +72,16 @@ def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.
 def validate_experiment(
     values: Mapping[str, Any], driver: JobResources | None = None
 ) -> tuple[RunConfig, Plan]:
-    """A composed configuration and its plan, after all checks; nothing is written.
+    """Return a composed configuration and its plan after all checks; nothing is written.
 
     Args:
-        driver: what the job asks for in which the driver will run; None: in none, or it is not
-            known yet.
+        driver: resources of the job in which the driver will run; None: the driver is no job, or
+            they are unknown.
 
     Raises:
-        ConfigError, DataError, PlanError: they cannot be used.
+        ConfigError, DataError, PlanError: they are invalid.
     """
-    # They load engines and trainers, which a driver has no use for.
+    # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
         check_layouts,
         check_separate_policy,
@@ -187,10 +93,10 @@ def validate_experiment(
     validate_config(config)
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.interface is not None:
-        interface_address(cluster.interface)
+    if cluster.network_interface is not None:
+        interface_address(cluster.network_interface)
     plan = resolve_plan(plan, cluster)
-    check_notify_command(cluster.notify)
+    check_notify_command(cluster.notify_command)
     if plan.execution == "segment" and cluster.launcher == "inprocess":
         raise PlanError(
             "plan: execution: segment: pools are processes of their own; add cluster=local (this "
@@ -213,7 +119,7 @@ def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismat
 
 
 def open_run(words: Sequence[str]) -> Run:
-    """The run of a directory, with overrides if any follow, or of the experiment that they compose.
+    """Open a run directory, with overrides if any follow, or prepare the run of an experiment.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
@@ -229,10 +135,10 @@ def open_run(words: Sequence[str]) -> Run:
 
 
 def load_configuration(words: Sequence[str]) -> RunConfig:
-    """The checked configuration of the same; no run directory is made.
+    """Return the validated configuration of a run directory or experiment, without creating a run.
 
     Raises:
-        ConfigError, DataError: it cannot be used.
+        ConfigError, DataError: it is invalid.
     """
     if is_run_folder(words) and not words[1:]:
         return Run.open(Path(words[0])).config
@@ -249,21 +155,21 @@ def load_configuration(words: Sequence[str]) -> RunConfig:
 
 
 def is_run_folder(words: Sequence[str]) -> bool:
-    """Whether words begin with a run directory, which overrides may follow."""
+    """Return whether words start with a run directory, which overrides may follow."""
     return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
 
 
 def compose_words(words: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a command's overrides, as plain values.
+    """Compose the overrides of a command; returns plain values.
 
     Raises:
-        ConfigError: Hydra cannot compose it.
+        ConfigError: Hydra cannot compose them.
     """
     return compose([force_add(word) for word in words])
 
 
 def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
-    """The configuration Hydra composes, as plain values.
+    """Compose a configuration with Hydra; returns plain values.
 
     Args:
         searchpath: folders of further configuration files.
@@ -277,7 +183,7 @@ def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[st
 def compose_from(
     folder: Path, name: str, overrides: Sequence[str], searchpath: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same, beginning with the file ``name`` of a folder.
+    """Compose a configuration from the file ``name`` of a folder.
 
     Raises:
         ConfigError: Hydra cannot compose it.
@@ -294,7 +200,7 @@ def compose_from(
             further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
             path = [f"hydra.searchpath=[{further}]"] if further else []
             whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
-        # Names of runs may be made of files that were chosen: hydra:runtime.choices.
+        # Run names may contain chosen files (hydra:runtime.choices).
         HydraConfig.instance().set_config(whole)
         values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
@@ -307,33 +213,33 @@ def compose_from(
 def drive(
     run: Run, overrides: Mapping[str, Any] | None = None, on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> Path:
-    """Take a run from where it is to its end and write the report.
+    """Drive a run to its end and write the report; returns its path.
 
     Args:
         overrides: keys of the ``cluster`` section that differ this time.
-        choice: what to do about results that this program would not make the same.
+        on_mismatch: handling of results that this program would not reproduce.
 
     Raises:
-        MismatchError: there are some, and nobody chose.
+        MismatchError: there are such results, and ``on_mismatch`` is ERROR.
     """
     cluster = cluster_config(run, overrides)
     with (
         translate_resource_errors(),
         translate_user_errors(),
-        notify_at_end(run.folder.name, cluster.notify),
+        notify_at_end(run.folder.name, cluster.notify_command),
     ):
         _drive(run, cluster, on_mismatch, offline=False)
         return write_report(run.folder)
 
 
 def run_warm_start(run: Run) -> None:
-    """Run the stages before the first iteration, unless that is done."""
+    """Run the offline stages, unless they are finished."""
     with translate_resource_errors(), translate_user_errors():
         _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
 
 
 def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
-    """The cluster section of a run, with keys that differ this time.
+    """Return the cluster section of a run, with keys that differ this time.
 
     Raises:
         ConfigError: a key is wrong.
@@ -362,10 +268,10 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         trackers = TrackerCallback(run)
         listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
         try:
-            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
+            Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
             idle = isinstance(executor, PoolExecutor) and not executor.has_started
             if idle and cluster.launcher == "slurm" and not offline:
-                # All was done before: pools of a driver that died at the end still wait for one.
+                # Nothing was left to do, but pools of a driver that died at the end may still wait.
                 for line in cancel_run_jobs(run.folder):
                     log.info("left by another driver: %s", line)
         except KeyboardInterrupt:
@@ -376,8 +282,106 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         except RequeueRequested:
             if stop.is_requested:
                 raise RunStopped(
-                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                    f"stopped by rlinf stop; continue with: rlinf resume {run.folder}"
                 ) from None
             raise
         finally:
             trackers.close()
+
+
+def reopen_run(
+    folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
+) -> Run:
+    """Open a run with overrides, as ``rlinf run`` would with the run's first command.
+
+    Args:
+        words: overrides of the frozen configuration.
+
+    Raises:
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
+        RunLockedError: the run has a driver, or another process is starting it.
+    """
+    from pipeline.resume import create_run  # it loads algorithms, as the checks do
+
+    config, plan, chosen = validate_overrides(folder, words, current_job_resources())
+    with start_lock(Run(config.run.folder, config)):
+        return create_run(config, plan.to_dict() if chosen else None, on_mismatch)
+
+
+def validate_overrides(
+    folder: Path, words: Sequence[str], driver: JobResources | None = None
+) -> tuple[RunConfig, Plan, bool]:
+    """Return the validated configuration and plan of a run with overrides; nothing is written.
+
+    The plan is that of the run, unless an override names another one; the third value tells whether
+    one does.
+
+    Args:
+        driver: see :func:`validate_experiment`.
+
+    Raises:
+        ConfigError, DataError, PlanError: they are invalid.
+    """
+    values = apply_overrides(folder, words)
+    chosen = any(_key(word) == "plan" for word in words)
+    file = Run.open(folder).folder / PLAN_FILE
+    if chosen or not file.exists():
+        return *validate_experiment(values, driver), True
+    own = values.get("plan")
+    config, plan = validate_experiment(
+        {**values, "plan": yaml.safe_load(file.read_text("utf-8"))}, driver
+    )
+    return config.model_copy(update={"plan": own}), plan, False
+
+
+def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Return the frozen values of a run with overrides.
+
+    ``SECTION=NAME`` replaces the whole section by the file of that name.
+
+    Raises:
+        ConfigError: an override cannot be composed, or would change the identity of the run.
+    """
+    folder = Run.open(folder).folder
+    for word in words:
+        if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
+            raise ConfigError(
+                f"{word}: this continues the run in {folder}; leave it out, or start another "
+                "run with rlinf run"
+            )
+    values = read_config_values(folder / CONFIG_FILE)
+    record = read_run_record(folder)
+    for key in (record.derived if record is not None else None) or ():
+        section, _, name = key.partition(".")
+        # Values from the task's environment stay with the task, which may not exist here.
+        if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
+            values[section][name] = None
+    values["run"] = {"name": folder.name, "root": str(folder.parent)}
+    groups = [word for word in words if _is_group(word)]
+    base = {key: value for key, value in values.items() if key not in map(_key, groups)}
+    rest = [force_add(word) for word in words if word not in groups]
+    with tempfile.TemporaryDirectory() as place:
+        text = yaml.safe_dump({"defaults": ["_self_"], **_literal(base)}, sort_keys=False)
+        Path(place, "frozen.yaml").write_text(text, encoding="utf-8")
+        further = [*(f"+{word}" for word in groups), *rest]
+        return compose_from(Path(place), "frozen", further, [str(package_paths.ROOT / "configs")])
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _is_group(word: str) -> bool:
+    return force_add(word) == word and (package_paths.ROOT / "configs" / _key(word)).is_dir()
+
+
+def _literal(value: Any) -> Any:
+    """Escape interpolations: frozen values were resolved before."""
+    if isinstance(value, Mapping):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+log = logging.getLogger("rlinf")

@@ -37,7 +37,7 @@ SMALL = [
     *("algorithm.minibatches=2", "algorithm.epochs=2"),
     *("evaluate.every=1", "evaluate.samples=4", "evaluate.horizon=16"),
 ]
-GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=2"]
+GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=true"]
 
 
 def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             pools((BOTH, 1)),
-            r"plan\.pools\[0\]\.ranks: rollout and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: rollout and rollout\.generate in one pool need ",
         ),
         (
             {
@@ -300,7 +300,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                 ],
                 "defaults": {"processes": 2},
             },
-            r"plan\.pools\[0\]\.ranks: evaluate and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: evaluate and rollout\.generate in one pool need ",
         ),
         (
             pools((["rollout"], 1), (["rollout.generate", *LATER], 2))
@@ -326,7 +326,9 @@ def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simula
     config = validate(RunConfig, compose(experiment="cartpole_ppo"))
     evaluate = replace(on_policy.evaluate, module="stages.reward")
     flow = replace(on_policy, evaluate=evaluate)
-    with pytest.raises(PlanError, match=r"has no 'acting'.*evaluate in another pool than rollout"):
+    with pytest.raises(
+        PlanError, match=r"has no 'policy_runner'.*evaluate in another pool than rollout"
+    ):
         check_separate_policy(config, parse_plan(APART, "plan", flow))
     own = pools((["rollout"], 1), (["rollout.generate", *LATER], 1), (["evaluate"], 1))
     check_separate_policy(config, parse_plan(own, "plan", flow))

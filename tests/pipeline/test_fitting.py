@@ -36,7 +36,7 @@ def prior(tmp_path: Path) -> Path:
         (
             "pendulum_sac",
             ["flow=offline", "algorithm.offline_data={prior}", "algorithm.offline_ratio=1.0"],
-            r"algorithm\.updates: .*flow=offline collects none",
+            r"algorithm\.gradient_steps: .*flow=offline collects none",
         ),
         (
             "pendulum_sac",
@@ -86,7 +86,7 @@ def test_samples_that_begin_differently_are_not_compared(
     values = compose(*words, experiment="halfcheetah_ppo")
     with pytest.raises(ConfigError, match=said):
         validate_config(validate(RunConfig, values))
-    values["task"]["world"] = "gymnasium"
+    values["task"]["simulator"] = "gymnasium"
     validate_config(validate(RunConfig, values))
 
 

@@ -20,9 +20,9 @@ from matplotlib.patches import Patch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
 from pipeline.planning.planner import job_planner, pool_planner
 from pipeline.planning.planner.available_devices import (

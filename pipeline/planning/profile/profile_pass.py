@@ -20,8 +20,9 @@ from itertools import combinations
 from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.inventory import load_or_survey
-from pipeline.job_executor import ClusterConfig, create_launcher, job_resources, resolve_plan
+from pipeline.job_executor import create_launcher
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import build_profile, mixed_kinds, stage_job_bench
 from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
@@ -41,6 +42,7 @@ from pipeline.planning.profile.stage_bench import (
     RENDEZVOUS_DIR,
     RENDEZVOUS_TIMEOUT_S,
 )
+from pipeline.resources import job_resources, resolve_plan
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.config import RunConfig, json_digest, validate
@@ -194,7 +196,7 @@ def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], N
         finally:
             launcher.close()
     return work.build_profile(
-        kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None
+        kinds, between, mixed, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
 

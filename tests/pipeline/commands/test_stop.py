@@ -15,7 +15,8 @@ import pytest
 from pipeline.callbacks import check_notify_command, notify_at_end
 from pipeline.commands.experiment import prepare_run
 from pipeline.commands.stop import StopRequest, stop_run
-from pipeline.driver import Driver, InProcessExecutor
+from pipeline.driver import Driver
+from pipeline.executors import InProcessExecutor
 from pipeline.run import LOCK_FILE
 from rlinf.errors import (
     ConfigError,
@@ -126,7 +127,7 @@ def test_a_command_is_told_how_a_run_ended(
 
 
 def test_a_command_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.notify: no command 'no-such"):
+    with pytest.raises(ConfigError, match=r"cluster\.notify_command: no command 'no-such"):
         check_notify_command(["no-such-command"])
 
 

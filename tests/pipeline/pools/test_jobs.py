@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import parse_plan
 from pipeline.pools.leases import pool_job, pool_states
 from pipeline.run import Run
@@ -39,7 +39,7 @@ def key(compose: Compose) -> Callable[..., str]:
 
 def test_what_workers_do_not_see_changes_nothing(key: Callable[..., str]) -> None:
     assert key() == key({"iterations": 7}) == key({"log": {"trackers": ["wandb"]}})
-    assert key() == key(retries=9)
+    assert key() == key(max_retries=9)
 
 
 def test_their_configuration_resources_and_code_are_part_of_it(key: Callable[..., str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.job_executor import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, PlanningSources, StagePlan, parse_plan
 from pipeline.planning.planner.available_devices import check_quota, select_devices, with_counts
 from pipeline.planning.planner.job_search import choose_assignments
