@@ -34,23 +34,23 @@ class StageAssignment:
     """Cost in the unit of the objective."""
 
     @property
-    def _place_names(self) -> dict[str, _Place]:
-        return _places_in_time(self.options, self.after, [o.seconds for o in self.options])
+    def _schedule(self) -> dict[str, _Place]:
+        return _schedule_stages(self.options, self.after, [o.seconds for o in self.options])
 
     @property
     def starts(self) -> dict[str, float]:
         """Start of each stage, in seconds from the start of the iteration."""
-        return {stage: place.start for stage, place in self._places.items()}
+        return {stage: place.start for stage, place in self._schedule.items()}
 
     @property
     def seconds(self) -> float:
         """Seconds of an iteration, along its longest chain of stages."""
-        return max(place.end for place in self._places.values())
+        return max(place.end for place in self._schedule.values())
 
     @property
     def critical_path(self) -> tuple[str, ...]:
         """The stages of the longest chain, in order."""
-        places = self._places
+        places = self._schedule
         chain = [max(places, key=lambda stage: places[stage].end)]
         while (before := places[chain[-1]].before) is not None:
             chain.append(before)
@@ -61,7 +61,7 @@ class StageAssignment:
         """Stages that wait only for the devices of another stage, with that stage."""
         return {
             stage: place.before
-            for stage, place in self._places.items()
+            for stage, place in self._schedule.items()
             if place.before is not None and place.before not in self.after[stage]
         }
 
@@ -132,7 +132,7 @@ class _Place(NamedTuple):
     before: str | None
 
 
-def _places_in_time(
+def _schedule_stages(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], lengths: Sequence[float]
 ) -> dict[str, _Place]:
     """Schedule each stage, in order, as soon as its inputs exist and its devices are free."""
@@ -171,7 +171,7 @@ def _assignment(
 ) -> StageAssignment:
     costs = [option_cost(option, objective) for option in options]
     # Side by side jobs cost their money each, but only the longer one's time.
-    in_time = _places_in_time(options, after, costs).values() if objective.unit == "s" else ()
+    in_time = _schedule_stages(options, after, costs).values() if objective.unit == "s" else ()
     whole = max(place.end for place in in_time) if in_time else sum(costs)
     return StageAssignment(tuple(options), after, whole)
 
