@@ -92,7 +92,7 @@ def training_memory(
     per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
     if layout.recompute == "full":
         inputs = float(shape.activation_bytes("full").max())
-        # The layer being recomputed is there in full.
+        # The layer that is recomputed is complete in memory.
         per_token = per_token + stages.largest_activation_bytes
         per_token = per_token + in_flight * stages.layers * inputs
     else:

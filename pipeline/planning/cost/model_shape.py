@@ -187,7 +187,7 @@ class ModelShape:
         if recompute == "full":
             return np.full(self.layers, float(e * h))
         norms = 2 * e * h
-        # Instead of scores fused attention keeps one number per head and query.
+        # Fused attention keeps one number per head and query instead of scores.
         attention = e * (h + 2 * self.q_width + 2 * self.kv_width) + FLOAT32 * self.heads
         if self.qk_norm:
             attention += e * (self.q_width + self.kv_width)

@@ -121,7 +121,7 @@ class TimeModel:
             value = np.where(here, np.mean([point.seconds for point in there]), value)
             own = math.hypot(*(_sigma(point) for point in there)) / len(there)
             spread = np.where(here, own * self.scatter, spread)
-        # Of few points the scatter itself is not known well.
+        # With few points the scatter itself is uncertain.
         few = float(student.ppf((1 + LEVEL) / 2, max(self.degrees_of_freedom, 1))) / Z
         spread = few * spread
         outside = (beyond > 0) & ~measured
@@ -191,7 +191,7 @@ def fit_times(points: Sequence[TimingPoint]) -> TimeModel:
     weights = 1 / np.array([_sigma(point) for point in points])
     chosen, error = None, math.inf
     for terms in TERM_SETS:
-        # With one point left out in turn the rest must still determine the terms.
+        # With one point left out, the others must still determine the terms.
         if len(places) <= len(terms):
             continue
         missed = _leave_one_out(design, times, weights, terms)
@@ -224,7 +224,7 @@ def _sigma(point: TimingPoint) -> float:
 def _solve(design: Array, times: Array, weights: Array, terms: Sequence[int]) -> Array:
     """Return factors ``[5]`` by weighted least squares, none negative."""
     columns = design[:, list(terms)] * weights[:, None]
-    # Columns of very unlike size would trouble the solver.
+    # The solver is inaccurate for columns of very different magnitude.
     scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
     found, _ = nnls(columns / scale, times * weights)
     out = np.zeros(len(TERMS))
@@ -236,7 +236,7 @@ def _leave_one_out(design: Array, times: Array, weights: Array, terms: Sequence[
     """Return the root mean square of relative errors, each place predicted from the others."""
     errors = []
     for i in range(len(times)):
-        # Repeats of one place go together, or it would predict itself.
+        # All repeats of a place are left out together, or it would predict itself.
         others = np.any(design != design[i], axis=1)
         factors = _solve(design[others], times[others], weights[others], terms)
         errors.append(float(design[i] @ factors) / times[i] - 1)

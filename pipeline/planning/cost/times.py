@@ -164,7 +164,7 @@ def micro_batch(
     flops = flops + min(passes.compute, 3) * stages.head * shape.head_flops
     reads = passes.compute * shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
     compute, bandwidth = device.roofline(flops * micro * tokens / tp, reads)
-    # Norms, activations and residuals between the matrix products write and read what is kept.
+    # Norms, activations and residuals between matrix products write and read kept activations.
     moved = 2 * passes.compute * stages.activation_bytes * micro * tokens / tp
     bandwidth = bandwidth + device.roofline(0.0, moved)[1]
     exchange = _layer_communication(
@@ -300,8 +300,8 @@ def _generation(
     full = room < share
     steps = np.where(full, np.maximum(share * mean - running * mean_residual, 0.0) / running, 0.0)
     decode = decode_step(shape, layout, running, mean_context(work), device)
-    # The last phase. With n at its start of whom each still runs with chance q, some do with chance
-    # 1 - (1 - q)^n, and then n q over that on average.
+    # The last phase: of n requests at its start each still runs with probability q, some run with
+    # probability 1 - (1 - q)^n, and then n q divided by that on average.
     chance = np.where(full[..., None], residual, alive)
     some = 1 - (1 - chance) ** running[..., None]
     left = np.where(some > 0, running[..., None] * chance / np.maximum(some, 1e-300), 1.0)
@@ -336,7 +336,7 @@ def decode_step(
     tp, ep = np.asarray(layout.tp), np.asarray(layout.ep)
     met: Any = 1.0
     if shape.experts:
-        # Tokens of all replicas that share the experts meet on them.
+        # Tokens of all replicas that share the experts use them together.
         met = 1 - (1 - shape.active_experts / shape.experts) ** (running * ep)
     shared = float(shape.shared_parameters.sum()) + shape.embedding_parameters
     routed = float(shape.expert_parameters.sum())
@@ -365,7 +365,7 @@ def _prefill(
 ) -> TimeBreakdown:
     """Return the seconds to process prompts, in pieces that fill the GPU: bound by arithmetic."""
     tokens = prompts * work.prompt_tokens
-    # Logits are needed of the last token of each prompt alone.
+    # Only the last token of each prompt needs logits.
     flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)
     hidden = tokens * shape.hidden * shape.dtype_bytes
     reduce = hardware.all_reduce_seconds(device.group_link(layout.tp, 1), layout.tp, hidden)

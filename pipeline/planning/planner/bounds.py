@@ -208,7 +208,7 @@ class _Program:
                     self._add(row, height)
             # speed <= sum of the parts; and, since a mixture keeps a share m of the sum unless one
             # kind alone is quicker, speed <= m sum + (1 - m) (the quickest kind alone).
-            # What does not mix at all is a share of 0.
+            # A stage that does not mix has a share of 0.
             problem = self._of.problem
             mixing = problem.mixing if problem.stages[s].divisible else 0.0
             alone = max(float(table[-1]) for table in self._of.predictor.best[s])
@@ -234,7 +234,7 @@ class _Program:
         }
         free: dict[int, int] = {}
         for group in predictor.groups:
-            # One stage stands for its group: they begin and end together.
+            # One stage represents its group, because they begin and end together.
             head = group[0]
             for terms in self._group_times(group):
                 self._after(self.start, head, terms, head, self.end, slow[head])
@@ -328,7 +328,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         return found
     members = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
     switches = np.array([_switches(predictor, np.flatnonzero(row)) for row in members])
-    # The empty pool fills up those of few pools; it costs nothing.
+    # The empty pool pads groupings with few pools; it costs nothing.
     every = [
         (n, less) for n, grouping in enumerate(groupings) for less in _without_overlap(grouping)
     ]
@@ -342,7 +342,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         needed = members @ spent + switches[:, None]
         costs = np.zeros((len(members), NUM_TIMES))
         for row, seconds in zip(costs[1:], needed[1:], strict=True):
-            # The first budget that suffices; what the pool needs is more than the one before.
+            # The first sufficient budget: the pool needs more than the previous one.
             first = np.searchsorted(-seconds, -times * (1 + 1e-9))
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
         enough = np.sum([costs[pools[:, p]] for p in range(len(stages))], axis=0) <= 1

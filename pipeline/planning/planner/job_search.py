@@ -107,7 +107,7 @@ def choose_assignments(
     first = _assignment(best, after, objective)
     others = [_assignment(other, after, objective) for other in _variants(options, best, objective)]
     if first.waits_for_devices_of:
-        # The best of each stage are not the best together.
+        # The best options of single stages are not the best combination.
         every = [first, *others]
         first = min(every, key=lambda choice: choice.cost)
         others = [choice for choice in every if choice is not first]
@@ -145,7 +145,7 @@ def _schedule_stages(
         ready = max((places[source].end for source in after[option.stage]), default=0.0)
         ends = {place.end for place in places.values() if place.end > ready}
         for start in sorted({ready, *ends}):
-            # As if all of them were there at once: two that follow each other may be counted so.
+            # All overlapping stages count at once, even two that follow each other.
             beside = [s for s, p in places.items() if p.start < start + length and p.end > start]
             together = sum((held[other] for other in beside), mine)
             if all(together[name] <= room[name] for name in mine) and all(
@@ -170,7 +170,7 @@ def _assignment(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], objective: Objective
 ) -> StageAssignment:
     costs = [option_cost(option, objective) for option in options]
-    # Side by side jobs cost their money each, but only the longer one's time.
+    # Jobs at the same time each cost money, but only the longer one costs time.
     in_time = _schedule_stages(options, after, costs).values() if objective.unit == "s" else ()
     whole = max(place.end for place in in_time) if in_time else sum(costs)
     return StageAssignment(tuple(options), after, whole)

@@ -242,7 +242,7 @@ def build_request(
         sited = cluster.model_copy(update={"site": site})
         door = partial(check_quota, cluster=sited, inventory=inventory)
         if not profile.estimated:
-            # Without data sheets, or of another sort of model, measurements alone say what fits.
+            # Without data sheets or formulas of the model, only measurements show what fits.
             with suppress(PlanError, DataError):
                 devices = with_memory_floors(devices, estimate_profile(config, inventory, known))
     elif profile is not None:
@@ -434,7 +434,7 @@ def run_plan(
         )
         return
     proposal = propose_plan(request, what_ifs)
-    # The files first: the reader of what is printed may close its end.
+    # Files are written first, because the reader of the output may close the pipe.
     beside = write_proposal(proposal, out, config.run.name)
     print_proposal(proposal)
     create_console().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
@@ -467,7 +467,7 @@ def run_replan(
         run.config, sources, objective or plan.forecast.objective, plan.execution
     )
     same = plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile
-    # Corrections are those of one profile; another one has measured anew.
+    # Corrections belong to one profile and do not apply to another one.
     known = compute_corrections(plan, measure_times(run), request) if same else {}
     proposal = propose_plan(replace(request, corrections=known))
     if proposal.plan.forecast is not None:

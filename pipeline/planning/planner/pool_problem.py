@@ -74,7 +74,7 @@ def first_chunk_shares(
     draws = min(max(MIN_SAMPLED_LENGTHS // samples, BATCH_DRAWS[0]), BATCH_DRAWS[1])
     half, whole = (_decoded(rng.choice(known, (draws, n)), rows) for n in (samples // 2, samples))
     steps, tokens = whole[1].max(1).mean(), samples * float(known.mean())
-    # Of the steps those of the tail are there however small the batch is.
+    # The steps of the tail do not shrink with the batch.
     tail = 2 * half[1].max(1).mean() - steps if samples > 1 else steps
     c0 = min(fixed / max(tail, 1e-9), 1 / steps)
     c1 = (1 - c0 * steps) / tokens
@@ -165,7 +165,7 @@ def build_pool_problem(
                 **parts,
             )
         )
-    # A job has like devices; generators are jobs of one device each.
+    # A job has equal devices; generators are jobs of one device each.
     generators = tables.get(flow.elastic_stage or "", {})
     alike = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = PlacementProblem(
@@ -278,7 +278,7 @@ def _parts(
 ) -> dict[str, Any]:
     """Return the parameters of a rollout that passes its samples on in chunks."""
     lines = [work.time_line(min(point.processes for point in work.measured)) for work in works]
-    # Of unlike kinds the mean.
+    # The mean over different kinds.
     fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
     config, profile = request.config, request.profile
     most = min(config.rollout.batch_size, sum(work.devices.count for work in works))
@@ -328,7 +328,7 @@ def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
         )
     limit = work.devices.time_limit_min
     if limit is not None:
-        # A job that ends before any stage of it does would begin with the same one for ever.
+        # A job that ends before its first stage does would repeat that stage forever.
         starts = sum(part.mean for part in work.overheads(1).values())
         quickest = starts + 1 / rates.max()
         rates = np.where(rates * (60 * limit - starts) >= 1, rates, 0.0)

@@ -153,7 +153,7 @@ class Predictor:
             ahead: float | Array = 1 / chunks
             if stages[group[0]].lead and not shared:
                 most, own = on[home[group[0]]]
-                # Fewer GPUs may be ready with their first part earlier; none before its share.
+                # Fewer GPUs may finish their first part earlier, but none before its share.
                 is_fixed = (most == own).all(0)
                 ahead = np.where(
                     is_fixed, stages[group[0]].first_chunk_share(chunks, own.sum(0)), ahead
@@ -166,7 +166,7 @@ class Predictor:
         moved = self._moving(home, counted_gpus)
         total = finish.max(0)
         if self.source is not None:
-            # Weights move as soon as they are trained, beside stages that end later.
+            # Weights move as soon as they are trained, while other stages may still run.
             total = np.maximum(total, finish[self.source] + moved)
         for job in pools_of_jobs(pools):
             if not problem.may_mix([s for p in job for s in pools[p]]):
@@ -207,7 +207,7 @@ class Predictor:
         if len(places) == 1:
             return gpus[places[0]], held[places[0]]
         own = np.sum([held[p] for p in places], axis=0)
-        # What is not settled yet may have been promised to each.
+        # GPUs that are not assigned yet may be counted for several pools.
         return np.minimum(
             np.sum([gpus[p] for p in places], axis=0), np.maximum(own, self._most)
         ), own
@@ -241,7 +241,7 @@ class Predictor:
             rate = fastest
         else:
             mixed = rate * np.where((parts > 0).sum(0) > 1, self.problem.mixing, 1.0)
-            # All of a pool work; of what is not settled yet a kind could be left out.
+            # All GPUs of a pool work; of unassigned ones a kind may be left out.
             rate = np.where((gpus == held).all(0), mixed, np.maximum(mixed, fastest))
             rate = np.where(((held > 0) & (parts == 0)).any(0), 0.0, rate)
         with np.errstate(divide="ignore"):

@@ -445,7 +445,7 @@ def dump_problem(
     for s, stage in enumerate(problem.stages):
         seconds = {}
         for k, kind in enumerate(problem.kinds):
-            # Pins are in the table; in between the next lower number stands.
+            # The table has pins applied; missing numbers use the next lower entry.
             rates = problem.rate_table(problem.stages[s], k)
             steps = np.flatnonzero(np.diff(rates, prepend=0.0))
             if len(steps):
@@ -558,7 +558,7 @@ def _parts(
     """
     numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
-    # The processes count on from one kind to the next.
+    # Process numbers continue from one kind to the next.
     kind_of = [kinds.index(kind) for kind, count in pool.gpus.items() for _ in range(count)]
     every = tuple(range(len(kind_of)))
     ranks = {s: pool.stage_ranks.get(name, every) for name, s in numbers.items()}

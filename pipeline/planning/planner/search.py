@@ -259,7 +259,7 @@ class _Search:
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
         tables = [table for row in self.predictor.tables for table in row]
         several = len(problem.kinds) > 1
-        # Where more GPUs make no stage slower, leaving some idle helps if they cost something.
+        # If more GPUs never slow a stage down, idle ones only help if GPUs have a cost.
         self._idle = (
             not isinstance(objective, IterationTime)
             or problem.mixes is not None
@@ -514,9 +514,9 @@ class _Search:
         near = self._round(pools, gpus)
         one = self._of_one_kind(pools, gpus, like or every)
         if like:
-            # Some cannot run as they are, but are few moves from others that can.
+            # Some cannot run, but are only a few moves away from others that can.
             return [*(state for _, state in one), near]
-        # A descent takes the longer the more kinds there are.
+        # A descent takes longer with more kinds.
         some = one[: max(1, STARTS_PER_GROUPING // len(self._sizes))]
         return [near, *(state for cost, state in some if cost < PROMISING_FACTOR * least)]
 
@@ -546,7 +546,7 @@ class _Search:
         for k in range(len(self._sizes)):
             states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
             for job in (job for job in like if len(job) > 1 and not self._may_mix(pools, job)):
-                # Its pools have whole nodes together.
+                # The pools of a job have whole nodes together.
                 held, most = states[:, job, k].sum(1), np.array(job)[states[:, job, k].argmax(1)]
                 states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[
                     k

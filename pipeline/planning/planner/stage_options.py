@@ -104,7 +104,7 @@ class StageTimes:
             for count in [len(p.time.seconds)]
         ]
         places = {(p.processes, p.size) for p in self.measured}
-        # Formulas say it of each number of processes, and jump where a job leaves its node.
+        # Formulas give each number of processes, with a step where a job exceeds its node.
         self.fits = not profile.estimated
         enough = self.fits and len(places) >= MIN_POINTS
         self._fit: TimeModel | None = fit_times(self.measured) if enough else None
@@ -170,7 +170,7 @@ class StageTimes:
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
-        # Of the job before, whose end starts this one.
+        # The completion of the previous job starts this one.
         steps.append(self._overhead("completion", processes))
         parts = {"start": dispatch if dispatch.mean else _sum(*steps)}
         parts["imports"] = self._overhead("imports", processes)
@@ -452,7 +452,7 @@ def stage_options(
         except PlanError as error:
             reasons.append(f"{name}: {error}")
     for name, shapes in every.items():
-        # Of the same nodes the better name, but for jobs that are too long or large for it.
+        # The same nodes count under the better kind, except for jobs too long or large for it.
         same = usable[name].better_kind or ""
         limit_s = usable[same].limit_s if same in usable else 0.0
         others = every.get(same, {})
@@ -473,7 +473,7 @@ def stage_options(
             f"{quickest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
             f"{limit.limit_s / 60:g}"
         )
-    # A job that its time ends is requeued for ever.
+    # A job that its time limit ends would be requeued forever.
     found = [option for option in found if option.seconds <= option.limit_s]
     if not found:
         raise PlanError(
@@ -532,7 +532,7 @@ def mixed_kind_option(
     (fixed_a, rate_a), (fixed_b, rate_b) = lines
     rise = rate_a + rate_b
     first = (fixed_b + rate_b - fixed_a) / rise if rise > 0 else math.nan
-    # Where times do not depend on the size, or nothing is known of them, all do as much.
+    # If times are unknown or independent of the size, all processes do the same amount.
     first = first if math.isfinite(first) else counts[0] / sum(counts)
     first = min(max(first, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
     parts = [
@@ -577,7 +577,7 @@ def mixing_efficiency(works: tuple[StageTimes, StageTimes]) -> float:
 def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
     """Return True if one job can have nodes of both: one partition, and distinct features."""
     are_distinct = a.feature is not None and b.feature is not None and a.feature != b.feature
-    # The feature of the GPU's name does not find those of one size.
+    # The feature with the GPU's name does not select one memory size.
     alike = not (a.kind.constraint or b.kind.constraint)
     return a.kind.partition == b.kind.partition and are_distinct and alike
 
@@ -605,7 +605,7 @@ def _shared_shapes(
     for processes in range(1, min(work.max_per_node() for work in works) + 1):
         for nodes in itertools.product(*(_some(work.devices.max_job_nodes) for work in works)):
             count = sum(nodes) * processes
-            # Both are of one partition, whose limit holds for the job.
+            # Both kinds are in one partition, whose limit applies to the job.
             if any(sum(nodes) > (work.devices.max_nodes_per_job or sum(nodes)) for work in works):
                 continue
             if count <= most and not any(work.refusal_for(count) for work in works):

@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     from rlinf.errors import RlinfError
 
     process_tuning.tune_process()
-    # What a stage's process imports before its work begins.
+    # The imports of a stage's process before its work.
     import stages.rollout
     import stages.runner
     import stages.train  # noqa: F401

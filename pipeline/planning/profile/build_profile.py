@@ -82,7 +82,7 @@ def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
     if not ran:
         return ProfilePoint(tokens=0, failure=first.failure, **shared)
     cold = [sample for sample in ran if sample.cold]
-    # A stage that ran once only has no warm time; its cold one is then the best that is known.
+    # A stage that ran only once has no warm time, so its cold time is used.
     warm = [sample for sample in ran if not sample.cold] or cold
     names = {name for sample in warm for name in sample.parts_s}
     return ProfilePoint(

@@ -87,7 +87,7 @@ def node_group_of_kind(kind: DeviceKind, inventory: Inventory) -> NodeGroup | No
     """Return the largest node group of a kind; None if no node can be used."""
     groups = inventory.partitions[kind.partition].groups
     mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
-    # Of equals the last, as list_kinds has it.
+    # Among equals the last one, as in list_kinds.
     return max(reversed(mine), key=lambda group: group.usable_nodes, default=None)
 
 

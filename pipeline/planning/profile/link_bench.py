@@ -34,7 +34,7 @@ def fit_link(
     rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
     size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
     design = np.stack([1 / time_s, size / time_s], axis=1)
-    # Sizes are large numbers: scaled, or the two columns would differ by many orders.
+    # Sizes are large numbers, so the columns are scaled to the same magnitude.
     scale = np.linalg.norm(design, axis=0)
     factors, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
     factors = factors / scale

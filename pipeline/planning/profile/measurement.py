@@ -183,7 +183,7 @@ class Trial(Section):
     def with_overhead(self, name: str, seconds: float) -> Trial:
         """Return the trial with another measurement of an overhead."""
         known = self.overheads_s
-        # Clocks of two machines may differ by more than something quick takes.
+        # Clocks of two machines may differ by more than a short duration.
         more = {**known, name: (*known.get(name, ()), max(0.0, seconds))}
         return self.model_copy(update={"overheads_s": more})
 

@@ -33,7 +33,7 @@ class ProfileIdentity(Section):
     def of(cls, config: RunConfig) -> ProfileIdentity:
         """Return the identity of a run's costs."""
         semantic = config.semantic_values()
-        # A run that begins fills it in; what is measured for it goes for its like.
+        # A starting run sets this value, on which measurements do not depend.
         semantic["optimizer"] |= {"lr_decay_iterations": None}
         return cls(
             model=json_digest([semantic["model"], _files(semantic["model"])]),

@@ -270,7 +270,7 @@ class ProfilePass:
             if not todo or (number and self.share_s(tasks, end, len(todo)) < MIN_RESTART_S):
                 break
             while todo := self.tasks_in_time(tasks, todo, end):
-                # The tasks of an array are of one size; on one machine each is for itself.
+                # Tasks of an array have one size; on one machine each task runs alone.
                 group = [task for task in todo if task.nodes == todo[0].nodes]
                 group = group if kind.partition else group[:1]
                 share = max(MIN_MEASURING_S, self.share_s(tasks, end, len(todo)))
@@ -341,7 +341,7 @@ class ProfilePass:
     ) -> dict[str, ProfileTask]:
         """Start one job for each task, as an array if there are several. Returns the tasks by job
         id."""
-        # All jobs of an array ask for what the largest needs.
+        # All jobs of an array request what the largest needs.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
         stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
@@ -399,7 +399,7 @@ class ProfilePass:
             end = max(end, time.time() + MIN_QUEUE_WAIT_S)
         while open_:
             for identity, status in self.launcher.poll(list(open_)).items():
-                # The next of an array has its turn as soon as the one before has ended.
+                # The next task of an array starts as soon as the previous one has ended.
                 waits = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
                 late = waits and time.time() > end
                 if late:

@@ -186,12 +186,12 @@ class StageBench:
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
-            # The configuration's folder is the run's: old outputs there are pruned by sync.
+            # The configuration is in the run's folder, whose old outputs sync prunes.
             call = StageCall(
                 stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
             )
             _forget_peak()
-            # All begin together, whatever rank 0 had to write down meanwhile.
+            # All ranks begin together, even if rank 0 had to write files meanwhile.
             self.broadcast_number(0)
             manifest = run_stage(
                 call, config=config, worker_state=self.resident, should_stop=stopping
@@ -231,7 +231,7 @@ class StageBench:
         )
         parts, flow = span_seconds(manifest), self.graph.flow
         load = parts.pop("load", 0.0)
-        # What it moves depends on who shares the device: a plan counts that by itself.
+        # Offloading depends on what shares the device, so a plan counts it separately.
         moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
         if load and flow.all_stages[stage].holds == "engine":
@@ -429,7 +429,7 @@ def _forget_peak() -> None:
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
-        # proc(5): 5 resets the peak of the resident set. Without the right to it the peak stays.
+        # proc(5): 5 resets the peak of the resident set; without permission the peak stays.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -107,11 +107,11 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
             continue
         partly = target.with_name(f"{target.name}.part")
         shutil.rmtree(partly, ignore_errors=True)
-        # The manifest must not be there before the files.
+        # The manifest must not exist before the files.
         shutil.copytree(source, partly, copy_function=os.link)
         manifest = read_manifest(source)
         if manifest is not None:
-            # It was evaluated on more samples, and is to count all the same.
+            # It was evaluated on more samples, and must count nevertheless.
             (partly / MANIFEST).unlink()
             code = CodeSnapshot.from_checkout(made.config, stage).digest(stage)
             key = stage_key(made.config, stage, 0, manifest.inputs, code)

@@ -42,7 +42,7 @@ def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
                 bars.setdefault(name, []).append((start - since, span.end - start))
         for name, spans in bars.items():
             shown.add(name)
-            # Weights move beside what else the pool does.
+            # Weights move while the pool does other work.
             y, thick = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
             edge = "white" if len(spans) <= 120 else "none"
             axis.broken_barh(spans, (y, thick), facecolors=colours[name], edgecolor=edge, lw=0.3)

@@ -128,7 +128,7 @@ class DecodingStage:
             assigned += part.samples
             each_worker = -(-part.samples // part.workers)
             padded = np.zeros(part.workers * each_worker)
-            # Dealt like cards; a worker that gets one sample less has a zero in front.
+            # Samples are dealt like cards; a worker with one sample less has a leading zero.
             padded[padded.size - part.samples :] = mine
             table = padded.reshape(each_worker, part.workers).T
             # Scaled so that equal lengths take one unit of time.

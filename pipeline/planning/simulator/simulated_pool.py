@@ -131,7 +131,7 @@ class SimulatedJob:
         started = submitted + self.wait()
         ready = started + self._scenario.startup_s
         if walltime.lead_s:
-            # The old job is there until the new one can work, but not beyond its limit.
+            # The old job stays until the new one can work, but not beyond its limit.
             self.close(max(now, ready))
         else:
             self.close(now)

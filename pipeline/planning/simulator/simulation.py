@@ -101,7 +101,7 @@ class SharedNetwork:
         if change != self._change:
             return
         self._advance()
-        # Equal flows end together; what rounding left of them is not worth an event.
+        # Equal flows end together; rounding errors must not cause another event.
         ended = [f for f in self._flows if f is first or f.left <= 1e-9 * f.rate]
         self._flows = [f for f in self._flows if f not in ended]
         for flow in ended:
@@ -265,7 +265,7 @@ class PlacementWork:
 
     def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
         stage, chunks = self.problem.stages[members[0]], self.placement.num_chunks
-        # Those that have all of a job come after all parts of those that have some of it.
+        # Stages on the whole job run after all parts of stages on some of its pools.
         pools = {pool for s in members for pool in self.home[s]}
         others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
         if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
@@ -286,7 +286,7 @@ def stage_speed(
     """
     tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
     rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # GPUs that have nothing to do stay idle.
+    # GPUs without work are idle.
     used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
     if not stage.divisible:
         rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
@@ -346,7 +346,7 @@ def simulate(
     )
     work = PlacementWork(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
-        # Whether pools wait for ever does not depend on times, and losses would go on for ever.
+        # A deadlock does not depend on times, and interruptions would never end.
         _Run(work, Scenario(capacity=scenario.capacity), 1, seed).run()
     return _Run(work, scenario, iterations, seed).run()
 
@@ -410,7 +410,7 @@ class _Run:
         try:
             self.env.run(until=main)
         except RuntimeError:
-            # No event is left that could end a wait.
+            # There is no event left that could end a wait.
             if main.triggered or not any(self.full.values()):
                 raise
             raise PlanError(self._stuck()) from None
@@ -648,7 +648,7 @@ class _Run:
     def _half(self, group: StageGroup, state: _Iteration) -> Process:
         """Send half of a micro-batch through all steps."""
         steps = self.problem.cycle_steps
-        # It keeps a pool for as long as its next stage is there, too.
+        # It keeps a pool as long as its next stage is in the same pool.
         for home, members in itertools.groupby(group.stages * steps, lambda s: self.home[s]):
             pool, *beside = (self.pools[p] for p in home)
             with pool.turn.request() as turn:
@@ -682,7 +682,7 @@ class _Run:
             raise PlanError(f"lengths.stage: {lengths.stage!r} is part of a cycle, which has steps")
         speed = self.work.speeds[s]
         parts = _parts(lengths, speed, [kind.name for kind in self.problem.kinds])
-        # The mask follows whole workers: what does not make one idles.
+        # The mask covers complete workers; the remaining GPUs are idle.
         self.masks[s] = self.work.active_gpus(s, [part.workers * part.gpus for part in parts])
         return {s: DecodingStage(lengths, parts, speed.seconds, self.seed)}
 

@@ -124,7 +124,7 @@ class PlacementStudy:
                 for b in self.gpus
             },
             mixing=MIXING,
-            # What pools can be: a job has like GPUs on whole nodes, but for generators.
+            # Except for generators, a job has equal GPUs on whole nodes.
             mixes=frozenset({"rollout"}),
         )
 
@@ -167,7 +167,7 @@ class PlacementStudy:
             "inference": InferenceWorkload(
                 self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest
             ),
-            # One optimizer step: gradients are summed over samples as they come.
+            # One optimizer step: gradients are accumulated over samples.
             "train": TrainingWorkload(self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest),
         }
 
