@@ -205,7 +205,7 @@ def patched_slurm_executor() -> type[Any]:
     from submitit.slurm import slurm
 
     class SlurmExecutor(slurm.SlurmExecutor):
-        """submitit's executor with tagged jobs; see :func:`patched_slurm_executor`."""
+        """The executor of submitit with tagged jobs; see :func:`patched_slurm_executor`."""
 
         _tag: str | None = None
         """Tag of the current submission."""

@@ -420,7 +420,7 @@ _SHOWN = 1500
 
 
 class UnreadableSubmission(SlurmError):
-    """sbatch accepted a job, but its answer does not contain the job's id."""
+    """The answer of sbatch to an accepted job does not contain the job's id."""
 
 
 def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] = tuple) -> str:

@@ -1,4 +1,4 @@
-"""sbatch options: those of a job's resources, those of a site file, and checks of their text.
+"""Options of sbatch: from a job's resources and a site file, with checks of their text.
 
 Names are the long ones of the manual page of sbatch, without the leading dashes. Every batch script
 is written from :func:`sbatch_options`, so that a job has the same options whoever submits it, and

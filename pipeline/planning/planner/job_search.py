@@ -34,7 +34,7 @@ class StageAssignment:
     """Cost in the unit of the objective."""
 
     @property
-    def _schedule(self) -> dict[str, _Place]:
+    def _schedule(self) -> dict[str, _StageSlot]:
         return _schedule_stages(self.options, self.after, [o.seconds for o in self.options])
 
     @property
@@ -124,7 +124,7 @@ def choose_assignments(
     return chosen
 
 
-class _Place(NamedTuple):
+class _StageSlot(NamedTuple):
     """The start and end of a stage, and the stage whose end it waited for."""
 
     start: float
@@ -134,11 +134,11 @@ class _Place(NamedTuple):
 
 def _schedule_stages(
     options: Sequence[StageOption], after: Mapping[str, tuple[str, ...]], lengths: Sequence[float]
-) -> dict[str, _Place]:
+) -> dict[str, _StageSlot]:
     """Schedule each stage, in order, as soon as its inputs exist and its devices are free."""
     shared = shared_capacities({own.name: own for option in options for own in option.devices})
     held: dict[str, Counter[str]] = {}
-    places: dict[str, _Place] = {}
+    places: dict[str, _StageSlot] = {}
     for option, length in zip(options, lengths, strict=True):
         mine, room = _device_counts(option), {own.name: own.count for own in option.devices}
         of_several = [(names, most) for names, most in shared if mine.keys() & set(names)]
@@ -156,7 +156,7 @@ def _schedule_stages(
         before = [s for s in after[option.stage] if places[s].end == start] or [
             s for s, place in places.items() if place.end == start and start > 0
         ]
-        places[option.stage] = _Place(start, start + length, before[0] if before else None)
+        places[option.stage] = _StageSlot(start, start + length, before[0] if before else None)
     return places
 
 
