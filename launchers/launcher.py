@@ -107,5 +107,5 @@ def log_tail(path: Path, lines: int = 15) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    kept = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(kept[-lines:])
+    written = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(written[-lines:])

@@ -97,7 +97,7 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
     from submitit.core.utils import FailedJobError
 
     first, needs = jobs[0], jobs[0].resources
-    _make_folders(jobs)
+    _create_folders(jobs)
     executor = patched_slurm_executor()(folder=first.log_dir, python=_python(needs))
     at_once = {"array_parallelism": len(jobs)}
     executor.update_parameters(
@@ -134,7 +134,7 @@ def submit_restarting(job: JobSpec) -> str:
 
 
 def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
-    _make_folders(jobs)
+    _create_folders(jobs)
     tag = _tag_in(jobs[0].resources.sbatch.get("comment"))
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
@@ -388,7 +388,7 @@ def _directives(wanted: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _make_folders(jobs: Sequence[JobSpec]) -> None:
+def _create_folders(jobs: Sequence[JobSpec]) -> None:
     """Create the folders of jobs.
 
     Raises:
@@ -424,9 +424,11 @@ def login_environment() -> Iterator[None]:
     from submitit.helpers import clean_env
 
     job_variables = [name for name in os.environ if name.startswith(SLURM_ENV_PREFIXES)]
-    kept = {name: value for name, value in os.environ.items() if name in CONTROLLER_ENV}
+    controller_variables = {
+        name: value for name, value in os.environ.items() if name in CONTROLLER_ENV
+    }
     with clean_env(job_variables), block_stop_signals():
-        os.environ.update(kept)
+        os.environ.update(controller_variables)
         yield
 
 

@@ -269,13 +269,13 @@ _PER_JOB = re.compile(
     r"(?:Assoc|QOS)Max\w+?Per(?:Job|Node)(?:Limit)?|QOSMin(?:\w+NotSatisfied|[A-Z]\w*)"
 )
 _RELEASE = "release it with: scontrol release {id}"
-_HELD = {
+_ON_HOLD = {
     "JobHeldUser": f"held by you or a coordinator of the account; {_RELEASE}",
     "JobHeldAdmin": "held by an administrator; ask why",
     "JobHoldMaxRequeue": f"held after too many requeues; look at its logs, then {_RELEASE}",
 }
 # Texts that squeue prints instead of a reason, with blanks or underscores between words.
-_HELD_TEXT = re.compile(r"(?:launch.failed.)?requeued.(?:in.)?held", re.IGNORECASE)
+_ON_HOLD_TEXT = re.compile(r"(?:launch.failed.)?requeued.(?:in.)?held", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,9 @@ def diagnose_pending(reason: str, identity: str) -> PendingProblem | None:
         return PendingProblem(word, _HOPELESS[word])
     if _PER_JOB.fullmatch(word):
         return PendingProblem(word, _LOWER)
-    if word in _HELD:
-        return PendingProblem(word, _HELD[word].format(id=identity), is_on_hold=True)
-    if _HELD_TEXT.search(word):
+    if word in _ON_HOLD:
+        return PendingProblem(word, _ON_HOLD[word].format(id=identity), is_on_hold=True)
+    if _ON_HOLD_TEXT.search(word):
         advice = f"Slurm could not start it and holds it; look at its logs, then {_RELEASE}"
         return PendingProblem(word, advice.format(id=identity), is_on_hold=True)
     return None

@@ -170,9 +170,9 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         found[name] = value
-    given = [name for name in MEMORY_OPTIONS if found.get(name, False) is not False]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other; leave one of them")
+    present = [name for name in MEMORY_OPTIONS if found.get(name, False) is not False]
+    if len(present) > 1:
+        raise ValueError(f"{' and '.join(present)} exclude each other; leave one of them")
     return found
 
 
@@ -281,14 +281,14 @@ def _gpus(needs: JobResources) -> str:
 
 def _memory(needs: JobResources, further: Mapping[str, OptionValue]) -> dict[str, Any]:
     """Return the three memory options, of which at most one has a value."""
-    given: dict[str, Any] = {key: further.get(key) for key in MEMORY_OPTIONS}
+    options: dict[str, Any] = {key: further.get(key) for key in MEMORY_OPTIONS}
     if needs.mem_mb:
-        given = {"mem": f"{needs.mem_mb}M"}
+        options = {"mem": f"{needs.mem_mb}M"}
     elif not needs.gpus_per_node:
         # Without GPUs this option has no effect, and Slurm's default would apply.
-        given.pop("mem-per-gpu")
-    first = next((key for key in MEMORY_OPTIONS if given.get(key) not in (None, False)), None)
-    return {key: given[key] if key == first else None for key in MEMORY_OPTIONS}
+        options.pop("mem-per-gpu")
+    first = next((key for key in MEMORY_OPTIONS if options.get(key) not in (None, False)), None)
+    return {key: options[key] if key == first else None for key in MEMORY_OPTIONS}
 
 
 def srun_options(needs: JobResources) -> list[str]:

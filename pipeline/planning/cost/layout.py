@@ -99,15 +99,15 @@ def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
     shared[-1] += shape.hidden + shape.head_parameters
     if shape.tied and pp > 1:
         shared[-1] += shape.embedding_parameters
-    kept = shape.activation_bytes().reshape(pp, -1)
+    activations = shape.activation_bytes().reshape(pp, -1)
     columns = [
         shared,
         shape.expert_parameters.reshape(pp, -1).sum(1),
         shape.layer_flops.reshape(pp, -1).sum(1),
         np.arange(pp) == pp - 1,
         shape.sparse.reshape(pp, -1).sum(1),
-        kept.sum(1),
-        kept.max(1),
+        activations.sum(1),
+        activations.max(1),
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
     table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)

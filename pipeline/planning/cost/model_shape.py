@@ -191,9 +191,9 @@ class ModelShape:
         attention = e * (h + 2 * self.q_width + 2 * self.kv_width) + FLOAT32 * self.heads
         if self.qk_norm:
             attention += e * (self.q_width + self.kv_width)
-        dense = e * h + self._mlp_kept(self.ffn)
-        routed = self.active_experts * (2 * e * h + self._mlp_kept(self.expert_ffn))
-        shared = self._mlp_kept(self.shared_ffn) + e * h * (self.shared_ffn > 0)
+        dense = e * h + self._mlp_activation_bytes(self.ffn)
+        routed = self.active_experts * (2 * e * h + self._mlp_activation_bytes(self.expert_ffn))
+        shared = self._mlp_activation_bytes(self.shared_ffn) + e * h * (self.shared_ffn > 0)
         sparse = e * h + FLOAT32 * self.experts + routed + shared
         return norms + attention + np.where(self.sparse, sparse, dense).astype(np.float64)
 
@@ -210,7 +210,7 @@ class ModelShape:
         biases = (width * (matrices - 1) + self.hidden) * bias
         return matrices * self.hidden * width + biases
 
-    def _mlp_kept(self, width: int) -> int:
+    def _mlp_activation_bytes(self, width: int) -> int:
         """Return the bytes kept inside a feed-forward layer.
 
         Ungated: before and after the activation. Gated: gate, activated gate, the other branch, and

@@ -81,8 +81,8 @@ def stage_job_overheads(run: Run) -> list[Overhead]:
             found["alone", node.stage].append(end - start)
     if found:
         quickest = min(found["dispatch", ""])
-        kept = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
-        found["dispatch", ""] = kept or [quickest]
+        on_free_nodes = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
+        found["dispatch", ""] = on_free_nodes or [quickest]
     return [
         Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
         for (name, stage), seconds in found.items()
@@ -100,9 +100,9 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
             "plan": None,
         }
     )
-    made = create_run(config, plan.to_dict())
+    clone = create_run(config, plan.to_dict())
     for stage in flow_of(config).offline:
-        source, target = (offline_folder(one.folder, stage) for one in (run, made))
+        source, target = (offline_folder(one.folder, stage) for one in (run, clone))
         if target.exists():
             continue
         partly = target.with_name(f"{target.name}.part")
@@ -113,8 +113,8 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
         if manifest is not None:
             # It was evaluated on more samples, and must count nevertheless.
             (partly / MANIFEST).unlink()
-            code = CodeSnapshot.from_checkout(made.config, stage).digest(stage)
-            key = stage_key(made.config, stage, 0, manifest.inputs, code)
+            code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
+            key = stage_key(clone.config, stage, 0, manifest.inputs, code)
             commit_output(partly, replace(manifest, key=key))
         partly.rename(target)
-    return made
+    return clone

@@ -88,10 +88,10 @@ class SimulatedJob:
         self._scenario = scenario
         self._waits = random_generator(seed, "waits", pool, k)
         self.losses = random_generator(seed, "losses", pool, k)
-        self.held_since = self.wait()
-        self.up_at = self.held_since + scenario.startup_s
+        self.allocated_since = self.wait()
+        self.up_at = self.allocated_since + scenario.startup_s
         """Time at which it can work (again)."""
-        self.holds: list[GpuAllocation] = []
+        self.allocations: list[GpuAllocation] = []
 
     def wait(self) -> float:
         """Return the seconds in the queue."""
@@ -107,27 +107,27 @@ class SimulatedJob:
     def lease_end(self) -> float:
         """The end of the job by its time limit."""
         walltime = self._scenario.walltime
-        return math.inf if walltime is None else self.held_since + walltime.limit_s
+        return math.inf if walltime is None else self.allocated_since + walltime.limit_s
 
     def close(self, now: float) -> None:
         """End the job, or record its end at the time limit."""
         end = min(now, self.lease_end)
-        if end > self.held_since:
-            self.holds.append(
-                GpuAllocation(self.pool, self.kind.name, self.gpus, self.held_since, end)
+        if end > self.allocated_since:
+            self.allocations.append(
+                GpuAllocation(self.pool, self.kind.name, self.gpus, self.allocated_since, end)
             )
 
     def lose(self, now: float) -> None:
         """Interrupt the job, which then waits in the queue again."""
         self.close(now)
-        self.held_since = now + self.wait()
-        self.up_at = self.held_since + self._scenario.startup_s
+        self.allocated_since = now + self.wait()
+        self.up_at = self.allocated_since + self._scenario.startup_s
 
     def renew(self, now: float) -> None:
         """Replace the job by the next one, which may have been submitted before."""
         walltime = self._scenario.walltime
         assert walltime is not None
-        submitted = max(self.held_since, min(now, self.lease_end - walltime.lead_s))
+        submitted = max(self.allocated_since, min(now, self.lease_end - walltime.lead_s))
         started = submitted + self.wait()
         ready = started + self._scenario.startup_s
         if walltime.lead_s:
@@ -135,7 +135,7 @@ class SimulatedJob:
             self.close(max(now, ready))
         else:
             self.close(now)
-        self.held_since, self.up_at = started, ready
+        self.allocated_since, self.up_at = started, ready
 
 
 class SimulatedPool:
@@ -184,7 +184,7 @@ class SimulatedPool:
         """End all jobs, and return their allocations."""
         for job in self.jobs:
             job.close(self._env.now)
-        return [hold for job in self.jobs for hold in job.holds]
+        return [hold for job in self.jobs for hold in job.allocations]
 
     def work(
         self,
@@ -268,7 +268,7 @@ class SimulatedPool:
         while True:
             yield self._env.timeout(float(job.losses.exponential(mean_s)))
             now, process = self._env.now, self._at_work
-            if not job.held_since <= now < job.lease_end:
+            if not job.allocated_since <= now < job.lease_end:
                 continue
             self._trace.interruptions.append(
                 JobInterruption(self.number, job.kind.name, now, process is not None)
