@@ -152,7 +152,7 @@ def submit_driver_job(job: JobSpec) -> str:
         SlurmError: sbatch refused the job.
     """
     mark = new_tag()
-    write_job_note(job, mark=mark)
+    write_job_note(job, tag=mark)
     try:
         identity = submit_restarting(with_tag(job, mark))
     except SlurmUnresponsiveError:
