@@ -244,7 +244,7 @@ def select_action_statistics(
         name = names[0] if dataset is None and len(names) == 1 else dataset
         if name not in known:
             raise DataError(
-                f"model.unnorm_key: {place} has the data sets {', '.join(names)}; choose one of them"
+                f"model.unnorm_key: {place} has the data sets {', '.join(names)}; choose one"
             )
         ActionBins.from_statistics(known[name]["action"], 0, 2)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -254,8 +254,8 @@ def select_action_statistics(
 
 def _malformed(where: str, place: str, error: Exception) -> DataError:
     return DataError(
-        f"{where}: {place} is no {STATISTICS_FILE} ({error}); it has of each data set the quantiles q01 "
-        "and q99 of its action, a list each"
+        f"{where}: {place} is no {STATISTICS_FILE} ({error}); for each data set it must have the "
+        "quantiles q01 and q99 of the action, a list each"
     )
 
 

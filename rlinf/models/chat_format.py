@@ -177,7 +177,7 @@ class ChatFormat:
         end, rest = _behind(whole, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
-                f"{place}: the chat template of {PATH_KEY} leaves out or changes what the assistant said"
+                f"{place}: the chat template of {PATH_KEY} omits or changes the assistant's answer"
             )
         if rest.strip() and (marks is None or not _of_marks(rest, marks)):
             raise DataError(

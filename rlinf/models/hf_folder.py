@@ -124,9 +124,8 @@ class HFFolder:
         """Return the most tokens of a sample in a run, or None where nothing limits them.
 
         Args:
-            limit: what the run declares (``model.max_model_len``); None: as many as the model was made
-                for, and with rotary frequencies that depend on a length, as many as have the plain
-                ones (vLLM's default as well).
+            limit: The limit of the run (``model.max_model_len``); None: the limit of the model, or,
+                if rotary frequencies depend on the length, the length without scaling (as vLLM).
         """
         scaling = length_scaling(self.config_json)
         return limit or (self.context_length if scaling is None else scaling.original_length)
@@ -312,8 +311,8 @@ def check_weight_files(folder: Path) -> None:
     for path in tensor_files(folder):
         if not path.is_file():
             raise DataError(
-                f"model.path: {folder} lacks {path.name}, which {INDEX_FILE} names; copy the folder "
-                "again"
+                f"model.path: {folder} lacks {path.name}, which {INDEX_FILE} names; copy the "
+                "folder again"
             )
         _check_file(path)
 
@@ -437,7 +436,8 @@ def _no_weights(folder: Path) -> str:
     if any(folder.glob(f"{MISTRAL_PREFIX}*.safetensors")):
         return (
             f"model.path: {folder} has its weights in Mistral's own format alone "
-            f"({MISTRAL_PREFIX}.safetensors); fetch {WEIGHTS_FILE}, or {INDEX_FILE} and the files that it names"
+            f"({MISTRAL_PREFIX}.safetensors); fetch {WEIGHTS_FILE}, or {INDEX_FILE} and the files "
+            "that it names"
         )
     pickled = [path for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(kind))]
     if not pickled:
@@ -467,8 +467,8 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     if not settings.is_file():
         if (folder / ADAPTER_FILE).is_file():
             raise DataError(
-                f"model.path: {folder} holds an adapter alone ({ADAPTER_FILE}); merge it into its base "
-                "model (merge_and_unload of peft), save that, and give the folder of the result"
+                f"model.path: {folder} holds an adapter alone ({ADAPTER_FILE}); merge it into its "
+                "base model (merge_and_unload of peft), save it, and give the folder of the result"
             )
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
     if not trust_remote_code and "auto_map" in read_config_json(folder):

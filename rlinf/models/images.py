@@ -113,7 +113,8 @@ class ImageProcessor:
         """Height and width that :meth:`fitted` gives an image."""
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise DataError(
-                f"an image of {width} x {height} pixels is narrower than 1 in {MAX_ASPECT_RATIO}; crop it"
+                f"an image of {width} x {height} pixels is narrower than 1 in {MAX_ASPECT_RATIO}; "
+                "crop it"
             )
         side = self.pixels_per_token
         rows, columns = round(height / side), round(width / side)

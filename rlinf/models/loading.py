@@ -1,10 +1,14 @@
-"""The network of a checkpoint folder in the Hugging Face format: whole, or without memory yet."""
+"""Networks of checkpoint folders in the Hugging Face format: load, create on meta, and export.
+
+:class:`CheckpointExporter` converts a network's tensors to the names and shapes of its checkpoints.
+They differ if the model library joins tensors, for example all experts of a layer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlinf.errors import DataError
+from rlinf.models.base import weight_mismatch
 from rlinf.models.causal_lm_config import hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
@@ -21,6 +26,7 @@ from rlinf.models.checkpoint_tensors import (
     has_own_checkpoint_names,
     network_class,
     raise_tensor_mismatch,
+    to_checkpoint_tensors,
 )
 from rlinf.models.hf_folder import (
     check_checkpoint,
@@ -36,13 +42,9 @@ from rlinf.verified_io import verified_temporary_copy
 
 if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
-from collections.abc import Iterable
-
-from rlinf.models.base import weight_mismatch
-from rlinf.models.checkpoint_tensors import to_checkpoint_tensors
 
 EAGER_ATTENTION_FAMILIES = {"gemma2"}
-"""Families whose attention scores may be capped, which torch's fused attention cannot do."""
+"""Families that may cap attention scores, which torch's fused attention does not support."""
 
 
 def load_module(folder: Path, config: CausalLMConfig) -> Any:
@@ -317,7 +319,10 @@ def disable_dropout(settings: Any) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder; raises as :class:`rlinf.safetensors_io.SafetensorsReader`."""
+    """Return the tensors of a checkpoint folder.
+
+    Raises as :class:`rlinf.safetensors_io.SafetensorsReader`.
+    """
     found: dict[str, Tensor] = {}
     for path in tensor_files(folder):
         found |= load_tensors(path)

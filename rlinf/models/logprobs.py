@@ -205,7 +205,7 @@ def plain_head(module: Any) -> nn.Linear | None:
 
 
 def final_softcap(module: Any) -> float | None:
-    """At what the logits of a network of :data:`SOFTCAP_FAMILIES` are capped; None: they are not."""
+    """Return the final soft cap of the logits of a network, or None if it has none."""
     known = module.config.model_type in SOFTCAP_FAMILIES
     return getattr(module.config, "final_logit_softcapping", None) if known else None
 

@@ -75,7 +75,7 @@ class Qwen25VL(CausalLM):
         super().__init__(module, folder)
         self.supports_packing = True
         self._images = self.image_processor(folder)
-        self._unwritten = self._images.ungenerated_token_ids
+        self._ungenerated = self._images.ungenerated_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -168,7 +168,7 @@ class Qwen25VL(CausalLM):
 
     def collate(self, records: Sequence[Record]) -> Batch:
         for record in records:
-            if np.isin(record.steps["actions"][:-1], self._unwritten).any():
+            if np.isin(record.steps["actions"][:-1], self._ungenerated).any():
                 raise DataError(
                     f"record {tuple(record.identity)}: an answer holds a token that stands for an "
                     "image; whoever made it must not say it"
@@ -179,8 +179,8 @@ class Qwen25VL(CausalLM):
             batch["positions"] = pad_right(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
         seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
         for record in records:
-            key = self._told_by(record)
-            if key in seen and self._shares:
+            key = self._prompt_key(record)
+            if key in seen and self._shares_prompts:
                 continue
             seen.add(key)
             images += unpack_images(record.context)
@@ -191,11 +191,11 @@ class Qwen25VL(CausalLM):
             batch["grids"] = torch.from_numpy(self._images.patch_grids(np.concatenate(sizes)))
         return batch
 
-    def _told_by(self, record: Record) -> bytes:
+    def _prompt_key(self, record: Record) -> bytes:
         pixels = record.context.get(PIXELS_COLUMN)
         sizes = image_sizes(record.context).tobytes()
         image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
-        return super()._told_by(record) + sizes + image
+        return super()._prompt_key(record) + sizes + image
 
     def _positions(self, records: Sequence[Record]) -> list[np.ndarray]:
         return [
@@ -206,7 +206,7 @@ class Qwen25VL(CausalLM):
             for record in records
         ]
 
-    def _seen(self, batch: Batch) -> dict[str, Any]:
+    def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
         seen: dict[str, Any] = {"position_ids": batch["positions"]}
         if "patches" in batch:
             seen |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
@@ -222,7 +222,7 @@ class Qwen25VL(CausalLM):
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         # Of the language model alone: the patches of an image see each other in both directions.
         self.network.model.language_model.set_attn_implementation(PACKED_ATTENTION)
-        self._packing = self._shares = True
+        self._packing = self._shares_prompts = True
 
 
 def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:

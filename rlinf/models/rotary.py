@@ -101,9 +101,9 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
                 raise DataError(
                     f"{where}: {type(part).__name__} of the model library chooses its "
                     f"{scaling.rope_type} scaling by the longest row of each call, so beyond "
-                    f"{scaling.original_length} tokens samples would depend on their neighbours; set "
-                    f"model.max_model_len (reward.max_length of a reward model) to {scaling.original_length} "
-                    "at most"
+                    f"{scaling.original_length} tokens samples would depend on their neighbours; "
+                    "set model.max_model_len (reward.max_length of a reward model) to "
+                    f"{scaling.original_length} at most"
                 )
     if not found:
         raise DataError(

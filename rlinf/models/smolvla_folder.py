@@ -343,10 +343,8 @@ class SmolVLAConfig(DenoisingConfig):
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
             raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
-        if int(self.hidden * self.expert_width_multiplier) % 2:
-            raise ValueError(
-                f"expert_width_multiplier: a width of {int(self.hidden * self.expert_width_multiplier)} is not even"
-            )
+        if (width := int(self.hidden * self.expert_width_multiplier)) % 2:
+            raise ValueError(f"expert_width_multiplier: a width of {width} is not even")
         return self
 
 
@@ -490,8 +488,8 @@ def locate_vlm(folder: Path, settings: Mapping[str, Any], other: Path | None) ->
         return other.expanduser(), "model.vlm_path"
     if not (folder / VLM_FOLDER).is_dir():
         raise DataError(
-            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds config.json and "
-            f"tokenizer.json of {settings.get('vlm_model_name')}"
+            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds "
+            f"config.json and tokenizer.json of {settings.get('vlm_model_name')}"
         )
     return folder / VLM_FOLDER, "model.path"
 
@@ -542,9 +540,9 @@ def check_smolvla_task(
     tile = int(vision.get("patch_size", 32)) * merge
     if width != height or width % tile or width > int(vision.get("image_size", 224)):
         raise ConfigError(
-            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of whole "
-            f"tokens, {merge} x {merge} patches of {tile // merge} pixels each; change model.image_size "
-            "or model.patch_size"
+            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of "
+            f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
+            "model.image_size or model.patch_size"
         )
     if (size := feature_size(settings, ACTION_FEATURE)) != spec["action"]["size"]:
         raise ConfigError(
@@ -557,6 +555,6 @@ def check_smolvla_task(
         )
     if (config.chunk_size or 0) > settings["chunk_size"]:
         raise ConfigError(
-            f"model.chunk_size: {config.chunk_size}, and the model answers with {settings['chunk_size']} "
-            "actions"
+            f"model.chunk_size: {config.chunk_size}, and the model answers with "
+            f"{settings['chunk_size']} actions"
         )

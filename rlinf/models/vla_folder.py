@@ -252,8 +252,8 @@ def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three colours "
-            f"for each of the two towers ({error!r}); fetch it again"
+            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three "
+            f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
         tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, found, strict=True)
@@ -359,8 +359,8 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
             )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
-            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} are "
-            f"not whole patches of {vision['patch_size']}"
+            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} "
+            f"are not whole patches of {vision['patch_size']}"
         )
     if settings["action_dim"] != spec["action"]["size"]:
         raise ConfigError(
@@ -389,8 +389,8 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
         )
     if settings["use_fused_vision_backbone"] and vision["num_hidden_layers"] < 2:
         raise ConfigError(
-            "model.vision_layers: of two towers (model.use_fused_vision_backbone) the last layer is not run; give 2 or "
-            "more"
+            "model.vision_layers: with two towers (model.use_fused_vision_backbone) the last layer "
+            "is not run; give 2 or more"
         )
 
 

@@ -213,9 +213,11 @@ class FusedVisionBackbone(nn.Module):
     """By DINOv2 and SigLIP, whose features of a patch stand side by side (arXiv 2402.07865)."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """``settings``: of each of :data:`TOWERS`, as
-        :class:`rlinf.models.vla_network.PretrainedVisionTower` takes them, with the ``mean`` and ``std``
-        of colours between 0 and 1 that it was trained with."""
+        """
+        Args:
+            settings: For each of :data:`TOWERS`, the settings of :class:`PretrainedVisionTower`
+                with ``mean`` and ``std`` of its training data, for colours between 0 and 1.
+        """
         super().__init__()
         self.featurizer, self.fused_featurizer = (
             PretrainedVisionTower(settings[t]) for t in TOWERS

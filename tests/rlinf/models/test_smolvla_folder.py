@@ -74,7 +74,10 @@ def test_what_cannot_work_is_refused(
         ({"heads": 5}, r"heads: 32 is no multiple of 5"),
         ({"heads": 4, "kv_heads": 3}, r"kv_heads: 4 is no multiple of 3"),
         ({"heads": 32}, r"heads: .*1 numbers.*even"),
-        ({"expert_width_multiplier": 0.78125}, r"expert_width_multiplier: a width of 25 is not even"),
+        (
+            {"expert_width_multiplier": 0.78125},
+            r"expert_width_multiplier: a width of 25 is not even",
+        ),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
