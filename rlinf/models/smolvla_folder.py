@@ -416,15 +416,15 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
     """The ``config.json`` of a folder, with :data:`DEFAULTS`.
 
     Raises:
-        DataError: it is missing, of another policy, or of a kind of this one that is not here.
+        DataError: It is missing, of another policy, or uses unsupported options.
     """
     check_checkpoint(folder, True)  # code that it may bring is not run
     path = folder / "config.json"
     settings = {**LEROBOT_DEFAULTS, **read_json_object(path)}
     if settings.get("type") != SMOLVLA_TYPE:
-        said = settings.get("type") or settings.get("model_type")
+        kind = settings.get("type") or settings.get("model_type")
         raise DataError(
-            f"model.path: {folder} is of the type {said!r}; model.name=smolvla takes LeRobot's "
+            f"model.path: {folder} is of the type {kind!r}; model.name=smolvla takes LeRobot's "
             f"folders of the type {SMOLVLA_TYPE!r}"
         )
     lacking = [n for n in ("input_features", "output_features") if not settings.get(n)]
