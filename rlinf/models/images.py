@@ -158,7 +158,7 @@ class ImageProcessor:
         if (sizes % self.pixels_per_token).any() or (sizes < 1).any():
             raise DataError(
                 f"images of {sizes.tolist()} pixels (height, width) are not made of squares of "
-                f"{self.pixels_per_token}; fit them first (ImageSettings.fitted)"
+                f"{self.pixels_per_token}; fit them first (ImageProcessor.resize)"
             )
         return np.concatenate(
             [np.ones((len(sizes), 1), np.int64), sizes // self.patch_size], axis=1

@@ -32,9 +32,23 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
     "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "use_state_value": True},
     "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features_dim": 8},
-    "vla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch_size": 4, "chunk_size": 2, "proprio_dim": 2},
+    "vla": {
+        **TINY,
+        "vision_hidden": 16,
+        "vision_heads": 2,
+        "patch_size": 4,
+        "chunk_size": 2,
+        "proprio_dim": 2,
+    },
     "flow": {"hidden": (8,), "denoising_steps": 3},
-    "smolvla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch_size": 5, "chunk_size": 2, "denoising_steps": 3},
+    "smolvla": {
+        **TINY,
+        "vision_hidden": 16,
+        "vision_heads": 2,
+        "patch_size": 5,
+        "chunk_size": 2,
+        "denoising_steps": 3,
+    },
 }
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
@@ -206,7 +220,9 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
     """Samples of an engine of this process for policies of tokens."""
     # Those of other projects take not all of these networks.
     known = map(engines.get, engines.names())
-    cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ExternalEngine))
+    cls = next(
+        c for c in known if LANGUAGE_MODEL in c.requires and not issubclass(c, ExternalEngine)
+    )
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
     contexts = [tried.record(number, 0).context for number in range(5)]
