@@ -118,10 +118,10 @@ class MLPPolicy(NormalizedVectorPolicy):
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self._parameters(batch["observations"], batch)
-        logprobs, spread = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
+        logprobs, entropies = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
         counts = mask if self.chunk_size == 1 else mask[..., None, None]
-        spread_out = spread * counts if entropy else None
+        spread_out = entropies * counts if entropy else None
         valued = mask if values.ndim == mask.ndim else mask[..., None]
         return StepOutputs(logprobs * counts, spread_out, values * valued)
 

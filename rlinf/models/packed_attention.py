@@ -37,7 +37,7 @@ PACKABLE_FAMILIES = PLAIN_HEAD_FAMILIES - UNPACKABLE_FAMILIES - OWN_ATTENTION_FA
 }
 """Families that mix tokens only in attention, use positions, and support custom attention."""
 PACKED_ATTENTION = "rlinf_packed"
-"""Of :func:`attend`, among the attention functions of ``transformers``."""
+"""The name of :func:`packed_attention` in the attention registry of ``transformers``."""
 MIN_LENGTH_RATIO = 0.6
 """Smallest length of a row in a block, relative to the longest row of the block."""
 
@@ -154,15 +154,13 @@ def pack(
         length: The length of the padded outputs.
         share: Whether a prompt of several rows is stored once.
         keys: A key per row; rows with equal keys share their prompt. Default: the tokens.
-        where: of each row the positions of its tokens, ``[..., P + T - 1]``; by default they are
-            counted from 0.
+        positions: Positions of the tokens of each row, ``[..., P + T - 1]``; default: from 0.
 
     Returns:
-        ``tokens`` and ``positions`` ``[1, L]`` (``[..., 1, L]``), of each answer all but its last
-        token; ``kept``
-        and ``places`` ``[n]``: for each token of an answer where in ``L`` it is predicted, and
-        where it stands in ``[B, length]`` laid out flat. With ``share`` also what :class:`Rows`
-        holds.
+        ``tokens`` ``[1, L]`` and ``positions`` ``[..., 1, L]``, without the last token of each
+        response. ``kept`` and ``places`` ``[n]`` have, for each response token, the index in ``L``
+        at which it is predicted and its index in the flattened ``[B, length]``. With ``share``,
+        also the fields of :class:`PackedRows`.
     """
     tokens, parts, spans = list[np.ndarray](), list[np.ndarray](), list[tuple[int, int, int]]()
     size = 0
@@ -215,12 +213,12 @@ def pack(
 def _blocks(
     spans: Sequence[tuple[int, int, int]], ends: Mapping[int, int], size: int
 ) -> dict[str, np.ndarray]:
-    """What :class:`Rows` holds.
+    """Return the fields of :class:`PackedRows`.
 
     Args:
-        spans: begin, length, and begin of the prompt before them (or -1) of the rows.
-        ends: by its begin, where a prompt ends.
-        size: number of all tokens.
+        spans: Start, length, and start of the prompt (or -1) of each row.
+        ends: The end of each prompt, by its start.
+        size: Number of all tokens.
     """
     queries, keys, begins = list[np.ndarray](), list[np.ndarray](), list[int]()
     order, done, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()

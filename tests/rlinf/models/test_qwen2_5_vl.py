@@ -149,7 +149,7 @@ def test_a_prompt_is_shared_by_those_who_have_its_image_too(folder: Path) -> Non
 def test_an_answer_with_an_image_token_is_refused(folder: Path) -> None:
     bad = record([(1, 1)], [4], 3)
     bad.steps["actions"][1] = 16
-    with pytest.raises(DataError, match="an answer holds a token that stands for an image"):
+    with pytest.raises(DataError, match="an answer has an image token"):
         policy(folder).collate([bad])
 
 
