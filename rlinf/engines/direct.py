@@ -103,8 +103,8 @@ class DirectEngine(OffloadableTensors, Engine):
         temperature = float(request.info["temperature"])
         inputs = {name: self._pad(c) for name, c in request.steps.items() if name != "sample"}
         noise = None if temperature == 0 else self._pad(self._draw(request, seed, stage))
-        found = self._policy.act(inputs, noise, temperature)
-        columns = {name: column[: len(request)].cpu().numpy() for name, column in found.items()}
+        outputs = self._policy.act(inputs, noise, temperature)
+        columns = {name: column[: len(request)].cpu().numpy() for name, column in outputs.items()}
         return {"sample": request.steps["sample"], **columns}
 
     def _draw(self, request: Record, seed: int, stage: str) -> np.ndarray:

@@ -193,8 +193,8 @@ class _Layer:
         keys, values = cache.update(
             rotated[:, heads:, None], projected[:, heads + kv_heads :, None], number
         )
-        seen = decode_attention(rotated[:, :heads, None], keys, values, mask, self._scaling)
-        hidden = hidden + onednn_linear(seen.view(rows, -1), self._out.weight, self._out.bias)
+        attended = decode_attention(rotated[:, :heads, None], keys, values, mask, self._scaling)
+        hidden = hidden + onednn_linear(attended.view(rows, -1), self._out.weight, self._out.bias)
         gate, up = onednn_linear(_normed(hidden, self._after), self._gates, None).chunk(2, dim=-1)
         return hidden + onednn_linear(F.silu(gate) * up, self._down.weight, None)
 

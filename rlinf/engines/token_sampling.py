@@ -48,17 +48,17 @@ def sample_tokens(
 def truncate_distribution(weights: Tensor, sampling: SamplingParams) -> Tensor:
     """Return unnormalized probabilities ``[B, V]`` after top_k, top_p and min_p truncation."""
     size = weights.shape[-1]
-    kept = weights
+    remaining = weights
     if 0 < sampling.top_k < size:
-        kept = kept.where(kept >= kept.topk(sampling.top_k).values[:, -1:], 0.0)
+        remaining = remaining.where(remaining >= remaining.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1:
-        ordered, order = kept.sort(dim=-1, descending=True, stable=True)
+        ordered, order = remaining.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < sampling.top_p * kept.sum(-1, keepdim=True), 0.0)
-        kept = torch.zeros_like(kept).scatter_(-1, order, ordered)
+        ordered = ordered.where(before < sampling.top_p * remaining.sum(-1, keepdim=True), 0.0)
+        remaining = torch.zeros_like(remaining).scatter_(-1, order, ordered)
     if sampling.min_p > 0:
-        kept = kept.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
-    return kept
+        remaining = remaining.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
+    return remaining
 
 
 def completes_stop_string(

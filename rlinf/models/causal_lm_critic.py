@@ -145,8 +145,10 @@ class CausalLMCritic(CausalLM):
         super().save_state(folder, policy)
         (folder / CRITIC_FOLDER).mkdir(exist_ok=True)
         path, head = folder / CRITIC_FOLDER / WEIGHTS_FILE, dict[str, Tensor]()
-        seen = StreamedState(critic.templates, _kept(critic.stream, self._head_names(), head))
-        save_tensors(path, seen, list(critic.templates), {"format": "pt"})
+        observed = StreamedState(
+            critic.templates, _capture(critic.stream, self._head_names(), head)
+        )
+        save_tensors(path, observed, list(critic.templates), {"format": "pt"})
         if is_untrained(head):
             # With a zero head all values are 0, as for a critic without weights.
             shutil.rmtree(folder / CRITIC_FOLDER)
@@ -224,7 +226,7 @@ def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
     return part(POLICY_PREFIX), part(CRITIC_PREFIX)
 
 
-def _kept(
+def _capture(
     each: Iterable[tuple[str, Tensor]], names: set[str], into: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors, and store those with some names in ``into``."""

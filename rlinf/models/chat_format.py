@@ -151,15 +151,15 @@ class ChatFormat:
             for place, count in zip(places, counts, strict=True)
         ]
 
-    def _turn(self, prompt: str, whole: str, content: str, place: str) -> AssistantTurn:
+    def _turn(self, prompt: str, rendered: str, content: str, place: str) -> AssistantTurn:
         """Return one answer as the template renders it, with its thought if that was dropped."""
         thought, answer = split_thought(content, self.thinking_marks)
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
-        shared = self._shared_words(prompt, whole)
-        rest, end = prompt[shared:], _behind(whole, shared, thought, answer)
+        shared = self._shared_words(prompt, rendered)
+        rest, end = prompt[shared:], _behind(rendered, shared, thought, answer)
         if end is not None and not rest.strip():  # they differ in white space at most
-            return AssistantTurn(prompt, whole[shared : self._end_of_turn(whole, end)])
+            return AssistantTurn(prompt, rendered[shared : self._end_of_turn(rendered, end)])
         if thought is not None and self._closes_thought(prompt):
             if end is None or self.template_kwargs:
                 raise DataError(
@@ -168,15 +168,17 @@ class ChatFormat:
                     "thoughts out"
                 )
             _warn_of_closed_thoughts()
-            return AssistantTurn(whole[:shared], whole[shared : self._end_of_turn(whole, end)])
-        return AssistantTurn(prompt, self._own_words(prompt, whole, thought, answer, place))
+            return AssistantTurn(
+                rendered[:shared], rendered[shared : self._end_of_turn(rendered, end)]
+            )
+        return AssistantTurn(prompt, self._own_words(prompt, rendered, thought, answer, place))
 
     def _own_words(
-        self, prompt: str, whole: str, thought: str | None, answer: str, place: str
+        self, prompt: str, rendered: str, thought: str | None, answer: str, place: str
     ) -> str:
         """Return an answer behind its prompt, if the template would rewrite the prompt."""
-        shared, marks = self._shared_words(prompt, whole), self.thinking_marks
-        end, rest = _behind(whole, shared, None, answer), prompt[shared:]
+        shared, marks = self._shared_words(prompt, rendered), self.thinking_marks
+        end, rest = _behind(rendered, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
                 f"{place}: the chat template of {PATH_KEY} omits or changes the assistant's answer"
@@ -187,17 +189,17 @@ class ChatFormat:
                 "continuation of its generation prompt, so training and generation would use "
                 "different prompts; use another template"
             )
-        tail = whole[end : self._end_of_turn(whole, end)]
+        tail = rendered[end : self._end_of_turn(rendered, end)]
         if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
         return self._thinking_words(prompt, thought, answer) + tail
 
-    def _shared_words(self, prompt: str, whole: str) -> int:
+    def _shared_words(self, prompt: str, rendered: str) -> int:
         """Return the length of the common prefix of two texts, without cutting a thinking mark.
 
         An answer may begin like a mark of the prompt: ``<answer>`` behind ``<think>``.
         """
-        shared = _shared(prompt, whole)
+        shared = _shared(prompt, rendered)
         for mark in (mark.strip() for mark in self.thinking_marks or ()):
             start = prompt.rfind(mark, 0, shared + len(mark) - 1)
             if 0 <= start < shared < start + len(mark):
@@ -212,14 +214,14 @@ class ChatFormat:
         line = "" if not reasoning and prompt.endswith("\n") else "\n"
         return f"{begin}{reasoning}{line}{marks.end}\n\n{answer}"
 
-    def _end_of_turn(self, whole: str, end: int) -> int:
+    def _end_of_turn(self, rendered: str, end: int) -> int:
         """Return the end of the turn whose answer ends at ``end``."""
         mark = self._turn_end
-        place = whole.find(mark, end) if mark else -1
+        place = rendered.find(mark, end) if mark else -1
         if place >= 0 and mark is not None:
             return place + len(mark)
-        others = [p + len(s) for s in self.special_tokens if (p := whole.find(s, end)) >= 0]
-        return min(others, default=len(whole))
+        others = [p + len(s) for s in self.special_tokens if (p := rendered.find(s, end)) >= 0]
+        return min(others, default=len(rendered))
 
     def opens_thought(self, prompt: str) -> bool:
         return self.thinking_marks is not None and prompt.rstrip().endswith(
@@ -313,10 +315,10 @@ class ChatFormat:
     def bos_token_ids(self) -> np.ndarray:
         """The special tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        places = range(len(whole) - len(plain) + 1)
-        begin = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
-        return np.asarray(whole[:begin], np.int64)
+        rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        places = range(len(rendered) - len(plain) + 1)
+        begin = next((i for i in places if rendered[i : i + len(plain)] == plain), 0)
+        return np.asarray(rendered[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
         """Return the ids of those texts that are special tokens."""
@@ -350,8 +352,8 @@ def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None
         marks: The marks of the template; ``<think>`` and ``</think>`` are recognized, too.
     """
     for begin, end in filter(None, (marks, DEFAULT_THINKING_MARKS)):
-        thought, found, answer = content.partition(end)
-        if found:
+        thought, mark, answer = content.partition(end)
+        if mark:
             return thought.strip().removeprefix(begin).strip(), answer.strip()
     return None, content.strip()
 
@@ -396,14 +398,14 @@ def select_chat_template(template: Any, where: str) -> str | None:
     return str(template["default"])
 
 
-def _behind(whole: str, begin: int, thought: str | None, answer: str) -> int | None:
+def _behind(rendered: str, begin: int, thought: str | None, answer: str) -> int | None:
     """Return the end of an answer in a text with thought and answer behind ``begin``, or None."""
     if thought:
-        place = whole.find(thought, begin)
+        place = rendered.find(thought, begin)
         if place < 0:
             return None
         begin = place + len(thought)
-    place = whole.find(answer, begin)
+    place = rendered.find(answer, begin)
     return None if place < 0 else place + len(answer)
 
 
@@ -434,7 +436,7 @@ def _tails(template: str, variables: str) -> tuple[str, str]:
     """Return the text that a template renders behind an answer, at the end and before a message."""
     question = {"role": "user", "content": "."}
     talk: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
-    found = []
+    tails = []
     for messages in (talk, [*talk, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
             (text,) = render_conversations(
@@ -443,8 +445,8 @@ def _tails(template: str, variables: str) -> tuple[str, str]:
         except DataError as error:
             log.warning("the chat template does not show the end-of-turn token: %s", error)
             text = ""
-        found.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
-    return found[0], found[1]
+        tails.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
+    return tails[0], tails[1]
 
 
 CONTENT_PLACEHOLDER = "\u2402"
@@ -481,7 +483,7 @@ def chat_template_affixes(
         for n, message in enumerate(reply):
             variants.append([*LEADING_MESSAGES, *marks[:n], message, *marks[n + 1 :]])
     texts = iter(render(variants))
-    found = []
+    affixes = []
     for reply in replies:
         gaps, with_words = _gaps(next(texts), len(reply)), [next(texts) for _ in reply]
         pieces = [gaps[0][1]]
@@ -492,16 +494,16 @@ def chat_template_affixes(
             # If the template renders other text around this content, the content is used unchanged.
             words = text[len(head) : len(text) - len(tail)] if fits else str(message["content"])
             pieces += [words, gaps[n + 1][0]]
-        found.append(pieces)
-    return found
+        affixes.append(pieces)
+    return affixes
 
 
 def _gaps(text: str, count: int) -> list[tuple[str, str]]:
     """Return, for the first message, the text before it and the part of it behind the assistant's
     answer; then, twice, the text behind each message."""
-    head, found, tail = text.partition(CONTENT_PLACEHOLDER)
+    head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
-    if not found or parts[1::2] != [str(n) for n in range(count)]:
+    if not mark or parts[1::2] != [str(n) for n in range(count)]:
         raise DataError(
             "model.path: the chat template omits or moves messages in the turns of dialogues"
         )

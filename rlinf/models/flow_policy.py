@@ -69,14 +69,14 @@ class FlowNetworks(ObservationNormalizer):
         """
         # With mixed precision, the parameters have another type.
         dtype = next(self.value.parameters()).dtype
-        seen = self.standardize(observations).to(dtype)
-        every = seen[..., None, :].expand(*points.shape[:-1], -1)
+        inputs = self.standardize(observations).to(dtype)
+        every = inputs[..., None, :].expand(*points.shape[:-1], -1)
         state = torch.cat([every, tau.to(dtype).expand(*points.shape[:-1], 1)], -1)
         velocity = self.velocity(torch.cat([state, points.to(dtype)], -1)).float()
         log_std = None
         if self.spread is not None:
             log_std = bounded_log_std(self.spread(state), self._range)
-        return velocity, log_std, self.value(seen)[..., 0].float()
+        return velocity, log_std, self.value(inputs)[..., 0].float()
 
 
 class FlowPolicy(NormalizedVectorPolicy):
@@ -156,18 +156,20 @@ class FlowPolicy(NormalizedVectorPolicy):
     ) -> dict[str, Tensor]:
         """Return, for ``observation`` ``[n, D]``, ``action`` ``[n, A]``, ``chain`` ``[n, N + 1,
         A]``, ``logprob`` and ``value`` ``[n]``, all float32."""
-        seen = observations["observation"]
+        inputs = observations["observation"]
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            found: tuple[Tensor, Tensor | None, Tensor] = self.module(seen, points, tau[:, None])
-            return found[:2]
+            outputs: tuple[Tensor, Tensor | None, Tensor] = self.module(
+                inputs, points, tau[:, None]
+            )
+            return outputs[:2]
 
-        first = torch.zeros(len(seen), self.size, device=seen.device)
+        first = torch.zeros(len(inputs), self.size, device=inputs.device)
         drawn = None
         if noise is not None:
             first, drawn = noise[:, 0], noise[:, 1:]
         chain = self._denoising.sample(velocity, first, drawn, temperature)
-        logprobs, _, values = self.evaluate_chain(seen, chain, temperature)
+        logprobs, _, values = self.evaluate_chain(inputs, chain, temperature)
         assert self.action_box is not None, "actions are vectors"
         return {
             "action": self.action_box.unnormalize(chain[:, -1]).float(),

@@ -23,11 +23,11 @@ def find_gguf(source: str) -> Path:
         if not path.is_file():
             raise DataError(f"{source}: no such file")
         return path
-    found = importlib.util.find_spec(source) if source.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(source) if source.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(f"{source}: neither a .gguf file nor an installed package that carries one")
     files = sorted(
-        f for place in found.submodule_search_locations for f in Path(place).glob("*.gguf")
+        f for place in spec.submodule_search_locations for f in Path(place).glob("*.gguf")
     )
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"

@@ -57,7 +57,7 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
     with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
         # Read the weights here, because the library maps files and would see later changes.
-        module, found = cls.from_pretrained(
+        module, info = cls.from_pretrained(
             None,
             config=settings,
             state_dict=read_weights(folder),
@@ -68,9 +68,9 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         )
     raise_tensor_mismatch(
         f"model.path: {folder}",
-        found["missing_keys"],
-        found["unexpected_keys"],
-        found["mismatched_keys"],
+        info["missing_keys"],
+        info["unexpected_keys"],
+        info["mismatched_keys"],
     )
     freeze_rotary(module, read_config_json(folder), config.max_model_len, f"model.path: {folder}")
     use_onednn(module)

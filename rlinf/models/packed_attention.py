@@ -127,14 +127,14 @@ class PackedRows:
             return None
         keys = torch.arange(wide, device=self.keys.device)
         last = torch.arange(wide - width, wide, device=keys.device)[:, None]
-        seen = keys <= last
+        visible = keys <= last
         if window is not None:
-            seen = seen & (keys > last - window)
+            visible = visible & (keys > last - window)
         # Right padding follows all tokens of its row, so no token sees it.
         if not left:
-            return seen[None, None]
+            return visible[None, None]
         begins = torch.split(self.key_padding, [n for n, *_ in self.shapes])[number]
-        return (seen & (keys >= begins[:, None, None]))[:, None]
+        return (visible & (keys >= begins[:, None, None]))[:, None]
 
 
 def pack(
@@ -292,10 +292,10 @@ def packed_attention(
         torch.split(states.index_select(0, rows.keys), [n * k for n, _, k, _ in rows.shapes])
         for states in every[1:]
     )
-    found = []
+    outputs = []
     for number, (n, *_) in enumerate(rows.shapes):
         # [n, H, r, D]
-        own, seen, there = (
+        own, visible, there = (
             parts[number].view(n, -1, *parts[number].shape[1:]).transpose(1, 2)
             for parts in (queries, keys, values)
         )
@@ -303,18 +303,18 @@ def packed_attention(
         if softcap is None:
             out = F.scaled_dot_product_attention(
                 own,
-                seen,
+                visible,
                 there,
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
                 scale=scaling,
-                enable_gqa=own.shape[1] != seen.shape[1],
+                enable_gqa=own.shape[1] != visible.shape[1],
             )
         else:
-            out = softcapped_attention(own, seen, there, mask, scaling, softcap)
-        found.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(found).index_select(0, rows.order)[None], None
+            out = softcapped_attention(own, visible, there, mask, scaling, softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, rows.order)[None], None
 
 
 def softcapped_attention(

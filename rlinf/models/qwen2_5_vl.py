@@ -147,8 +147,8 @@ class Qwen25VL(CausalLM):
         settings = new_hf_config(config, vocabulary)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made: Any = Qwen2_5_VLForConditionalGeneration
-            module = made._from_config(settings, dtype=torch.float32)
+            model_class: Any = Qwen2_5_VLForConditionalGeneration
+            module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
         known = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
         values = {

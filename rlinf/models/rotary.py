@@ -89,12 +89,12 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
     if scaling is None:
         return
     length = limit or scaling.original_length
-    found = False
+    result = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         layers = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type in [name for name, kind in layers.items() if _varies(kind)]:
-            found = True
+            result = True
             _fix(part, length, layer_type)
             if not _is_fixed(part, scaling, length, layer_type):
                 raise DataError(
@@ -104,7 +104,7 @@ def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, wher
                     "set model.max_model_len (reward.max_length of a reward model) to "
                     f"{scaling.original_length} at most"
                 )
-    if not found:
+    if not result:
         raise DataError(
             f"{where}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
             "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
@@ -151,7 +151,7 @@ def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | 
         if "mrope_section" in settings:  # time, height and width
             positions = positions.expand(3, -1, -1)
         options = {} if layer_type is None else {"layer_type": layer_type}
-        found = part(torch.zeros(1), positions, **options)
-        parts = found if isinstance(found, tuple) else (found,)
+        result = part(torch.zeros(1), positions, **options)
+        parts = result if isinstance(result, tuple) else (result,)
         turned.append([one[..., 0, :] for one in parts])
     return all(map(torch.equal, *turned))

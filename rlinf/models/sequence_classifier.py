@@ -81,7 +81,7 @@ def load_classifier(
     with _report_under_key(folder, key):
         cls, settings = _network(folder)
         # Read the weights here, because the library maps files and would see later changes.
-        module, found = cls.from_pretrained(
+        module, info = cls.from_pretrained(
             None,
             config=settings,
             state_dict=read_weights(folder),
@@ -89,8 +89,8 @@ def load_classifier(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        missing, others = found["missing_keys"], found["unexpected_keys"]
-        raise_tensor_mismatch(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+        missing, others = info["missing_keys"], info["unexpected_keys"]
+        raise_tensor_mismatch(f"{key}: {folder}", missing, others, info["mismatched_keys"])
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready

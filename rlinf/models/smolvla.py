@@ -373,8 +373,8 @@ class SmolVLAPolicy(Policy):
         """Sample chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as in :meth:`act`."""
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            found, raw = self.module.velocity(prefix, points, tau)
-            return found, None if raw is None else bounded_log_std(raw, self._noise_range)
+            result, raw = self.module.velocity(prefix, points, tau)
+            return result, None if raw is None else bounded_log_std(raw, self._noise_range)
 
         shape = (len(prefix.last_hidden), self.action_shape[0], self._widths[1])
         first, drawn = torch.zeros(shape, device=prefix.last_hidden.device), None
@@ -407,8 +407,8 @@ class SmolVLAPolicy(Policy):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies ``[n, C, D]`` of chains."""
         log_std = None if raw is None else bounded_log_std(raw, self._noise_range)
-        found = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
-        return found[0][..., : self.action_shape[1]], found[1][..., : self.action_shape[1]]
+        result = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
+        return result[0][..., : self.action_shape[1]], result[1][..., : self.action_shape[1]]
 
     def _imitation_loss(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the conditional flow matching loss (arXiv 2210.02747, eq. 14) of rows, the squared
@@ -448,19 +448,19 @@ def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, 
         STATE_FEATURE: feature_size(settings, STATE_FEATURE),
         ACTION_FEATURE: feature_size(settings, ACTION_FEATURE),
     }
-    found = read_feature_statistics(path.expanduser(), sizes)
+    result = read_feature_statistics(path.expanduser(), sizes)
     for feature, kind in ((STATE_FEATURE, "STATE"), (ACTION_FEATURE, "ACTION")):
         mode = settings["normalization_mapping"].get(kind, "IDENTITY")
         where = f"model.norm_stats: {path}: {feature}"
-        FeatureNormalizer.from_statistics(mode, found[feature], sizes[feature], where)
-    return found
+        FeatureNormalizer.from_statistics(mode, result[feature], sizes[feature], where)
+    return result
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the weights and the added heads to their files."""
-    whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-    heads = {name: tensor for name, tensor in whole.items() if name.startswith(ADDED_HEADS)}
-    rest = {name: tensor for name, tensor in whole.items() if name not in heads}
+    contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+    heads = {name: tensor for name, tensor in contiguous.items() if name.startswith(ADDED_HEADS)}
+    rest = {name: tensor for name, tensor in contiguous.items() if name not in heads}
     save_file(rest, folder / WEIGHTS_FILE, {"format": "pt"})
     save_file(heads, folder / HEADS_FILE, {"format": "pt"})
 

@@ -86,8 +86,8 @@ class SmolVLALayer(nn.Module):
             values = self._heads(parts.v_proj(inside))
             if prefix is not None:
                 keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
-        found = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
-        hidden = hidden + parts.o_proj(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        hidden = hidden + parts.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
     def _heads(self, column: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ class VLMWithExpert(nn.Module):
         super().__init__()
         config = SmolVLMConfig(**vlm)
         disable_dropout(config)
-        made: Any = SmolVLMForConditionalGeneration
-        self.vlm = made._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model_class: Any = SmolVLMForConditionalGeneration
+        self.vlm = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         text: Any = self.vlm.model.text_model
         count = settings["num_vlm_layers"]
         kept = text.layers[:count] if count > 0 else text.layers

@@ -116,13 +116,13 @@ class VLAPolicy(Policy):
             network = new_meta_network(source, settings, config.value_level)
             check_vla_tensors(source, stored_shapes(source), network)
         else:
-            name, found = cls._statistics(config, spec)
-            if len(found["action"]["q01"]) != action["size"]:
+            name, statistics = cls._statistics(config, spec)
+            if len(statistics["action"]["q01"]) != action["size"]:
                 raise ConfigError(
-                    f"model.norm_stats: of {len(found['action']['q01'])} numbers; an action of "
+                    f"model.norm_stats: of {len(statistics['action']['q01'])} numbers; an action of "
                     f"this task has {action['size']}"
                 )
-            check_vla_task(new_vla_config(config, spec, 256, name, found), spec)
+            check_vla_task(new_vla_config(config, spec, 256, name, statistics), spec)
 
     @classmethod
     def create(cls, config: VLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
@@ -137,9 +137,9 @@ class VLAPolicy(Policy):
                 shutil.copyfile(path, folder / path.name)
             return
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET, folder)
-        name, found = cls._statistics(config, spec)
-        settings = new_vla_config(config, spec, len(vocabulary), name, found)
-        (folder / STATISTICS_FILE).write_text(json.dumps({name: found}, indent=1))
+        name, statistics = cls._statistics(config, spec)
+        settings = new_vla_config(config, spec, len(vocabulary), name, statistics)
+        (folder / STATISTICS_FILE).write_text(json.dumps({name: statistics}, indent=1))
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=1))
         if config.use_fused_vision_backbone:
             (folder / PREPROCESSOR_FILE).write_text(
@@ -167,7 +167,7 @@ class VLAPolicy(Policy):
             DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_vla_config(folder)
-        found = read_folder_statistics(folder, settings, config)[1]
+        statistics = read_folder_statistics(folder, settings, config)[1]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -180,7 +180,7 @@ class VLAPolicy(Policy):
             own = module.state_dict()
             module.load_state_dict({**own, **reset_unlike_value_head(tensors, own, folder)})
             bins = ActionBins.from_statistics(
-                found["action"], module.first_action_token, module.n_action_bins
+                statistics["action"], module.first_action_token, module.n_action_bins
             )
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -189,8 +189,8 @@ class VLAPolicy(Policy):
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         copy_non_weight_files(self._folder, folder)
-        whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-        save_file(whole, folder / WEIGHTS_FILE, {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        save_file(contiguous, folder / WEIGHTS_FILE, {"format": "pt"})
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
         """Convert expert actions ``[T, D]`` to the chunk that starts at each step, as tokens.

@@ -250,10 +250,13 @@ def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
     """Add the colour normalization in the folder's preprocessor config to the towers."""
     key = "tvf_normalize_params"
-    given: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
+    params: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
     try:
-        found = [{name: list(map(float, one[name])) for name in ("mean", "std")} for one in given]
-        if len(found) != len(TOWERS) or any(len(row) != 3 for one in found for row in one.values()):
+        scalings = [
+            {name: list(map(float, one[name])) for name in ("mean", "std")} for one in params
+        ]
+        rows = [row for scaling in scalings for row in scaling.values()]
+        if len(scalings) != len(TOWERS) or any(len(row) != 3 for row in rows):
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
@@ -261,7 +264,7 @@ def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
             f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
-        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, found, strict=True)
+        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, scalings, strict=True)
     }
 
 
@@ -277,11 +280,11 @@ def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[s
     settings = read_config_json(folder)
     if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
         return {}
-    name, found = read_folder_statistics(folder, settings, config)
+    name, statistics = read_folder_statistics(folder, settings, config)
     # In the original training an empty token precedes the action tokens.
     return {
         "num_actions_chunk": config.chunk_size,
-        "action_dim": len(found["action"]["q01"]),
+        "action_dim": len(statistics["action"]["q01"]),
         "proprio_dim": config.proprio_dim,
         "cameras": list(spec["images"]),
         "prompt": f"{DEFAULT_PROMPT} " if config.prompt is None else config.prompt,
