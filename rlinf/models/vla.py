@@ -119,8 +119,8 @@ class VLAPolicy(Policy):
             name, statistics = cls._statistics(config, spec)
             if len(statistics["action"]["q01"]) != action["size"]:
                 raise ConfigError(
-                    f"model.norm_stats: of {len(statistics['action']['q01'])} numbers; an action of "
-                    f"this task has {action['size']}"
+                    f"model.norm_stats: of {len(statistics['action']['q01'])} numbers; an action "
+                    f"of this task has {action['size']}"
                 )
             check_vla_task(new_vla_config(config, spec, 256, name, statistics), spec)
 
