@@ -19,6 +19,7 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, ValueLevel, action_chunks, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
+from rlinf.models.images import IMAGE_PREFIX
 from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
 
 
@@ -222,8 +223,6 @@ CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 """Channels, kernel and stride of each layer (Mnih et al. 2015, doi 10.1038/nature14236)."""
 MIN_IMAGE_SIDE = 36
 """Smallest height or width of an image, so that the convolutions have an output."""
-IMAGE_PREFIX = "images."
-"""Prefix of image columns in requests and trajectories, before the name of the camera."""
 
 
 class CNNConfig(MLPConfig):

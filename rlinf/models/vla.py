@@ -41,7 +41,6 @@ from rlinf.models.action_encoding import (
     read_action_statistics,
     reset_unlike_value_head,
 )
-from rlinf.models.actor_critic import IMAGE_PREFIX
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -56,7 +55,7 @@ from rlinf.models.hf_folder import (
     read_config_json,
     weight_files,
 )
-from rlinf.models.images import PREPROCESSOR_FILE
+from rlinf.models.images import IMAGE_PREFIX, PREPROCESSOR_FILE
 from rlinf.models.loading import read_weights
 from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.models.vla_folder import (
