@@ -195,8 +195,8 @@ def get_engine(
                     tensors = resident.weight_deltas.read(ctx, name)
                 state = entry.content_id
             if tensors is not None:
-                cls, _ = policy_class(ctx.config)
-                engine.load_state(cls.engine_weights(tensors.items()), version)
+                policy = policy_class(ctx.config)[0]
+                engine.load_state(policy.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
