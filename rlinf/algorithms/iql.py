@@ -1,4 +1,4 @@
-"""Implicit Q-learning (arXiv 2110.06169): no values of actions that no data are of."""
+"""Implicit Q-learning (arXiv 2110.06169), which never evaluates actions outside the data."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class IQLConfig(OffPolicyConfig):
     """Settings of IQL."""
 
     offline_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of each batch that is of the prior transitions, where others are collected too."""
+    """Share of each batch that comes from ``offline_data``, if transitions are collected too."""
     expectile: float = Field(default=0.7, gt=0, lt=1)
-    """0.5 is the mean of the actions' values, near 1 the best one's."""
+    """Expectile of the action values: 0.5 is their mean, and 1 approaches their maximum."""
     beta: float = Field(default=3.0, ge=0)
-    """How much better actions are preferred; 0 imitates all alike."""
+    """Inverse temperature of the advantage weights; 0 imitates all actions equally."""
     max_advantage_weight: float = Field(default=100.0, gt=0)
     """Largest weight of an action."""
     action_bound_eps: float = Field(default=1e-3, gt=0, lt=1)
-    """Actions count as at least so far from the edge of the interval, in units of its half: on it
-    a squashed density grows without bound."""
+    """Minimum distance of actions from the edge of the interval, in units of half its width. A
+    squashed density grows without bound at the edge."""
 
 
 class IQL(OffPolicyAlgorithm):
-    """See the module."""
+    """Implicit Q-learning."""
 
     Config = IQLConfig
     config: IQLConfig

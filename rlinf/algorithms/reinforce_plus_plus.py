@@ -25,13 +25,13 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """See the module."""
+    """REINFORCE++."""
 
     Config = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
 
     def baseline(self, batch: StepBatch) -> Tensor:
-        """What every token's sum of rewards is compared with, ``[N]``."""
+        """Return the baseline ``[N]`` that is subtracted from every token's sum of rewards."""
         return torch.zeros(len(batch))
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
@@ -65,9 +65,9 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus, GroupAlgorithm):
-    """REINFORCE++-baseline: relative to the mean reward of the group first.
+    """REINFORCE++-baseline: rewards are first taken relative to the mean reward of the group.
 
-    The mean is of rewards as they are learned from, with what ``kl_reward_coef`` takes from them.
+    The mean includes the KL penalty of ``kl_reward_coef``.
     """
 
     Config = ReinforcePlusPlusBaselineConfig

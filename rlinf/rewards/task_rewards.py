@@ -1,9 +1,5 @@
-"""The task's score as the reward, with a penalty for overlong samples.
-
-In a simulator, whose sample may hold several episodes, each has its own score, on its own last
-step. One that the horizon cut off after others had ended is not judged: what follows is worth what
-a critic says of it.
-"""
+"""Rewards that come from the task: its score, partial credit for digits, and the simulator's step
+rewards."""
 
 from __future__ import annotations
 
@@ -21,15 +17,15 @@ from rlinf.rewards.base import Reward, RewardResult
 
 
 class ScoreConfig(Section):
-    """``scale * score + offset``, minus the overlong penalty."""
+    """Settings of ``scale * score + offset``, minus the overlong penalty."""
 
     scale: float = 1.0
     offset: float = 0.0
     overlong_penalty_start: int | None = Field(default=None, gt=0)
-    """Steps that count, after which the penalty grows linearly (soft overlong punishment of DAPO,
-    arXiv 2503.14476, eq. 13)."""
+    """Number of unmasked steps above which the penalty grows linearly (soft overlong punishment of
+    DAPO, arXiv 2503.14476, eq. 13)."""
     overlong_penalty_end: int | None = Field(default=None, gt=0)
-    """Steps at which it has reached 1."""
+    """Number of unmasked steps at which the penalty reaches 1."""
 
     @model_validator(mode="after")
     def _overlong_is_a_range(self) -> ScoreConfig:
@@ -44,7 +40,12 @@ class ScoreConfig(Section):
 
 
 class ScoreReward(Reward):
-    """See the module."""
+    """The task's score, minus a penalty for overlong samples.
+
+    A simulator's sample may hold several episodes. Each episode then has its own score, placed on
+    its last step. An episode that the horizon truncated after others had ended is not scored; the
+    critic's value estimates the rest of it.
+    """
 
     Config = ScoreConfig
     provides = frozenset({EPISODE_REWARDS})
@@ -79,13 +80,14 @@ class ScoreReward(Reward):
 
 
 class DigitsConfig(Section):
-    """``(1 - partial) * score + partial * share of characters right``."""
+    """Settings of ``(1 - partial_credit) * score + partial_credit * character accuracy``."""
 
     partial_credit: float = Field(default=0.5, ge=0, le=1)
 
 
 class DigitsReward(Reward):
-    """A denser signal than exact match for short answers with a fixed form."""
+    """Exact match plus partial credit for every character of the reference answer in its place. It
+    is a denser signal for short answers of a fixed form."""
 
     Config = DigitsConfig
     requires = frozenset({REFERENCE_ANSWERS})
@@ -103,19 +105,20 @@ class DigitsReward(Reward):
 
 
 def character_accuracy(text: str, answer: str) -> float:
-    """Share of the longer of both strings whose characters agree, place by place."""
+    """Return the fraction of equal characters at equal places, relative to the longer string."""
     longest = max(len(text), len(answer), 1)
     return sum(a == b for a, b in zip(text, answer, strict=False)) / longest
 
 
 class EnvironmentRewardConfig(Section):
-    """A fixed factor, so that returns suit the value head."""
+    """Settings of the scale, so that returns suit the value head."""
 
     scale: float = 1.0
 
 
 class EnvironmentReward(Reward):
-    """See the module. Where steps are chunks of actions, what :meth:`judge` gives is ``[T, C]``."""
+    """The simulator's reward of each step. Where steps are chunks of actions, it is per action,
+    ``[T, C]``."""
 
     Config = EnvironmentRewardConfig
     requires = frozenset({STEP_REWARDS})
