@@ -1,9 +1,13 @@
-"""Training with DeepSpeed's ZeRO.
+"""Training with DeepSpeed's ZeRO (Rajbhandari et al., 2020).
 
-The optimizer's state is shared out over processes (stage 1), then gradients (2), then weights (3).
+ZeRO shards the optimizer's state over processes (stage 1), then gradients (2), then weights (3).
 
-Batches are cut, losses summed and gradients clipped as by every trainer, and the files of a state
-are the same: a run may change between trainers at a checkpoint.
+Splitting batches, summing losses and clipping gradients work as in every trainer, and the
+checkpoint files are the same. A run may therefore change between trainers at a checkpoint.
+
+DeepSpeed keeps the float32 weights in flat tensors, each with a process's shard of a parameter
+group. A parameter's elements are contiguous in one of them. The classes below read them from the
+optimizers of DeepSpeed 0.19, which have no interface for this.
 """
 
 from __future__ import annotations
@@ -34,22 +38,22 @@ from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer
 
 @dataclass(frozen=True)
 class ZeroFragment:
-    """A process's elements of one parameter; it may have none."""
+    """A process's elements of one parameter; possibly none."""
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the full parameter."""
     flat_index: int
-    """Which flat tensor they are in."""
+    """Index of the flat tensor that contains them."""
     flat_start: int
-    """Where they begin in that."""
+    """Their position in the flat tensor."""
     param_start: int
-    """Where they begin in the parameter."""
+    """Their position in the parameter."""
     count: int
 
 
 class ZeroOptimizer(ABC):
-    """The memory of DeepSpeed's optimizer of one stage."""
+    """Interface to the memory of DeepSpeed's optimizer of one ZeRO stage."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -57,22 +61,23 @@ class ZeroOptimizer(ABC):
     @property
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
-        """Float32 weights."""
+        """The flat tensors of float32 weights."""
 
     @abstractmethod
     def param_group_of(self, flat: int) -> int:
-        """The group of parameters of torch's optimizer that a flat tensor belongs to."""
+        """Return the index of the torch optimizer's parameter group that a flat tensor belongs
+        to."""
 
     @abstractmethod
     def fragments(self) -> Iterator[ZeroFragment]:
-        """Of all parameters that are trained."""
+        """Yield the fragments of all trained parameters."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Complete the gradient of what was accumulated; collective."""
+        """Complete the accumulated gradient; collective."""
 
     def gradients(self, flat: int) -> list[Tensor]:
-        """The reduced gradient of a flat tensor, in pieces."""
+        """Return the reduced gradient of a flat tensor, in parts."""
         if self.is_offloaded:
             return [self.flat_weights[flat].grad]  # type: ignore[list-item]
         return list(self.optimizer.averaged_gradients[flat])
@@ -80,27 +85,27 @@ class ZeroOptimizer(ABC):
     @property
     @abstractmethod
     def is_offloaded(self) -> bool:
-        """Whether float32 weights, moments and the reduced gradient are in the host's memory."""
+        """Whether float32 weights, moments and the reduced gradient are in host memory."""
 
     @abstractmethod
     def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients between two backward passes."""
+        """Return the tensors that hold gradients between two backward passes."""
 
     @abstractmethod
     def discard_gradients(self) -> None:
-        """Forget all gradients, those of a pass that failed too; not collective."""
+        """Discard all gradients, also those of a failed pass; not collective."""
 
     def release(self, root: nn.Module) -> None:
-        """Let go of what the engine has called, once it is destroyed."""
+        """Drop references to the modules that the engine has called, after it is destroyed."""
         return None
 
     @abstractmethod
     def sync_model_weights(self) -> None:
-        """Compute with the float32 weights as they are now; collective."""
+        """Copy the current float32 weights to the model; collective."""
 
 
 class ZeroStage12Optimizer(ZeroOptimizer):
-    """Of stages 1 and 2: every process has all weights to compute with."""
+    """Stages 1 and 2: every process has all weights of the model."""
 
     @property
     def flat_weights(self) -> list[Tensor]:
@@ -166,7 +171,7 @@ class ZeroStage12Optimizer(ZeroOptimizer):
 
 
 class ZeroStage3Optimizer(ZeroOptimizer):
-    """Of stage 3: weights are gathered module by module."""
+    """Stage 3: weights are gathered module by module."""
 
     @property
     def flat_weights(self) -> list[Tensor]:
@@ -233,26 +238,25 @@ class ZeroStage3Optimizer(ZeroOptimizer):
 
 
 def global_grad_norm(parts: list[Tensor]) -> Tensor:
-    """Euclidean norm over all processes of a gradient that each has a part of."""
+    """Return the Euclidean norm over all processes of a gradient that each has a part of."""
     squares = nn.utils.get_total_norm(parts).square()
     torch.distributed.all_reduce(squares)
     return squares.sqrt()
 
 
 MAX_BUCKET_ELEMENTS = 50_000_000
-"""Most elements that are reduced or gathered at once."""
+"""Maximum number of elements that are reduced or gathered at once."""
 
 
 class DeepSpeedConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     zero_stage: Literal[1, 2, 3] = 2
-    """What is shared out over processes: the optimizer's state (1), gradients too (2), weights too
-    (3)."""
+    """Sharded state: the optimizer's state (1), gradients too (2), weights too (3)."""
     offload_optimizer: bool = False
-    """Keep float32 weights and moments in the host's memory, and step there."""
+    """Keep float32 weights and moments in host memory, and step there."""
     offload_param: bool = False
-    """Keep weights in the host's memory as well; of stage 3."""
+    """Keep weights in host memory as well; with stage 3."""
 
 
 STAGE_3_WITH_LORA = (
@@ -292,7 +296,8 @@ def _check_stacks(policy: Policy) -> None:
 
 
 class _Root(nn.Module):
-    """What DeepSpeed calls instead of the network: losses call that as they like."""
+    """Module that DeepSpeed calls instead of the network, because losses call the network in their
+    own way."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -452,7 +457,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.reduce_gradients()
 
     def _parts(self, groups: Collection[str]) -> list[Tensor]:
-        """The reduced gradient of what is chosen of some groups."""
+        """Return the reduced gradient of the chosen parameters in some groups."""
         return [
             gradient
             for number in range(len(self._zero.flat_weights))
@@ -492,7 +497,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return name
 
     def _begin(self) -> None:
-        """Have moments, as before any step."""
+        """Create moments, as before any step."""
         for flat in self._zero.flat_weights:
             init_optimizer_state(self.optimizer, flat, self._moments)
 
@@ -556,7 +561,8 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Each process reads the whole once, and keeps its part."""
+        """Load weights from a policy's folder. Each process reads all of it once and keeps its
+        part."""
         twin = copy.copy(self.policy)
         assert self._outline is not None
         twin.module = copy.deepcopy(self._outline)
@@ -582,14 +588,14 @@ class DeepSpeedTrainer(MinibatchTrainer):
             yield name, whole.to(dtype)
 
     def _view(self, part: ZeroFragment, moment: str | None) -> Tensor:
-        """A fragment of the float32 weights, or of one of their moments."""
+        """Return a fragment of the float32 weights, or of one of their moments."""
         flat = self._zero.flat_weights[part.flat_index]
         if moment is not None:
             flat = self.optimizer.state[flat][moment]
         return flat.detach()[part.flat_start : part.flat_start + part.count]
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """What this process has of some tensors of the module, by name."""
+        """Return this process's parts of some tensors of the module, by name."""
         found = {}
         for name, tensor in named:
             part = self._fragments.get(id(tensor))
@@ -636,7 +642,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
 
 _named = functools.partial(nn.Module.state_dict, keep_vars=True)
-"""A module's parameters and buffers by all their names; of tied ones the same tensor."""
+"""Return a module's parameters and buffers by all their names; tied ones are the same tensor."""
 
 
 def _shape(tensor: Tensor) -> torch.Size:

@@ -1,4 +1,4 @@
-"""Training with fully sharded data parallelism (FSDP2); one process is the trivial case."""
+"""Training with fully sharded data parallelism (FSDP2). One process is the trivial case."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from rlinf.trainers.optimizer import (
 
 
 class FSDPConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the processes of a sharded model add up gradients."""
+    """Data type in which the processes of a sharded model reduce gradients."""
     dp_replicate: int = Field(default=1, gt=0)
-    """Copies of the model, each shared out over as many of the processes (hybrid sharding): those
-    of a copy have neighbouring ranks, on one node where they can."""
+    """Number of model replicas, each sharded over an equal number of processes (hybrid sharding,
+    HSDP). The processes of a replica have adjacent ranks, on one node where possible."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory; it comes to the device in parts."""
+    """Keep the optimizer's state in host memory and move it to the device in chunks."""
     reshard_after_forward: bool = True
     fsdp_wrap_min_mb: int = Field(default=32, ge=0)
-    """Least size of the parameters, MiB, that several processes gather at once."""
+    """Minimum size, MiB, of the parameters of an FSDP unit, which processes gather at once."""
 
 
 class FSDPTrainer(MinibatchTrainer):
@@ -225,8 +225,9 @@ class FSDPTrainer(MinibatchTrainer):
         )
 
     def _parameters(self, policy: Policy) -> list[nn.Parameter]:
-        """Those of a lane. Of a sharded module always the shards, with the gradients: after a pass
-        without a backward one its own are still the gathered ones."""
+        """Return the parameters of a replica. Of a sharded module these are always the shards, with
+        the gradients: after a forward pass without a backward pass, its own parameters are still
+        the gathered ones."""
         if policy is not self.policy:
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,5 @@
-"""A policy's parameters shared out over processes by FSDP2, and given memory only then."""
+"""Shard a policy's parameters over processes with FSDP2. Parameters get memory only after
+sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rlinf.models.base import Policy
 
 
 def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row."""
+    """Return the device mesh: processes in order, or with ``replicas`` above one a table with one
+    model replica per row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -31,10 +33,10 @@ def apply_fsdp(
     wrap_min_bytes: int,
     reshard_after_forward: bool,
 ) -> tuple[Any, bool]:
-    """Shard a policy's module; what has no memory yet gets this process's part of it.
+    """Shard a policy's module. Parameters without memory get this process's shard of it.
 
     Returns:
-        The root, and whether it is the only unit.
+        The root, and whether it is the only FSDP unit.
     """
     module = policy.module
     empty = any(parameter.is_meta for parameter in module.parameters())
@@ -59,13 +61,14 @@ def apply_fsdp(
 
 
 def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
-    """This process's copy of the model, its part of that, and the number of parts."""
+    """Return this process's replica, its shard of that, and the number of shards."""
     copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
     return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
 def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
+    """Group adjacent blocks until they have ``least`` bytes. Return no unit if all blocks together
+    have fewer."""
     units: list[list[nn.Module]] = []
     size = least
     for block in blocks:

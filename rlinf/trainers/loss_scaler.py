@@ -1,12 +1,12 @@
-"""A scaled loss, so that gradients of float16 are neither zero nor infinite.
+"""Dynamic loss scaling for float16, so that gradients neither underflow nor overflow.
 
-Of Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.2.
+See Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.2.
 
 Float16 has no numbers between 0 and 6e-8, and none above 65504. The loss is multiplied before the
-backward pass, and the gradient divided by as much in float32. Where a gradient is not finite all
-the same, that step is left out and the scale halved; after some steps without any it is doubled:
-the rule of :class:`torch.amp.GradScaler`. Here it is asked of the norm of the reduced gradient,
-which is the same on every process, whatever shares the weights out.
+backward pass, and the gradient is divided by the same factor in float32. If a gradient still
+overflows, the step is skipped and the scale is halved; after some steps without overflow it is
+doubled, as in :class:`torch.amp.GradScaler`. The norm of the reduced gradient decides, because it
+is the same on every process with any sharding.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from rlinf.errors import StageError
 log = logging.getLogger("rlinf")
 LOSS_SCALE = "loss_scale"
 MIN_LOSS_SCALE = 2.0**-24
-"""Float16's smallest number: a gradient that has none even so is not finite itself."""
+"""Smallest float16 number. If the gradient overflows even at this scale, the gradient itself is not
+finite."""
 
 
 class LossScaler:
-    """By what a loss is multiplied. Without ``steps`` that is 1 for good."""
+    """Factor of the loss. Without ``steps`` it is constantly 1."""
 
     def __init__(self, first: float = 1.0, steps: int | None = None) -> None:
         """
         Args:
-            first: a power of two, as dividing by it loses nothing.
-            steps: without overflow, after which it is doubled.
+            first: initial scale, a power of two, so that dividing by it is exact.
+            steps: number of steps without overflow after which the scale is doubled.
         """
         self._steps = steps
         self._held = torch.tensor([first, 0.0])
@@ -47,7 +48,7 @@ class LossScaler:
         return self._steps is not None
 
     def state(self) -> Mapping[str, Tensor]:
-        """Part of a trainer's state, not copied; empty if it never changes."""
+        """Return this part of a trainer's state, not copied; empty if the scale is constant."""
         return {LOSS_SCALE: self._held} if self.is_dynamic else {}
 
     def record_step(self) -> None:
@@ -61,10 +62,10 @@ class LossScaler:
             self._held[1] = 0.0
 
     def record_overflow(self) -> None:
-        """Halve it after an overflow.
+        """Halve the scale after an overflow.
 
         Raises:
-            StageError: it is as low as it goes.
+            StageError: the scale is at its minimum.
         """
         if self.value <= MIN_LOSS_SCALE:
             raise StageError(

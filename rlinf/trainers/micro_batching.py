@@ -1,4 +1,4 @@
-"""How a minibatch is cut over processes, their lanes, and micro-batches."""
+"""Split a minibatch over processes, their threads, and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rlinf.models.base import Policy
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A minibatch cut for one lane of this rank: micro-batches of rows.
+    """The micro-batches of one thread of this rank.
 
-    All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats a small row with ``real`` false and weight zero. One process pads nothing.
+    All ranks run the same number of micro-batches, because collectives must match. A rank with
+    fewer repeats a small row with ``is_real`` false and weight zero. A single process adds no such
+    row.
     """
 
     batches: list[list[StepSpan]]
@@ -34,20 +35,20 @@ def split_micro_batches(
     rank: int,
     num_threads: int,
 ) -> list[MicroBatches]:
-    """The micro-batches of each lane of a rank.
+    """Return the micro-batches of each thread of a rank.
 
     Every rank computes the shares of all ranks and so knows how many micro-batches they run.
 
     Args:
-        together: rows that are to be in one micro-batch, whole; None: each may be by itself, and in
-            parts where the policy's steps stand alone. Those that share a part are then brought
-            together.
-        budget: most positions of a micro-batch.
+        row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
+            independent, and are split into spans where the policy's steps are independent. Rows
+            that share a prompt are then placed together.
+        max_tokens: maximum number of positions of a micro-batch.
         padded: whether rows are padded to the longest of their micro-batch.
-        speeds: of the ranks, relative.
+        speeds: relative speeds of the ranks.
 
     Raises:
-        ValueError: a row is missing in ``together``, or twice there.
+        ValueError: a row is missing in ``row_groups``, or is there twice.
     """
     if row_groups is None:
         workers = [speed for speed in speeds for _ in range(num_threads)]
@@ -95,7 +96,7 @@ def split_micro_batches(
 
 
 def _packed(policy: Policy, records: Sequence[Record]) -> int:
-    """Positions of trajectories side by side."""
+    """Return the number of positions of trajectories in one packed sequence."""
     shared = [policy.shared_prefix(record) for record in records]
     own = sum(map(policy.num_tokens, records)) - sum(length for _, length in shared)
     return own + sum(dict(shared).values())
@@ -104,7 +105,7 @@ def _packed(policy: Policy, records: Sequence[Record]) -> int:
 def _units(
     policy: Policy, records: Sequence[Record], budget: int, workers: Sequence[float]
 ) -> list[list[int]]:
-    """Rows by themselves, or with those that share a part, as far as no worker waits for that."""
+    """Group rows that share a prompt, unless a worker would become slower by it."""
     shared = [policy.shared_prefix(record) for record in records]
     if not any(length for _, length in shared):
         return [[row] for row in range(len(records))]
@@ -145,7 +146,8 @@ def _units(
 def _pieces(
     policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
-    """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
+    """Split a unit into parts that are evaluated at once: all of it, or spans where its steps are
+    independent."""
     if len(unit) > 1 or not policy.has_independent_steps:
         return [[StepSpan(row, 0, len(records[row])) for row in unit]]
     row, length = unit[0], len(records[unit[0]])

@@ -1,7 +1,8 @@
-"""Where the elements of Megatron's parameters are in the tensors of the Hugging Face format.
+"""Mapping of Megatron's parameters to tensors of the Hugging Face format.
 
-Megatron keeps queries, keys and values in one matrix, each group of heads with its own, gate and up
-projection in another, a process's rows or columns of both, and each expert apart.
+Megatron keeps queries, keys and values in one matrix, with each group of heads together. Gate and
+up projection are in another matrix. A process has some rows or columns of both. Each expert is
+separate.
 """
 
 from __future__ import annotations
@@ -22,50 +23,50 @@ class RankSlice:
     """A process's part of a network."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors of the network, by name."""
+    """Shapes of all tensors of the network, by name."""
     tp: int
     tp_rank: int
     first_layer: int
     first_expert: int
     group_rows: tuple[int, int]
-    """Rows of the queries of a group of heads, and of its keys or values."""
+    """Number of rows of the queries of a group of heads, and of its keys or values."""
     tied: bool
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows of a parameter, in their order rows of a tensor, or a stretch of each."""
+    """Rows of a parameter that correspond to rows of a tensor, or to a part of each row."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the tensor, whose dimensions but the last count as one."""
+    """Shape of the tensor; its dimensions except the last are flattened."""
     first_row: int
-    """The first, of the tensor."""
+    """The first row in the tensor."""
     first_column: int
-    """The first of a row."""
+    """The first column in a row of the tensor."""
     param_row: int
-    """The first row, of the parameter."""
+    """The first row in the parameter."""
     num_rows: int
 
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """What is known of a parameter."""
+    """Mapping of a parameter to slices of tensors."""
 
     slices: tuple[TensorSlice, ...]
     is_tensor_parallel: bool = False
-    """Whether processes that are tensor parallel have parts of it."""
+    """Whether tensor-parallel processes have different parts of it."""
     is_expert: bool = False
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Elements of a tensor that stretches of parameters hold."""
+    """Elements of a tensor that fragments of parameters hold."""
 
     name: str
     placement: ShardPlacement
     ranges: tuple[tuple[int, int, int], ...]
-    """Where those of the part are, one after the other: number of the stretch, begin in it, and
+    """Positions of the part's elements, in order: number of the fragment, begin in it, and
     length."""
 
 
@@ -87,7 +88,7 @@ _ADAPTER = re.compile(r"((\w+)\.linear_\w+)\.adapter\.lora_([AB])\.(\w+)")
 
 
 def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMapping:
-    """What a parameter holds.
+    """Return the mapping of a parameter.
 
     Raises:
         KeyError: the network has no such tensors.
@@ -153,7 +154,7 @@ def _whole(name: str, where: RankSlice) -> TensorSlice:
 
 
 def _heads(prefix: str, suffix: str, rows: int, where: RankSlice) -> list[TensorSlice]:
-    """Queries, keys and values of each group, one behind the other."""
+    """Return queries, keys and values of each group of heads, one after the other."""
     queries, each = where.group_rows
     groups = rows // (queries + 2 * each)
     found, begin = [], 0
@@ -168,11 +169,12 @@ def _heads(prefix: str, suffix: str, rows: int, where: RankSlice) -> list[Tensor
 def tensor_parts(
     stretches: Sequence[tuple[ParamMapping, tuple[int, ...], int, int]], order: Callable[[str], int]
 ) -> list[TensorPart]:
-    """Which elements of which tensors stretches of parameters hold.
+    """Return the elements of tensors that fragments of parameters hold.
 
     Args:
-        stretches: what the parameter holds, its shape, begin and length of the stretch.
-        order: sorts the names.
+        stretches: of each fragment: its parameter's mapping and shape, and the begin and length of
+            the fragment.
+        order: sort key of the names.
     """
     tables, shapes = dict[str, list[np.ndarray]](), dict[str, tuple[int, ...]]()
     for number, (share, shape, start, count) in enumerate(stretches):
@@ -199,7 +201,8 @@ def tensor_parts(
 
 
 def _table(piece: TensorSlice, width: int) -> np.ndarray:
-    """Ranges ``[n, 3]`` of a piece: begin in the tensor, in the parameter, and length."""
+    """Return the ranges ``[n, 3]`` of a slice: begin in the tensor, begin in the parameter, and
+    length."""
     wide = piece.shape[-1] if len(piece.shape) > 1 else 1
     if wide == width:
         return np.array([[piece.first_row * wide, piece.param_row * width, piece.num_rows * width]])
@@ -211,7 +214,7 @@ def _table(piece: TensorSlice, width: int) -> np.ndarray:
 
 
 def _joined(table: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Neighbours in one stretch as one; in the order given."""
+    """Merge adjacent ranges of one fragment, in the given order."""
     found: list[tuple[int, int, int]] = []
     for number, begin, length in table.tolist():
         if found and found[-1][0] == number and sum(found[-1][1:]) == begin:

@@ -23,8 +23,7 @@ from rlinf.trainers.megatron import context_parallel
 
 
 class NotLastStage(Exception):
-    """Raised by a pipeline stage that is not the last: what is to be done with its logits is done
-    by the last one."""
+    """Exception of a pipeline stage that is not the last. Only the last stage uses the logits."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the last stage of the pipeline goes on")
@@ -33,18 +32,18 @@ class NotLastStage(Exception):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What tokens of a batch see; handed through Megatron's layers to :class:`Attention`."""
+    """Attention structure of a batch. Megatron's layers pass it to :class:`MegatronAttention`."""
 
     rows: PackedRows | None
-    """None: each row all before it."""
+    """Packed rows; None: each row attends to all positions before."""
     cp_group: Any = None
-    """The processes that share out the positions, if they are several."""
+    """Context-parallel process group, if there are several processes."""
     qkv_format: str = "sbhd"
-    """Megatron asks for it."""
+    """Attribute that Megatron requires."""
 
 
 class MegatronAttention(nn.Module):
-    """Causal attention of the heads that a process has, as Megatron's layers call it."""
+    """Causal attention of this process's heads, with the interface of Megatron's layers."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -59,7 +58,8 @@ class MegatronAttention(nn.Module):
         packed_seq_params: AttentionContext,
         **_: Any,
     ) -> Tensor:
-        """
+        """Compute the attention.
+
         Args:
             query: ``[S, B, H, D]``; keys and values may have fewer heads.
 
@@ -84,7 +84,8 @@ class MegatronAttention(nn.Module):
 
 
 class MegatronRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm; Megatron's own does not know sequence parallelism."""
+    """Root-mean-square norm with sequence parallelism, which Megatron's own norm does not
+    support."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -92,7 +93,7 @@ class MegatronRMSNorm(nn.RMSNorm):
 
 
 class MegatronNetwork(nn.Module):
-    """This process's part of a network, behind the interface of ``transformers``."""
+    """This process's part of a network, with the interface of ``transformers``."""
 
     frequencies: Tensor
 
@@ -101,8 +102,8 @@ class MegatronNetwork(nn.Module):
     ) -> None:
         """
         Args:
-            like: the network of ``transformers``, whose parameters may be without memory.
-            options: of Megatron's configuration, that are the trainer's to choose.
+            like: the ``transformers`` network, whose parameters may have no memory.
+            options: options of Megatron's configuration that the trainer decides.
         """
         super().__init__()
         self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
@@ -119,7 +120,7 @@ class MegatronNetwork(nn.Module):
         self.to(device)
 
     def get_output_embeddings(self) -> None:
-        """None: the head is shared out over processes."""
+        """Return None, because the head is split over processes."""
 
     def forward(
         self,
@@ -129,17 +130,18 @@ class MegatronNetwork(nn.Module):
         rows: PackedRows | None = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        """
+        """Compute logits.
+
         Args:
             input_ids: ``[B, S]``.
-            position_ids: ``[1, S]``, of packed rows alone, whose positions no processes share out.
-            logits_to_keep: how many of the last positions, or which.
+            position_ids: ``[1, S]``, only for packed rows, which exclude context parallelism.
+            logits_to_keep: number of last positions, or their indices.
 
         Returns:
-            ``logits`` ``[B, K, V]``, the same on all processes of a copy's last pipeline stage.
+            ``logits`` ``[B, K, V]``, the same on all processes of a replica's last pipeline stage.
 
         Raises:
-            Passed: this is another stage.
+            NotLastStage: this is another stage.
         """
         assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
         length, inner = input_ids.shape[1], self.inner
@@ -195,7 +197,7 @@ class MegatronNetwork(nn.Module):
         return SimpleNamespace(logits=logits[..., : self.vocabulary])
 
     def _own_positions(self, tokens: Tensor) -> Tensor:
-        """Those of tokens ``[S, B]`` that this process has between the matrices."""
+        """Return this process's positions of tokens ``[S, B]`` between the matrices."""
         if not self.is_sequence_parallel:
             return tokens
         from megatron.core import parallel_state
@@ -207,7 +209,7 @@ class MegatronNetwork(nn.Module):
 
 
 def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> Any:
-    """Megatron's configuration of a network of ``transformers``."""
+    """Return Megatron's configuration for a ``transformers`` network."""
     from megatron.core.transformer import TransformerConfig
 
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -261,7 +263,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
 
 
 def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
-    """Megatron's model of this process, with memory but not yet weights."""
+    """Build Megatron's model of this process, with memory but without weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

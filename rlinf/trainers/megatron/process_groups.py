@@ -1,4 +1,4 @@
-"""Megatron's process groups, which are one set for all of a process."""
+"""Megatron's process groups, of which a process has one set."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.errors import StageError
 
 UNUSED_SEED = 1
-"""Of generators that nothing draws from: there is no dropout, and weights are read."""
+"""Seed of generators that are never used: there is no dropout, and weights are loaded."""
 _laid_out: list[tuple[int, str]] = []
 
 
 def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None:
-    """Connect, and make the groups of a layout unless they are there.
+    """Connect, and create the process groups of a layout unless they exist.
 
     Raises:
-        StageError: this process has those of another layout.
+        StageError: this process has the groups of another layout.
     """
     if device_type == "cpu":
         from rlinf.trainers.megatron import cpu_import_hook

@@ -1,9 +1,9 @@
-"""Training with Megatron-Core: matrices, sequences, layers and experts over processes.
+"""Training with Megatron-Core: tensor, sequence, pipeline, context and expert parallelism.
 
-A policy's network of ``transformers`` is taken over into Megatron's, by the names of its tensors,
-and comes out again under them. Batches are cut, losses summed and gradients clipped as by every
-trainer, and the files of a state are the same: a run may change between trainers and layouts at a
-checkpoint.
+The weights of a policy's ``transformers`` network are converted into Megatron's model by their
+names, and are exported under the same names. Splitting batches, summing losses and clipping
+gradients work as in every trainer, and the checkpoint files are the same. A run may therefore
+change between trainers and layouts at a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
 class MegatronConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     sequence_parallel: bool = False
-    """Processes that are tensor parallel share out the positions between their matrices as well."""
+    """Also split the positions between the matrices over tensor-parallel processes."""
     use_distributed_optimizer: bool = False
-    """Processes with the same weights share out moments and float32 weights; with AdamW."""
+    """Shard moments and float32 weights over processes with the same weights; with AdamW."""
     layers_per_pipeline_stage: tuple[PositiveInt, ...] = ()
-    """Layers of each stage of the pipeline, where there is one; none: as many in each."""
+    """Number of layers of each pipeline stage; empty: evenly distributed."""
 
 
 class MegatronTrainer(MinibatchTrainer):
-    """Owns this process's part of Megatron's model and what steps it."""
+    """Owns this process's part of Megatron's model and its optimizer."""
 
     Config = MegatronConfig
     config: MegatronConfig
@@ -155,7 +155,7 @@ class MegatronTrainer(MinibatchTrainer):
         self._reset_adapters()
 
     def _options(self, whole: Any) -> dict[str, Any]:
-        """What of Megatron's configuration is this trainer's."""
+        """Return the options of Megatron's configuration that this trainer decides."""
         config, layout = self.config, self.world.layout
         dtype = getattr(torch, config.param_dtype)
         # Megatron asks for it where there are experts.
@@ -181,7 +181,8 @@ class MegatronTrainer(MinibatchTrainer):
         return options
 
     def _shares(self, inner: Any) -> dict[int, hf_mapping.ParamMapping]:
-        """What each parameter holds, by its ``id``."""
+        """Return the mapping of each parameter to tensors of the original network, by its
+        ``id``."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
@@ -208,10 +209,10 @@ class MegatronTrainer(MinibatchTrainer):
         return found
 
     def _check_place(self) -> None:
-        """See that no tensor of the network is nowhere in Megatron's.
+        """Check that every tensor of the network exists in Megatron's model.
 
         Raises:
-            ConfigError: one is.
+            ConfigError: a tensor does not.
         """
         alone = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
         lacking = {*self._first.values(), *self._factors} - self._held.tensor_parts.keys()
@@ -337,7 +338,8 @@ class MegatronTrainer(MinibatchTrainer):
             self._memory.sync_model_weights()
 
     def _fill_from(self, fill: Callable[[Policy], None]) -> None:
-        """Each process reads the whole once, and keeps its part."""
+        """Load all weights from a function. Each process reads all of them once and keeps its
+        part."""
         twin = copy.copy(self.policy)
         twin.module = copy.deepcopy(self._outline)
         allocate_parameters(twin.module, torch.device("cpu"))
@@ -350,7 +352,7 @@ class MegatronTrainer(MinibatchTrainer):
 
     @torch.no_grad()
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, each whole, adapters merged in."""
+        """Yield all weights, unsharded, with adapters merged in."""
         merged, where = None, (self.device, self.world.size)
         if self._adapters is not None:
             factors = {n: self._held.gather(n, like, *where) for n, like in self._factors.items()}
@@ -360,19 +362,19 @@ class MegatronTrainer(MinibatchTrainer):
             yield name, (whole if merged is None else merged(name, whole)).cpu()
 
     def _kept(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Weights and moments, in the stretches that this process has."""
+        """Return the weights and moments of this process, by fragment."""
         held = self._held
         return held.weights(), {m: held.moments(self.optimizer, m) for m in self._moments}
 
     def _begin(self) -> None:
-        """Have moments, as before any step."""
+        """Create moments, as before any step."""
         for each in self._memory.fragments:
             init_optimizer_state(self.optimizer, each.main, self._moments)
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
-        """Of what this process speaks for; copies, unlike those of other trainers: the tensors'
-        elements are not in one place here."""
+        """Return the parts for which this process is the primary rank. They are copies, unlike
+        those of other trainers, because the elements of a tensor are not contiguous here."""
         self._begin()
         weights, moments = self._kept()
         model: dict[str, Tensor] = {}
@@ -423,7 +425,7 @@ class MegatronTrainer(MinibatchTrainer):
 
 
 def _without_memory(module: nn.Module) -> Any:
-    """A network's outline: parameters have no memory, tied ones are one."""
+    """Return a network's outline: parameters have no memory, and tied ones are one."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for each in part._parameters.values():
@@ -434,16 +436,17 @@ def _without_memory(module: nn.Module) -> Any:
 
 
 def _first_layer(inner: Any) -> int:
-    """Which layer of the network Megatron's model of this process begins with."""
+    """Return the index of the network's layer with which Megatron's model of this process
+    begins."""
     layers = inner.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0
 
 
 def _group(policy: Policy, share: hf_mapping.ParamMapping) -> str:
-    """The group of parameters that all of a parameter is in.
+    """Return the parameter group of a Megatron parameter.
 
     Raises:
-        ConfigError: it is in several.
+        ConfigError: its tensors are in several groups.
     """
     found = sorted({policy.parameter_group(piece.name) for piece in share.slices})
     if len(found) > 1:
