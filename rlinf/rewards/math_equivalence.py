@@ -20,9 +20,10 @@ from rlinf.rewards.math_parsing import MathAnswer, extract_answer, parse_answer,
 from rlinf.rewards.math_text_answers import choice_letter, ends_with_words, normalize_words
 
 RELATIVE_TOLERANCE = 1e-12
-"""Relative difference below which two irrational numbers are the same."""
+"""Relative difference below which two irrational numbers are equal."""
 ROUNDING_DIGITS = 6
-"""A decimal number of so many significant digits may stand for the fraction that it rounds."""
+"""Number of significant digits from which a decimal number may stand for a fraction that it
+rounds."""
 _RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+(?:\.\d+)?)(?:\s*/\s*(\d+)|\s*\\(?:times|cdot)\s*10\^\{([-+]?\d{1,3})\})?"
     r"|\\frac\{(-?\d+)\}\{(-?\d+)\})"
@@ -32,13 +33,13 @@ _CHOICE_WITH_TEXT = re.compile(r"\s*(?:\(([A-J])\)|([A-J])[.):])\s+(\S.*)", re.D
 
 
 def grade_response(response: str, answer: str) -> bool:
-    """Return whether a response ends in the reference answer, as mathematics.
+    """Return whether a response ends with the reference answer, mathematically.
 
-    The kind of the reference decides what is looked for: the letter of a choice, words, or a
+    The kind of the reference decides what is extracted: the letter of a choice, words, or a
     mathematical answer.
 
     Raises:
-        UnparsableAnswerError: one of them has no answer that can be read.
+        UnparsableAnswerError: one of them has no answer that can be parsed.
     """
     reference = parse_reference(answer)
     if reference.name == "choice":
@@ -47,7 +48,7 @@ def grade_response(response: str, answer: str) -> bool:
 
 
 def _is_given(reference: MathAnswer, response: str) -> bool:
-    """Whether a response ends in an answer that is no choice."""
+    """Return whether a response ends with an answer that is not a choice."""
     if reference.kind == "words":
         return ends_with_words(response, reference.text)
     if reference.phrase and ends_with_words(response, reference.phrase):
@@ -60,7 +61,7 @@ def _is_given(reference: MathAnswer, response: str) -> bool:
 
 @lru_cache(maxsize=256)
 def parse_reference(text: str) -> MathAnswer:
-    """Return what a reference answer is made of; one that is no mathematics is words.
+    """Parse a reference answer. Text that is not mathematics becomes words.
 
     Raises:
         UnparsableAnswerError: it is empty.
@@ -91,7 +92,7 @@ def parse_reference(text: str) -> MathAnswer:
 
 
 def _same_choice(reference: MathAnswer, response: str) -> bool:
-    """Whether the letter is the same; without a letter, whether the text of the option is."""
+    """Return whether the letters are equal; without a letter, whether the text of the option is."""
     try:
         return choice_letter(response) == reference.text
     except UnparsableAnswerError:
@@ -113,7 +114,7 @@ def _check(answer: MathAnswer) -> None:
 
 
 def grade_with_math_verify(response: str, answer: str) -> bool:
-    """Return what plain math-verify says, without any reading of ours."""
+    """Return the grade of plain math-verify, without any of our parsing."""
     from math_verify import parse as plain_parse
     from math_verify import verify
 
@@ -137,11 +138,11 @@ def _plain_reference(answer: str) -> Any:
 def equivalent(reference: MathAnswer, given: MathAnswer) -> bool:
     """Return whether two answers are equal.
 
-    Sets and lists have no order; tuples and intervals have one, and their brackets count. A unit
-    may be missing, but not another one; ``18%`` is 0.18, and 18 where per cent were asked for.
+    Sets and lists are unordered; tuples and intervals are ordered, and their brackets count. A unit
+    may be missing, but must not differ; ``18%`` is 0.18, and is 18 if the reference is in per cent.
 
     Raises:
-        UnparsableAnswerError: an expression that math-verify cannot parse.
+        UnparsableAnswerError: math-verify cannot parse an expression.
     """
     kinds = {reference.kind, given.kind}
     if kinds == {"expression"}:
@@ -162,7 +163,8 @@ def equivalent(reference: MathAnswer, given: MathAnswer) -> bool:
 
 
 def _same_collections(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Whether two lists or sets, or one of them and something else, have the same members."""
+    """Return whether two lists or sets, or one of them and another answer, have the same
+    members."""
     kinds = {reference.kind, given.kind}
     if "ordered" in kinds:
         tuples = [answer for answer in (reference, given) if answer.kind == "ordered"]
@@ -182,7 +184,7 @@ def _same_in_order(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) 
 
 
 def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -> bool:
-    """Whether each has its equal on the other side; a repeated one counts once."""
+    """Return whether each member has its equal on the other side; repeated members count once."""
     return all(any(equivalent(a, b) for b in right) for a in left) and all(
         any(equivalent(a, b) for a in left) for b in right
     )
@@ -192,7 +194,8 @@ def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -
 
 
 def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
-    """Values of different unknowns, ``x=1, y=2`` or ``(x,y)=(1,2)``; None for anything else."""
+    """Return the values of different unknowns, ``x=1, y=2`` or ``(x,y)=(1,2)``; None for any other
+    answer."""
     if answer.kind == "ordered" and "," in answer.name:
         names = answer.name.strip("()").split(",")
         return (
@@ -207,7 +210,7 @@ def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
 
 
 def _same_named(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Whether each unknown has the same value; without names the order decides."""
+    """Return whether each unknown has the same value; without names the order decides."""
     left, right = _values_of_names(reference), _values_of_names(given)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
@@ -227,7 +230,7 @@ def _same_named(reference: MathAnswer, given: MathAnswer) -> bool:
 
 
 def _is_region(answer: MathAnswer) -> bool:
-    """Whether an answer is a set of numbers for certain; ``(1, 2)`` may be a point."""
+    """Return whether an answer is certainly a set of numbers; ``(1, 2)`` may be a point."""
     if answer.kind == "expression":
         return bool(re.search(r"\\mathbb|\\setminus", answer.text))
     if answer.kind != "ordered" or len(answer.items) != 2 or answer.text == "::":
@@ -253,7 +256,7 @@ def _same_regions(reference: MathAnswer, given: MathAnswer) -> bool:
 
 
 def _same_relations(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Inequalities of several variables, or of what has no set of solutions."""
+    """Compare inequalities of several variables, or those without a set of solutions."""
     if reference.kind != given.kind:
         return False
     if len(reference.items) == len(given.items) == 1:
@@ -283,7 +286,7 @@ def _equal_sets(left: Any, right: Any) -> bool:
 
 
 def _as_set(answer: MathAnswer) -> Any:
-    """The set of real numbers that an answer describes; None: it describes none."""
+    """Return the set of real numbers that an answer describes; None if it describes none."""
     import sympy
 
     if answer.kind == "ordered" and len(answer.items) == 2 and answer.text != "::":
@@ -335,7 +338,8 @@ def _same_expressions(reference: MathAnswer, given: MathAnswer) -> bool:
 
 
 def _as_equation(answer: MathAnswer) -> str:
-    """The equation that an answer is; empty: it is none. Names in words are no variables."""
+    """Return the equation that an answer is; empty if it is none. Names in words are not
+    variables."""
     if len(split_top_level(answer.text, ("=",))) > 1:
         return answer.text
     return f"{answer.name}={answer.text}" if _is_variable(answer.name) else ""
@@ -346,8 +350,8 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Whether two equations have the same solutions: one side's difference is a multiple of the
-    other's."""
+    """Return whether two equations have the same solutions: the difference of one's sides is a
+    multiple of the other's."""
     import sympy
 
     if _tight(left) == _tight(right):
@@ -410,7 +414,7 @@ def _equal(reference: str, given: str) -> bool:
 
 
 def _rounds(decimal: str, exact: Fraction) -> bool:
-    """Whether a decimal number of enough digits is a fraction, rounded or cut off."""
+    """Return whether a decimal number of enough digits is a rounded or truncated fraction."""
     found = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
     if found is None or len(found[1] + found[2]) < ROUNDING_DIGITS or exact.denominator == 1:
         return False
@@ -450,7 +454,7 @@ def _verify(reference: str, given: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _expression(latex: str) -> Any:
-    """The expression of computer algebra, with exact numbers; references come again and again.
+    """Return the sympy expression, with exact numbers. References repeat, so results are cached.
 
     Raises:
         UnparsableAnswerError: math-verify cannot parse it.

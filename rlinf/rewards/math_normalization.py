@@ -1,4 +1,5 @@
-"""One spelling for mathematical text: markup, currencies, spaces and commands of LaTeX."""
+"""Normalise mathematical text: markup, currencies, spaces, LaTeX commands, and units of
+measurement."""
 
 # ruff: noqa: RUF001
 
@@ -9,12 +10,12 @@ import unicodedata
 from decimal import Decimal
 
 ROW_SEPARATOR = "\0"
-"""A new row of a matrix."""
+"""Separator of the rows of a matrix."""
 BRACKET_PAIRS, CLOSING_BRACKETS = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
 
 
 class UnparsableAnswerError(ValueError):
-    """There is no answer, or nothing that can be read as one."""
+    """Error of a text without an answer, or with one that cannot be parsed."""
 
 
 _SYMBOLS = {
@@ -143,14 +144,14 @@ def normalize_characters(text: str) -> str:
 
 
 def _repeating(text: str) -> str:
-    """A fraction for ``0.\\overline{3}`` and ``0.333...``."""
+    r"""Replace ``0.\overline{3}`` and ``0.333...`` by a fraction."""
     for pattern in (_REPEATING, _DOTTED):
         text = pattern.sub(_fraction_of_repeating, text)
     return text
 
 
 def _bases(text: str) -> str:
-    """``1010_{2}`` for ``(1010)_2``, ``1010 base 2`` and ``1010_{two}``."""
+    """Replace ``(1010)_2``, ``1010 base 2`` and ``1010_{two}`` by ``1010_{2}``."""
     text = re.sub(r"\b(\w+),?\s+(?:in\s+)?base[\s-]*(\w+)\b", r"\1_{\2}", text)
     text = re.sub(r"\((\d+)\)\s*_", r"\1_", text)
     return re.sub(
@@ -168,7 +169,7 @@ def _fraction_of_repeating(found: re.Match[str]) -> str:
 
 
 def _number_words(text: str) -> str:
-    """Digits for a text that is a number below a hundred in words; any other as it is."""
+    """Return the digits of a number below a hundred in words; any other text unchanged."""
     tens, _, ones = text.lower().replace("-", " ").partition(" ")
     if tens not in _NUMBER_WORDS or (ones and not 0 < _NUMBER_WORDS.get(ones, 0) < 10):
         return text
@@ -198,7 +199,8 @@ def _character(character: str) -> str:
 
 
 def _currency(text: str) -> tuple[str, str]:
-    """A formula's ``$`` come in pairs; one alone, or one with a backslash, is money."""
+    """Remove a currency sign. A formula's ``$`` come in pairs; a single one, or one with a
+    backslash, is money."""
     for sign, unit in _CURRENCIES.items():
         if sign == "$" and text.replace(r"\$", "").count("$") % 2 == 0:
             continue
@@ -213,7 +215,8 @@ def _plain_number(scientific: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """``\\text{...}`` and fonts without their command; words stay apart from what is before."""
+    r"""Remove the commands of ``\text{...}`` and fonts. Words stay separated from the text
+    before."""
     while found := _WRAPPERS.search(text):
         end = find_closing_bracket(text, found.end() - 1)
         inner = text[found.end() :] if end is None else text[found.end() : end]
@@ -229,7 +232,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _arguments(text: str) -> str:
-    """Braces around what ``\\frac``, ``\\sqrt`` and ``^`` take, where they were left out."""
+    r"""Add missing braces around the arguments of ``\frac``, ``\sqrt`` and ``^``."""
     out, at = [], 0
     pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
     while found := pattern.search(text, at):
@@ -269,7 +272,8 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
 
 
 def find_closing_bracket(text: str, start: int, mixed: bool = False) -> int | None:
-    """Where the bracket that opens at ``start`` closes; ``mixed``: ``[`` may end with ``)``."""
+    """Return the position where the bracket at ``start`` closes. With ``mixed``, ``[`` may end with
+    ``)``."""
     depth, at = 0, start
     opening, closing = ("([", ")]") if mixed else (text[start], BRACKET_PAIRS[text[start]])
     while at < len(text):
@@ -390,7 +394,7 @@ def _scaled(head: str, scale: int) -> str:
 
 
 def _spelled(words: list[str]) -> str:
-    """``m*s^-2`` for ``m/s^{2}``; empty if a word is no unit."""
+    """Return ``m*s^-2`` for ``m/s^{2}``; empty if a word is not a unit."""
     powers: dict[str, int] = {}
     sign, power, last = 1, 1, ""
     for word in words:

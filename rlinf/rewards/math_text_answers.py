@@ -1,4 +1,4 @@
-"""Answers in words: the letter of a choice, ``yes``, a name, a date."""
+"""Extract answers in words: the letter of a choice, ``yes``, a name, a date."""
 
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.,;\n]{0,20}$", 
 
 
 def choice_letter(response: str) -> str:
-    """Return the letter of the choice that a response ends with, as a capital.
+    """Return the letter of the choice with which a response ends, as a capital.
 
     Raises:
         UnparsableAnswerError: it names none, or more than one.
@@ -145,7 +145,7 @@ def _openings(statement: str) -> Iterator[str]:
 
 
 def _begins(text: str, words: str) -> bool:
-    """Whether a sentence begins with the words, and goes on with an aside at most."""
+    """Return whether a sentence begins with the words, followed at most by an aside."""
     rest = text.removeprefix(words) if text.startswith(words) else None
     return (
         rest is not None
@@ -155,7 +155,7 @@ def _begins(text: str, words: str) -> bool:
 
 
 def _endings(line: str) -> Iterator[str]:
-    """The last bold text, the last formula, the line, and what is behind its last "is"."""
+    """Yield the last bold text, the last formula, the line, and the text after its last "is"."""
     if bold := re.findall(r"\*\*(?=\S)([^*]+?)\*\*", line):
         yield normalize_words(bold[-1])
         return
@@ -170,14 +170,14 @@ def _endings(line: str) -> Iterator[str]:
 
 
 def _opens_bold(text: str, words: str) -> bool:
-    """Whether the response begins with the words in bold, or with them and a comma."""
+    """Return whether the response begins with the words in bold, or with the words and a comma."""
     first = text.strip().split("\n", 1)[0]
     opening = re.match(r"\*\*([^*]+)\*\*(?=[\s.,;:!]|$)|(\w+)(?=[,.]\s)", first)
     return opening is not None and normalize_words(opening[1] or opening[2]) == words
 
 
 def normalize_words(text: str) -> str:
-    """Return words in lower case, without markup, article and punctuation around them."""
+    """Return words in lower case, without surrounding markup, article and punctuation."""
     try:
         spelled, _ = normalize_latex(text)
     except UnparsableAnswerError:
