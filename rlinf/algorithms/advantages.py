@@ -85,9 +85,9 @@ def turn_level_advantages(
     there = torch.zeros_like(own).scatter_add_(1, place, (mask > 0).double()) > 0
     _, index = torch.unique(groups, return_inverse=True)
     number = index[:, None] * count + torch.arange(count)
-    found = torch.zeros_like(returns)
-    found[there] = group_advantage(returns[there], number[there])
-    return found.gather(1, place) * mask
+    advantages = torch.zeros_like(returns)
+    advantages[there] = group_advantage(returns[there], number[there])
+    return advantages.gather(1, place) * mask
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
@@ -145,8 +145,10 @@ def compute_gae(
             (column[..., None] * last).flatten(1) for column in (terminated, truncated, bootstrap)
         )
         gained, valued, counted = (column.flatten(1) for column in (rewards, values, mask))
-        found, returns = compute_gae(gained, valued, ended, cut, after, counted, gamma, lam)
-        return found.view(rewards.shape), returns.view(rewards.shape)
+        advantages_flat, returns = compute_gae(
+            gained, valued, ended, cut, after, counted, gamma, lam
+        )
+        return advantages_flat.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
     # Of the steps so far, from the back: the advantage that flows to the step before, the value of

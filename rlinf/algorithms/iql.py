@@ -62,13 +62,13 @@ class IQL(OffPolicyAlgorithm):
 
     def loss(self, policy: Any, batch: Batch) -> Loss:
         module, config = policy.module, self.config
-        seen, actions = batch["observations"], batch["actions"]
-        done = torch.cat([seen, actions], -1)
+        observations, actions = batch["observations"], batch["actions"]
+        done = torch.cat([observations, actions], -1)
         with torch.no_grad():
             known = aggregate_q_values(module.targets(done), config.target_q_agg)
             after = module.value(batch["next_observations"])[..., 0]
             target = td_target(batch["rewards"], batch["terminated"], after, config.gamma)
-        value = module.value(seen)[..., 0]
+        value = module.value(observations)[..., 0]
         value_loss = expectile_loss(known - value, config.expectile)
         values = module.critics(done)
         fit = critic_loss(values, target)
@@ -80,7 +80,7 @@ class IQL(OffPolicyAlgorithm):
         }
         if "noise" in batch:
             weights = advantage_weights(known - value, config.beta, config.max_advantage_weight)
-            logprobs = policy.action_logprob(seen, actions, eps=config.action_bound_eps)
+            logprobs = policy.action_logprob(observations, actions, eps=config.action_bound_eps)
             imitation = -(weights * logprobs).mean()
             loss = loss + imitation
             metrics |= {"policy_loss": imitation.detach(), "weight": weights.mean()}

@@ -149,8 +149,8 @@ class OffPolicyAlgorithm(Algorithm):
                 for source, share in zip(sources, shares, strict=True)
                 if share
             ]
-            whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-            columns = to_tensors(policy, whole)
+            transitions = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+            columns = to_tensors(policy, transitions)
             noise = random.standard_normal(
                 (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
             )
@@ -180,15 +180,17 @@ class OffPolicyAlgorithm(Algorithm):
             DataError: the type of transitions does not match the policy.
         """
         path, policy = self.config.offline_data, learner.policy
-        before = (
+        offline = (
             InMemoryTransitions(np.zeros(0, policy.transition_dtype))
             if path is None
             else learner.load_offline_data(path)
         )
-        helped = learner.intervention_transitions()
+        interventions = learner.intervention_transitions()
         check_transitions(policy, online, "trajectories")
-        check_transitions(policy, before, f"algorithm.offline_data: {path}")
-        return online, ConcatenatedTransitions(before, helped) if len(helped) else before
+        check_transitions(policy, offline, f"algorithm.offline_data: {path}")
+        return online, ConcatenatedTransitions(offline, interventions) if len(
+            interventions
+        ) else offline
 
     def _shares(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
         """Return the number of transitions of a batch from each source."""
@@ -227,7 +229,7 @@ def require_model_option(model: Any, key: str, wanted: Any, why: str) -> None:
     Raises:
         ConfigError: it has another value.
     """
-    found = getattr(model, key, wanted)
-    if found != wanted:
+    value = getattr(model, key, wanted)
+    if value != wanted:
         shown = str(wanted).lower()
         raise ConfigError(f"model.{key}: {why}; set model.{key}={shown}")

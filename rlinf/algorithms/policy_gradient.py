@@ -68,8 +68,8 @@ def run_minibatch_updates(
             update.accumulate([sample for sample in part if sample.is_included])
     if streams:
         update.step()
-    elif kept := [sample for sample in every if sample.is_included]:
-        update.epochs(kept)
+    elif included := [sample for sample in every if sample.is_included]:
+        update.epochs(included)
     # Afterwards: the update compares the policy with the one that the old log-probs are of,
     # which saw observations by the old statistics.
     if learner.policy.tracks_observations:
@@ -148,13 +148,13 @@ class _Update:
     ) -> None:
         learner, config = self._learner, self._algorithm.config
         unit = self._unit
-        places, share = self._trained(batch, chosen, weights)
+        places, share = self._rows_with_gradient(batch, chosen, weights)
         chosen, weights = [chosen[place] for place in places], weights[places]
         first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
         if (first or interpolate) and batch.rollout_logprobs is not None:
             lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
             if first:
-                self._bound(lag, batch.mask)
+                self._check_staleness(lag, batch.mask)
                 batch = replace(batch, on_policy_mask=batch.mask * (lag == 0))
             if interpolate:
                 done = learner.num_updates / (config.epochs * config.minibatches)
@@ -179,14 +179,14 @@ class _Update:
             }
 
         # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
-        whole = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
+        unsplit = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
         learner.accumulate(
             [samples[i].trajectory for i in chosen],
             loss,
-            row_groups=[[row] for row in range(len(chosen))] if whole else None,
+            row_groups=[[row] for row in range(len(chosen))] if unsplit else None,
         )
 
-    def _bound(self, lag: Tensor, mask: Tensor) -> None:
+    def _check_staleness(self, lag: Tensor, mask: Tensor) -> None:
         """Log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
@@ -197,9 +197,9 @@ class _Update:
         limit = learner.max_staleness
         if limit is None or not counts.any():
             return
-        found = lag[counts]
-        if not 0 <= float(found.min()) <= float(found.max()) <= limit:
-            wrong = found.min() if found.min() < 0 else found.max()
+        lags = lag[counts]
+        if not 0 <= float(lags.min()) <= float(lags.max()) <= limit:
+            wrong = lags.min() if lags.min() < 0 else lags.max()
             raise InputError(
                 f"iteration {learner.iteration + 1}: steps were chosen by version "
                 f"{learner.iteration - int(wrong)} of the weights, and version {learner.iteration} "
@@ -207,9 +207,9 @@ class _Update:
                 "the flow's inputs and the engine's version, or raise rollout.staleness"
             )
         if limit:
-            learner.log_metric("staleness", float(found.mean()))
+            learner.log_metric("staleness", float(lags.mean()))
 
-    def _trained(
+    def _rows_with_gradient(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
         """Return which of the chosen rows are computed, at least one, and their share of the
@@ -227,21 +227,21 @@ class _Update:
     def _finish(self, mass: float) -> None:
         only = self._algorithm.trainable_groups(self._learner.iteration)
         scale = self._unit / max(1.0, mass)
-        self._learner.update(scale=scale, check=self._compare, groups=only)
+        self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=only)
 
-    def _compare(self, totals: dict[str, float]) -> None:
+    def _check_engine_mismatch(self, totals: dict[str, float]) -> None:
         """Stop the run if engine and trainer, with equal weights, disagree on the
         log-probabilities.
 
         Raises:
             InputError: the mean difference over unmasked steps exceeds the limit.
         """
-        found = rollout_mismatch_metrics(totals)
-        for name, value in found.items():
+        metrics = rollout_mismatch_metrics(totals)
+        for name, value in metrics.items():
             self._learner.log_metric(name, value)
         limit = self._algorithm.config.max_logprob_diff
         limit = self._learner.max_logprob_diff if limit is None else limit
-        gap = found.get("rollout_logprob_diff", 0.0)
+        gap = metrics.get("rollout_logprob_diff", 0.0)
         if not gap <= limit:
             raise InputError(
                 f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "

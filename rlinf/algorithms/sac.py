@@ -80,9 +80,9 @@ class SAC(OffPolicyAlgorithm):
     def policy_loss(self, policy: Any, batch: Batch) -> Loss:
         """Return the loss of the policy and of the temperature."""
         module, config = policy.module, self.config
-        seen = batch["observations"]
-        actions, logprobs = policy.rsample(seen, batch["noise"])
-        values = module.critics(torch.cat([seen, actions], -1), frozen=True)
+        observations = batch["observations"]
+        actions, logprobs = policy.rsample(observations, batch["noise"])
+        values = module.critics(torch.cat([observations, actions], -1), frozen=True)
         temperature = module.log_temperature.exp()
         chosen = aggregate_q_values(values, config.policy_q_agg)
         loss = sac_policy_loss(logprobs, chosen, temperature)

@@ -83,7 +83,7 @@ def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
     """Return the keys that are set in ``config``, not by default, and that ``cls`` never reads, in
     the order of the fields of the configuration class."""
     walk = _walk(cls, type(config))
-    if walk.whole:
+    if walk.reads_all:
         return []
     return [
         key
@@ -117,10 +117,10 @@ class _Walk:
 
     def __init__(self, cls: type[Algorithm], config: type[Section]) -> None:
         self.names: set[str] = set()
-        self.whole = False
+        self.reads_all = False
         """Whether the configuration is read as a whole somewhere."""
         self._cls, self._config = cls, config
-        self._seen: set[Any] = set()
+        self._visited: set[Any] = set()
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def member(self, name: str, *, every: bool = False) -> None:
@@ -140,12 +140,12 @@ class _Walk:
 
     def _function(self, function: FunctionType, *, of_config: bool = False) -> None:
         """Follow a function. With ``of_config``, its ``self`` is the configuration."""
-        if function in self._seen:
+        if function in self._visited:
             return
-        self._seen.add(function)
+        self._visited.add(function)
         names = _mentioned(function.__code__)
         self.names |= names
-        self.whole |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
+        self.reads_all |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
         known = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in known if isinstance(value, ModuleType)]
         known += [vars(module)[n] for module in modules for n in names if n in vars(module)]
@@ -174,11 +174,11 @@ class _Walk:
 
     def _follow(self, value: Any) -> None:
         """Follow a function, or all methods of a class."""
-        if value in self._seen:
+        if value in self._visited:
             return
         members = vars(value).values() if _is(value) else [value]
         if _is(value):
-            self._seen.add(value)
+            self._visited.add(value)
         for member in members:
             for function in _functions(member):
                 self._function(function)

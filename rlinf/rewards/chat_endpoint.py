@@ -409,15 +409,15 @@ def _connected(host: str, port: int, until: float) -> socket.socket:
     why = "it has no address"
     for tried, (family, kind, protocol, _, address) in enumerate(addresses):
         left = until - time.monotonic()
-        found = socket.socket(family, kind, protocol)
+        connection = socket.socket(family, kind, protocol)
         try:
-            found.settimeout(max(left / (len(addresses) - tried), 0.001))
-            found.connect(address)
-            found.settimeout(max(until - time.monotonic(), 0.001))
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return found
+            connection.settimeout(max(left / (len(addresses) - tried), 0.001))
+            connection.connect(address)
+            connection.settimeout(max(until - time.monotonic(), 0.001))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
         except OSError as error:
-            found.close()
+            connection.close()
             why = str(error)
     raise _Unreached(f"{host}:{port} cannot be reached ({why})")
 

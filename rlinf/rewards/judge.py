@@ -88,10 +88,10 @@ class AnswerCache:
                 with path.open("rb") as file:
                     file.seek(self._read.get(path, 0))
                     # What comes after the last end of a line is still being written.
-                    whole, end, _ = file.read().rpartition(b"\n")
-                for line in whole.splitlines():
+                    complete, end, _ = file.read().rpartition(b"\n")
+                for line in complete.splitlines():
                     self._take(line)
-                self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+                self._read[path] = self._read.get(path, 0) + len(complete) + len(end)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -118,8 +118,8 @@ class AnswerCache:
         try:
             size = os.fstat(file).st_size
             # A line that was cut off must not spoil the next one.
-            whole = not size or os.pread(file, 1, size - 1) == b"\n"
-            os.write(file, (b"" if whole else b"\n") + line + b"\n")
+            is_complete = not size or os.pread(file, 1, size - 1) == b"\n"
+            os.write(file, (b"" if is_complete else b"\n") + line + b"\n")
         finally:
             os.close(file)
 
@@ -269,26 +269,26 @@ class JudgeReward(Reward):
             for key, question in zip(keys, questions, strict=True)
             if self._answers.get(key) is None
         }
-        known, troubles = len(set(keys)) - len(waiting), self._ask(waiting)
-        found: list[RewardValue | RewardResult] = []
+        known, failures = len(set(keys)) - len(waiting), self._ask(waiting)
+        results: list[RewardValue | RewardResult] = []
         for key in keys:
             text = self._answers.get(key)
             verdict = None if text is None else self.config.verdict.parse(text)
             if verdict is None:
-                found.append(self._fallback(troubles.get(key, UNPARSABLE)))
+                results.append(self._fallback(failures.get(key, UNPARSABLE)))
             else:
-                found.append(self.config.scale * verdict + self.config.offset)
+                results.append(self.config.scale * verdict + self.config.offset)
         log.info(
             "judge: %d questions, %d of them answered before; %d requests and %d tokens in all",
             *(len(set(keys)), known, self._spent.requests, self._spent.tokens),
         )
-        return found
+        return results
 
     def _ask(self, questions: Mapping[str, list[dict[str, str]]]) -> dict[str, str]:
         """Request the missing answers. Return the failure of each question without an answer."""
         if not questions:
             return {}
-        settings, troubles = self._settings(), dict[str, str]()
+        settings, failures = self._settings(), dict[str, str]()
         failed = threading.Event()
         self._spent.expect_requests(len(questions))
 
@@ -309,11 +309,11 @@ class JudgeReward(Reward):
         try:
             for key, answer in zip(questions, pool.map(ask, questions), strict=True):
                 if answer.text is None:
-                    troubles[key] = answer.failure
+                    failures[key] = answer.failure
         finally:
             # An error ends it at once: what was not asked yet is not asked.
             pool.shutdown(wait=True, cancel_futures=True)
-        return troubles
+        return failures
 
     def _settings(self) -> dict[str, Any]:
         config = self.config

@@ -44,18 +44,18 @@ def grade_response(response: str, answer: str) -> bool:
     reference = parse_reference(answer)
     if reference.name == "choice":
         return _same_choice(reference, response)
-    return _is_given(reference, response)
+    return _matches(reference, response)
 
 
-def _is_given(reference: MathAnswer, response: str) -> bool:
+def _matches(reference: MathAnswer, response: str) -> bool:
     """Return whether a response ends with an answer that is not a choice."""
     if reference.kind == "words":
         return ends_with_words(response, reference.text)
     if reference.phrase and ends_with_words(response, reference.phrase):
         return True
-    given = extract_answer(response)
-    return equivalent(reference, given) or bool(
-        given.alternative and equivalent(reference, given.alternative)
+    actual = extract_answer(response)
+    return equivalent(reference, actual) or bool(
+        actual.alternative and equivalent(reference, actual.alternative)
     )
 
 
@@ -66,10 +66,10 @@ def parse_reference(text: str) -> MathAnswer:
     Raises:
         UnparsableAnswerError: it is empty.
     """
-    found = marked_answers(text)
-    if found is None and len(text.strip().split("\n")) > 1:
+    marked = marked_answers(text)
+    if marked is None and len(text.strip().split("\n")) > 1:
         return extract_answer(text)
-    inner = ", ".join(found) if found else text.strip()
+    inner = ", ".join(marked) if marked else text.strip()
     plain, _ = normalize_latex(inner)
     if not plain:
         raise UnparsableAnswerError("an empty reference")
@@ -98,7 +98,7 @@ def _same_choice(reference: MathAnswer, response: str) -> bool:
     except UnparsableAnswerError:
         if not reference.items:
             raise
-        return _is_given(reference.items[0], response)
+        return _matches(reference.items[0], response)
 
 
 def _check(answer: MathAnswer) -> None:
@@ -118,16 +118,16 @@ def grade_with_math_verify(response: str, answer: str) -> bool:
     from math_verify import parse as plain_parse
     from math_verify import verify
 
-    given = plain_parse(response[-SEARCHED_CHARS:], parsing_timeout=None)
-    return bool(verify(_plain_reference(answer), given, timeout_seconds=None))
+    actual = plain_parse(response[-SEARCHED_CHARS:], parsing_timeout=None)
+    return bool(verify(_plain_reference(answer), actual, timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
 def _plain_reference(answer: str) -> Any:
     from math_verify import parse as plain_parse
 
-    found = marked_answers(answer)
-    inner = found[-1] if found else answer
+    marked = marked_answers(answer)
+    inner = marked[-1] if marked else answer
     parsed = plain_parse(f"${inner}$", parsing_timeout=None)
     return parsed or plain_parse(inner, parsing_timeout=None)
 
@@ -135,7 +135,7 @@ def _plain_reference(answer: str) -> Any:
 # ------------------------------------------------------------------------------- comparison
 
 
-def equivalent(reference: MathAnswer, given: MathAnswer) -> bool:
+def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Return whether two answers are equal.
 
     Sets and lists are unordered; tuples and intervals are ordered, and their brackets count. A unit
@@ -144,37 +144,39 @@ def equivalent(reference: MathAnswer, given: MathAnswer) -> bool:
     Raises:
         UnparsableAnswerError: math-verify cannot parse an expression.
     """
-    kinds = {reference.kind, given.kind}
+    kinds = {reference.kind, actual.kind}
     if kinds == {"expression"}:
-        return _same_expressions(reference, given)
+        return _same_expressions(reference, actual)
     if kinds == {"words"}:
-        return reference.text == given.text
-    if _is_region(reference) or _is_region(given):
-        return _same_regions(reference, given)
-    if _values_of_names(reference) or _values_of_names(given):
-        return _same_named(reference, given)
-    if reference.name and given.name and reference.name != given.name:
+        return reference.text == actual.text
+    if _is_region(reference) or _is_region(actual):
+        return _same_regions(reference, actual)
+    if _values_of_names(reference) or _values_of_names(actual):
+        return _same_named(reference, actual)
+    if reference.name and actual.name and reference.name != actual.name:
         return False
     if kinds & {"list", "set"}:
-        return _same_collections(reference, given)
-    if len(kinds) > 1 or _other_units(reference, given):
+        return _same_collections(reference, actual)
+    if len(kinds) > 1 or _other_units(reference, actual):
         return False
-    return reference.text == given.text and _same_in_order(reference.items, given.items)
+    return reference.text == actual.text and _same_in_order(reference.items, actual.items)
 
 
-def _same_collections(reference: MathAnswer, given: MathAnswer) -> bool:
+def _same_collections(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Return whether two lists or sets, or one of them and another answer, have the same
     members."""
-    kinds = {reference.kind, given.kind}
+    kinds = {reference.kind, actual.kind}
     if "ordered" in kinds:
-        tuples = [answer for answer in (reference, given) if answer.kind == "ordered"]
+        tuples = [answer for answer in (reference, actual) if answer.kind == "ordered"]
         if kinds == {"ordered", "list"} and tuples[0].text == "()":
-            return _same_in_order(reference.items, given.items)
-        return _same_members((reference,), given.items) or _same_members(reference.items, (given,))
-    if {reference.text, given.text} == {"and", "or"}:
+            return _same_in_order(reference.items, actual.items)
+        return _same_members((reference,), actual.items) or _same_members(
+            reference.items, (actual,)
+        )
+    if {reference.text, actual.text} == {"and", "or"}:
         return False
     if kinds <= {"list", "set", "expression", "words"}:
-        left, right = (a.items if a.kind in ("list", "set") else (a,) for a in (reference, given))
+        left, right = (a.items if a.kind in ("list", "set") else (a,) for a in (reference, actual))
         return _same_members(left, right)
     return False
 
@@ -209,14 +211,14 @@ def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
     return {item.name: replace(item, name="") for item in answer.items} if len(names) > 1 else None
 
 
-def _same_named(reference: MathAnswer, given: MathAnswer) -> bool:
+def _same_named(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Return whether each unknown has the same value; without names the order decides."""
-    left, right = _values_of_names(reference), _values_of_names(given)
+    left, right = _values_of_names(reference), _values_of_names(actual)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
             equivalent(left[name], right[name]) for name in left
         )
-    named, other = (left, given) if left is not None else (right, reference)
+    named, other = (left, actual) if left is not None else (right, reference)
     assert named is not None
     if other.kind == "list" or (other.kind == "ordered" and other.text == "()"):
         values = (
@@ -238,30 +240,30 @@ def _is_region(answer: MathAnswer) -> bool:
     return answer.text in ("(]", "[)") or any("infty" in item.text for item in answer.items)
 
 
-def _same_regions(reference: MathAnswer, given: MathAnswer) -> bool:
-    if reference.kind == given.kind == "ordered":
-        return reference.text == given.text and _same_in_order(reference.items, given.items)
-    left, right = _relation_symbols(reference), _relation_symbols(given)
+def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
+    if reference.kind == actual.kind == "ordered":
+        return reference.text == actual.text and _same_in_order(reference.items, actual.items)
+    left, right = _relation_symbols(reference), _relation_symbols(actual)
     if left and right and left != right:
         return False
     try:
-        sets = [_as_set(reference), _as_set(given)]
+        sets = [_as_set(reference), _as_set(actual)]
     except UnparsableAnswerError:
         raise
     except (TypeError, ValueError, NotImplementedError, AttributeError):
-        return _same_relations(reference, given)
+        return _same_relations(reference, actual)
     if None in sets:
-        return _same_relations(reference, given)
+        return _same_relations(reference, actual)
     return _equal_sets(*sets)
 
 
-def _same_relations(reference: MathAnswer, given: MathAnswer) -> bool:
+def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Compare inequalities of several variables, or those without a set of solutions."""
-    if reference.kind != given.kind:
+    if reference.kind != actual.kind:
         return False
-    if len(reference.items) == len(given.items) == 1:
-        return _verify(reference.items[0].text, given.items[0].text)
-    return reference.text == given.text and _same_members(reference.items, given.items)
+    if len(reference.items) == len(actual.items) == 1:
+        return _verify(reference.items[0].text, actual.items[0].text)
+    return reference.text == actual.text and _same_members(reference.items, actual.items)
 
 
 def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
@@ -269,14 +271,14 @@ def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
         item.kind in ("expression", "region") for item in answer.items
     ):
         return frozenset()
-    found: frozenset[Any] = frozenset()
+    symbols: frozenset[Any] = frozenset()
     for item in answer.items:
-        found |= (
+        symbols |= (
             _relation_symbols(item)
             if item.kind == "region"
             else frozenset(_expression(item.text).free_symbols)
         )
-    return found
+    return symbols
 
 
 def _equal_sets(left: Any, right: Any) -> bool:
@@ -325,15 +327,15 @@ def _set_of_expression(expression: Any) -> Any:
 # ---------------------------------------------------------------------- expressions and numbers
 
 
-def _same_expressions(reference: MathAnswer, given: MathAnswer) -> bool:
-    left, right = _as_equation(reference), _as_equation(given)
-    if left and right and (reference.name != given.name or not reference.name):
+def _same_expressions(reference: MathAnswer, actual: MathAnswer) -> bool:
+    left, right = _as_equation(reference), _as_equation(actual)
+    if left and right and (reference.name != actual.name or not reference.name):
         return _same_equations(left, right)
     if left and not reference.name:
         return False
     # "a + b = 10" is 10 where a number is asked for.
     return _same_values(
-        reference, replace(given, text=split_top_level(given.text, ("=",))[-1].strip())
+        reference, replace(actual, text=split_top_level(actual.text, ("=",))[-1].strip())
     )
 
 
@@ -366,57 +368,57 @@ def _same_equations(left: str, right: str) -> bool:
     return bool(quotient.is_number and quotient.is_finite and not quotient.is_zero)
 
 
-def _other_units(reference: MathAnswer, given: MathAnswer) -> bool:
-    return len({reference.unit, given.unit} - {""}) > 1
+def _other_units(reference: MathAnswer, actual: MathAnswer) -> bool:
+    return len({reference.unit, actual.unit} - {""}) > 1
 
 
-def _same_values(reference: MathAnswer, given: MathAnswer) -> bool:
-    if reference.unit and not given.unit:
+def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
+    if reference.unit and not actual.unit:
         # "450J" is a product unless joules were asked for.
-        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
-        given = separated if separated.unit == reference.unit else given
-    units = {reference.unit, given.unit} - {""}
+        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
+        actual = separated if separated.unit == reference.unit else actual
+    units = {reference.unit, actual.unit} - {""}
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
-    if units and units <= angles.keys() and reference.unit != given.unit:
-        radians = [f"({a.text}){angles.get(a.unit, '')}" for a in (reference, given)]
+    if units and units <= angles.keys() and reference.unit != actual.unit:
+        radians = [f"({a.text}){angles.get(a.unit, '')}" for a in (reference, actual)]
         if _equal(*radians):
             return True
     if len(units) > 1:
         return False
-    if "percent^1" in units and reference.unit != given.unit:
-        plain, share = (given, reference) if reference.unit == "percent^1" else (reference, given)
+    if "percent^1" in units and reference.unit != actual.unit:
+        plain, share = (actual, reference) if reference.unit == "percent^1" else (reference, actual)
         if _equal(plain.text, rf"\frac{{{share.text}}}{{100}}"):
             return True
         number = _rational(plain.text)
         # 0.5 % is not 0.5, but whoever asks for per cent may leave the sign out.
         if number is not None and abs(number) < 1:
             return False
-    return _equal(reference.text, given.text)
+    return _equal(reference.text, actual.text)
 
 
-def _equal(reference: str, given: str) -> bool:
-    if _tight(reference) == _tight(given):
+def _equal(reference: str, actual: str) -> bool:
+    if _tight(reference) == _tight(actual):
         return True
-    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, given)]
+    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, actual)]
     if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
-    left, right = _rational(reference), _rational(given)
+    left, right = _rational(reference), _rational(actual)
     if left is not None and right is not None:
         # 99999.999 is not 100000: one is a decimal number and the other is none.
-        rounded = reference if "." in reference else given
-        other = left if rounded is given else right
-        return left == right or (("." in reference) != ("." in given) and _rounds(rounded, other))
-    first, second = _expression(reference), _expression(given)
+        rounded = reference if "." in reference else actual
+        other = left if rounded is actual else right
+        return left == right or (("." in reference) != ("." in actual) and _rounds(rounded, other))
+    first, second = _expression(reference), _expression(actual)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):
         return _same_numbers(first, second)
-    return not any(numbers) and _verify(reference, given)
+    return not any(numbers) and _verify(reference, actual)
 
 
 def _rounds(decimal: str, exact: Fraction) -> bool:
     """Return whether a decimal number of enough digits is a rounded or truncated fraction."""
-    found = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
-    if found is None or len(found[1] + found[2]) < ROUNDING_DIGITS or exact.denominator == 1:
+    match = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
+    if match is None or len(match[1] + match[2]) < ROUNDING_DIGITS or exact.denominator == 1:
         return False
     places = len(decimal.strip().partition(".")[2])
     shifted, digits = abs(exact) * 10**places, abs(Fraction(decimal.strip())) * 10**places
@@ -446,10 +448,10 @@ def _same_numbers(left: Any, right: Any) -> bool:
     return bool(abs(difference) <= RELATIVE_TOLERANCE * abs(size))
 
 
-def _verify(reference: str, given: str) -> bool:
+def _verify(reference: str, actual: str) -> bool:
     from math_verify import verify
 
-    return bool(verify([_expression(reference)], [_expression(given)], timeout_seconds=None))
+    return bool(verify([_expression(reference)], [_expression(actual)], timeout_seconds=None))
 
 
 @lru_cache(maxsize=512)
@@ -468,15 +470,15 @@ def _expression(latex: str) -> Any:
     config = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
     )
-    found = plain_parse(
+    parsed = plain_parse(
         f"${latex}$",
         [LatexExtractionConfig(normalization_config=config, boxed_match_priority=-1)],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
-    if not found:
+    if not parsed:
         raise UnparsableAnswerError(f"not a formula: {latex}")
-    expression = found[0]
+    expression = parsed[0]
     if not isinstance(expression, sympy.Basic):
         return expression
     exact = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
@@ -487,10 +489,10 @@ def _expression(latex: str) -> Any:
 
 
 def _rational(text: str) -> Fraction | None:
-    found = _RATIONAL.fullmatch(text.strip())
-    if found is None:
+    match = _RATIONAL.fullmatch(text.strip())
+    if match is None:
         return None
-    sign, number, under, power, over, below = found.groups()
+    sign, number, under, power, over, below = match.groups()
     if number is None:
         number, under = over, below
     if under is not None and not int(under):

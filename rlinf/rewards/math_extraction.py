@@ -136,21 +136,21 @@ def _unit_less(text: str) -> str:
 
 def _joined_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
     """Return the last box, and those before it that ``or``, ``and`` or a comma joins to it."""
-    found = [_inside_box(text, boxes[-1])]
+    texts = [_inside_box(text, boxes[-1])]
     for box, behind in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
         inner = _inside_box(text, box)
         between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : behind.start()])
         if not _JOIN.fullmatch(between):
             break
-        found.insert(0, inner)
-    return found
+        texts.insert(0, inner)
+    return texts
 
 
 def _inside_box(text: str, box: re.Match[str]) -> str:
     start = box.end()
     if not text.startswith("{", start):
-        found = re.match(r"\S+", text[start:])
-        return found[0] if found else ""
+        word = re.match(r"\S+", text[start:])
+        return word[0] if word else ""
     end = find_closing_bracket(text, start)
     if end is None:
         raise UnparsableAnswerError("a box without its end")
@@ -180,21 +180,21 @@ def searchable_text(text: str) -> str:
 
 def announced_answer(text: str) -> str | None:
     """Return the text after the last "the answer is", or before "is the answer"."""
-    found: list[tuple[int, str]] = []
+    candidates: list[tuple[int, str]] = []
     for statement in _ANSWER_IS.finditer(text):
         rest = text[statement.end() :].split("\n", 1)[0]
         if not re.search(r"[^\W_]", rest):
             rest = f"{rest.strip('*_ ')}{text[statement.end() :]}".lstrip()
         if rest.strip():
             denied = "not " if _NEGATED.search(statement[0]) else ""
-            found.append((statement.start(), denied + rest))
+            candidates.append((statement.start(), denied + rest))
     for heading in _HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
-            found.append((heading.start(), rest))
+            candidates.append((heading.start(), rest))
     for statement in _IS_THE_ANSWER.finditer(text):
-        found.append((statement.start("rest"), statement["rest"].rsplit(", ", 1)[-1]))
-    return max(found, key=lambda item: item[0])[1] if found else None
+        candidates.append((statement.start("rest"), statement["rest"].rsplit(", ", 1)[-1]))
+    return max(candidates, key=lambda item: item[0])[1] if candidates else None
 
 
 def leading_candidates(text: str) -> Iterator[str]:
@@ -281,12 +281,12 @@ def _shouted(text: str) -> Iterator[str]:
         yield text.rstrip("!")
 
 
-def _last_outside_phrases(text: str, found: list[re.Match[str]]) -> int:
+def _last_outside_phrases(text: str, values: list[re.Match[str]]) -> int:
     """Return the index of the last value that is not a detail: "350 km in 5 hours" ends with 350
     km."""
-    places = range(len(found) - 1, -1, -1)
-    outside = (i for i in places if not _IN_PHRASE.search(text[: found[i].start()]))
-    return next(outside, len(found) - 1)
+    places = range(len(values) - 1, -1, -1)
+    outside = (i for i in places if not _IN_PHRASE.search(text[: values[i].start()]))
+    return next(outside, len(values) - 1)
 
 
 def _lines(text: str) -> list[str]:
@@ -323,21 +323,21 @@ def _has_answer(line: str) -> bool:
 def _last_bold(line: str) -> str | None:
     """Return the last bold text of a line, with those that ``and`` joins to it. Labels are
     excluded."""
-    found = [
+    bolds = [
         bold
         for bold in _BOLD.finditer(line)
         if not bold[0].rstrip("*_").endswith(":") and line[bold.end() : bold.end() + 1] != ":"
     ]
-    if not found:
+    if not bolds:
         return None
-    texts = [next(group for group in found[-1].groups() if group)]
-    for before, behind in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+    texts = [next(group for group in bolds[-1].groups() if group)]
+    for before, behind in zip(reversed(bolds[:-1]), reversed(bolds[1:]), strict=True):
         join = _JOIN.fullmatch(line[before.end() : behind.start()])
         if not join:
             break
         texts.insert(0, next(group for group in before.groups() if group) + join[0])
     text = "".join(texts)
-    return _with_unit(line, text, found[-1].end())
+    return _with_unit(line, text, bolds[-1].end())
 
 
 def _run(text: str, first: re.Match[str]) -> tuple[str, int]:

@@ -83,8 +83,8 @@ def normalize_latex(text: str) -> tuple[str, str]:
     and delimiters of formulas go.
     """
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
-    while found := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
-        text = found[2] + found[3]
+    while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
+        text = match[2] + match[3]
     # A new row of a matrix; elsewhere the backslash of a command was written twice.
     text = text.replace("\\\\", ROW_SEPARATOR if r"\begin" in text else "\\")
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "").replace("{,}", ",")
@@ -161,10 +161,10 @@ def _bases(text: str) -> str:
     )
 
 
-def _fraction_of_repeating(found: re.Match[str]) -> str:
-    whole, before, again = found[1] or "0", found[2], found[3]
+def _fraction_of_repeating(match: re.Match[str]) -> str:
+    integer, before, again = match[1] or "0", match[2], match[3]
     under = (10 ** len(again) - 1) * 10 ** len(before)
-    over = int(whole + before + again) - int(whole + before)
+    over = int(integer + before + again) - int(integer + before)
     return rf"\frac{{{over}}}{{{under}}}"
 
 
@@ -217,17 +217,17 @@ def _plain_number(scientific: str) -> str:
 def _unwrapped(text: str) -> str:
     r"""Remove the commands of ``\text{...}`` and fonts. Words stay separated from the text
     before."""
-    while found := _WRAPPERS.search(text):
-        end = find_closing_bracket(text, found.end() - 1)
-        inner = text[found.end() :] if end is None else text[found.end() : end]
+    while match := _WRAPPERS.search(text):
+        end = find_closing_bracket(text, match.end() - 1)
+        inner = text[match.end() :] if end is None else text[match.end() : end]
         rest = "" if end is None else text[end + 1 :]
         single = len(inner.strip()) == 1 and inner.strip() in "eid"
-        space = "" if single or _TIGHT.match(found[0]) else " "
+        space = "" if single or _TIGHT.match(match[0]) else " "
         known = inner.strip() in _FUNCTIONS
         inner = (
             rf"\{inner.strip()} " if known else f"{space}{inner}{space if rest[:1] != '^' else ''}"
         )
-        text = text[: found.start()] + inner + rest
+        text = text[: match.start()] + inner + rest
     return text
 
 
@@ -235,9 +235,9 @@ def _arguments(text: str) -> str:
     r"""Add missing braces around the arguments of ``\frac``, ``\sqrt`` and ``^``."""
     out, at = [], 0
     pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
-    while found := pattern.search(text, at):
-        out.append(text[at : found.start()])
-        command, at = found[0], found.end()
+    while match := pattern.search(text, at):
+        out.append(text[at : match.start()])
+        command, at = match[0], match.end()
         out.append(command)
         if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
             out.append(root[0].strip())
@@ -352,20 +352,20 @@ def split_unit(text: str) -> tuple[str, str]:
     The unit is in one spelling, and empty where it is not known: ``12 apples``. A text without
     one comes back unchanged; ``2t`` and ``5x`` are products.
     """
-    found = _TRAIL.search(text)
-    if found is None or not found.start():
+    match = _TRAIL.search(text)
+    if match is None or not match.start():
         return text, ""
-    head = text[: found.start()]
+    head = text[: match.start()]
     if not _VALUE_END.search(head) or re.search(r"(?<![\\A-Za-z{])[A-Za-z]{2,}", head):
         return text, ""
     if _FUNCTION.search(head):
         return text, ""
-    unit = re.sub(rf"\\frac\{{\s*({_WORD})\s*\}}\{{\s*({_WORD})\s*\}}", r"\1 / \2", found["unit"])
+    unit = re.sub(rf"\\frac\{{\s*({_WORD})\s*\}}\{{\s*({_WORD})\s*\}}", r"\1 / \2", match["unit"])
     words = re.findall(r"\\cdot|/|%|[^\s/%]+", re.sub(r"/|\\cdot", r" \g<0> ", unit))
     scale = 1
     while words and words[0].lower() in _SCALES:
         scale *= _SCALES[words.pop(0).lower()]
-    if not all(_is_unit_or_noun(word, bool(found["gap"])) for word in words):
+    if not all(_is_unit_or_noun(word, bool(match["gap"])) for word in words):
         return text, ""
     return _scaled(head.strip(), scale), _spelled(words)
 

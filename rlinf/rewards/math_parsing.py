@@ -56,11 +56,11 @@ def extract_answer(text: str) -> MathAnswer:
         UnparsableAnswerError: there is no answer, or it has more than :data:`MAX_ANSWER_CHARS`
             characters.
     """
-    found = marked_answers(text)
-    if found is not None:
-        if len(found) > 1:
-            return parse_answer(", ".join(found))
-        return _marked_answer(found[0])
+    marked = marked_answers(text)
+    if marked is not None:
+        if len(marked) > 1:
+            return parse_answer(", ".join(marked))
+        return _marked_answer(marked[0])
     readings: list[MathAnswer] = []
     words: MathAnswer | None = None
     for candidate in unmarked_candidates(text):
@@ -103,7 +103,7 @@ def _marked_answer(text: str) -> MathAnswer:
         behind = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
         if behind != plain:
             return parse_answer(behind)
-        numbers = [found[0].strip() for found in VALUES.finditer(plain)]
+        numbers = [match[0].strip() for match in VALUES.finditer(plain)]
         is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
         if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
             return parse_answer(numbers.pop())
@@ -196,12 +196,12 @@ def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
 def _bare_thousands(text: str) -> str:
     """Remove thousands separators from numbers outside brackets."""
     out, depth, at = [], 0, 0
-    for found in re.finditer(r"\\[{}]|[()\[\]]|$", text):
-        piece = text[at : found.start()]
+    for bracket in re.finditer(r"\\[{}]|[()\[\]]|$", text):
+        piece = text[at : bracket.start()]
         out.append(_THOUSANDS.sub(lambda m: m[0].replace(",", ""), piece) if not depth else piece)
-        out.append(found[0])
-        depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(found[0], -1)
-        at = found.end()
+        out.append(bracket[0])
+        depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(bracket[0], -1)
+        at = bracket.end()
     return "".join(out)
 
 
@@ -252,14 +252,14 @@ def _equation(text: str, sides: list[str]) -> MathAnswer:
 
 
 def _matrix(text: str) -> MathAnswer | None:
-    found = _MATRIX.fullmatch(text)
-    if found is None or r"\begin" in found[2]:
+    match = _MATRIX.fullmatch(text)
+    if match is None or r"\begin" in match[2]:
         return None
     lines = [
-        line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", found[2]) if line.strip()
+        line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", match[2]) if line.strip()
     ]
     rows = (MathAnswer("row", "", tuple(_one(c) for c in line.split("&"))) for line in lines)
-    return MathAnswer("matrix", "|" if found[1] == "vmatrix" else "", tuple(rows))
+    return MathAnswer("matrix", "|" if match[1] == "vmatrix" else "", tuple(rows))
 
 
 def _bracketed(text: str) -> MathAnswer | None:
@@ -347,10 +347,10 @@ def split_top_level(text: str, separators: tuple[str, ...]) -> list[str]:
     """Return the parts between separators that are outside brackets."""
     parts, depth, last, at = [], 0, 0, 0
     while at < len(text):
-        found = next((s for s in separators if _stands_at(text, s, at)), None)
-        if found and not depth:
+        separator = next((s for s in separators if _stands_at(text, s, at)), None)
+        if separator and not depth:
             parts.append(text[last:at])
-            at = last = at + len(found)
+            at = last = at + len(separator)
             continue
         if text.startswith((r"\{", r"\begin", r"\langle"), at):
             depth, at = depth + 1, at + 2

@@ -68,9 +68,9 @@ def choice_letter(response: str) -> str:
     Raises:
         UnparsableAnswerError: it names none, or more than one.
     """
-    found = marked_answers(response)
-    if found is not None:
-        return _one_letter(found[-1]) if len(found) == 1 else _none()
+    marked = marked_answers(response)
+    if marked is not None:
+        return _one_letter(marked[-1]) if len(marked) == 1 else _none()
     text = _undressed(searchable_text(response))
     statement = announced_answer(text)
     if statement and re.match(r"\s*(?:correct|right|true)\b", statement):
@@ -119,9 +119,9 @@ def ends_with_words(response: str, words: str) -> bool:
     Raises:
         UnparsableAnswerError: it has no answer.
     """
-    found = marked_answers(response)
-    if found is not None:
-        return len(found) == 1 and _begins(_as_marked(found[0]), words)
+    marked = marked_answers(response)
+    if marked is not None:
+        return len(marked) == 1 and _begins(_as_marked(marked[0]), words)
     text = searchable_text(response)
     statement = announced_answer(text)
     if statement is not None:

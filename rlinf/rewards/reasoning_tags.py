@@ -37,8 +37,8 @@ class ReasoningTags:
 
     def strip_reasoning(self, response: str) -> str | None:
         """Return the text after the last reasoning, or None if the reasoning is unfinished."""
-        if found := _BARE_CHANNELS.match(response):
-            return response[found.end() :] if found[0].endswith("assistantfinal") else None
+        if match := _BARE_CHANNELS.match(response):
+            return response[match.end() :] if match[0].endswith("assistantfinal") else None
         start = max((mark.end() for mark in self._closing.finditer(response)), default=None)
         if start is None and self.starts_open:
             return None

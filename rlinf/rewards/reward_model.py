@@ -81,15 +81,15 @@ class RewardModelReward(OffloadableTensors, Reward):
         rows = self._rows(trajectories)
         most = self._published.max_model_len(config.max_length)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
-        found: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
+        results: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
         for batch in length_grouped_batches(
             [len(rows[i]) for i in fit], config.max_tokens_per_batch
         ):
             places = [fit[number] for number in batch]
             numbers = score_rows(module, [rows[place] for place in places], self.device)
             for place, number in zip(places, numbers, strict=True):
-                found[place] = config.scale * number + config.offset
-        return found
+                results[place] = config.scale * number + config.offset
+        return results
 
     def close(self) -> None:
         self._module = None

@@ -59,17 +59,20 @@ class ScoreReward(Reward):
             episodes = scored_episodes(trajectory)
             if episodes is None:
                 length = int(loss_mask(trajectory).sum())
-                reward, unpenalized = self._of(score) - self._overlong(length), self._of(score)
+                reward, unpenalized = (
+                    self._scaled(score) - self._overlong(length),
+                    self._scaled(score),
+                )
                 results.append(RewardResult(reward, raw_reward=unpenalized))
                 continue
             steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
             for last, own, length in episodes:
-                steps[last], ends[last] = self._of(own) - self._overlong(length), True
-            total = sum(self._of(own) for _, own, _ in episodes)
+                steps[last], ends[last] = self._scaled(own) - self._overlong(length), True
+            total = sum(self._scaled(own) for _, own, _ in episodes)
             results.append(RewardResult(steps, raw_reward=total, episode_ends=ends))
         return results
 
-    def _of(self, score: float) -> float:
+    def _scaled(self, score: float) -> float:
         return self.config.scale * score + self.config.offset
 
     def _overlong(self, length: int) -> float:
@@ -126,5 +129,5 @@ class EnvironmentReward(Reward):
     config: EnvironmentRewardConfig
 
     def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        given = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
-        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in given]
+        step_rewards = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
+        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in step_rewards]

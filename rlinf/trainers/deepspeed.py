@@ -139,11 +139,11 @@ class ZeroStage12Optimizer(ZeroOptimizer):
 
     def gradient_buffers(self) -> list[Tensor]:
         zero = self.optimizer
-        found = [p.grad for group in zero.bit16_groups for p in group]
-        found += [p.grad_accum for group in zero.bit16_groups for p in group]
+        buffers = [p.grad for group in zero.bit16_groups for p in group]
+        buffers += [p.grad_accum for group in zero.bit16_groups for p in group]
         for parts in (*zero.all_grad_tensors.values(), *zero.averaged_gradients.values()):
-            found += parts or []
-        return [tensor for tensor in found if tensor is not None]
+            buffers += parts or []
+        return [tensor for tensor in buffers if tensor is not None]
 
     def discard_gradients(self) -> None:
         zero = self.optimizer
@@ -473,13 +473,13 @@ class DeepSpeedTrainer(MinibatchTrainer):
         for group, scale in scales.items():
             for gradient in self._parts([group]) if scale != 1 else ():
                 gradient.mul_(scale)
-        kept: list[tuple[Tensor, Tensor | None]] = []
+        excluded: list[tuple[Tensor, Tensor | None]] = []
 
         def before(optimizer: Any, *_: Any) -> None:
             for group in optimizer.param_groups:
                 if group[GROUP_KEY] not in self._chosen:
                     for flat in group["params"]:
-                        kept.append((flat, flat.grad))
+                        excluded.append((flat, flat.grad))
                         flat.grad = None
 
         # A tensor without a gradient is not stepped, and keeps its moments.
@@ -489,7 +489,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         finally:
             hook.remove()
         if self._zero.is_offloaded:  # its gradient has its memory for good
-            for flat, own in kept:
+            for flat, own in excluded:
                 flat.grad = own
 
     def _group(self, flat: int) -> str:
@@ -532,32 +532,32 @@ class DeepSpeedTrainer(MinibatchTrainer):
         sharded_checkpoint.read_shards(folder, state, self._places)
         named = dict(self.policy.module.named_parameters())
         for number, flat in enumerate(self._zero.flat_weights):
-            found = [
+            flat_counts = [
                 count
                 for name, count in counts.items()
                 if self._fragments[id(named[name])].flat_index == number
             ]
-            if found:
-                self.optimizer.state[flat]["step"].copy_(max(found))
+            if flat_counts:
+                self.optimizer.state[flat]["step"].copy_(max(flat_counts))
         self._zero.sync_model_weights()
 
     @torch.no_grad()
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         named = _named(self.policy.module)
         own = self._own(named.items())
-        given = set[int]()
+        loaded = set[int]()
         for name, tensor in tensors:
             if name not in own or _shape(named[name]) != tensor.shape:
                 raise weight_mismatch(name, 1)
-            given.add(id(named[name]))
+            loaded.add(id(named[name]))
             place, part = self._places.get(f"model/{name}"), own[name]
             if place is None:
                 part.copy_(tensor)
             else:
                 part.copy_(tensor.reshape(-1)[place.start : place.start + len(part)])
-        lacking = [name for name, tensor in named.items() if id(tensor) not in given]
-        if lacking:
-            raise weight_mismatch(lacking[0], len(lacking))
+        missing = [name for name, tensor in named.items() if id(tensor) not in loaded]
+        if missing:
+            raise weight_mismatch(missing[0], len(missing))
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
@@ -580,12 +580,10 @@ class DeepSpeedTrainer(MinibatchTrainer):
             if part is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
                 yield name, tensor.detach()
                 continue
-            whole = torch.zeros(part.shape, device=self.device)
-            whole.view(-1)[part.param_start : part.param_start + part.count] = self._view(
-                part, None
-            )
-            torch.distributed.all_reduce(whole)
-            yield name, whole.to(dtype)
+            full = torch.zeros(part.shape, device=self.device)
+            full.view(-1)[part.param_start : part.param_start + part.count] = self._view(part, None)
+            torch.distributed.all_reduce(full)
+            yield name, full.to(dtype)
 
     def _view(self, part: ZeroFragment, moment: str | None) -> Tensor:
         """Return a fragment of the float32 weights, or of one of their moments."""
@@ -596,15 +594,15 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return this process's parts of some tensors of the module, by name."""
-        found = {}
+        parts = {}
         for name, tensor in named:
             part = self._fragments.get(id(tensor))
-            found[name] = tensor.detach() if part is None else self._view(part, None)
+            parts[name] = tensor.detach() if part is None else self._view(part, None)
             if part is not None:
                 self._places[f"model/{name}"] = sharded_checkpoint.ShardPlacement(
                     part.shape, part.param_start
                 )
-        return found
+        return parts
 
     @torch.no_grad()
     def _reset_adapters(self) -> None:

@@ -97,10 +97,10 @@ class FSDPTrainer(MinibatchTrainer):
             self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
-            found = self._backward(
+            metrics = self._backward(
                 lambda: loss(self.policy, inputs), self._scaling.value, last=True
             )
-            merge_metrics(self._sums, found)
+            merge_metrics(self._sums, metrics)
         except BaseException:
             self.discard_gradients()
             raise

@@ -77,7 +77,7 @@ class LoRAAdapters:
             begin, end = local_rows(parameter)
             local_shard(parameter).copy_(initial_factor(name, parameter.shape)[begin:end])
 
-    def weight_merger(self, whole: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+    def weight_merger(self, factors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
         """Return a function that merges the adapters into a weight, given by its usual name.
 
         Args:
@@ -88,7 +88,7 @@ class LoRAAdapters:
         def merged(name: str, weight: Tensor) -> Tensor:
             if (layer := adapted.get(name)) is None:
                 return weight
-            one, other = (whole[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
+            one, other = (factors[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
             return (weight + self.scale * (one @ other)).to(weight.dtype)
 
         return merged
@@ -156,17 +156,17 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _linear(policy: Policy) -> list[str]:
     """Return the full names of the linear layers inside the blocks."""
     inside = {id(part) for block in policy.blocks() for part in block.modules()}
-    found = [
+    names = [
         name
         for name, part in policy.module.named_modules()
         if isinstance(part, nn.Linear) and id(part) in inside
     ]
-    if not found:
+    if not names:
         raise ConfigError(
             f"trainer.lora: {type(policy).__name__} names no blocks with linear layers; name the "
             "layers in trainer.lora.target_modules"
         )
-    return found
+    return names
 
 
 def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

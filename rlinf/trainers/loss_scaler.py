@@ -36,12 +36,12 @@ class LossScaler:
             steps: number of steps without overflow after which the scale is doubled.
         """
         self._steps = steps
-        self._held = torch.tensor([first, 0.0])
+        self._state = torch.tensor([first, 0.0])
         """The scale, and how many steps were without overflow since it last changed."""
 
     @property
     def value(self) -> float:
-        return float(self._held[0])
+        return float(self._state[0])
 
     @property
     def is_dynamic(self) -> bool:
@@ -49,17 +49,17 @@ class LossScaler:
 
     def state(self) -> Mapping[str, Tensor]:
         """Return this part of a trainer's state, not copied; empty if the scale is constant."""
-        return {LOSS_SCALE: self._held} if self.is_dynamic else {}
+        return {LOSS_SCALE: self._state} if self.is_dynamic else {}
 
     def record_step(self) -> None:
         """Count a step without overflow."""
         if self._steps is None:
             return
-        self._held[1] += 1
-        if int(self._held[1]) >= self._steps:
+        self._state[1] += 1
+        if int(self._state[1]) >= self._steps:
             doubled = 2 * self.value
-            self._held[0] = doubled if doubled < torch.finfo(torch.float32).max else self.value
-            self._held[1] = 0.0
+            self._state[0] = doubled if doubled < torch.finfo(torch.float32).max else self.value
+            self._state[1] = 0.0
 
     def record_overflow(self) -> None:
         """Halve the scale after an overflow.
@@ -73,6 +73,6 @@ class LossScaler:
                 "the previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
                 "optimizer.lr"
             )
-        self._held[0] /= 2
-        self._held[1] = 0.0
+        self._state[0] /= 2
+        self._state[1] = 0.0
         log.info("a gradient overflowed float16: no step; loss scale %g", self.value)

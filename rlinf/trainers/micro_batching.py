@@ -57,12 +57,14 @@ def split_micro_batches(
         units = [list(unit) for unit in row_groups]
     if sorted(row for unit in units for row in unit) != list(range(len(records))):
         raise ValueError("each row has to be in one micro-batch")
-    pieces, own = list[list[StepSpan]](), list[list[int]]()
+    pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
     for unit in units:
-        whole = [StepSpan(row, 0, len(records[row])) for row in unit]
-        found = _pieces(policy, records, unit, max_tokens) if row_groups is None else [whole]
-        own.append(list(range(len(pieces), len(pieces) + len(found))))
-        pieces += found
+        unsplit = [StepSpan(row, 0, len(records[row])) for row in unit]
+        unit_pieces = (
+            _pieces(policy, records, unit, max_tokens) if row_groups is None else [unsplit]
+        )
+        unit_piece_ids.append(list(range(len(pieces), len(pieces) + len(unit_pieces))))
+        pieces += unit_pieces
     widest = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
@@ -71,27 +73,30 @@ def split_micro_batches(
         size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
         costs.append(size)
     # All of a trajectory is one process's, which says what it is to others.
-    totals = [sum(costs[piece] for piece in numbers) for numbers in own]
-    given = [
-        [piece for unit in items for piece in own[unit]]
+    totals = [sum(costs[piece] for piece in numbers) for numbers in unit_piece_ids]
+    assigned = [
+        [piece for unit in items for piece in unit_piece_ids[unit]]
         for items in balance_costs(totals, [speed for speed in speeds for _ in range(num_threads)])
     ]
 
     def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
         return [[span for item in items for span in pieces[item]] for items in batches]
 
-    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in given]
+    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in assigned]
     if len(speeds) == 1:
-        return [MicroBatches(spans(mine), [True] * len(mine)) for mine in cuts]
+        return [
+            MicroBatches(spans(batches_of_rank), [True] * len(batches_of_rank))
+            for batches_of_rank in cuts
+        ]
     count = max(1, *map(len, cuts))
     out = []
-    for items in given[rank * num_threads :][:num_threads]:
+    for items in assigned[rank * num_threads :][:num_threads]:
         # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-        mine = even_microbatches(costs, items, count, max_tokens, padded=padded)
-        missing = count - len(mine)
+        batches_of_rank = even_microbatches(costs, items, count, max_tokens, padded=padded)
+        num_fillers = count - len(batches_of_rank)
         filler = [min(items, key=lambda i: costs[i])] if items else [0]
-        real = [True] * len(mine) + [False] * missing
-        out.append(MicroBatches(spans(mine + [filler] * missing), real))
+        real = [True] * len(batches_of_rank) + [False] * num_fillers
+        out.append(MicroBatches(spans(batches_of_rank + [filler] * num_fillers), real))
     return out
 
 
@@ -131,8 +136,8 @@ def _units(
         return units
 
     def slowest(units: list[list[int]]) -> float:
-        given = balance_costs([size(unit) for unit in units], workers)
-        rows = [[row for number in numbers for row in units[number]] for numbers in given]
+        assigned = balance_costs([size(unit) for unit in units], workers)
+        rows = [[row for number in numbers for row in units[number]] for numbers in assigned]
         return max(size(mine) / speed for mine, speed in zip(rows, workers, strict=True))
 
     if len(workers) == 1:

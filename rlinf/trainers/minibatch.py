@@ -199,15 +199,15 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                     out.append((span, step_outputs))
             return out
 
-        found: dict[int, list[StepOutputs]] = defaultdict(list)
+        outputs_of_row: dict[int, list[StepOutputs]] = defaultdict(list)
         every = (
             pair
             for part in self._lanes.map(lane, self.split_micro_batches(records))
             for pair in part
         )
         for span, outputs in sorted(every, key=lambda pair: pair[0]):
-            found[span.row].append(outputs)
-        return [(row, concat_outputs(parts)) for row, parts in found.items()]
+            outputs_of_row[span.row].append(outputs)
+        return [(row, concat_outputs(parts)) for row, parts in outputs_of_row.items()]
 
     def accumulate(
         self,
@@ -260,7 +260,9 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         }
         if check is not None:
             check(totals)
-        totals |= {name: float(held[0]) for name, held in self._scaling.state().items()}
+        totals |= {
+            name: float(scale_state[0]) for name, scale_state in self._scaling.state().items()
+        }
         shrink = scale / self._scaling.value
         norms = [shrink * self._gradient_norm(groups) for groups, _ in self._clips]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
@@ -436,7 +438,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Reduce metrics over all processes."""
         largest = sorted(filter(is_max_metric, metrics))
         sums = sorted(metrics.keys() - set(largest))
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for names in filter(None, (sums, largest)):
             total = torch.stack([metrics[name] for name in names])
             if self.world.size > 1:
@@ -446,8 +448,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             if names is sums:
                 # Processes of one copy of the model have the same sums.
                 total /= self.world.layout.model_parallel_size
-            found |= dict(zip(names, total.tolist(), strict=True))
-        return found
+            totals |= dict(zip(names, total.tolist(), strict=True))
+        return totals
 
 
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:

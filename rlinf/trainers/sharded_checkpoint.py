@@ -65,15 +65,15 @@ class ShardPlacement:
             for number in range(run.repeats):
                 yield run.start + number * run.stride, run.length
 
-    def extract(self, whole: Tensor) -> Tensor:
+    def extract(self, full: Tensor) -> Tensor:
         """Return the part of a full tensor, in one dimension; for a placement with strided
         ranges."""
-        flat = whole.reshape(-1)
+        flat = full.reshape(-1)
         return torch.cat([_view(flat, run).reshape(-1) for run in self.strided_ranges])
 
-    def insert(self, whole: Tensor, part: Tensor) -> None:
+    def insert(self, full: Tensor, part: Tensor) -> None:
         """Write the part into a full, contiguous tensor; for a placement with strided ranges."""
-        flat, at = whole.view(-1), 0
+        flat, at = full.view(-1), 0
         for run in self.strided_ranges:
             size = run.length * run.repeats
             _view(flat, run).copy_(part[at : at + size].view(run.repeats, run.length))
@@ -93,15 +93,15 @@ def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedR
             ranges[-1] = (ranges[-1][0], ranges[-1][1] + length)
         else:
             ranges.append((start, length))
-    found: list[StridedRange] = []
+    strided: list[StridedRange] = []
     for start, length in ranges:
-        last = found[-1] if found else None
+        last = strided[-1] if strided else None
         step = start - (last.start + last.stride * (last.repeats - 1)) if last else 0
         if last and last.length == length and last.stride in (0, step):
-            found[-1] = StridedRange(last.start, length, step, last.repeats + 1)
+            strided[-1] = StridedRange(last.start, length, step, last.repeats + 1)
         else:
-            found.append(StridedRange(start, length))
-    return tuple(found)
+            strided.append(StridedRange(start, length))
+    return tuple(strided)
 
 
 ShardPlacements = Mapping[str, ShardPlacement]
@@ -183,10 +183,10 @@ def read_shards(
         raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
 
 
-def _place(value: Tensor, given: ShardPlacement | None) -> ShardPlacement | None:
+def _place(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
     """Return the placement of a part; None: it is a full tensor, which all ranks have."""
-    if given is not None or not is_sharded(value):
-        return given
+    if placement is not None or not is_sharded(value):
+        return placement
     begin, end = local_rows(value)
     if len(local_shard(value)) != end - begin:
         raise ValueError(f"not {end - begin} of {value.shape[0]} rows")
@@ -228,9 +228,9 @@ class _Files:
             self._wanted.append({})
             self._same |= table["same"]
             for name, shape in file.shapes.items():
-                start, whole, *runs = table["parts"].get(name, (0, shape))
+                start, full_shape, *runs = table["parts"].get(name, (0, shape))
                 place = ShardPlacement(
-                    tuple(whole), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
+                    tuple(full_shape), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
                 )
                 self._parts.setdefault(name, []).append((rank, place))
 
@@ -261,14 +261,14 @@ class _Files:
         """Return the ranges of a tensor in the files: begin, length, position in the file's part,
         and rank."""
         if name not in self._known:
-            found = []
+            ranges = []
             for rank, theirs in self._parts[name]:
                 at, size = 0, torch.Size(self._files[rank].shapes[name]).numel()
                 for start, length in theirs.ranges(size):
-                    found.append((start, length, at, rank))
+                    ranges.append((start, length, at, rank))
                     at += length
-            self._known[name] = found = sorted(one for one in found if one[1])
-            for one, other in itertools.pairwise(found):
+            self._known[name] = ranges = sorted(one for one in ranges if one[1])
+            for one, other in itertools.pairwise(ranges):
                 if sum(one[:2]) > other[0]:
                     raise ValueError(_missed(sum(one[:2]), place))
         for _, theirs in self._parts[name]:

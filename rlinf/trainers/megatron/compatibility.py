@@ -206,5 +206,5 @@ def _experts(model: Mapping[str, Any]) -> int:
 
 
 def _divisors(number: int) -> str:
-    found = [str(each) for each in range(1, number + 1) if number % each == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    divisors = [str(each) for each in range(1, number + 1) if number % each == 0]
+    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

@@ -47,8 +47,8 @@ def gather_sequence(own: Tensor, group: Any) -> Tensor:
     """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    found = gather_from_sequence_parallel_region(own.contiguous(), group=group)
-    return found.index_select(0, gather_order(len(found), group.size()).to(found.device))
+    gathered = gather_from_sequence_parallel_region(own.contiguous(), group=group)
+    return gathered.index_select(0, gather_order(len(gathered), group.size()).to(gathered.device))
 
 
 def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group: Any) -> Tensor:
@@ -63,20 +63,20 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group:
     """
     keys, values = gather_sequence(torch.cat((key, value), -1), group).chunk(2, -1)
     rank, last, half = group.rank(), 2 * group.size() - 1, len(query) // 2
-    found = []
+    outputs = []
     for chunk, queries in zip((rank, last - rank), torch.split(query, half), strict=True):
         stop = (chunk + 1) * half
         places = torch.arange(stop, device=query.device)
         # What stands behind the chunk is left out: it would be computed, and then masked.
-        own, seen, there = (
+        own_queries, own_keys, own_values = (
             each.permute(1, 2, 0, 3) for each in (queries, keys[:stop], values[:stop])
         )
         out = F.scaled_dot_product_attention(
-            own,
-            seen,
-            there,
+            own_queries,
+            own_keys,
+            own_values,
             attn_mask=places <= places[-half:, None],
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        found.append(out.permute(2, 0, 1, 3))
-    return torch.cat(found)
+        outputs.append(out.permute(2, 0, 1, 3))
+    return torch.cat(outputs)

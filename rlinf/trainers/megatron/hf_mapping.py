@@ -101,7 +101,7 @@ def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMappi
         piece = TensorSlice(own, where.shapes[own], where.tp_rank * rows, 0, 0, real)
         return ParamMapping((piece,), is_tensor_parallel=True)
     if name == "decoder.final_layernorm.weight":
-        return ParamMapping((_whole("model.norm.weight", where),))
+        return ParamMapping((_full_slice("model.norm.weight", where),))
     match = _LAYER.fullmatch(name)
     if match is None:
         raise KeyError(name)
@@ -112,13 +112,13 @@ def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMappi
         own = f"{prefix}{ADAPTED_BLOCKS[of]}.{kind}.lora_{side}.{ADAPTER_NAME}.weight"
         # Of a layer whose inputs are split the columns of A, of another one the rows of B.
         if (inputs := f"{linear}.weight" in ROW_PARALLEL_NAMES) != (side == "A"):
-            return ParamMapping((_whole(own, where),))
+            return ParamMapping((_full_slice(own, where),))
         row, column = (0, where.tp_rank * shape[1]) if inputs else (where.tp_rank * rows, 0)
         return ParamMapping(
             (TensorSlice(own, where.shapes[own], row, column, 0, rows),), is_tensor_parallel=True
         )
     if part in REPLICATED_NAMES:
-        return ParamMapping((_whole(prefix + REPLICATED_NAMES[part], where),))
+        return ParamMapping((_full_slice(prefix + REPLICATED_NAMES[part], where),))
     if part in ROW_PARALLEL_NAMES:
         own = prefix + ROW_PARALLEL_NAMES[part]
         piece = TensorSlice(own, where.shapes[own], 0, where.tp_rank * shape[1], 0, rows)
@@ -127,28 +127,28 @@ def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMappi
         suffix = part.rpartition(".")[2]
         return ParamMapping(tuple(_heads(prefix, suffix, rows, where)), is_tensor_parallel=True)
     if part == "mlp.linear_fc1.weight":
-        half, found = rows // 2, []
+        half, slices = rows // 2, []
         for begin, kind in ((0, "gate"), (half, "up")):
             own = f"{prefix}mlp.{kind}_proj.weight"
-            found.append(TensorSlice(own, where.shapes[own], where.tp_rank * half, 0, begin, half))
-        return ParamMapping(tuple(found), is_tensor_parallel=True)
+            slices.append(TensorSlice(own, where.shapes[own], where.tp_rank * half, 0, begin, half))
+        return ParamMapping(tuple(slices), is_tensor_parallel=True)
     if expert := _EXPERT.fullmatch(part):
         at = where.first_expert + int(expert[1])
         if expert[2] == "1":
             own, half = f"{prefix}mlp.experts.gate_up_proj", rows // 2
-            whole, found = where.shapes[own], []
-            for begin, of in ((0, 0), (half, whole[1] // 2)):
-                row = at * whole[1] + of + where.tp_rank * half
-                found.append(TensorSlice(own, whole, row, 0, begin, half))
-            return ParamMapping(tuple(found), is_tensor_parallel=True, is_expert=True)
+            full_shape, slices = where.shapes[own], []
+            for begin, of in ((0, 0), (half, full_shape[1] // 2)):
+                row = at * full_shape[1] + of + where.tp_rank * half
+                slices.append(TensorSlice(own, full_shape, row, 0, begin, half))
+            return ParamMapping(tuple(slices), is_tensor_parallel=True, is_expert=True)
         own = f"{prefix}mlp.experts.down_proj"
-        whole = where.shapes[own]
-        piece = TensorSlice(own, whole, at * whole[1], where.tp_rank * shape[1], 0, rows)
+        full_shape = where.shapes[own]
+        piece = TensorSlice(own, full_shape, at * full_shape[1], where.tp_rank * shape[1], 0, rows)
         return ParamMapping((piece,), is_tensor_parallel=True, is_expert=True)
     raise KeyError(name)
 
 
-def _whole(name: str, where: RankSlice) -> TensorSlice:
+def _full_slice(name: str, where: RankSlice) -> TensorSlice:
     shape = where.shapes[name]
     return TensorSlice(name, shape, 0, 0, 0, shape[0])
 
@@ -157,13 +157,13 @@ def _heads(prefix: str, suffix: str, rows: int, where: RankSlice) -> list[Tensor
     """Return queries, keys and values of each group of heads, one after the other."""
     queries, each = where.group_rows
     groups = rows // (queries + 2 * each)
-    found, begin = [], 0
+    slices, begin = [], 0
     for group in range(where.tp_rank * groups, (where.tp_rank + 1) * groups):
         for kind, count in (("q", queries), ("k", each), ("v", each)):
             own = f"{prefix}self_attn.{kind}_proj.{suffix}"
-            found.append(TensorSlice(own, where.shapes[own], group * count, 0, begin, count))
+            slices.append(TensorSlice(own, where.shapes[own], group * count, 0, begin, count))
             begin += count
-    return found
+    return slices
 
 
 def tensor_parts(
@@ -184,20 +184,20 @@ def tensor_parts(
             high = np.minimum(table[:, 1] + table[:, 2], start + count)
             here = np.full(len(table), number)
             table = np.stack([table[:, 0] + low - table[:, 1], here, low - start, high - low], 1)
-            if len(kept := table[table[:, 3] > 0]):
-                tables.setdefault(piece.name, []).append(kept)
+            if len(overlap := table[table[:, 3] > 0]):
+                tables.setdefault(piece.name, []).append(overlap)
                 shapes[piece.name] = piece.shape
-    found = []
+    parts = []
     for name in sorted(tables, key=order):
         table = np.concatenate(tables[name])
         table = table[np.argsort(table[:, 0], kind="stable")]
         runs = to_strided_ranges(table[:, 0], table[:, 3])
-        found.append(
+        parts.append(
             TensorPart(
                 name, ShardPlacement(shapes[name], runs[0].start, runs), _joined(table[:, 1:])
             )
         )
-    return found
+    return parts
 
 
 def _table(piece: TensorSlice, width: int) -> np.ndarray:
@@ -215,10 +215,10 @@ def _table(piece: TensorSlice, width: int) -> np.ndarray:
 
 def _joined(table: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """Merge adjacent ranges of one fragment, in the given order."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for number, begin, length in table.tolist():
-        if found and found[-1][0] == number and sum(found[-1][1:]) == begin:
-            found[-1] = (number, found[-1][1], found[-1][2] + length)
+        if merged and merged[-1][0] == number and sum(merged[-1][1:]) == begin:
+            merged[-1] = (number, merged[-1][1], merged[-1][2] + length)
         else:
-            found.append((number, begin, length))
-    return tuple(found)
+            merged.append((number, begin, length))
+    return tuple(merged)

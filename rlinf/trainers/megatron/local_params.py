@@ -103,7 +103,7 @@ class LocalParams:
         settings = OptimizerConfig(
             bf16=config.bf16, use_distributed_optimizer=True, clip_grad=0.0, lr=0.0
         )
-        made: list[Optimizer] = []
+        optimizers: list[Optimizer] = []
         for buffers, group in (
             (
                 self.ddp_model.buffers,
@@ -116,14 +116,23 @@ class LocalParams:
         ):
             if not buffers:
                 continue
-            made.append(make(parameter for buffer in buffers for parameter in buffer.params))
+            optimizers.append(make(parameter for buffer in buffers for parameter in buffer.params))
             shard = DistributedOptimizer(
-                made[-1], settings, None, None, [self.ddp_model], {0: buffers}, group, None, 0, 0
+                optimizers[-1],
+                settings,
+                None,
+                None,
+                [self.ddp_model],
+                {0: buffers},
+                group,
+                None,
+                0,
+                0,
             )
             self._shards.append(shard)
-        for other in made[1:]:
-            made[0].param_groups += other.param_groups
-        return made[0]
+        for other in optimizers[1:]:
+            optimizers[0].param_groups += other.param_groups
+        return optimizers[0]
 
     def _fragments(
         self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, shared_out: bool
@@ -260,10 +269,10 @@ class LocalTensors:
             for each in self._stretches
         ]
         number = {name: number for number, name in enumerate(order)}
-        found = hf_mapping.tensor_parts(stretches, number.__getitem__)
-        self.tensor_parts = {part.name: part for part in found}
+        parts = hf_mapping.tensor_parts(stretches, number.__getitem__)
+        self.tensor_parts = {part.name: part for part in parts}
         # Those of one part are all trained, or none of them is.
-        self.trained_parts = [part for part in found if part.ranges[0][0] < len(self._trained)]
+        self.trained_parts = [part for part in parts if part.ranges[0][0] < len(self._trained)]
         """What checkpoints hold: parts of all weights, or of adapters alone."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
@@ -278,21 +287,21 @@ class LocalTensors:
         """Return the elements of a moment of each trained fragment, in one dimension."""
         return [optimizer.state[each.main][name].view(-1) for each in self._trained]
 
-    def set_part(self, name: str, whole: Tensor) -> None:
+    def set_part(self, name: str, full: Tensor) -> None:
         """Store this process's part of a tensor, if it has one."""
         if (part := self.tensor_parts.get(name)) is not None:
-            write_part(self.weights(), part, part.placement.extract(whole))
+            write_part(self.weights(), part, part.placement.extract(full))
 
     def gather(self, name: str, like: Tensor, device: torch.device, processes: int) -> Tensor:
         """Return a full tensor; collective. Parts of other processes are zero here, and bytes are
         summed."""
-        found = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        full = torch.zeros(like.shape, dtype=like.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):
-            part.placement.insert(found, read_part(self.weights(), part).to(like.dtype))
+            part.placement.insert(full, read_part(self.weights(), part).to(like.dtype))
         if processes > 1:
-            torch.distributed.all_reduce(found.view(-1).view(torch.uint8))
-        return found
+            torch.distributed.all_reduce(full.view(-1).view(torch.uint8))
+        return full
 
 
 def read_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart) -> Tensor:

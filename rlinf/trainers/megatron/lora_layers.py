@@ -49,18 +49,21 @@ class MegatronLoRALayer(nn.Module):
         self.groups = weight.shape[0] // sum(rows.values())
         outs = {kind: self.groups * count for kind, count in rows.items() if kind in kinds}
 
-        def made(*shape: int, whole: bool) -> nn.Parameter:
+        def create_factor(*shape: int, replicated: bool) -> nn.Parameter:
             factor = nn.Parameter(weight.new_zeros(shape))
             # Each process has some positions' part of the gradient, which Megatron adds up.
-            factor.sequence_parallel = whole and self.is_sequence_parallel  # type: ignore[attr-defined]
+            factor.sequence_parallel = replicated and self.is_sequence_parallel  # type: ignore[attr-defined]
             return factor
 
         self.lora_A = nn.ParameterDict(
-            {kind: made(lora.rank, weight.shape[1], whole=self.splits_outputs) for kind in outs}
+            {
+                kind: create_factor(lora.rank, weight.shape[1], replicated=self.splits_outputs)
+                for kind in outs
+            }
         )
         self.lora_B = nn.ParameterDict(
             {
-                kind: made(out, lora.rank, whole=not self.splits_outputs)
+                kind: create_factor(out, lora.rank, replicated=not self.splits_outputs)
                 for kind, out in outs.items()
             }
         )
@@ -87,10 +90,12 @@ class MegatronLoRALayer(nn.Module):
         else:
             narrow = tp.reduce_from_tensor_model_parallel_region(narrow)
         each = dict(zip(self.lora_A, torch.split(narrow, self.rank, -1), strict=True))
-        found = {kind: F.linear(own, self.lora_B[kind]) for kind, own in each.items()}
+        projected = {kind: F.linear(own, self.lora_B[kind]) for kind, own in each.items()}
         shape = (*narrow.shape[:-1], self.groups)
         parts = [
-            found[kind].view(*shape, size) if kind in found else narrow.new_zeros(*shape, size)
+            projected[kind].view(*shape, size)
+            if kind in projected
+            else narrow.new_zeros(*shape, size)
             for kind, size in self.rows.items()
         ]
         return self.scale * torch.cat(parts, -1).flatten(-2)

@@ -69,17 +69,17 @@ class MegatronAttention(nn.Module):
         length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
         if group is not None:
             return context_parallel.context_parallel_attention(query, key, value, group).flatten(2)
-        own, seen, there = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
             out = F.scaled_dot_product_attention(
-                own, seen, there, is_causal=True, enable_gqa=grouped
+                queries, keys, values, is_causal=True, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
         # Padding behind the rows, for sequence parallelism, sees nothing.
         real = len(rows.order)
-        own, seen, there = (each[:, :, :real] for each in (own, seen, there))
-        out, _none = packed_attention(self, own, seen, there, None, rows=rows)
+        queries, keys, values = (each[:, :, :real] for each in (queries, keys, values))
+        out, _none = packed_attention(self, queries, keys, values, None, rows=rows)
         return F.pad(out[0].flatten(1), (0, 0, 0, length - real))[:, None]
 
 
@@ -146,17 +146,17 @@ class MegatronNetwork(nn.Module):
         assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
         length, inner = input_ids.shape[1], self.inner
         share = (self.tp if self.is_sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
-        whole = -(-length // share) * share
+        padded_length = -(-length // share) * share
         if position_ids is None:
-            position_ids = torch.arange(whole, device=input_ids.device)[None]
-        input_ids = F.pad(input_ids, (0, whole - length))
-        position_ids = F.pad(position_ids, (0, whole - position_ids.shape[1]))
+            position_ids = torch.arange(padded_length, device=input_ids.device)[None]
+        input_ids = F.pad(input_ids, (0, padded_length - length))
+        position_ids = F.pad(position_ids, (0, padded_length - position_ids.shape[1]))
         group = None
         if self.cp > 1:
             from megatron.core import parallel_state
 
             group = parallel_state.get_context_parallel_group()
-            own = context_parallel.local_positions(whole, self.cp, group.rank()).to(
+            own = context_parallel.local_positions(padded_length, self.cp, group.rank()).to(
                 input_ids.device
             )
             input_ids, position_ids = input_ids[:, own], position_ids[:, own]

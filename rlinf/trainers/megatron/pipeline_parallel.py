@@ -39,7 +39,7 @@ def run_pipeline(
             return passed.hidden, None
         return value, lambda output: (output, torch.ones((), dtype=torch.int), other)
 
-    found: list[Any] = get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(parts),
         model=[parallel],
@@ -49,7 +49,7 @@ def run_pipeline(
         micro_batch_size=1,
         forward_only=not backward,
     )
-    return found
+    return results
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
