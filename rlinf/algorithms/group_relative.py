@@ -133,7 +133,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
         return relative[:, None] * batch.mask, None
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
-        # A subclass's own loss may have a gradient without an advantage.
+        # An overridden loss may have a gradient even if the advantage is zero.
         plain = all(
             getattr(type(self), name) is getattr(PolicyGradient, name)
             for name in ("policy_loss", "add_loss_terms", "total_loss", "micro_batch_loss")

@@ -55,7 +55,7 @@ def run_minibatch_updates(
 ) -> None:
     """Update the policy on one iteration's batch."""
     update = _Update(algorithm, learner)
-    # Whether a part of the batch has a gradient of its own, whatever the others hold.
+    # Whether the gradient of a part of the batch does not depend on the other parts.
     streams = (
         algorithm.supports_streaming
         and learner.supports_accumulation
@@ -70,8 +70,8 @@ def run_minibatch_updates(
         update.step()
     elif included := [sample for sample in every if sample.is_included]:
         update.epochs(included)
-    # Afterwards: the update compares the policy with the one that the old log-probs are of,
-    # which saw observations by the old statistics.
+    # After the update, because old log-probabilities were computed with the old statistics of
+    # observations.
     if learner.policy.tracks_observations:
         learner.mark_dirty()
         learner.policy.update_observation_stats([sample.trajectory for sample in every])
@@ -178,7 +178,7 @@ class _Update:
                 for name, metric in metrics.items()
             }
 
-        # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
+        # Independent steps would be split into spans, but a ratio of the row needs all its steps.
         unsplit = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
         learner.accumulate(
             [samples[i].trajectory for i in chosen],
@@ -279,7 +279,7 @@ def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
 
 def nearest_power_of_two(weights: Tensor) -> float:
     """Return the power of two nearest to the sum of some weights, at least 1."""
-    # In float64 the order of the sum, another on each kind of machine, does not show.
+    # In float64 the result does not depend on the order of the sum, which depends on the machine.
     total = float(weights.sum(dtype=torch.float64))
     return 2.0 ** round(math.log2(max(1.0, total)))
 
@@ -421,7 +421,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        # What is taken from the reward is of them, before there is a forward pass of the update.
+        # The KL penalty of the reward needs them before the update's first forward pass.
         needed = not self.has_single_step or self.config.kl_reward_coef > 0
         return bool(self.config.old_logprobs == "recompute" and needed)
 

@@ -62,7 +62,7 @@ class PPO(PolicyGradient):
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
-        mask = mask_like(batch, values)  # refuses what would leave no rewards of actions
+        mask = mask_like(batch, values)  # rejects units that are larger than an action
         return compute_gae(
             batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,

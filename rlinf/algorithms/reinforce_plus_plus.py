@@ -36,7 +36,7 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         zeros = torch.zeros_like(batch.rewards)
-        # Without values, and with lambda 1, it is the discounted sum of what is still to come.
+        # Without values, and with lambda 1, this is the discounted sum of future rewards.
         to_come, _ = compute_gae(
             batch.rewards,
             zeros,

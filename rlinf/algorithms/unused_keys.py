@@ -149,7 +149,7 @@ class _Walk:
         known = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in known if isinstance(value, ModuleType)]
         known += [vars(module)[n] for module in modules for n in names if n in vars(module)]
-        # ``Base.loss(self, ...)`` calls what was overridden, as ``super()`` does.
+        # ``Base.loss(self, ...)`` calls the overridden method, as ``super()`` does.
         every = "super" in names or any(value in self._cls.__mro__ for value in known if _is(value))
         for name in names:
             if hasattr(self._cls, name):

@@ -100,7 +100,7 @@ def _numbers(value: Any, where: str) -> np.ndarray:
         array = np.asarray(value)
         if array.dtype.kind in "biuf" or all(isinstance(n, Real | Decimal) for n in array.flat):
             return array.astype(np.float64)
-    except (TypeError, ValueError, RuntimeError):  # of lists of unlike lengths, of torch tensors
+    except (TypeError, ValueError, RuntimeError):  # from ragged lists or torch tensors
         pass
     raise InputError(
         f"{where} got {_kind(value)}, which is no number; give one number, or an array of one for "

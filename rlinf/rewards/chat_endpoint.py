@@ -214,7 +214,7 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
         if not key:
             raise ConfigError(f"{ENDPOINT_KEY}.api_key_file: {path} is empty")
     if key is not None and not (key.isascii() and key.isprintable()):
-        # Not shown: it is a key all the same.
+        # The message does not show the key.
         raise ConfigError(f"{ENDPOINT_KEY}: the key holds characters that no header may hold")
     return key
 
@@ -254,7 +254,7 @@ class RequestBudget:
             if tokens is not None and self.tokens >= tokens:
                 return False
             if most is not None:
-                # Requests that are known may be of a run that took no blocks yet.
+                # Known requests may be from an earlier run without blocks.
                 if self.requests >= most:
                     return False
                 self._left = self._left or self._claims.reserve(most, self._expected)
@@ -319,7 +319,7 @@ class ChatEndpoint:
                 retry_after_s = parse_retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not isinstance(error, _Unreached):
-                    # What was answered is lost, and billed all the same.
+                    # The answer is lost but billed.
                     used = len(body) // BYTES_PER_TOKEN
                     self._spent.add_tokens(used)
                     tokens += used
@@ -328,7 +328,7 @@ class ChatEndpoint:
                 retry_after_s is not None and retry_after_s > config.max_backoff_s
             ):
                 break
-            # No result depends on when a request is sent.
+            # Results do not depend on the time of a request, so an unseeded random wait is safe.
             limit = min(config.max_backoff_s, config.initial_backoff_s * 2**attempt)
             if retry_after_s is not None:
                 self._not_before = max(self._not_before, time.monotonic() + retry_after_s)
@@ -353,7 +353,7 @@ class ChatEndpoint:
 
         def end() -> None:
             late.set()
-            # A server that sends a byte now and then never lets the socket's own limit pass.
+            # The socket's own timeout never expires if a server sends a byte now and then.
             for one in opened:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
@@ -363,11 +363,13 @@ class ChatEndpoint:
         timer.start()
         try:
             connection.sock = _connected(host, port or connection.default_port, until)
-            opened.append(connection.sock)  # it lets go of it before the last byte has come
+            opened.append(
+                connection.sock
+            )  # the connection drops its socket before the last byte arrives
             if self._tls is not None:
                 connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
                 opened.append(connection.sock)
-            if late.is_set():  # before there was something to shut down
+            if late.is_set():  # timed out before there was a socket to shut down
                 raise _Unreached(TIMEOUT_MESSAGE.format(config.timeout_s))
             connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
             response = connection.getresponse()
@@ -447,7 +449,7 @@ def _read(data: bytes, body: str) -> tuple[str, int]:
         used = (values.get("usage") or {}).get("total_tokens")
     except (LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("an answer of another form") from None
-    # A model that was cut off before it said anything says null.
+    # The content is null if the answer was cut off before its first token.
     text = "" if text is None else text
     if not isinstance(text, str):
         raise ValueError("an answer without text")
@@ -460,7 +462,7 @@ def _split(url: str) -> SplitResult:
     parts = urlsplit(url)
     try:
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # from an invalid port
         known = False
     if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
         raise ValueError(f"base_url {url!r} is no address; expected something like https://host/v1")

@@ -87,7 +87,7 @@ class AnswerCache:
             for path in sorted(self._folder.glob("*.jsonl")) if self._folder is not None else ():
                 with path.open("rb") as file:
                     file.seek(self._read.get(path, 0))
-                    # What comes after the last end of a line is still being written.
+                    # A partial last line is still being written.
                     complete, end, _ = file.read().rpartition(b"\n")
                 for line in complete.splitlines():
                     self._take(line)
@@ -101,7 +101,7 @@ class AnswerCache:
         except (ValueError, LookupError, TypeError, RecursionError):
             return
         if isinstance(text, str):
-            # The first one counts: what was made with it may have been committed.
+            # The first answer wins, because results from it may be committed.
             self._known.setdefault(digest, text)
         self.requests += requests
         self.tokens += tokens
@@ -117,7 +117,7 @@ class AnswerCache:
             raise
         try:
             size = os.fstat(file).st_size
-            # A line that was cut off must not spoil the next one.
+            # A truncated line must not corrupt the next one.
             is_complete = not size or os.pread(file, 1, size - 1) == b"\n"
             os.write(file, (b"" if is_complete else b"\n") + line + b"\n")
         finally:
@@ -293,7 +293,7 @@ class JudgeReward(Reward):
         self._spent.expect_requests(len(questions))
 
         def ask(key: str) -> ChatReply:
-            if failed.is_set():  # what that raised is raised below
+            if failed.is_set():  # the error is raised below
                 return ChatReply(None, UNANSWERED)
             try:
                 answer = self._endpoint.complete(messages=questions[key], **settings)
@@ -311,7 +311,7 @@ class JudgeReward(Reward):
                 if answer.text is None:
                     failures[key] = answer.failure
         finally:
-            # An error ends it at once: what was not asked yet is not asked.
+            # An error ends it at once: pending requests are cancelled.
             pool.shutdown(wait=True, cancel_futures=True)
         return failures
 

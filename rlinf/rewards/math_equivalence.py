@@ -294,7 +294,7 @@ def _as_set(answer: MathAnswer) -> Any:
     if answer.kind == "ordered" and len(answer.items) == 2 and answer.text != "::":
         low, high = (_expression(item.text).doit() for item in answer.items)
         interval = sympy.Interval(low, high, answer.text[0] == "(", answer.text[1] == ")")
-        # What ends before it begins is a slip, not the empty set.
+        # Reversed bounds are a mistake, not the empty set.
         return None if interval is sympy.S.EmptySet else interval
     if answer.kind == "set":
         return sympy.FiniteSet(*(_expression(item.text) for item in answer.items))
@@ -333,7 +333,7 @@ def _same_expressions(reference: MathAnswer, actual: MathAnswer) -> bool:
         return _same_equations(left, right)
     if left and not reference.name:
         return False
-    # "a + b = 10" is 10 where a number is asked for.
+    # "a + b = 10" counts as 10 if the reference is a number.
     return _same_values(
         reference, replace(actual, text=split_top_level(actual.text, ("=",))[-1].strip())
     )
@@ -374,7 +374,7 @@ def _other_units(reference: MathAnswer, actual: MathAnswer) -> bool:
 
 def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
     if reference.unit and not actual.unit:
-        # "450J" is a product unless joules were asked for.
+        # "450J" is a product unless the reference is in joules.
         separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
         actual = separated if separated.unit == reference.unit else actual
     units = {reference.unit, actual.unit} - {""}
@@ -390,7 +390,7 @@ def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
         if _equal(plain.text, rf"\frac{{{share.text}}}{{100}}"):
             return True
         number = _rational(plain.text)
-        # 0.5 % is not 0.5, but whoever asks for per cent may leave the sign out.
+        # 0.5 % is not 0.5, but the sign may be missing if the reference is in per cent.
         if number is not None and abs(number) < 1:
             return False
     return _equal(reference.text, actual.text)
@@ -404,7 +404,7 @@ def _equal(reference: str, actual: str) -> bool:
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
     left, right = _rational(reference), _rational(actual)
     if left is not None and right is not None:
-        # 99999.999 is not 100000: one is a decimal number and the other is none.
+        # 99999.999 is not 100000: only one of the two may be a decimal number.
         rounded = reference if "." in reference else actual
         other = left if rounded is actual else right
         return left == right or (("." in reference) != ("." in actual) and _rounds(rounded, other))
@@ -466,7 +466,7 @@ def _expression(latex: str) -> Any:
     from math_verify import LatexExtractionConfig
     from math_verify import parse as plain_parse
 
-    # Its rules for units take the variable of 2t for a ton.
+    # Its unit rules misread the variable of 2t as a ton.
     config = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
     )

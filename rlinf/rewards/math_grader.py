@@ -102,14 +102,14 @@ class MathGrader:
         max_consecutive_timeouts: int = MAX_CONSECUTIVE_TIMEOUTS,
         reasoning_tags: ReasoningTags | None = None,
     ) -> None:
-        # Not imported here, where it would take a second and the memory of sympy.
+        # Not imported here, because the import takes a second and the memory of sympy.
         if importlib.util.find_spec("math_verify") is None:
             raise MissingPackageError("math-verify", "math", "grading mathematics")
         self._timeout_s = timeout_s
         self._give_up_after = max_consecutive_timeouts
         self._thoughts = reasoning_tags or ReasoningTags()
         self._lock = threading.Lock()
-        # The kernel ends a child with the thread that started it, and stages are threads.
+        # The kernel ends a child when its starting thread ends, and stages are threads.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
@@ -157,7 +157,7 @@ class MathGrader:
                 if worker.ready and worker.item is None and waiting:
                     item = waiting.pop()
                     worker.give(item, (reader, *pairs[item]))
-            # Those that start are waited for as well: the others work on meanwhile.
+            # Starting workers are waited for as well; the others continue meanwhile.
             busy = {w.pipe: w for w in self._workers if w.item is not None or not w.ready}
             deadline = min(worker.deadline for worker in busy.values())
             for pipe in wait(list(busy), timeout=max(0.0, deadline - time.monotonic())):
@@ -224,7 +224,7 @@ class _Worker:
             for text in question:
                 self.pipe.send_bytes(text.encode("utf-8", "replace"))
         except OSError:
-            pass  # it is dead, and will be found so
+            pass  # it is dead, which is detected later
 
     def take(self) -> tuple[int | None, Grade]:
         """Receive from the process: the item and its grade, or no item if it has started.
@@ -236,7 +236,7 @@ class _Worker:
             reply = self.pipe.recv_bytes()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # The pipe is closed a moment before the exit code is there.
+                # The pipe closes a moment before the exit code is available.
                 self._process.wait(EXIT_WAIT_S)
             item, started, code = self.item, self.ready, self.stop()
             if not started and self._ended_early:
@@ -272,7 +272,7 @@ class _Worker:
         return self._process.wait()
 
     def _start(self) -> None:
-        # A plain child: multiprocessing would fork threads, or import the main module again.
+        # A plain child process: multiprocessing would fork threads, or reimport the main module.
         self.pipe, theirs = Pipe()
         self.item, self.ready, self.deadline = None, False, time.monotonic() + START_TIMEOUT_S
         command = [sys.executable, "-m", "rlinf.rewards.math_grader"]
@@ -300,7 +300,7 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
 
     readers = {"read": grade_response, "math-verify": grade_with_math_verify}
 
-    # It says that its own limit of time is off, which is meant so.
+    # It warns that its own time limit is off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     grade_response(r"\sqrt{4}", r"\frac{4}{2}")
     pipe.send_bytes(b"ready")
@@ -313,8 +313,8 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
         try:
             reply = b"1" if readers[reader](response, answer) else b"0"
         except MemoryError:
-            os._exit(1)  # what the libraries hold may be incomplete
-        except Exception:  # a parser may raise anything on what a model writes
+            os._exit(1)  # the state of the libraries may be inconsistent
+        except Exception:  # a parser may raise anything on a model's output
             reply = b"u"
         pipe.send_bytes(reply)
 
@@ -340,4 +340,4 @@ if __name__ == "__main__":
     try:
         _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))
     except BrokenPipeError:
-        pass  # the stage is gone
+        pass  # the stage has ended

@@ -85,7 +85,7 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
     while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
         text = match[2] + match[3]
-    # A new row of a matrix; elsewhere the backslash of a command was written twice.
+    # A double backslash is a new row of a matrix; elsewhere it is an escaped backslash.
     text = text.replace("\\\\", ROW_SEPARATOR if r"\begin" in text else "\\")
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "").replace("{,}", ",")
     text = _REALS.sub(r"\\mathbb{R} ", text)
@@ -125,7 +125,7 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
     text = re.sub(r"\s+", " ", text).strip()
-    # An exclamation mark is a factorial here; in prose it was taken off before.
+    # An exclamation mark is a factorial here; in prose it was removed before.
     text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
     return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
 
@@ -258,7 +258,7 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
         if end is None:
             raise UnparsableAnswerError("an open brace")
         return text[at + 1 : end], end + 1
-    # A radicand or exponent of several digits is meant as a whole; TeX would take the first.
+    # A radicand or exponent of several digits is one number; TeX would use the first digit only.
     number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
     if number and command not in (r"\frac", r"\binom"):
         return number[0], at + number.end()

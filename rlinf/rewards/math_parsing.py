@@ -72,7 +72,7 @@ def extract_answer(text: str) -> MathAnswer:
             words = words or answer  # "Good luck!" may stand below the answer
             continue
         readings.append(answer)
-        # A shout may be a factorial; the reading without it comes next.
+        # An exclamation mark may be a factorial; the next candidate is without it.
         if not candidate.endswith("!"):
             break
     if not readings:
@@ -329,7 +329,7 @@ def _value(text: str) -> MathAnswer:
         text = text.replace(" ", "")
     if re.search(r"(?<![\w.])\d[\d.]*\s+\d", text):
         raise UnparsableAnswerError("numbers side by side")
-    # math-verify sees the imaginary unit where it stands apart.
+    # math-verify recognises the imaginary unit only if a space is before it.
     text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text).replace(ROW_SEPARATOR, r"\\ ")
     return MathAnswer("expression", text, unit=unit)
 

@@ -106,7 +106,7 @@ def _one_letter(text: str) -> str:
     bare = _undressed(text).strip()
     lead = _LEAD.match(bare)
     assert lead is not None
-    # "A" is an article too: the lead may have taken the letter itself.
+    # "A" is also an article, so the lead may have consumed the letter itself.
     head = _HEAD.match(bare) or _HEAD.match(bare, lead.end())
     if head is None or _MORE.match(bare, head.end()):
         return _none()

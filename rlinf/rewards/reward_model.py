@@ -133,7 +133,7 @@ class RewardModelReward(OffloadableTensors, Reward):
                 PATH_KEY,
                 add_generation_prompt=False,
             )
-        # A template writes the special tokens itself.
+        # A chat template adds the special tokens itself.
         ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
         rows: list[list[int]] = [list(map(int, row)) for row in ids]
         return [row or self._empty() for row in rows]

@@ -204,7 +204,7 @@ class ZeroStage3Optimizer(ZeroOptimizer):
         zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
         for bucket in zero.ipg_buckets.values():
             bucket.clear_params()
-        # What no loss depends on would keep the gradient of an earlier step.
+        # Parameters that no loss depends on would keep the gradient of an earlier step.
         zero.grad_partitions_flat_buffer.zero_()
         zero._backward_active_depth = 0
         if self.is_offloaded:
@@ -229,10 +229,10 @@ class ZeroStage3Optimizer(ZeroOptimizer):
             PartitionedParameterCoordinator,
         )
 
-        # Each pass leaves its root there, and one that fails the modules it was in.
+        # Each pass leaves its root on the stack, and a failed pass the modules that it was in.
         released = set(root.modules())
         STACK[:] = [module for module in STACK if module not in released]
-        # A cached method: the cache is the class's, and holds every engine that used it for good.
+        # The cache of this method belongs to the class and keeps every engine that used it.
         method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
@@ -366,7 +366,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     def _start(self) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
-        # Some of it is read from there, the rest from the process group that is there already.
+        # DeepSpeed reads this; everything else comes from the existing process group.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
@@ -378,14 +378,14 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 "its instructions, which this one has not; set trainer.param_dtype=bfloat16, or "
                 "choose trainer=fsdp or trainer=megatron"
             )
-        # It serves inference on CPUs, and compiling it takes a minute or two.
+        # This op is for inference on CPUs, and compiling it takes a minute or two.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
         dtype = self.config.param_dtype
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        # DeepSpeed takes even ones alone.
+        # DeepSpeed accepts only even sizes.
         count = sum(p.numel() for p in self.policy.module.parameters())
         unit = min(MAX_BUCKET_ELEMENTS, count + count % 2)
         zero: dict[str, Any] = {
@@ -401,13 +401,13 @@ class DeepSpeedTrainer(MinibatchTrainer):
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # Gradients add up until a step, however many passes that are.
+            # Gradients accumulate until a step, over any number of passes.
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": dtype == "bfloat16"},
-            # Losses are scaled before they come here.
+            # Losses are scaled before DeepSpeed receives them.
             "fp16": {"enabled": dtype == "float16", "loss_scale": 1.0},
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -419,7 +419,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             model=_Root(module), optimizer=self.optimizer, config=settings
         )
         for name, buffer in module.named_buffers():
-            # Frequencies of positions, say, are no parameters: they keep their type.
+            # Buffers, such as rotary frequencies, keep their data type.
             buffer.data = buffers[name].to(buffer.device)
         return engine
 
@@ -482,13 +482,13 @@ class DeepSpeedTrainer(MinibatchTrainer):
                         excluded.append((flat, flat.grad))
                         flat.grad = None
 
-        # A tensor without a gradient is not stepped, and keeps its moments.
+        # The optimizer skips a tensor without a gradient, whose moments stay.
         hook = self.optimizer.register_step_pre_hook(before)
         try:
             self._zero.optimizer.step()
         finally:
             hook.remove()
-        if self._zero.is_offloaded:  # its gradient has its memory for good
+        if self._zero.is_offloaded:  # its gradient buffer is permanent
             for flat, own in excluded:
                 flat.grad = own
 
@@ -525,7 +525,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # One count for all of a flat tensor: what no loss depended on has fewer steps elsewhere.
+        # A flat tensor has one step count. Other trainers count fewer for unused parameters.
         counts = {name: torch.zeros(()) for name, parts in steps.items() if "step" in parts}
         for name, count in counts.items():
             steps[name]["step"] = count
@@ -607,7 +607,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
     @torch.no_grad()
     def _reset_adapters(self) -> None:
         super()._reset_adapters()
-        if self._adapters is not None:  # of stages 1 and 2, which have them whole
+        if self._adapters is not None:  # stages 1 and 2, which have full parameters
             for part in self._fragments.values():
                 own = part.parameter.view(-1)[part.param_start : part.param_start + part.count]
                 self._view(part, None).copy_(own)

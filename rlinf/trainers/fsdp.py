@@ -109,7 +109,7 @@ class FSDPTrainer(MinibatchTrainer):
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
         if self._root is not None and self._in_one:
-            # A model that is one unit is gathered and its gradients are reduced once for them all.
+            # A model of one unit is gathered and reduced once for all micro-batches.
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
         value, metrics = loss()
@@ -118,7 +118,7 @@ class FSDPTrainer(MinibatchTrainer):
 
     def discard_gradients(self) -> None:
         self._sums = None
-        # Of every lane: an attempt that failed may have left some in any of them.
+        # In every replica, because a failed attempt may have left gradients in any of them.
         for policy in self._lanes.replicas:
             for parameter in self._parameters(policy):
                 parameter.grad = None
@@ -160,7 +160,7 @@ class FSDPTrainer(MinibatchTrainer):
 
         state = self._state()
         sharded_checkpoint.read_shards(folder, state)
-        if self._adapters is None:  # theirs are the trainer's own tensors
+        if self._adapters is None:  # adapters are read into the trainer's own tensors
             set_state_dict(
                 self.policy.module,
                 self.optimizer,
@@ -173,14 +173,14 @@ class FSDPTrainer(MinibatchTrainer):
             )
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # Asked for its state, the module lets go of what it gathered for the last pass.
+        # Requesting the module's state frees the parameters gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return gather_full_tensors(named)
 
     def _release(self) -> None:
-        # FSDP's modules are in cycles: what they hold goes with the next collection.
+        # FSDP's modules are in reference cycles, which the next garbage collection frees.
         self.optimizer.state.clear()
         self._root = None
 
@@ -188,13 +188,13 @@ class FSDPTrainer(MinibatchTrainer):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         if self._adapters is not None:
-            self.policy.module.state_dict()  # lets go of what is gathered
+            self.policy.module.state_dict()  # frees gathered parameters
             own = dict(self._adapters.parameters())
             for parameter in own.values():
                 init_optimizer_state(self.optimizer, parameter, self._moments)
             states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
             return {"model": own, "optimizer": {"state": states}, **self._scaling.state()}
-        # Before the first step: torch would take one of its own, which counts.
+        # Without state, torch would do a step of its own, which counts as a step.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 init_optimizer_state(self.optimizer, parameter, self._moments)
@@ -202,7 +202,7 @@ class FSDPTrainer(MinibatchTrainer):
         return {"model": model, "optimizer": optimizer, **self._scaling.state()}
 
     def _shard(self, policy: Policy) -> None:
-        # Imported by sharded trainers alone: it takes a second.
+        # Imported only for sharded trainers, because it takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from rlinf.trainers.fsdp_wrap import apply_fsdp, create_mesh, shard_coordinates

@@ -44,17 +44,17 @@ def apply_fsdp(
         move_buffers(module, device)
     else:
         move_to_device(module, device)
-    # A unit of two networks would be gathered for one of them and wanted by the other.
+    # Units never span two networks, because one of them may be gathered without the other.
     units = [unit for stack in policy.block_stacks() for unit in _units(stack, wrap_min_bytes)]
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
         )
-    # The rest is needed again as soon as the backward pass begins.
+    # The root's parameters are needed again as soon as the backward pass begins.
     root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     if empty:
         allocate_parameters(module, device)
-        # FSDP looks at its parameters anew, and pads them, before they are filled.
+        # This makes FSDP read its parameters again and pad them, before they are loaded.
         module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
         policy.load_weights()
     return root, not units

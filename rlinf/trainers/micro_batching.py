@@ -69,10 +69,10 @@ def split_micro_batches(
     costs = []
     for piece in pieces:
         parts = [records[row].slice_steps(start, stop) for row, start, stop in piece]
-        # Of padded ones so many times the largest cost are no less than what they take together.
+        # An upper bound of the padded size: the number of rows times the largest cost.
         size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
         costs.append(size)
-    # All of a trajectory is one process's, which says what it is to others.
+    # One process gets all spans of a trajectory, because it reports the outputs to others.
     totals = [sum(costs[piece] for piece in numbers) for numbers in unit_piece_ids]
     assigned = [
         [piece for unit in items for piece in unit_piece_ids[unit]]
@@ -91,7 +91,7 @@ def split_micro_batches(
     count = max(1, *map(len, cuts))
     out = []
     for items in assigned[rank * num_threads :][:num_threads]:
-        # Ranks wait for each other at every micro-batch, so each rank's are of one size.
+        # Ranks wait for each other at every micro-batch, so micro-batches are of even size.
         batches_of_rank = even_microbatches(costs, items, count, max_tokens, padded=padded)
         num_fillers = count - len(batches_of_rank)
         filler = [min(items, key=lambda i: costs[i])] if items else [0]
@@ -143,7 +143,7 @@ def _units(
     if len(workers) == 1:
         return split(budget)
     share = sum(map(size, groups.values())) // len(workers)
-    # Whole groups first: what a group shares is computed by each worker that has some of it.
+    # Whole groups first, because every worker with a part of a group computes the shared prompt.
     ways = [split(min(budget, most)) for most in (budget, share, share // 2, share // 4)]
     return min(ways, key=slowest)
 

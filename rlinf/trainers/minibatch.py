@@ -52,7 +52,7 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
             "activations could be computed again; set it to false"
         )
     for block in blocks:
-        # Inside the block's own call, so that hooks of what shards it run once.
+        # Inside the block's own call, so that FSDP's hooks run once.
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
@@ -302,7 +302,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             inputs = self._inputs(policy, records, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
-                # Gradients are averaged over ranks; the loss is a sum over them.
+                # Gradients are averaged over ranks, but the loss is a sum over them.
                 counted * self.world.data_parallel_size * self._scaling.value,
                 last=number == len(cut.batches),
             )
@@ -365,12 +365,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def snapshot(self) -> dict[str, Tensor]:
         if self._copy:
             return {}
-        # New memory costs far more than the copy: every page of it is cleared first.
+        # New memory costs far more than the copy, because each of its pages is zeroed first.
         spare, self._spare = self._spare, {}
         return _copied(sharded_checkpoint.named_tensors(self._state()), spare)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        # Other copies of the model have nothing that the first one has not.
+        # Other model replicas have the same state as the first.
         if not self._copy:
             state_now = self._state() if state is None else state
             sharded_checkpoint.write_shards(folder, state_now, *self._part, self._places)
@@ -446,7 +446,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 which = reduced.MAX if names is largest else reduced.SUM
                 torch.distributed.all_reduce(total, which)
             if names is sums:
-                # Processes of one copy of the model have the same sums.
+                # Processes of one model replica have the same sums.
                 total /= self.world.layout.model_parallel_size
             totals |= dict(zip(names, total.tolist(), strict=True))
         return totals

@@ -34,7 +34,7 @@ def create_optimizer(
         parameters = (
             (policy.parameter_group(name), own) for name, own in named if own.requires_grad
         )
-    # Each group costs every step as much as a small network.
+    # Each group costs as much per step as a small network.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
@@ -47,8 +47,8 @@ def create_optimizer(
     own = [group for group in groups.values() if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(own, lr=settings.lr, momentum=settings.betas[0], foreach=True)
-    # One pass over memory in place of five; it takes no sharded tensors beside others, and on a GPU
-    # it would have its counts of steps there.
+    # The fused optimizer reads memory once instead of five times. It does not support a mix of
+    # sharded and other tensors, and on a GPU it would keep step counts there.
     every = [p for group in own for p in group["params"]]
     fused = all(p.device.type == "cpu" and not is_sharded(p) for p in every)
     how = {"fused": True} if fused else {"foreach": True}
@@ -147,7 +147,7 @@ def move_optimizer_state(
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for name, tensor in state.items():
-            # Counts of steps are where the optimizer has them.
+            # Step counts (scalars) stay where the optimizer keeps them.
             if isinstance(tensor, Tensor) and tensor.dim():
                 state[name] = to_device(tensor, device)
 

@@ -148,7 +148,7 @@ def write_shards(
     save_file(own, path, metadata={"table": table})
     sync_file(path)
     if rank == 0:
-        # An attempt of another number of ranks may have ended here before.
+        # An earlier attempt with another number of ranks may have left files.
         for other in set(folder.glob("rank-*.safetensors")):
             if not other.name.endswith(f"-of-{size}.safetensors"):
                 other.unlink()

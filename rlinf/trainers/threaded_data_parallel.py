@@ -46,7 +46,7 @@ class ThreadedDataParallel:
             self._threads.submit(work, policy, part)
             for policy, part in zip(self.replicas, parts, strict=True)
         ]
-        # After an error too, no lane may go on beside whatever comes next.
+        # After an error, too, no thread may continue beside later work.
         wait(futures)
         return [future.result() for future in futures]
 

@@ -67,7 +67,7 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, group:
     for chunk, queries in zip((rank, last - rank), torch.split(query, half), strict=True):
         stop = (chunk + 1) * half
         places = torch.arange(stop, device=query.device)
-        # What stands behind the chunk is left out: it would be computed, and then masked.
+        # Positions after the chunk are excluded, because they would be computed and then masked.
         own_queries, own_keys, own_values = (
             each.permute(1, 2, 0, 3) for each in (queries, keys[:stop], values[:stop])
         )

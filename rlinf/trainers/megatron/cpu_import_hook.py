@@ -76,7 +76,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path).decode()
-        # Most have nothing to change, and their compiled files will do.
+        # Most modules need no change and use their compiled files.
         return rewrite_for_cpu(source, path) if "cuda" in source else super().get_code(fullname)
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -96,7 +96,7 @@ def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMappi
     rows = shape[0]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         own = "lm_head.weight" if name[0] == "o" and not where.tied else "model.embed_tokens.weight"
-        # The vocabulary is padded to a multiple of the processes.
+        # The vocabulary is padded to a multiple of the number of processes.
         real = max(0, min(rows, where.shapes[own][0] - where.tp_rank * rows))
         piece = TensorSlice(own, where.shapes[own], where.tp_rank * rows, 0, 0, real)
         return ParamMapping((piece,), is_tensor_parallel=True)
@@ -110,7 +110,7 @@ def map_param(name: str, shape: tuple[int, ...], where: RankSlice) -> ParamMappi
     if factor := _ADAPTER.fullmatch(part):
         linear, of, side, kind = factor.groups()
         own = f"{prefix}{ADAPTED_BLOCKS[of]}.{kind}.lora_{side}.{ADAPTER_NAME}.weight"
-        # Of a layer whose inputs are split the columns of A, of another one the rows of B.
+        # Split inputs split the columns of A; split outputs split the rows of B.
         if (inputs := f"{linear}.weight" in ROW_PARALLEL_NAMES) != (side == "A"):
             return ParamMapping((_full_slice(own, where),))
         row, column = (0, where.tp_rank * shape[1]) if inputs else (where.tp_rank * rows, 0)

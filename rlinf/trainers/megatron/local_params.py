@@ -158,10 +158,10 @@ class LocalParams:
             )
             if shared_out:
                 rank, size = 0, 1
-            # What is split so belongs to this process alone; the rest its neighbours have too.
+            # Tensor-parallel neighbours have other parts of split parameters and equal others.
             if not getattr(parameter, "split", True):
                 rank, size = rank * inner_size + inner_rank, size * inner_size
-            # A last stage has the embedding once more, for its head.
+            # The last pipeline stage has a second copy of the embedding, for its head.
             again = getattr(parameter, "again", False)
             main, start = mains[id(parameter)]
             yield ParamFragment(parameter, main, start, size, not rank and not again)
@@ -271,7 +271,7 @@ class LocalTensors:
         number = {name: number for number, name in enumerate(order)}
         parts = hf_mapping.tensor_parts(stretches, number.__getitem__)
         self.tensor_parts = {part.name: part for part in parts}
-        # Those of one part are all trained, or none of them is.
+        # The fragments of a part are either all trained or all frozen.
         self.trained_parts = [part for part in parts if part.ranges[0][0] < len(self._trained)]
         """What checkpoints hold: parts of all weights, or of adapters alone."""
 

@@ -40,7 +40,7 @@ class MegatronLoRALayer(nn.Module):
         """
         super().__init__()
         self.scale, self.rank, self.rows = lora.alpha / lora.rank, lora.rank, rows
-        # Outputs are split, or inputs.
+        # Either the outputs are split or the inputs.
         self.splits_outputs, self.is_sequence_parallel = (
             hasattr(linear, "gather_output"),
             linear.sequence_parallel,
@@ -51,7 +51,7 @@ class MegatronLoRALayer(nn.Module):
 
         def create_factor(*shape: int, replicated: bool) -> nn.Parameter:
             factor = nn.Parameter(weight.new_zeros(shape))
-            # Each process has some positions' part of the gradient, which Megatron adds up.
+            # Each process has the gradient of some positions, and Megatron sums these.
             factor.sequence_parallel = replicated and self.is_sequence_parallel  # type: ignore[attr-defined]
             return factor
 

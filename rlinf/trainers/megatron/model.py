@@ -76,7 +76,7 @@ class MegatronAttention(nn.Module):
                 queries, keys, values, is_causal=True, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
-        # Padding behind the rows, for sequence parallelism, sees nothing.
+        # Padding after the rows, for sequence parallelism, takes no part in attention.
         real = len(rows.order)
         queries, keys, values = (each[:, :, :real] for each in (queries, keys, values))
         out, _none = packed_attention(self, queries, keys, values, None, rows=rows)
@@ -165,14 +165,14 @@ class MegatronNetwork(nn.Module):
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.padding is not None and hidden.requires_grad:
-                # Megatron's own embedding would; samples may hold that token like any other.
+                # Unlike torch's embedding, Megatron's has gradients for the padding token.
                 still = self._own_positions(input_ids.t()) == self.padding
                 hidden = torch.where(still[..., None], hidden.detach(), hidden)
-                # It may be laid out as the tokens were, and a pipeline sends what is contiguous.
+                # The layout may be that of the tokens, but a pipeline sends contiguous tensors.
                 hidden = hidden.contiguous()
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                # Beside adapters it is not trained; what is computed again in the backward pass
-                # asks its input whether there is one.
+                # With adapters the embedding is frozen, but recomputation in the backward pass
+                # requires an input that requires a gradient.
                 hidden.requires_grad_()
         hidden = inner.decoder(
             hidden_states=hidden,
@@ -185,10 +185,10 @@ class MegatronNetwork(nn.Module):
         if self.is_sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-            # Every process goes on with all of it, to the same loss.
+            # Every process continues with the full sequence, to the same loss.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         if group is not None:
-            # Here too, and each with its share of the loss (:func:`MegatronTrainer._backward`).
+            # Likewise, with a share of the loss each (:func:`MegatronTrainer._backward`).
             hidden = context_parallel.gather_sequence(hidden, group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -220,7 +220,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
             "num_moe_experts": experts,
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            # Weights of all experts, of which some are taken; or weights of those alone.
+            # Softmax over all experts before the selection, or over the selected ones.
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -248,7 +248,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
         context_parallel_size=layout.cp,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses are summed as they come: their weight is the algorithm's.
+        # Losses are summed without scaling, because the algorithm has weighted them.
         calculate_per_token_loss=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -273,7 +273,7 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         get_num_layers_to_build,
     )
 
-    # Bound only where Transformer Engine is, and asked for anyway.
+    # Megatron reads this name even without Transformer Engine, which defines it.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     spec = get_gpt_layer_local_spec(
         settings.num_moe_experts, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
@@ -296,12 +296,12 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         position_embedding_type="none",
     )
     with torch.no_grad():
-        # Rows beyond the vocabulary, which no checkpoint has: what memory held may be no numbers.
+        # No checkpoint has the rows beyond the vocabulary, and uninitialised memory may be NaN.
         for name, parameter in model.named_parameters():
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
     if model.post_process:
-        # Sequences are gathered before the positions to keep are taken.
+        # Sequences are gathered before the positions to keep are selected.
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = layout.tp > 1
     return model

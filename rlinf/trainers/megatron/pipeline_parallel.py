@@ -44,7 +44,7 @@ def run_pipeline(
         data_iterator=iter(parts),
         model=[parallel],
         num_microbatches=len(parts),
-        # Stages tell each other the shapes of what they send.
+        # Stages send each other the shapes of their tensors.
         seq_length=parallel.config.tensor_model_parallel_size,
         micro_batch_size=1,
         forward_only=not backward,

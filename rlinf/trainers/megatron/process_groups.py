@@ -36,7 +36,7 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         return
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        # It tells of Apex and Transformer Engine, which it does without.
+        # Megatron warns that Apex and Transformer Engine are missing, which it does not need.
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.models.gpt import GPTModel  # noqa: F401
@@ -50,6 +50,6 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng(devices=[]):  # without a GPU it seeds the process's own
+    with torch.random.fork_rng(devices=[]):  # without a GPU it would seed the process's generator
         tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
     _laid_out.append(wanted)

@@ -90,7 +90,7 @@ def set_rng_state(state: Tensor, device: object = None) -> None:
     torch.set_rng_state(state)
 
 
-class random:  # a module of torch.cuda
+class random:  # stands for the module torch.cuda.random
     get_rng_state = staticmethod(get_rng_state)
     set_rng_state = staticmethod(set_rng_state)
 

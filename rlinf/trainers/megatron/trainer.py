@@ -110,7 +110,7 @@ class MegatronTrainer(MinibatchTrainer):
         super().__init__(policy, config, optimizer, world)
         require_package("megatron", "megatron", "trainer=megatron")
         process_groups.initialize_process_groups(world, self.device.type)
-        if self._packs:  # on every device rows are brought together as on CPUs
+        if self._packs:  # the collation of packed rows is the same on every device
             policy.enable_packing(torch.device("cpu"), torch.float32)
         self._outline = _without_memory(network)
         named = network.state_dict(keep_vars=True)
@@ -158,7 +158,7 @@ class MegatronTrainer(MinibatchTrainer):
         """Return the options of Megatron's configuration that this trainer decides."""
         config, layout = self.config, self.world.layout
         dtype = getattr(torch, config.param_dtype)
-        # Megatron asks for it where there are experts.
+        # Megatron requires it if there are experts.
         sequences = config.sequence_parallel or bool(getattr(network.config, "num_experts", 0))
         options: dict[str, Any] = {
             "sequence_parallel": sequences and layout.tp > 1,
@@ -202,7 +202,7 @@ class MegatronTrainer(MinibatchTrainer):
         mappings = {}
         for name, parameter in inner.named_parameters():
             share = hf_mapping.map_param(name, tuple(parameter.shape), where)
-            # Read by the memory of gradients, when it counts the processes that have the same.
+            # LocalParams reads these to count the processes with the same fragment.
             parameter.split = share.is_tensor_parallel
             parameter.again = where.tied and name == "output_layer.weight"
             mappings[id(parameter)] = share
@@ -216,7 +216,7 @@ class MegatronTrainer(MinibatchTrainer):
         """
         alone = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
         lacking = {*self._first.values(), *self._factors} - self._tensors.tensor_parts.keys()
-        if alone and lacking:  # else others have them
+        if alone and lacking:  # otherwise other processes have them
             raise ConfigError(
                 f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
                 "choose trainer=fsdp"
@@ -227,8 +227,8 @@ class MegatronTrainer(MinibatchTrainer):
     ) -> dict[str, Tensor]:
         self._params.allocate_gradients()
         value, metrics = loss()
-        # Gradients are added up over processes, not averaged; those that share out the positions
-        # have the same loss.
+        # Gradients are summed over processes, not averaged; context-parallel processes have the
+        # same loss.
         counted = factor / self.world.data_parallel_size / self.world.layout.cp
         (value * counted).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
@@ -303,7 +303,7 @@ class MegatronTrainer(MinibatchTrainer):
         moments: list[Tensor] = []
         for each in self._params.fragments:
             main, state = each.main, self.optimizer.state.get(each.main)
-            if self.config.param_dtype != "float32":  # else it has the weights' memory
+            if self.config.param_dtype != "float32":  # otherwise it shares the weights' memory
                 moments.append(main.detach())
             empty = torch.empty_like(main, device="meta")
             moments += state.values() if state else [empty] * len(self._moments)
@@ -413,7 +413,7 @@ class MegatronTrainer(MinibatchTrainer):
             for name, moment in moments.items():
                 write_part(moment, part, state[part.name][name])
             for number, *_ in part.ranges if counts else ():
-                # One count for all of a parameter: what no loss depended on has fewer elsewhere.
+                # A parameter has one step count. Other trainers count fewer for unused parts.
                 count = state[part.name]["step"]
                 steps[number] = torch.maximum(steps.get(number, count), count)
         for number, count in steps.items():
@@ -433,7 +433,7 @@ def _without_memory(module: nn.Module) -> Any:
         for each in part._parameters.values():
             if each is not None:
                 copies.setdefault(id(each), nn.Parameter(torch.empty_like(each, device="meta")))
-    # Deepcopy takes these for the copies.
+    # Deepcopy uses these as the copies of the parameters.
     return copy.deepcopy(module, dict(copies))
 
 
