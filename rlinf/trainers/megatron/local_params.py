@@ -158,7 +158,7 @@ class LocalParams:
             )
             if shared_out:
                 rank, size = 0, 1
-            # Tensor-parallel neighbours have other parts of split parameters and equal others.
+            # Tensor-parallel neighbours have other parts of split parameters, and copies of others.
             if not getattr(parameter, "split", True):
                 rank, size = rank * inner_size + inner_rank, size * inner_size
             # The last pipeline stage has a second copy of the embedding, for its head.
