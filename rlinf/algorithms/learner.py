@@ -61,7 +61,7 @@ class Learner:
         self.temperature, self.max_logprob_diff = temperature, max_logprob_diff
         self.max_staleness = max_staleness
         self.num_updates = 0
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         self._reported: dict[str, list[float]] = defaultdict(list)
 
     @property

@@ -84,8 +84,8 @@ class _Update:
         self._algorithm, self._learner = algorithm, learner
         self._mass: float | None = None
         self._unit = 1.0
-        """What losses are divided by before their gradient is computed: a power of two, which
-        changes no digit, near the weight of the steps, so that float16 has that of a mean."""
+        """Divisor of losses before their gradient is computed. It is a power of two, so dividing is
+        exact, and near the weight of the steps, so that float16 gets the scale of a mean."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
         """Add the gradient of one part of the batch, not yet divided by the weight of the whole

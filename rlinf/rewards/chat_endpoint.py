@@ -56,7 +56,7 @@ class SharedRequestQuota:
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of blocks that were seen, and of requests in them."""
+        """Number of known blocks, and of requests in them."""
 
     def reserve(self, most: int, wanted: int) -> int:
         """Reserve a block of a budget of ``most`` requests.
@@ -230,7 +230,7 @@ class RequestBudget:
         self._config, self._lock = config, threading.Lock()
         self._claims = SharedRequestQuota(None) if quota is None else quota
         self._left = self._expected = 0
-        """Requests of the last block that was taken, and those that are still to be sent."""
+        """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
 
     def expect_requests(self, requests: int) -> None:

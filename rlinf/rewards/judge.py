@@ -57,9 +57,9 @@ class AnswerCache:
         self._lock, self._known = threading.Lock(), dict[str, str]()
         self._folder, self._name = folder, name
         self._read: dict[Path, int] = {}
-        """Bytes of each file that have been taken."""
+        """Number of bytes of each file that have been read."""
         self.requests = self.tokens = 0
-        """That all lines tell of, those without an answer among them."""
+        """Totals over all lines, including those without an answer."""
         self.refresh()
 
     def get(self, digest: str) -> str | None:

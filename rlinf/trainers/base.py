@@ -267,10 +267,10 @@ class Trainer(ABC):
         return self.stream_weights(copy=copy).collect()
 
     def group_sizes(self) -> Mapping[str, MemorySize]:
-        """What it keeps on the device between calls; see :class:`rlinf.device_memory.Offloadable`.
+        """Return the sizes of tensor groups; see :class:`rlinf.device_memory.Offloadable`.
 
-        Groups ``weights``, ``gradients`` and ``optimizer``, where they can move. :meth:`forward`
-        needs the first, :meth:`accumulate` the first two, all else everything.
+        The groups are ``weights``, ``gradients`` and ``optimizer``, if they can be moved.
+        :meth:`forward` needs the first, :meth:`accumulate` the first two, other methods all.
         """
         return {}
 

@@ -16,14 +16,17 @@ from rlinf.device_memory import move_to_device
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
 from rlinf.sharded_tensors import gather_full_tensors, local_shard
-from rlinf.trainers import optimizer, sharded_checkpoint
+from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import BatchLoss, merge_metrics
 from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
 from rlinf.trainers.optimizer import (
     GROUP_KEY,
+    HOST_DEVICE,
     create_optimizer,
     init_optimizer_state,
+    move_optimizer_state,
     scale_gradients,
+    step_with_offload,
 )
 
 
@@ -126,13 +129,13 @@ class FSDPTrainer(MinibatchTrainer):
     def _step(self, scales: Mapping[str, float]) -> None:
         scale_gradients(self.optimizer, scales)
         if self.config.offload_optimizer:
-            optimizer.step_with_offload(self.optimizer, self.device)
+            step_with_offload(self.optimizer, self.device)
         else:
             self.optimizer.step()
 
     @torch.no_grad()
     def tensor_groups(self) -> dict[str, list[Tensor]]:
-        """What it keeps on the device, of a sharded module this rank's shards.
+        """Return the tensors on the device; of a sharded module this rank's shards.
 
         See :class:`rlinf.device_memory.Offloadable`. FSDP frees its gathered parameters for this.
         """
@@ -168,9 +171,7 @@ class FSDPTrainer(MinibatchTrainer):
                 optim_state_dict=state["optimizer"],
             )
         if self.config.offload_optimizer:
-            optimizer.move_optimizer_state(
-                self.optimizer, set(self._parameters(self.policy)), optimizer.HOST_DEVICE
-            )
+            move_optimizer_state(self.optimizer, set(self._parameters(self.policy)), HOST_DEVICE)
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         # Requesting the module's state frees the parameters gathered for the last pass.

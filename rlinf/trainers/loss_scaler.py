@@ -37,7 +37,7 @@ class LossScaler:
         """
         self._steps = steps
         self._state = torch.tensor([first, 0.0])
-        """The scale, and how many steps were without overflow since it last changed."""
+        """The scale, and the number of steps without overflow since it last changed."""
 
     @property
     def value(self) -> float:

@@ -102,13 +102,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
-        """Metric sums of what is accumulated; None: nothing."""
+        """Sums of metrics of the accumulated gradient; None: nothing is accumulated."""
         self._spare: dict[str, Tensor] = {}
-        """A snapshot that was written."""
+        """Memory of an earlier snapshot, for the next one."""
         self._copy, self._part = 0, (world.rank, world.size)
-        """Which copy of the model it has, and which part of how many."""
+        """Model replica of this process, and its part (rank, number of parts)."""
         self._places: dict[str, sharded_checkpoint.ShardPlacement] = {}
-        """Where its parts of tensors belong, if they do not say so themselves."""
+        """Placements of this process's parts of tensors that do not know theirs."""
         self._closed = False
         alone = {
             name: clip
@@ -117,7 +117,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         }
         rest = [name for name in policy.parameter_groups if name not in alone]
         self._clips = [([name], clip) for name, clip in alone.items()]
-        """Groups whose gradients are clipped together, and to which norm."""
+        """Parameter groups whose gradients are clipped together, with the maximum norm."""
         if rest:
             self._clips.insert(0, (rest, optimizer.clip_grad))
         self._moments = MOMENT_NAMES[optimizer.name]

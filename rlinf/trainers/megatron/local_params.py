@@ -273,7 +273,7 @@ class LocalTensors:
         self.tensor_parts = {part.name: part for part in parts}
         # The fragments of a part are either all trained or all frozen.
         self.trained_parts = [part for part in parts if part.ranges[0][0] < len(self._trained)]
-        """What checkpoints hold: parts of all weights, or of adapters alone."""
+        """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
         """Return whether this process is the primary one of those that have a part."""

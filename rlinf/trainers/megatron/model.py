@@ -110,7 +110,7 @@ class MegatronNetwork(nn.Module):
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
         self.vocabulary = like.config.vocab_size
         self.padding = like.get_input_embeddings().padding_idx
-        """A token whose embedding torch gives no gradient where it is read."""
+        """The padding token, whose embedding gets no gradient in torch."""
         self.tp, self.cp = layout.tp, layout.cp
         settings = transformer_config(like.config, layout, options)
         self.inner = build_gpt_model(settings, like.config, layout)
