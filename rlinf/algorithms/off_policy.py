@@ -102,8 +102,8 @@ class OffPolicyAlgorithm(Algorithm):
     def check(self, model: Any) -> None:
         if self.config.offline_ratio and self.config.offline_data is None:
             raise ConfigError(
-                f"algorithm.offline_ratio: {self.config.offline_ratio} of each batch is of prior "
-                "transitions; name them in algorithm.offline_data"
+                f"algorithm.offline_ratio: {self.config.offline_ratio} of each batch comes from "
+                "offline transitions; set algorithm.offline_data"
             )
         if self.config.offline_data is not None:
             offline_data.check_offline_data(self.config.offline_data)

@@ -391,12 +391,14 @@ class PolicyGradientConfig(Section):
         if self.rollout_is_threshold is None:
             for key in ("rollout_is_level", "rollout_is_mode"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is of weights; set rollout_is_threshold as well")
+                    raise ValueError(
+                        f"{key} needs importance weights; set rollout_is_threshold too"
+                    )
             return self
         if self.rollout_is_mode == "mask" and self.rollout_is_threshold <= 1:
             raise ValueError(
-                "rollout_is_threshold must be above 1 to leave out what is not within [1 / cap, "
-                "cap]"
+                "rollout_is_threshold must be above 1 to mask ratios outside "
+                "[1 / threshold, threshold]"
             )
         if self.old_logprobs == "rollout":
             raise ValueError(
@@ -535,8 +537,8 @@ class PolicyGradient(Algorithm):
         config, metrics = self.config, dict[str, Tensor]()
         if outputs.entropy is None and config.entropy_coeff:
             raise InputError(
-                "algorithm.entropy_coeff: the policy gives no entropy of its steps; give one in "
-                "StepOutputs, or set the bonus to 0"
+                "algorithm.entropy_coeff: the policy returns no entropy; return it in "
+                "StepOutputs, or set the coefficient to 0"
             )
         if outputs.entropy is not None:
             entropy = (weights * outputs.entropy).sum()

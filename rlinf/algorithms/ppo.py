@@ -103,8 +103,8 @@ class AsyncPPOConfig(PPOConfig):
     def _decoupled(self) -> AsyncPPOConfig:
         if self.rollout_is_threshold is None:
             raise ValueError(
-                "rollout_is_threshold: without it steps of older policies weigh as if the newest "
-                "had chosen them; give a number above 1, or set algorithm=ppo"
+                "rollout_is_threshold: without importance weights, steps of older policies count "
+                "like on-policy steps; give a number above 1, or set algorithm=ppo"
             )
         return self
 

@@ -58,8 +58,8 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
     def _sums_are_alike(cls, value: float) -> float:
         if value < 1:
             raise ValueError(
-                f"{value:g} discounts what is compared with a group's mean of whole rewards; set "
-                "it to 1, or choose algorithm=reinforce_plus_plus, which compares with no group"
+                f"{value:g} discounts returns, but the group's mean is of undiscounted rewards; "
+                "set it to 1, or choose algorithm=reinforce_plus_plus, which has no group baseline"
             )
         return value
 

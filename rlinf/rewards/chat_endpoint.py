@@ -86,7 +86,7 @@ class SharedRequestQuota:
                 size = int(path.read_text())
             except ValueError:
                 raise DataError(
-                    f"{path} does not say how many requests were taken; write a number into it"
+                    f"{path} does not contain the number of reserved requests; write it there"
                 ) from None
             self._reserved, self._next = self._reserved + size, self._next + 1
 
@@ -448,7 +448,7 @@ def _read(data: bytes, body: str) -> tuple[str, int]:
         text = values["choices"][0]["message"]["content"]
         used = (values.get("usage") or {}).get("total_tokens")
     except (LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError("an answer of another form") from None
+        raise ValueError("a malformed answer") from None
     # The content is null if the answer was cut off before its first token.
     text = "" if text is None else text
     if not isinstance(text, str):

@@ -278,8 +278,8 @@ def _check_options(config: DeepSpeedConfig) -> None:
         raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
     if config.lora is not None and config.param_dtype != "float32":
         raise ConfigError(
-            "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
-            "keeps no others; set trainer.param_dtype=float32, or choose trainer=fsdp"
+            "trainer.param_dtype: DeepSpeed rounds the frozen weights beside adapters and keeps "
+            "no float32 copy; set trainer.param_dtype=float32, or choose trainer=fsdp"
         )
 
 
@@ -290,8 +290,8 @@ def _check_stacks(policy: Policy) -> None:
     """
     if len(policy.block_stacks()) > 1:
         raise ConfigError(
-            f"trainer.name: {type(policy).__name__} has several networks, of which an update may "
-            "leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
+            f"trainer.name: {type(policy).__name__} has several networks, and an update may skip "
+            "one of them, which is untested with deepspeed; choose trainer=fsdp"
         )
 
 

@@ -254,5 +254,5 @@ def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
     if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
             f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
-            f"processes of {where}; give a divisor of them, 1 for one copy of the model over all"
+            f"processes of {where}; give a divisor, or 1 for one model replica over all processes"
         )

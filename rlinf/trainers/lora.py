@@ -106,7 +106,7 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
     """
     if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
-            f"trainer.lora: {cls.__name__} has parts that adapters would leave as they began; "
+            f"trainer.lora: {cls.__name__} has parts that adapters would not train; "
             "train all weights (trainer.lora=null)"
         )
     if policy is None:

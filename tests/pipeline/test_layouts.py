@@ -83,16 +83,16 @@ def test_processes_that_share_a_model_end_as_one_does(
         (
             "arithmetic_grpo",
             ["trainer.dp_replicate=2"],
-            r"^trainer\.replicas: 2 .* 3 .*stages\.train;",
+            r"^trainer\.dp_replicate: 2 .* 3 .*stages\.train;",
         ),
         (
             "arithmetic_grpo",
-            ["trainer.lora={rank: 2, targets: [qproj]}"],
-            r"^trainer\.lora\.targets: 'qproj' is nowhere; did you mean 'q_proj'",
+            ["trainer.lora={rank: 2, target_modules: [qproj]}"],
+            r"^trainer\.lora\.target_modules: 'qproj' is nowhere; did you mean 'q_proj'",
         ),
         (
             "arithmetic_grpo",
-            ["trainer.lora={rank: 2, targets: [embed_tokens]}"],
+            ["trainer.lora={rank: 2, target_modules: [embed_tokens]}"],
             r"embed_tokens is a Embedding; .* linear layers alone",
         ),
         (

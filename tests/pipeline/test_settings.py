@@ -45,7 +45,7 @@ def test_every_key_of_every_section_is_in_the_record(tiny_run: Path) -> None:
     assert settings["algorithm"]["clip_ratio_high"] == 0.2
     assert settings["cluster"]["retries"] == 2
     assert {"param_dtype", "max_tokens_per_microbatch"} <= settings["trainer"].keys()
-    assert "aggregation" in settings["algorithm"]
+    assert "loss_agg_mode" in settings["algorithm"]
 
 
 def test_what_differs_from_its_default_is_told_apart(tiny_run: Path) -> None:

@@ -67,8 +67,8 @@ def check_options(
     """
     if layout.cp > 1 and config.packing:
         raise ConfigError(
-            f"trainer.packing: processes that share out positions ({where}.cp) pad rows; set it to "
-            "null or false, or leave cp out"
+            f"trainer.packing: context parallelism ({where}.cp) needs padded rows; set it to "
+            "null or false, or remove cp"
         )
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
@@ -196,8 +196,8 @@ def check_adapters(
             )
     if config.param_dtype not in ("float32", dtype):
         raise ConfigError(
-            "trainer.param_dtype: beside adapters trainer=megatron keeps weights as it computes "
-            "with them, rounded; set it to float32, or it and model.dtype to bfloat16"
+            "trainer.param_dtype: trainer=megatron rounds the frozen weights beside adapters to "
+            "this type; set it to float32, or it and model.dtype to bfloat16"
         )
 
 

@@ -89,7 +89,7 @@ def test_gradients_and_moments_are_of_adapters(folder: Path) -> None:
 
 
 def test_a_target_that_is_nowhere_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: .*no_proj"):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules: .*no_proj"):
         make(folder, lora={"rank": 4, "target_modules": ["no_proj"]})
     with pytest.raises(ConfigError, match=r"'v_porj' is nowhere.*v_proj"):
         make(folder, lora={"rank": 4, "target_modules": ["q_proj", "v_porj"]})

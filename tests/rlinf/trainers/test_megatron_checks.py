@@ -50,11 +50,15 @@ def _lora(*targets: str) -> dict[str, Any]:
         ),
         ("cp=2", {"packing": True}, r"^trainer\.packing: .* share out positions \(train\.cp\) pad"),
         ("ep=2", {}, r"^train\.ep: this model has no experts"),
-        ("", _lora("lm_head"), r"^trainer\.lora\.targets: 'lm_head' has no adapter .* q_proj"),
+        (
+            "",
+            _lora("lm_head"),
+            r"^trainer\.lora\.target_modules: 'lm_head' has no adapter .* q_proj",
+        ),
         (
             "pp=2",
             _lora("layers.1.mlp.up_proj"),
-            r"^trainer\.lora\.targets: 'layers\.1.* every stage .* name it .*: up_proj$",
+            r"^trainer\.lora\.target_modules: 'layers\.1.* every stage .* name it .*: up_proj$",
         ),
         (
             "",

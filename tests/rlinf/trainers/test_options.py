@@ -235,7 +235,7 @@ def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
 
     for good in (1, 3, 6):
         check(good)
-    with pytest.raises(ConfigError, match=r"trainer\.replicas: 3 does not .* 4 .*of train;"):
+    with pytest.raises(ConfigError, match=r"trainer\.dp_replicate: 3 does not .* 4 .*of train;"):
         check(4)
 
 
