@@ -91,7 +91,7 @@ def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
             {"role": "user", "content": "Q: 1+1= A: 2 R: 2 cm {not a field} {{"},
         ],
         "temperature": 0.0,
-        "max_total_tokens": 256,
+        "max_tokens": 256,
         "seed": 3,
     }
 
