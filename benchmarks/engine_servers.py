@@ -98,9 +98,9 @@ def turns(engine: Any, place: Path) -> list[float]:
     }
     info: dict[str, Scalar] = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
     request = Record(RecordId(0, 0), steps, info=info)
-    asked = SegmentedRequest(request, SamplingParams.from_info(info), 7)
+    segmented = SegmentedRequest(request, SamplingParams.from_info(info), 7)
     bodies = [
-        engine.build_request(ResumableSample(asked, i).next_request("rollout"))
+        engine.build_request(ResumableSample(segmented, i).next_request("rollout"))
         for i in range(COUNT)
     ]
     (place / "bodies").write_text(json.dumps(bodies))

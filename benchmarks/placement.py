@@ -60,9 +60,9 @@ def measure() -> list[BenchmarkRow]:
         sources = PlanningSources(
             profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu")
         )
-        asked = build_request(run.config, sources)
-        proposal = propose_plan(asked)
-        others = drawn(asked.stage_options(), [row.size + row.place for row in proposal.rows])
+        request = build_request(run.config, sources)
+        proposal = propose_plan(request)
+        others = drawn(request.stage_options(), [row.size + row.place for row in proposal.rows])
         # In turns, so that a machine that gets slower does so for all.
         chosen, theirs = [], []
         flow = flow_of(run.config)

@@ -22,8 +22,7 @@ from pipeline.commands.experiment import compose_words
 from pipeline.console import create_console
 from rlinf import package_paths
 from rlinf.config import RunConfig, validate
-from rlinf.envs.gym import GymEnvironment, create_simulator_process
-from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import missing_modules, resolve_interpreter

@@ -244,7 +244,7 @@ TOGETHER: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("python-path", "cartpole", {"task.python": "/no/python"}, ["task.python: there is no"]),
     ("text-python", "arithmetic", {"task.python": "/bin/sh"}, ["task.python: unknown key"]),
     ("at-once", "cartpole", {"task.max_parallel_envs": 0}, ["task.max_parallel_envs"]),
-    ("halves", "cartpole", {"task.double_buffer": 3}, ["task.double_buffer"]),
+    ("double_buffer", "cartpole", {"task.double_buffer": 3}, ["task.double_buffer"]),
     ("hidden", "cartpole", {"model.hidden": [64, 0]}, ["model.hidden.1"]),
     ("hidden-text", "cartpole", {"model.hidden": ["64"]}, ["model.hidden.0"]),
     ("gamma", "cartpole", {"algorithm.gamma": 1.5}, ["algorithm.gamma"]),

@@ -37,7 +37,7 @@ SMALL = [
     *("algorithm.minibatches=2", "algorithm.epochs=2"),
     *("evaluate.every=1", "evaluate.samples=4", "evaluate.horizon=16"),
 ]
-GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=2"]
+GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=true"]
 
 
 def pools(*held: tuple[list[str], int]) -> dict[str, Any]:

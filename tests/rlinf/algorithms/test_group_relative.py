@@ -246,7 +246,7 @@ def test_turns_without_rewards_of_their_own_are_refused(
     words: list[str], match: str, compose: Compose
 ) -> None:
     made = compose(*words, "algorithm.advantage_level=turn")
-    for key in ("operations", "least_significant_first", "rambling"):
+    for key in ("operations", "least_significant_first", "rambling_fraction"):
         if words:
             made["task"].pop(key, None)
     with pytest.raises(ConfigError, match=match):
