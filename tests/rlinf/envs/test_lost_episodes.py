@@ -88,8 +88,8 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
     evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
     told: Any = SimpleNamespace(
         config=SimpleNamespace(evaluate=evaluate, rollout=rollout),
-        progress=lambda *_: None,
-        stopping=lambda: False,
+        report_progress=lambda *_: None,
+        should_stop=lambda: False,
     )
     with contextlib.closing(GymEnvironment(config, None)) as environment:
         _, scores = run_eval_episodes(told, environment, policy, range(2), Counter())
