@@ -86,7 +86,7 @@ TRAJECTORY_NAMES = {
 def run_episodes(
     episodes: RolloutRequest,
     samples: np.ndarray,
-    worlds: SyncVectorEnv | MultiProcessVectorEnv,
+    envs: SyncVectorEnv | MultiProcessVectorEnv,
     first: int,
     film: Collection[str] = (),
     instruction: bool | str = False,
@@ -129,13 +129,13 @@ def run_episodes(
             begin = trajectories.starts[rows].tolist() if episodes.split == "test" else None
             turns = episodes.task_indices(trajectories.starts[rows]).tolist()
             trajectories.reset(
-                rows, worlds.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
+                rows, envs.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
             )
 
     goes_on = np.isin(samples, list(episodes.open_episodes or ()))
     if goes_on.any():
         begun = live[goes_on]
-        trajectories.go_on(begun, *worlds.restore((first + begun).tolist(), trajectories.states()))
+        trajectories.go_on(begun, *envs.restore((first + begun).tolist(), trajectories.states()))
     reset(live[~goes_on])
     for time in range(episodes.horizon):
         if not len(live):
@@ -148,7 +148,7 @@ def run_episodes(
                 f"iteration {episodes.iteration}, step {time}: the policy's actions are no finite "
                 "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
-        came, errors = worlds.step((first + live).tolist(), actions)
+        came, errors = envs.step((first + live).tolist(), actions)
         trajectories.step(live, time, reply.steps, came, errors)
         last = time + 1 == episodes.horizon
         trajectories.cut(
@@ -160,7 +160,7 @@ def run_episodes(
             reset(live[trajectories.ended(live)])
     if episodes.open_episodes is not None:
         live = live[~trajectories.ended(live)]
-        trajectories.leave(live, *worlds.save((first + live).tolist()))
+        trajectories.leave(live, *envs.save((first + live).tolist()))
     if "values" in trajectories.columns:
         trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
         if trajectories.cuts and episodes.split == "train":
@@ -535,7 +535,7 @@ MAX_EXPERT_STEPS = 1000
 
 
 def collect_demonstrations(
-    worlds: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
+    envs: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
 ) -> list[Record]:
     """Return expert episodes from ``count`` seeds, each to its first success; unsolved ones are
     left out.
@@ -547,7 +547,7 @@ def collect_demonstrations(
     for number in range(count):
         begin = int(generator(seed, "demonstration", number).integers(2**31))
         try:
-            came = worlds.demonstrate(begin, MAX_EXPERT_STEPS)
+            came = envs.demonstrate(begin, MAX_EXPERT_STEPS)
         except InvalidEnvConfig as error:
             raise ConfigError(str(error)) from None
         if not came["success"][-1]:

@@ -260,7 +260,7 @@ class GymEnvironment(Environment):
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
         count = config.num_processes or int(_needs_process(config))
-        self._worlds: SyncVectorEnv | MultiProcessVectorEnv = (
+        self._envs: SyncVectorEnv | MultiProcessVectorEnv = (
             MultiProcessVectorEnv(functools.partial(create_simulator_process, config), count)
             if count
             else _here(config)
@@ -332,7 +332,7 @@ class GymEnvironment(Environment):
             key = "double_buffer" if config.double_buffer else "num_processes"
             key = "video" if config.video else key
             raise ConfigError(
-                f"task.{key}: {config.simulator} has one world at a time; leave it out"
+                f"task.{key}: {config.simulator} has one environment at a time; leave it out"
             )
         if config.carry_over_episodes and not needs.saves:
             raise ConfigError(NO_STATE_MESSAGE)
@@ -522,7 +522,7 @@ class GymEnvironment(Environment):
     @property
     def pids(self) -> list[int]:
         """Ids of the running simulator processes."""
-        own = self._worlds.pids if isinstance(self._worlds, MultiProcessVectorEnv) else []
+        own = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
         return [*own, *self._filming.pids]
 
     def _parts(
@@ -536,7 +536,7 @@ class GymEnvironment(Environment):
         box = None if action is None else action.bounds
         shared = (self.config.instruction, self._measure, box, raised)
         parts = [
-            run_episodes(episodes, rest[first : first + each], self._worlds, first, (), *shared)
+            run_episodes(episodes, rest[first : first + each], self._envs, first, (), *shared)
             for first in range(0, len(rest), each)
         ]
         if filmed.any():
@@ -565,16 +565,16 @@ class GymEnvironment(Environment):
             ConfigError: the simulator has no expert, or it solves nothing.
         """
         if self.config.demonstrations and not self._shown:
-            own = self._worlds if isinstance(self._worlds, SyncVectorEnv) else None
-            worlds = own or create_simulator_process(self.config)
+            own = self._envs if isinstance(self._envs, SyncVectorEnv) else None
+            envs = own or create_simulator_process(self.config)
             try:
                 with _naming_users_code(self.config):
                     self._shown = collect_demonstrations(
-                        worlds, seed, self.config.demonstrations, self.config.instruction
+                        envs, seed, self.config.demonstrations, self.config.instruction
                     )
             finally:
                 if own is None:
-                    worlds.close()
+                    envs.close()
         if not self._shown:
             return []
         random = generator(seed, "demonstrations", step)
@@ -608,7 +608,7 @@ class GymEnvironment(Environment):
         return {name: float(np.mean([info[name] for info in scored])) for name in names if scored}
 
     def close(self) -> None:
-        self._worlds.close()
+        self._envs.close()
         self._filming.close()
 
 

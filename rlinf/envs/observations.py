@@ -66,9 +66,9 @@ class ObservationReader:
     """Reads the observations of one environment; created when an episode begins, used after every
     step."""
 
-    def __init__(self, world: Any) -> None:
-        self._pictures: Any = getattr(world, "pictures", None)
-        self._asking = _asking(world)
+    def __init__(self, env: Any) -> None:
+        self._pictures: Any = getattr(env, "pictures", None)
+        self._asking = _asking(env)
 
     def read(self, observation: Any) -> Arrays:
         """Return the current observation as arrays by name, with images and the instruction."""
@@ -80,20 +80,20 @@ class ObservationReader:
         return arrays
 
 
-def _asking(world: Any) -> Any:
+def _asking(env: Any) -> Any:
     """Return the environment, or the one it wraps, that has an ``instruction``."""
-    wrapped = (world, getattr(world, "unwrapped", None))
+    wrapped = (env, getattr(env, "unwrapped", None))
     return next((w for w in wrapped if getattr(w, "instruction", None) is not None), None)
 
 
-def read_observation(world: Any, observation: Any) -> Arrays:
+def read_observation(env: Any, observation: Any) -> Arrays:
     """Return the current observation of an environment; see :class:`ObservationReader`."""
-    return ObservationReader(world).read(observation)
+    return ObservationReader(env).read(observation)
 
 
-def get_instruction(world: Any) -> str | None:
+def get_instruction(env: Any) -> str | None:
     """Return the environment's instruction in words; None: it has none."""
-    asking = _asking(world)
+    asking = _asking(env)
     return None if asking is None else str(asking.instruction)
 
 

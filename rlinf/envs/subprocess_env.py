@@ -117,7 +117,7 @@ class SubprocessVectorEnv:
         mine, its = socket.socketpair()
         mine.settimeout(self._timeout_s)
         file = str(Path(vector_env.__file__).resolve())
-        memory = [os.memfd_create("rlinf-worlds", os.MFD_CLOEXEC) for _ in range(2)]
+        memory = [os.memfd_create("rlinf-envs", os.MFD_CLOEXEC) for _ in range(2)]
         with its:
             self._process = subprocess.Popen(
                 [
@@ -177,7 +177,7 @@ class SubprocessVectorEnv:
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
         self._least = max(*numbers, self._least - 1, -1) + 1
-        order: dict[str, Any] = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
+        order: dict[str, Any] = {"do": "reset", "envs": list(numbers), "seeds": list(seeds)}
         order |= {"starts": starts, "turns": turns, "least": self._least}
         _, seen = yield from self._beginning(numbers, order)
         return seen
@@ -187,7 +187,7 @@ class SubprocessVectorEnv:
     ) -> AsyncCall[VectorStep]:
         """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
-        order = {"do": "restore", "worlds": list(numbers)}
+        order = {"do": "restore", "envs": list(numbers)}
         answer, seen = yield from self._beginning(numbers, order, arrays)
         return seen, dict(answer["errors"])
 
@@ -218,7 +218,7 @@ class SubprocessVectorEnv:
         there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
         states, errors = [EMPTY_STATE] * len(numbers), dict[int, str]()
         if there:
-            order = {"do": "save", "worlds": [numbers[k] for k in there]}
+            order = {"do": "save", "envs": [numbers[k] for k in there]}
             try:
                 answer, came = yield from self._asking(order)
                 errors = {there[row]: error for row, error in answer["errors"]}
@@ -236,7 +236,7 @@ class SubprocessVectorEnv:
         there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
         came, errors = {**self._none, **step_info}, dict[int, str]()
         if there:
-            order = {"do": "step", "worlds": [numbers[k] for k in there]}
+            order = {"do": "step", "envs": [numbers[k] for k in there]}
             try:
                 answer, came = yield from self._asking(order, {"action": actions[there]})
                 errors = {there[row]: error for row, error in answer["errors"]}
@@ -275,7 +275,7 @@ class SubprocessVectorEnv:
         except TimeoutError:
             raise _Died(
                 f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s "
-                "(task.timeout_s; more task.num_processes have fewer worlds to begin each)"
+                "(task.timeout_s; more task.num_processes have fewer environments to begin each)"
             ) from None
         except (EOFError, OSError):
             raise self._death() from None

@@ -94,7 +94,7 @@ class SyncVectorEnv:
             own: as for :func:`format_error`.
         """
         self._make, self._once, self._endless, self._own = make, once, endless, own
-        self._worlds: list[Any] = []
+        self._envs: list[Any] = []
         self._looks: dict[int, ObservationReader] = {}
         """Readers of the open episodes."""
         self._last_observations: dict[int, Arrays] = {}
@@ -124,8 +124,8 @@ class SyncVectorEnv:
         """
         if self._once and max(numbers, default=0):
             raise InvalidEnvConfig(
-                "task.simulator: its module says SINGLE, and several worlds are asked for; it must "
-                "be found by the interpreter of the stage too, which reads that there"
+                "task.simulator: its module says SINGLE, and several environments are requested; "
+                "the stage's own interpreter must find the module too, because it reads the flag"
             )
         self._have(numbers)
         failed: dict[int, tuple[Any, ...]] = {}
@@ -170,13 +170,13 @@ class SyncVectorEnv:
         """
         states, errors = [], dict[int, str]()
         for row, number in enumerate(numbers):
-            world = self._worlds[number]
-            if not hasattr(world, "save"):
+            env = self._envs[number]
+            if not hasattr(env, "save"):
                 raise InvalidEnvConfig(NO_STATE_MESSAGE)
             try:
                 states.append(
                     pack_arrays(
-                        {**world.save(), **prefix_observations(self._last_observations[number])}
+                        {**env.save(), **prefix_observations(self._last_observations[number])}
                     )
                 )
             except InvalidEnvConfig:
@@ -239,7 +239,7 @@ class SyncVectorEnv:
         Raises:
             InvalidEnvConfig: an action is not in the space.
         """
-        space = self._worlds[numbers[0]].action_space
+        space = self._envs[numbers[0]].action_space
         step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
@@ -250,11 +250,11 @@ class SyncVectorEnv:
                 came.append((0.0, 1, *LOST_EPISODE_FLAGS))
                 rows.append(self._last_observations[number])
                 continue
-            world, reward, executed, solved = self._worlds[number], 0.0, 0, False
+            env, reward, executed, solved = self._envs[number], 0.0, 0, False
             try:
                 for place, action in enumerate([chosen] if single else chosen):
                     executed += 1
-                    observation, gained, terminated, truncated, info = world.step(action)
+                    observation, gained, terminated, truncated, info = env.step(action)
                     if not math.isfinite(gained):
                         raise ValueError(f"a reward that is not finite: {gained}")
                     reward += gained
@@ -297,7 +297,7 @@ class SyncVectorEnv:
     @property
     def step_info_keys(self) -> Sequence[str]:
         """The keys of :data:`STEP_INFO_TYPES` that the environments have, once there is one."""
-        return tuple(getattr(self._worlds[0], "step_info_keys", ())) if self._worlds else ()
+        return tuple(getattr(self._envs[0], "step_info_keys", ())) if self._envs else ()
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
         """Play an episode by the environment's own ``expert()``, from a seeded reset to its first
@@ -307,20 +307,20 @@ class SyncVectorEnv:
             Columns ``[T, ...]``, at most ``most`` steps: observations with the prefix ``seen.``,
             ``action`` (within the space), ``reward`` float64, ``success`` uint8.
         """
-        if not self._worlds:
-            self._worlds.append(self._make())
-        world = self._worlds[0]
-        if not hasattr(world, "expert"):
+        if not self._envs:
+            self._envs.append(self._make())
+        env = self._envs[0]
+        if not hasattr(env, "expert"):
             raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
-        observation, rows = world.reset(seed=seed)[0], []
-        look = ObservationReader(world)
+        observation, rows = env.reset(seed=seed)[0], []
+        look = ObservationReader(env)
         for _ in range(most):
             row = prefix_observations(look.read(observation))
-            action = np.array(world.expert())
-            (does,) = to_env_actions(world.action_space, action[None])
-            if hasattr(world.action_space, "low"):
+            action = np.array(env.expert())
+            (does,) = to_env_actions(env.action_space, action[None])
+            if hasattr(env.action_space, "low"):
                 action = does
-            result = world.step(does)
+            result = env.step(does)
             observation, reward, terminated, truncated, info = result
             solved = is_success(info)
             row.update(action=action, reward=np.asarray(float(reward)))
@@ -330,18 +330,18 @@ class SyncVectorEnv:
         return stack_observations(rows)
 
     def _have(self, numbers: Sequence[int]) -> None:
-        while len(self._worlds) <= max(numbers, default=-1):
-            self._worlds.append(self._make())
+        while len(self._envs) <= max(numbers, default=-1):
+            self._envs.append(self._make())
 
     def _begin(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
-        world = self._worlds[number]
-        if hasattr(world, "tasks"):
+        env = self._envs[number]
+        if hasattr(env, "tasks"):
             where = {"start": start, "turn": turn}
         else:
-            there = getattr(world, "starts", 0)
+            there = getattr(env, "starts", 0)
             where = {"start": start % there} if start is not None and there else {}
-        observation = world.reset(seed=seed, **where)[0]
-        self._looks[number] = ObservationReader(world)
+        observation = env.reset(seed=seed, **where)[0]
+        self._looks[number] = ObservationReader(env)
         observations = self._look(number, observation)
         for error in find_non_finite(stack_observations([observations])).values():
             raise ValueError(error)
@@ -359,12 +359,12 @@ class SyncVectorEnv:
 
     def _go_on(self, number: int, state: Arrays) -> None:
         try:
-            self._worlds[number].restore(state)
+            self._envs[number].restore(state)
         except Exception:  # a simulator may raise anything
             self._renew(number)
-            self._worlds[number].restore(state)
+            self._envs[number].restore(state)
         self._looks[number], observations = (
-            ObservationReader(self._worlds[number]),
+            ObservationReader(self._envs[number]),
             unprefix_observations(state),
         )
         self._like = self._like or {
@@ -388,18 +388,18 @@ class SyncVectorEnv:
     def _renew(self, number: int) -> None:
         """Replace an environment that failed."""
         with contextlib.suppress(Exception):
-            self._worlds[number].close()
-        self._worlds[number] = self._make()
+            self._envs[number].close()
+        self._envs[number] = self._make()
 
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of an environment as plain values."""
-        with contextlib.closing(self._make()) as world:
-            return describe_spaces(world)
+        with contextlib.closing(self._make()) as env:
+            return describe_spaces(env)
 
     def close(self) -> None:
-        for world in self._worlds:
-            world.close()
-        self._worlds = []
+        for env in self._envs:
+            env.close()
+        self._envs = []
 
 
 class BatchedVectorEnv:
@@ -421,7 +421,7 @@ class BatchedVectorEnv:
     ) -> None:
         self._make = functools.partial(make, images=shown.images)
         self._images, self._used, self._own = shown.images, shown, own
-        self._world: Any = None
+        self._env: Any = None
         self._count, self._last_observations = 0, Arrays()
         self.min_envs = 0
         """The least number of environments: as many as a previous process had."""
@@ -452,11 +452,11 @@ class BatchedVectorEnv:
                 "task.double_buffer: this simulator steps all environments together; "
                 "set it to false"
             )
-        if self._world is None or wanted > self._count:
+        if self._env is None or wanted > self._count:
             self.close()
             wanted = max(wanted, self._count)
-            self._world = self._world_of(wanted)
-            self._count = self._world.count
+            self._env = self._create(wanted)
+            self._count = self._env.count
         observations = self._begun(numbers, seeds)
         if bad := list(find_non_finite(observations)):
             again = self._begun([numbers[row] for row in bad], [seeds[row] for row in bad])
@@ -487,7 +487,7 @@ class BatchedVectorEnv:
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
         environment returns values that are not finite, or could not begin, its episode ends."""
-        rows, space = list(numbers), self._world.action_space
+        rows, space = list(numbers), self._env.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise InvalidEnvConfig(
                 "task.simulator: this simulator steps all environments together, and so takes no "
@@ -498,7 +498,7 @@ class BatchedVectorEnv:
         reward, ends = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
         errors = dict[int, str]()
         try:
-            observations, gained, *ended = self._world.step(all_actions)
+            observations, gained, *ended = self._env.step(all_actions)
         except Exception as error:  # a simulator may raise anything
             self._failed = format_error(error, self._own)
             errors = dict.fromkeys(range(len(rows)), self._failed)
@@ -530,7 +530,7 @@ class BatchedVectorEnv:
 
     def _begun(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
         try:
-            return self._shown(self._world.reset(list(numbers), list(seeds)))
+            return self._shown(self._env.reset(list(numbers), list(seeds)))
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
@@ -538,10 +538,10 @@ class BatchedVectorEnv:
 
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of one environment as plain values."""
-        with contextlib.closing(self._world_of(1)) as world:
-            return describe_spaces(world)
+        with contextlib.closing(self._create(1)) as env:
+            return describe_spaces(env)
 
-    def _world_of(self, count: int) -> Any:
+    def _create(self, count: int) -> Any:
         return create_env(functools.partial(self._make, count=count), self._used, batched=True)
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
@@ -559,7 +559,7 @@ class BatchedVectorEnv:
         raise InvalidEnvConfig(NO_STATE_MESSAGE)
 
     def _shown(self, observation: Any) -> Arrays:
-        found, text = to_arrays(observation), get_instruction(self._world)
+        found, text = to_arrays(observation), get_instruction(self._env)
         if text is not None:
             found[INSTRUCTION] = np.repeat(
                 encode_instruction(text)[None], len(found[STATE]), axis=0
@@ -567,9 +567,9 @@ class BatchedVectorEnv:
         return found
 
     def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-        self._world = None
+        if self._env is not None:
+            self._env.close()
+        self._env = None
 
 
 def step_info_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
@@ -589,34 +589,34 @@ def is_success(info: Any) -> bool:
     return bool(info.get("success", info.get("is_success", False)))
 
 
-def serve(link: SimulatorConnection, worlds: SyncVectorEnv | BatchedVectorEnv) -> None:
+def serve(link: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> None:
     """Answer requests until the stage closes the connection."""
     while True:
         order, arrays = link.receive()
         if order["do"] == "step":
-            came, errors = worlds.step(order["worlds"], arrays["action"])
+            came, errors = envs.step(order["envs"], arrays["action"])
             link.send({"errors": list(errors.items())}, came)
         elif order["do"] == "reset":
-            if isinstance(worlds, BatchedVectorEnv):
-                worlds.min_envs = order["least"]
-            arguments = (order[name] for name in ("worlds", "seeds", "starts", "turns"))
-            observations = worlds.reset(*arguments)
+            if isinstance(envs, BatchedVectorEnv):
+                envs.min_envs = order["least"]
+            arguments = (order[name] for name in ("envs", "seeds", "starts", "turns"))
+            observations = envs.reset(*arguments)
             link.send(
-                {"step_info_keys": list(worlds.step_info_keys)}, prefix_observations(observations)
+                {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)
             )
         elif order["do"] == "restore":
-            states = [arrays[str(row)] for row in range(len(order["worlds"]))]
-            observations, errors = worlds.restore(order["worlds"], states)
-            reply = {"step_info_keys": list(worlds.step_info_keys), "errors": list(errors.items())}
+            states = [arrays[str(row)] for row in range(len(order["envs"]))]
+            observations, errors = envs.restore(order["envs"], states)
+            reply = {"step_info_keys": list(envs.step_info_keys), "errors": list(errors.items())}
             link.send(reply, prefix_observations(observations))
         elif order["do"] == "save":
-            states, errors = worlds.save(order["worlds"])
+            states, errors = envs.save(order["envs"])
             arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
             link.send({"errors": list(errors.items())}, arrays)
         elif order["do"] == "demonstrate":
-            link.send({}, worlds.demonstrate(order["seed"], order["most"]))
+            link.send({}, envs.demonstrate(order["seed"], order["most"]))
         else:
-            link.send(worlds.spaces(), {})
+            link.send(envs.spaces(), {})
 
 
 def main(end: int, own: int, other: int, target: str, values: str, options: str) -> None:
@@ -634,23 +634,23 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         # Sent to a whole job: the stage may still want to finish what it does.
         signal.signal(number, signal.SIG_IGN)
     link = SimulatorConnection(socket.socket(fileno=end), own, other)
-    worlds: SyncVectorEnv | BatchedVectorEnv | None = None
+    envs: SyncVectorEnv | BatchedVectorEnv | None = None
     factory_arguments, parsed_options = json.loads(values), json.loads(options)
     users: Sequence[str] = parsed_options["own"]
     try:
         factory = resolve_factory(target)
         shown = ObservationSelection(**parsed_options["shown"])
         if module_flag(factory, "BATCHED"):
-            worlds = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
+            envs = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
         else:
             make = functools.partial(create_task_env, factory, factory_arguments, shown)
-            worlds = SyncVectorEnv(
+            envs = SyncVectorEnv(
                 make,
                 once=module_flag(factory, "SINGLE"),
                 endless=parsed_options["endless"],
                 own=users,
             )
-        serve(link, worlds)
+        serve(link, envs)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except InvalidEnvConfig as error:
@@ -661,9 +661,9 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         failure = {"failed": format_error(error, users)}
     finally:
         # A robot comes to rest.
-        if worlds is not None:
+        if envs is not None:
             with contextlib.suppress(Exception):
-                worlds.close()
+                envs.close()
     with contextlib.suppress(OSError):
         link.send({**failure, "pid": os.getpid()}, {})
 

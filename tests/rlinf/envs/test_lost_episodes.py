@@ -127,7 +127,7 @@ def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
 def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
     world = "tests.rlinf.envs.single_worlds:make"
     config = GymConfig.model_validate({**BREAKING, "simulator": world, "kwargs": {"file": "here"}})
-    with pytest.raises(ConfigError, match=r"task\.double_buffer: .* has one world at a time"):
+    with pytest.raises(ConfigError, match=r"task\.double_buffer: .* has one environment at a time"):
         GymEnvironment.task_size(
             config.model_copy(update={"double_buffer": True, "kwargs": {"file": str(tmp_path)}}),
             None,
