@@ -62,7 +62,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 class RobosuiteEnv:
-    """One environment."""
+    """One robosuite environment."""
 
     def __init__(self, env: Any, state: tuple[str, ...], steps: int) -> None:
         from gymnasium.spaces import Box

@@ -55,7 +55,7 @@ def make(
 
 
 class RoboVerseEnv:
-    """All environments of a task."""
+    """All environments of a RoboVerse task."""
 
     def __init__(self, env: Any, count: int) -> None:
         self.count = count
