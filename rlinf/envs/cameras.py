@@ -101,11 +101,11 @@ class MujocoCameras:
             self._renderers[size] = renderer
 
     def _renderer(self, height: int, width: int) -> Any:
-        most = self._model.vis.global_  # A model says how large a picture may be.
+        most = self._model.vis.global_  # The model limits the image size.
         most.offheight, most.offwidth = max(most.offheight, height), max(most.offwidth, width)
         try:
             renderer = self._mujoco.Renderer(self._model, height, width)
-        except Exception as error:  # whatever a graphics library brings about
+        except Exception as error:  # a graphics library may raise anything
             raise InvalidEnvConfig(
                 f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
                 "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
@@ -124,7 +124,7 @@ class MujocoCameras:
         else:
             camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
             camera.fixedcamid = self._model.camera(name).id
-        # Its own update would be of the model that it was made with.
+        # Its own update would use the model that it was created with.
         how = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
         mujoco.mjv_updateScene(self._model, self._env.data, *how, renderer.scene)
         picture: np.ndarray = renderer.render()

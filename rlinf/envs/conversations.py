@@ -1,4 +1,4 @@
-"""Conversations from JSON-lines files: the assistant's messages are learnt or asked for.
+"""Conversations from JSON-lines files, for fine-tuning on the assistant's messages or as prompts.
 
 A conversation becomes tokens by the tokenizer's chat template (:mod:`rlinf.models.chat_format`).
 Each span, prompt or answer, is tokenized separately. So the assistant's tokens, and the tokens
@@ -101,7 +101,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         if processor is None:
-            # A small model to be made: its tokenizer has every character, and a template.
+            # A small model will be created: its tokenizer has every character, and a template.
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)

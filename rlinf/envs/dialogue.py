@@ -324,20 +324,20 @@ class DialogueEnvironment(TextEnvironment):
         """Return a new dialogue; the same random numbers create the same one."""
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        talks = [self._talk(episodes, int(sample)) for sample in episodes.sample_ids()]
+        talks = [self._talk(request, int(sample)) for sample in request.sample_ids()]
         try:
             self._open(talks)
             live = talks
             with asyncio.Runner() as runner:
                 while live:
-                    self._ask(episodes, live, observations, actions)
+                    self._ask(request, live, observations, actions)
                     runner.run(self._answers(live))
-                    self._hear(episodes, live)
+                    self._hear(request, live)
                     for talk in live:
                         if talk.ended:
-                            yield talk.record(episodes)
+                            yield talk.record(request)
                     live = [talk for talk in live if not talk.ended]
             observations.close()
         finally:
@@ -348,9 +348,9 @@ class DialogueEnvironment(TextEnvironment):
         """Return the sum of each dialogue's rewards; NaN for one that was lost."""
         return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
-    def _talk(self, episodes: RolloutRequest, sample: int) -> _Talk:
-        start, split = sample // episodes.group_size, episodes.split
-        seed, iteration = episodes.seed, episodes.iteration
+    def _talk(self, request: RolloutRequest, sample: int) -> _Talk:
+        start, split = sample // request.group_size, request.split
+        seed, iteration = request.seed, request.iteration
         if split == "test":
             seed, iteration = TEST_SEED, 0
         dialogue = self.create_dialogue(split, generator(seed, "dialogue", split, iteration, start))
@@ -366,19 +366,19 @@ class DialogueEnvironment(TextEnvironment):
 
     def _ask(
         self,
-        episodes: RolloutRequest,
+        request: RolloutRequest,
         live: Sequence[_Talk],
         observations: Channel,
         actions: Channel,
     ) -> None:
         """Request the policy's next message in each dialogue."""
-        stops = [*json.loads(str(episodes.request_info.get("stop", "[]"))), *self.stop_strings]
+        stops = [*json.loads(str(request.request_info.get("stop", "[]"))), *self.stop_strings]
         rooms: dict[int, list[_Talk]] = {}
         for talk in live:
-            room = min(self.config.max_turn_tokens, episodes.horizon - len(talk.tokens))
+            room = min(self.config.max_turn_tokens, request.horizon - len(talk.tokens))
             rooms.setdefault(room, []).append(talk)
         for room, part in sorted(rooms.items(), reverse=True):
-            observations.put(_request(episodes, part, room, stops))
+            observations.put(_request(request, part, room, stops))
         waiting = {talk.sample: talk for talk in live}
         while waiting:
             reply = actions.get()
@@ -400,7 +400,7 @@ class DialogueEnvironment(TextEnvironment):
             log.warning("sample %d: its dialogue failed: %s", talk.sample, _named(error))
             log.debug("%s", _shown(error))
 
-    def _hear(self, episodes: RolloutRequest, live: Sequence[_Talk]) -> None:
+    def _hear(self, request: RolloutRequest, live: Sequence[_Talk]) -> None:
         """Add the other side's replies, and end the dialogues that are done."""
         going = []
         for talk in live:
@@ -415,7 +415,7 @@ class DialogueEnvironment(TextEnvironment):
             else:
                 going.append(talk)
         for talk, ids in zip(going, self._continued(going), strict=True):
-            if len(talk.tokens) + len(ids) >= episodes.horizon:
+            if len(talk.tokens) + len(ids) >= request.horizon:
                 talk.ended = "length"
             else:
                 talk.add_reply(ids)
@@ -519,7 +519,7 @@ class _Talk:
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
-    def record(self, episodes: RolloutRequest) -> Record:
+    def record(self, request: RolloutRequest) -> Record:
         steps: dict[str, np.ndarray] = {
             "actions": np.array(self.tokens, np.int64),
             "logprobs": np.array(self.logprobs, np.float32),
@@ -530,7 +530,7 @@ class _Talk:
         if self.versions:
             steps["versions"] = np.array(self.versions, np.int64)
         return Record(
-            RecordId(episodes.iteration, self.sample),
+            RecordId(request.iteration, self.sample),
             steps=steps,
             context={"prompt": self.prompt},
             info={
@@ -552,7 +552,7 @@ class _Talk:
 
 
 def _request(
-    episodes: RolloutRequest, talks: Sequence[_Talk], room: int, stops: Sequence[str]
+    request: RolloutRequest, talks: Sequence[_Talk], room: int, stops: Sequence[str]
 ) -> Record:
     """Return a request for at most ``room`` tokens after each dialogue's tokens so far."""
     contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
@@ -560,13 +560,13 @@ def _request(
     padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
     for line, ids in zip(padded, contexts, strict=True):
         line[: len(ids)] = ids
-    settings = {**episodes.request_info, "horizon": room}
+    settings = {**request.request_info, "horizon": room}
     if stops:
         settings["stop"] = json.dumps(stops)
     if "min_tokens" in settings:
         settings["min_tokens"] = min(int(settings["min_tokens"]), room)
     return Record(
-        RecordId(episodes.iteration, talks[0].sample),
+        RecordId(request.iteration, talks[0].sample),
         steps={
             "sample": np.array([talk.sample for talk in talks], np.int64),
             "turn": np.array([talk.turns for talk in talks], np.int64),

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import numpy as np
 
-from rlinf.data import episodes
-from rlinf.data.episodes import OUTCOME_STEPS, OUTCOMES
+from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Record, RecordId
 from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, FINAL_OBSERVATIONS, TRUNCATION_STEPS
 from rlinf.envs.base import VIDEO_PREFIX, RolloutRequest
@@ -84,7 +83,7 @@ TRAJECTORY_NAMES = {
 
 
 def run_episodes(
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     samples: np.ndarray,
     envs: SyncVectorEnv | MultiProcessVectorEnv,
     first: int,
@@ -118,39 +117,39 @@ def run_episodes(
         SimulatorError: a simulator has failed too often, or cannot continue an open episode.
         InputError: the policy's actions are not finite.
     """
-    trajectories = _Trajectories(episodes, samples, film, instruction, score, box)
+    trajectories = _Trajectories(request, samples, film, instruction, score, box)
     trajectories.raised = [] if raised is None else raised
     live, version = np.arange(len(samples)), 0
-    single = episodes.split == "test" or episodes.group_size > 1
+    single = request.split == "test" or request.group_size > 1
 
     def reset(rows: np.ndarray) -> None:
         if len(rows):
             # What is held out begins in the states that the simulator numbers, if it does.
-            begin = trajectories.starts[rows].tolist() if episodes.split == "test" else None
-            turns = episodes.task_indices(trajectories.starts[rows]).tolist()
+            begin = trajectories.starts[rows].tolist() if request.split == "test" else None
+            turns = request.task_indices(trajectories.starts[rows]).tolist()
             trajectories.reset(
                 rows, envs.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
             )
 
-    goes_on = np.isin(samples, list(episodes.open_episodes or ()))
+    goes_on = np.isin(samples, list(request.open_episodes or ()))
     if goes_on.any():
         begun = live[goes_on]
         trajectories.go_on(begun, *envs.restore((first + begun).tolist(), trajectories.states()))
     reset(live[~goes_on])
-    for time in range(episodes.horizon):
+    for time in range(request.horizon):
         if not len(live):
             break
-        reply = yield _request(episodes, samples[live], trajectories.observations_of(live), time)
+        reply = yield _request(request, samples[live], trajectories.observations_of(live), time)
         version = int(reply.info["version"])
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
             raise InputError(
-                f"iteration {episodes.iteration}, step {time}: the policy's actions are no finite "
+                f"iteration {request.iteration}, step {time}: the policy's actions are no finite "
                 "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
         came, errors = envs.step((first + live).tolist(), actions)
         trajectories.step(live, time, reply.steps, came, errors)
-        last = time + 1 == episodes.horizon
+        last = time + 1 == request.horizon
         trajectories.cut(
             live[trajectories.truncated[live] | (last & ~trajectories.terminated[live])], time
         )
@@ -158,14 +157,14 @@ def run_episodes(
             live = live[~trajectories.ended(live)]
         elif not last:
             reset(live[trajectories.ended(live)])
-    if episodes.open_episodes is not None:
+    if request.open_episodes is not None:
         live = live[~trajectories.ended(live)]
         trajectories.leave(live, *envs.save((first + live).tolist()))
     if "values" in trajectories.columns:
         trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
-        if trajectories.cuts and episodes.split == "train":
-            who, at, seen = trajectories.where_cut()
-            reply = yield _request(episodes, samples[who], seen, 0, temperature=0.0)
+        if trajectories.cuts and request.split == "train":
+            who, at, observations = trajectories.where_cut()
+            reply = yield _request(request, samples[who], observations, 0, temperature=0.0)
             # Of values of each action of a chunk the first: what follows the state after the cut.
             trajectories.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[
                 :, 0
@@ -174,27 +173,27 @@ def run_episodes(
 
 
 def _request(
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     samples: np.ndarray,
-    seen: Arrays,
+    observations: Arrays,
     time: int,
     temperature: float | None = None,
 ) -> Record:
     """Return a request for actions."""
     return Record(
-        RecordId(episodes.iteration, int(samples[0])),
+        RecordId(request.iteration, int(samples[0])),
         steps={
             "sample": samples,
             **{
                 REQUEST_NAMES.get(n, n): column
-                for n, column in seen.items()
+                for n, column in observations.items()
                 if not n.startswith(VIDEO_PREFIX)
             },
         },
         info={
             "time": time,
-            "horizon": episodes.horizon,
-            "temperature": episodes.temperature if temperature is None else temperature,
+            "horizon": request.horizon,
+            "temperature": request.temperature if temperature is None else temperature,
         },
     )
 
@@ -209,7 +208,7 @@ class _Trajectories:
 
     def __init__(
         self,
-        episodes: RolloutRequest,
+        request: RolloutRequest,
         samples: np.ndarray,
         film: Collection[str],
         instruction: bool | str,
@@ -220,8 +219,8 @@ class _Trajectories:
         self._box = {} if box is None else dict(zip((ACTION_LOW, ACTION_HIGH), box, strict=True))
         self._film, self._instruction = film, instruction
         self._score = EPISODE_METRICS.index(score)
-        self._episodes, self._samples = episodes, samples
-        self.starts = samples // episodes.group_size
+        self._rollout, self._samples = request, samples
+        self.starts = samples // request.group_size
         self.columns: dict[str, np.ndarray] = {}
         """``[n, horizon, ...]`` each."""
         self.observations = Arrays()
@@ -246,25 +245,25 @@ class _Trajectories:
 
     def seeds(self, rows: np.ndarray) -> list[int]:
         """Return the seeds of the next episodes."""
-        e = self._episodes
+        e = self._rollout
         starts = zip(self.starts[rows].tolist(), self._begun[rows].tolist(), strict=True)
         draws = (generator(e.seed, e.iteration, e.split, "reset", *start) for start in starts)
         return [int(random.integers(2**31)) for random in draws]
 
-    def reset(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+    def reset(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
         """Begin the next episodes."""
-        self._show(rows, seen)
+        self._show(rows, observations)
         self._begun[rows] += 1
         self._first[rows] = self._length[rows]
         self._measured[:, rows] = 0
 
     def states(self) -> list[np.ndarray]:
         """Return the states of the episodes that continue, in the order of the samples."""
-        left = self._episodes.open_episodes or {}
-        return [left[s].context[episodes.OPEN_STATE] for s in self._samples.tolist() if s in left]
+        left = self._rollout.open_episodes or {}
+        return [left[s].context[OPEN_STATE] for s in self._samples.tolist() if s in left]
 
     def go_on(
-        self, rows: np.ndarray, seen: Mapping[str, np.ndarray], errors: Mapping[int, str]
+        self, rows: np.ndarray, observations: Mapping[str, np.ndarray], errors: Mapping[int, str]
     ) -> None:
         """Continue episodes of the last iteration from their last observations.
 
@@ -275,7 +274,7 @@ class _Trajectories:
             SimulatorError: there are errors. A new episode instead would change the run.
         """
         for place, error in errors.items():
-            sample, before = int(self._samples[rows[place]]), self._episodes.iteration - 1
+            sample, before = int(self._samples[rows[place]]), self._rollout.iteration - 1
             raise SimulatorError(
                 f"sample {sample}: this simulator cannot go on with the episode that iteration "
                 f"{before} left open: {exception_line(error)}. Restore the versions of "
@@ -283,10 +282,10 @@ class _Trajectories:
                 "begin another one (run.name), by the weights of this one where the model takes "
                 "them (rlinf export, model.path)"
             )
-        self._show(rows, seen)
-        left = self._episodes.open_episodes or {}
+        self._show(rows, observations)
+        left = self._rollout.open_episodes or {}
         for row in rows.tolist():
-            self._measured[:, row] = left[int(self._samples[row])].context[episodes.OPEN_METRICS]
+            self._measured[:, row] = left[int(self._samples[row])].context[OPEN_METRICS]
 
     def leave(
         self, rows: np.ndarray, states: Sequence[np.ndarray], errors: Mapping[int, str]
@@ -307,7 +306,7 @@ class _Trajectories:
         if row not in self._left:
             return {}
         measured = self._measured[:, row].copy()
-        return {episodes.OPEN_STATE: self._left[row], episodes.OPEN_METRICS: measured}
+        return {OPEN_STATE: self._left[row], OPEN_METRICS: measured}
 
     def observations_of(self, rows: np.ndarray) -> Arrays:
         """Return a copy of the samples' current observations."""
@@ -361,12 +360,12 @@ class _Trajectories:
 
     def _column(self, name: str, entry: np.ndarray) -> np.ndarray:
         if name not in self.columns:
-            shape = (len(self._samples), self._episodes.horizon, *entry.shape[1:])
+            shape = (len(self._samples), self._rollout.horizon, *entry.shape[1:])
             self.columns[name] = np.empty(shape, entry.dtype)
         return self.columns[name]
 
-    def _show(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
-        for name, array in policy_observations(seen, self._instruction, self._film).items():
+    def _show(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
+        for name, array in policy_observations(observations, self._instruction, self._film).items():
             if name not in self.observations:
                 self.observations[name] = np.zeros(
                     (len(self._samples), *array.shape[1:]), array.dtype
@@ -400,25 +399,25 @@ class _Trajectories:
         """Return all truncations: samples ``[K]``, steps ``[K]``, and observations ``[K, ...]``."""
         who = np.concatenate([rows for rows, _, _ in self.cuts])
         at = np.concatenate([np.full(len(rows), time) for rows, time, _ in self.cuts])
-        seen = {
+        observations = {
             name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.observations
         }
-        return who, at, seen
+        return who, at, observations
 
     def records(self, version: int) -> list[Record]:
         """Return the trajectories; they are views of the columns."""
         state = self.observations.get(STATE, np.zeros((0, 0), np.float32))
         who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
         if self.cuts:
-            who, at, seen = self.where_cut()
-            after = seen[STATE]
+            who, at, observations = self.where_cut()
+            after = observations[STATE]
         records = []
         for row, sample in enumerate(self._samples.tolist()):
             length, ended, mine = int(self._length[row]), self._ended[row], who == row
             means = np.mean([m for _, m in ended] or [self._measured[:, row]], axis=0)
             records.append(
                 Record(
-                    RecordId(self._episodes.iteration, sample),
+                    RecordId(self._rollout.iteration, sample),
                     steps={
                         **{name: column[row, :length] for name, column in self.columns.items()},
                         "mask": self._mask(row),
@@ -448,7 +447,7 @@ class _Trajectories:
     def _outcomes(self, row: int) -> dict[str, np.ndarray]:
         """Return the episode outcomes; see :mod:`rlinf.data.episodes`."""
         finished = self._ended[row]
-        if not finished and self._episodes.open_episodes is None and self._scored(row):
+        if not finished and self._rollout.open_episodes is None and self._scored(row):
             finished = [(int(self._length[row]) - 1, self._measured[:, row])]
         return {
             OUTCOME_STEPS: np.array([last for last, _ in finished], np.int64),
@@ -513,20 +512,20 @@ def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, 
 
 
 def policy_observations(
-    seen: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
+    observations: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
 ) -> Arrays:
     """Return observations as a policy reads them: the state as float32; images unchanged, with the
     prefix ``images.`` or :data:`rlinf.envs.base.VIDEO_PREFIX`; the instruction if wanted, or the
     given text."""
-    arrays = {STATE: np.asarray(seen[STATE], np.float32)}
-    for name, array in seen.items():
+    arrays = {STATE: np.asarray(observations[STATE], np.float32)}
+    for name, array in observations.items():
         if name not in (STATE, INSTRUCTION):
             arrays[(VIDEO_PREFIX if name in film else "images.") + name] = array
     if isinstance(instruction, str):
         text = encode_instruction(instruction)
         arrays[INSTRUCTION] = np.broadcast_to(text, (*arrays[STATE].shape[:-1], *text.shape))
     elif instruction:
-        arrays[INSTRUCTION] = seen[INSTRUCTION]
+        arrays[INSTRUCTION] = observations[INSTRUCTION]
     return arrays
 
 
@@ -543,7 +542,7 @@ def collect_demonstrations(
     Raises:
         ConfigError: the simulator has no expert, or it solves nothing.
     """
-    episodes = []
+    records = []
     for number in range(count):
         begin = int(generator(seed, "demonstration", number).integers(2**31))
         try:
@@ -567,10 +566,10 @@ def collect_demonstrations(
         if actions.dtype.kind == "f":
             actions = actions.astype(np.float32)
         steps |= {"actions": actions, "rewards": came["reward"].astype(np.float32)}
-        episodes.append(Record(RecordId(0, number), steps))
-    if not episodes:
+        records.append(Record(RecordId(0, number), steps))
+    if not records:
         raise ConfigError(
             f"task.demonstrations: the simulator's expert solved none of {count} episodes; ask for "
             "more, or set it to 0"
         )
-    return episodes
+    return records

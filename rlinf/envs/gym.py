@@ -175,7 +175,7 @@ class GymConfig(Section):
     """Cameras that record the first ``evaluate.videos`` evaluation episodes, with height and width
     of their images; the policy does not see them. Cameras of ``images`` record in any case."""
     renderer: Literal["egl", "osmesa"] = "egl"
-    """How MuJoCo renders: egl on a GPU (or in software by Mesa), osmesa in software."""
+    """MuJoCo's renderer: egl on a GPU (or in software by Mesa), osmesa in software."""
     action: ActionConfig | None = None
     """The action space. If ``observation`` or ``action`` is not set, it is read from the simulator
     when a run is created, and frozen with the run. If that machine cannot build the simulator, both
@@ -183,8 +183,8 @@ class GymConfig(Section):
     kwargs: dict[str, Any] = {}
     """Further arguments of the simulator's factory."""
     instruction: bool | str = False
-    """Whether observations include the simulator's instruction in words, for policies that read; or
-    your own text in its place, up to 256 bytes."""
+    """Include the simulator's instruction in observations, for policies that read; or your own text
+    in its place, up to 256 bytes."""
     demonstrations: int = Field(default=0, ge=0)
     """Episodes by the simulator's own expert, from which a warm start learns; unsolved ones are
     left out."""
@@ -397,7 +397,7 @@ class GymEnvironment(Environment):
         lacking = [] if config.observation else ["task.observation"]
         lacking += [] if action else ["task.action"]
         lacking += [] if bounded or not action else ["task.action.low", "task.action.high"]
-        # Of what is given, only what can be built anywhere is compared: a robot stands still.
+        # Given keys are only compared if the simulator can be built anywhere: a robot must rest.
         anywhere = not (needs.gpu or needs.single or needs.batched)
         if not lacking and not (check_given and anywhere):
             return {}
@@ -478,7 +478,7 @@ class GymEnvironment(Environment):
         return {"observation": state["shape"][0], "action": action}
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         """Send one request per time step for all running environments of a loop.
 
@@ -487,17 +487,17 @@ class GymEnvironment(Environment):
         (:mod:`rlinf.data.transitions`). If the policy returns ``values``, ``bootstrap`` is the
         value of the state after a step that truncated an episode, 0 at all others.
         """
-        samples = episodes.sample_ids()
+        samples = request.sample_ids()
 
-        def put(request: Record) -> None:
-            observations.put(request)
+        def put(message: Record) -> None:
+            observations.put(message)
 
         single = get_requirements(self.config.simulator).single
         records, raised = [], list[str]()
         try:
             each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
             for first in range(0, len(samples), each):
-                parts = self._parts(episodes, samples[first : first + each], raised)
+                parts = self._parts(request, samples[first : first + each], raised)
                 with _naming_users_code(self.config):
                     records += run_interleaved(parts, put, actions.get)
         except BaseException as error:
@@ -506,8 +506,8 @@ class GymEnvironment(Environment):
             if isinstance(error, InvalidEnvConfig):
                 raise InputError(str(error)) from None
             raise
-        is_test = episodes.split == "test"
-        if is_test or episodes.group_size > 1:
+        is_test = request.split == "test"
+        if is_test or request.group_size > 1:
             check_not_all_failed(records, raised, is_test=is_test)
         if single:
             # The next stage may be another process, and there is one robot for all.
@@ -515,7 +515,7 @@ class GymEnvironment(Environment):
         observations.close()
         ids = task_ids(self.config)
         for record in records if len(ids) > 1 else ():
-            turn = episodes.task_indices(np.array(int(record.info["group"])))
+            turn = request.task_indices(np.array(int(record.info["group"])))
             record.info["task"] = ids[int(turn) % len(ids)]
         yield from records
 
@@ -526,22 +526,22 @@ class GymEnvironment(Environment):
         return [*own, *self._filming.pids]
 
     def _parts(
-        self, episodes: RolloutRequest, samples: np.ndarray, raised: list[str]
+        self, request: RolloutRequest, samples: np.ndarray, raised: list[str]
     ) -> list[EpisodeLoop]:
         """Return the episode loops of ``samples``: one or two, and one that records videos."""
-        filmed = samples < (episodes.num_videos if self.config.video else 0)
+        filmed = samples < (request.num_videos if self.config.video else 0)
         rest = samples[~filmed]
         each = -(-len(rest) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
         box = None if action is None else action.bounds
         shared = (self.config.instruction, self._measure, box, raised)
         parts = [
-            run_episodes(episodes, rest[first : first + each], self._envs, first, (), *shared)
+            run_episodes(request, rest[first : first + each], self._envs, first, (), *shared)
             for first in range(0, len(rest), each)
         ]
         if filmed.any():
             film = self.config.video
-            parts.append(run_episodes(episodes, samples[filmed], self._filming, 0, film, *shared))
+            parts.append(run_episodes(request, samples[filmed], self._filming, 0, film, *shared))
         return parts
 
     @property

@@ -22,7 +22,7 @@ STEP_FLAGS = ("terminated", "truncated", "success", "solved")
 LOST_EPISODE_FLAGS = (True, False, False, False)
 """Values of :data:`STEP_FLAGS` for the last step of a lost episode."""
 EMPTY_STATE = np.zeros(0, np.uint8)
-"""Stands for the saved state of a lost episode."""
+"""The saved state of a lost episode."""
 FLOAT32_MAX = np.finfo(np.float32).max
 NO_EXPERT_MESSAGE = "task.demonstrations: this simulator has no expert of its own; set it to 0"
 NO_STATE_MESSAGE = (

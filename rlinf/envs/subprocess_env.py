@@ -179,8 +179,8 @@ class SubprocessVectorEnv:
         self._least = max(*numbers, self._least - 1, -1) + 1
         order: dict[str, Any] = {"do": "reset", "envs": list(numbers), "seeds": list(seeds)}
         order |= {"starts": starts, "turns": turns, "least": self._least}
-        _, seen = yield from self._beginning(numbers, order)
-        return seen
+        _, observations = yield from self._beginning(numbers, order)
+        return observations
 
     def restore_async(
         self, numbers: Sequence[int], states: Sequence[np.ndarray]
@@ -188,8 +188,8 @@ class SubprocessVectorEnv:
         """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
         order = {"do": "restore", "envs": list(numbers)}
-        answer, seen = yield from self._beginning(numbers, order, arrays)
-        return seen, dict(answer["errors"])
+        answer, observations = yield from self._beginning(numbers, order, arrays)
+        return observations, dict(answer["errors"])
 
     def _beginning(
         self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
@@ -351,7 +351,7 @@ class MultiProcessVectorEnv:
         came = _together(calls)
         if errors := _by_row(shares, [each for _, each in came]):
             return {}, errors
-        return _joined(len(numbers), shares, [seen for seen, _ in came]), {}
+        return _joined(len(numbers), shares, [observations for observations, _ in came]), {}
 
     def close(self) -> None:
         """End the processes; they start again when they are needed."""

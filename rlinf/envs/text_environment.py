@@ -103,18 +103,18 @@ class PromptEnvironment(TextEnvironment):
     supports_resume = True
 
     @abstractmethod
-    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
+    def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         """Return the prompts of ``request.group_ids``; equal arguments give equal prompts."""
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        prompts = self.prompts(episodes)
+        prompts = self.prompts(request)
         encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
-        samples = episodes.sample_ids()
-        row_of = {start: row for row, start in enumerate(episodes.group_ids)}
-        rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]
-        begun = episodes.partial_samples or {}
+        samples = request.sample_ids()
+        row_of = {start: row for row, start in enumerate(request.group_ids)}
+        rows = [row_of[sample // request.group_size] for sample in samples.tolist()]
+        begun = request.partial_samples or {}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
         for line, ids in zip(padded, encoded, strict=True):
@@ -122,7 +122,7 @@ class PromptEnvironment(TextEnvironment):
         beside = [prompt.extra_columns() for prompt in prompts]
         observations.put(
             Record(
-                RecordId(episodes.iteration, int(samples[0]) if len(samples) else 0),
+                RecordId(request.iteration, int(samples[0]) if len(samples) else 0),
                 steps={
                     "sample": samples,
                     "prompt": padded[rows],
@@ -130,7 +130,7 @@ class PromptEnvironment(TextEnvironment):
                     **{name: column[rows] for name, column in _filled_up(beside).items()},
                     **_so_far([begun[sample] for sample in samples.tolist() if begun]),
                 },
-                info=episodes.request_info,
+                info=request.request_info,
             ),
         )
         observations.close()
@@ -138,7 +138,7 @@ class PromptEnvironment(TextEnvironment):
             replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
             texts = [self.chat_format.decode(row[:length]) for row, length in replies]
             for i, sample in enumerate(reply.steps["sample"]):
-                row = row_of[int(sample) // episodes.group_size]
+                row = row_of[int(sample) // request.group_size]
                 length = int(reply.steps["length"][i])
                 reason = "stop" if reply.steps["stopped"][i] else "length"
                 if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
@@ -151,12 +151,12 @@ class PromptEnvironment(TextEnvironment):
                 if "version" in reply.steps:
                     steps["versions"] = reply.steps["version"][i, :length]
                 yield Record(
-                    RecordId(episodes.iteration, int(sample)),
+                    RecordId(request.iteration, int(sample)),
                     steps=steps,
                     context={"prompt": encoded[row], **beside[row]},
                     info={
                         **prompts[row].info,
-                        "group": int(episodes.group_ids[row]),
+                        "group": int(request.group_ids[row]),
                         "policy_version": first.info["policy_version" if begun else "version"],
                         "stop_reason": reason,
                         "prompt_text": prompts[row].text,

@@ -147,7 +147,7 @@ class SyncVectorEnv:
                 if not self._begun_again(number, seed, *where):
                     failed[number] = (seed ^ 1, *where)
         if failed and not self._like:
-            # What an episode shows is not known yet; one of another seed says it, or raises.
+            # No observation is known yet; an episode with another seed provides one, or raises.
             number, other = next(iter(failed.items()))
             self._begin(number, *other)
         for number in failed:
@@ -427,7 +427,7 @@ class BatchedVectorEnv:
         """The least number of environments: as many as a previous process had."""
         self._failed = ""
         self._unbegun: dict[int, str] = {}
-        """Why episodes could not begin, by environment."""
+        """Errors of episodes that could not begin, by environment."""
 
     def reset(
         self,
@@ -559,12 +559,12 @@ class BatchedVectorEnv:
         raise InvalidEnvConfig(NO_STATE_MESSAGE)
 
     def _shown(self, observation: Any) -> Arrays:
-        found, text = to_arrays(observation), get_instruction(self._env)
+        arrays, text = to_arrays(observation), get_instruction(self._env)
         if text is not None:
-            found[INSTRUCTION] = np.repeat(
-                encode_instruction(text)[None], len(found[STATE]), axis=0
+            arrays[INSTRUCTION] = np.repeat(
+                encode_instruction(text)[None], len(arrays[STATE]), axis=0
             )
-        return found
+        return arrays
 
     def close(self) -> None:
         if self._env is not None:

@@ -317,9 +317,9 @@ def _desk(folder: Path, parts: Any) -> Any:
     """Return CALVIN's environment, with a physics server of its own."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    # It asks git for the commit of its own folder, which need be no repository.
+    # It queries git for the commit of its folder, which may not be a repository.
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    with contextlib.redirect_stderr(io.StringIO()):  # gym says that it is no longer maintained
+    with contextlib.redirect_stderr(io.StringIO()):  # gym prints that it is unmaintained
         table: Any = importlib.import_module("calvin_env.envs.play_table_env")
     robots: Any = importlib.import_module("calvin_env.robot.robot")
     table.get_git_commit_hash = lambda path: "unknown"

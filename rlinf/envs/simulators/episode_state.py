@@ -39,10 +39,10 @@ Arrays = dict[str, np.ndarray]
 
 def wrapper_chain(env: Any) -> list[Any]:
     """Return a Gymnasium environment, the one it wraps, and so on."""
-    found = [env]
-    while found[-1] is not found[-1].unwrapped:
-        found.append(found[-1].env)
-    return found
+    chain = [env]
+    while chain[-1] is not chain[-1].unwrapped:
+        chain.append(chain[-1].env)
+    return chain
 
 
 def save_attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Arrays:

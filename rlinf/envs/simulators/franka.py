@@ -54,7 +54,7 @@ ACCELERATION_TIME_S, JERK_TIME_S = 0.2, 0.02
 the motion of the arm anew at each step, but not all of its acceleration, which costs it the latter
 time. So the hand keeps that distance from the sides of its box."""
 MAX_ROTATION_SPEED = 0.5
-"""Of the hand and the elbow on the way home, rad/s."""
+"""Rotation speed of the hand and the elbow on the way home, rad/s."""
 POSITION_TOLERANCE_M = 0.01
 """Tolerance of the hand's position, relative to its box and to home."""
 HOMING_TIMEOUT_S, REST_TIME_MS = 10.0, 300.0
@@ -172,7 +172,7 @@ class FrankaArm:
         import franky
 
         with self._translate_errors():
-            # Where its state told of the reflex, what ended the motion is still to be asked for;
+            # If its state reported the reflex, the error of the motion is still pending;
             # it would end the next one.
             with contextlib.suppress(franky.ControlException):
                 self._robot.join_motion(CLOCK_TIMEOUT_S)
@@ -272,7 +272,7 @@ class FrankaArm:
                     default_force_threshold=settings.force_n,
                     realtime_config=config.Enforce if settings.realtime else config.Ignore,
                 )
-            except Exception as error:  # whatever it is, it is told
+            except Exception as error:  # any error is reported
                 results.append(error)
             else:
                 results.append(robot)
@@ -463,7 +463,7 @@ class FrankaEnv:
             self._sent = np.clip(self._sent, *self._nearest)
             began = self._arm.clock
             late = began > self._due + self._period / 2
-            # A policy that took most of the step's time leaves its action a whole one.
+            # If the policy used most of the step, its action still gets a full one.
             due = self._period + (began if late else self._due)
             state = self._go(due)
             performed = np.clip((self._sent - before) / self._unit, -1, 1)

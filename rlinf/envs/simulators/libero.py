@@ -135,7 +135,7 @@ class LiberoEnv:
         self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
         self.starts = len(starts)
         with contextlib.redirect_stdout(io.StringIO()):
-            # Pictures are taken by the simulator process, without shadows.
+            # The simulator process renders images, without shadows.
             self._env = ControlEnv(
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
             )
