@@ -1,4 +1,4 @@
-"""Which algorithm goes with which policy and task: ``docs/learning.md`` has the table.
+"""The combinations of algorithm, policy and task: ``docs/learning.md`` has the table.
 
 A combination that :func:`refusal` has nothing against is run by
 ``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the
@@ -103,10 +103,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "iql": ("flow=offline", *REPLAYED),
     "bc": ("flow=offline", *REPLAYED),
 }
-"""What each needs beside its name; those of :data:`WITH_PRIOR` a file of transitions too."""
+"""Overrides that each algorithm needs; those of :data:`WITH_PRIOR` also need a file of
+transitions."""
 WITH_PRIOR = ("rlpd", "iql", "bc")
 OWN_MODELS = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
-"""What ``model=mlp_q`` is called with the settings that the algorithm needs."""
+"""The name of ``model=mlp_q`` with the settings that the algorithm needs."""
 
 
 def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> d
 
 
 def find_refusal(algorithm: str, column: str, prior: Path) -> str | None:
-    """Why a combination cannot be; None: it can.
+    """Return why a combination is impossible; None: it is possible.
 
     Raises:
         ConfigError: something else is wrong than that its parts do not fit.

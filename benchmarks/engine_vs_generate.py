@@ -90,7 +90,7 @@ def timed(generate: Any, tokens: int) -> float:
 
 
 def engine_side(case: str, folder: Path) -> float:
-    """Through the engine contract, as rollouts ask it."""
+    """Measure our engine through the engine contract, as rollouts use it."""
     from rlinf.channels.channel import LocalChannel
     from rlinf.data.record import Record, RecordId
     from rlinf.engines.transformers import TransformersConfig, TransformersEngine

@@ -117,7 +117,7 @@ Side = tuple[Callable[[Any, np.ndarray], None], Any]
 
 
 def rounds(sides: Sequence[Side], actions: np.ndarray) -> list[list[float]]:
-    """Of each round the steps per second of each side; the first is not counted."""
+    """Return the steps per second of each side for each round; the first round is not counted."""
     found = []
     for number in range(-1, ROUNDS):
         rates = []

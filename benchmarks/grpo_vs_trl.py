@@ -24,7 +24,7 @@ from benchmarks.row import BenchmarkRow, median_row
 
 PROMPTS, GROUP = 16, 8
 TOKENS = {"equal": 32, "tail": 256}
-"""Of a response, exactly or at most."""
+"""Tokens of a response, exactly or at most."""
 TURNS, UNCOUNTED = 3, 2
 STEPS = {"equal": 10, "tail": 7}
 ALPHABETS = {

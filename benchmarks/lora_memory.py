@@ -64,5 +64,5 @@ def held(lora: LoRAConfig | None) -> int:
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
-    """Of supervised fine-tuning."""
+    """Return the loss of supervised fine-tuning."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}

@@ -1,4 +1,5 @@
-"""How fast the planner is, and how near to exhaustive search."""
+"""The speed of the planner, the cost model and the simulator, and their distance from exact
+results."""
 
 from __future__ import annotations
 
@@ -54,14 +55,14 @@ def measure() -> list[BenchmarkRow]:
 
 
 def overlap(actor_s: float) -> float:
-    """What simulators and policy side by side, then training on all of their GPUs, are quicker than
-    the best plan whose pools share none."""
+    """Return the speedup of running simulators and policy side by side, then training on all of
+    their GPUs, over the best plan with disjoint pools."""
     exclusive_cost = solve(embodied_case(actor_s, beside=False))[0].cost
     return exclusive_cost / solve(embodied_case(actor_s))[0].cost
 
 
 def seconds(problem: PlacementProblem) -> float:
-    """How long the planner takes."""
+    """Return the time that the planner takes."""
     start = time.perf_counter()
     solve(problem, alternatives=3)
     return time.perf_counter() - start

@@ -27,7 +27,7 @@ SETTINGS = {
     "ours": [{"processes": 0, "threads": 1}, {"processes": 2, "threads": 1}],
     "sb3": [{"threads": 1}, {"threads": 2}],
 }
-"""What each side is tried with in its first turn; the quickest is kept."""
+"""Settings that each side tries in its first turn; the fastest is used."""
 
 
 def measure() -> list[BenchmarkRow]:
