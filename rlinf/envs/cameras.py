@@ -42,7 +42,7 @@ class CameraWrapper:
         if self._picture is None:
             if not (hasattr(bare, "model") and hasattr(bare, "data")):
                 raise InvalidEnvConfig(
-                    "task.images: this simulator shows no pictures; leave them out"
+                    "task.images: this simulator renders no images; leave them out"
                 )
             self._picture = MujocoCameras(bare, images)
         check_cameras(images, getattr(env, "cameras", images))

@@ -276,11 +276,11 @@ class _Trajectories:
         for place, error in errors.items():
             sample, before = int(self._samples[rows[place]]), self._rollout.iteration - 1
             raise SimulatorError(
-                f"sample {sample}: this simulator cannot go on with the episode that iteration "
-                f"{before} left open: {exception_line(error)}. Restore the versions of "
-                "the simulator and its packages that it was begun with, then resume the run; or "
-                "begin another one (run.name), by the weights of this one where the model takes "
-                "them (rlinf export, model.path)"
+                f"sample {sample}: this simulator cannot continue the open episode of iteration "
+                f"{before}: {exception_line(error)}. Restore the versions of "
+                "the simulator and its packages with which it began, then resume the run; or "
+                "start another run (run.name) from its weights, if the model can load them "
+                "(rlinf export, model.path)"
             )
         self._show(rows, observations)
         left = self._rollout.open_episodes or {}
@@ -485,7 +485,7 @@ def check_not_all_failed(
     starts = {int(record.info["group"]) for record in records}
     if len(starts) >= MAX_FAILED_EPISODES and all(record.info["failed"] for record in records):
         message = f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts"
-        last = raised[-1] if raised else "the warnings before this say what it raised"
+        last = raised[-1] if raised else "the warnings before this have its errors"
         error = create_simulator_error(f"{message}; {last}", *raised)
         if isinstance(error, UserCodeError) or not is_test:
             raise error

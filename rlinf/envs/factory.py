@@ -95,7 +95,7 @@ class MultiTaskEnv:
         self._env, self._number = self._makes[number](), number
         if self._described() != self._spaces:
             raise InvalidEnvConfig(
-                f"task.id: {self._ids[number]} shows or takes something else than {self._ids[0]}: "
+                f"task.id: {self._ids[number]} has other spaces than {self._ids[0]}: "
                 f"{self._described()}, not {self._spaces}; leave one of them out"
             )
 

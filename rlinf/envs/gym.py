@@ -99,7 +99,9 @@ class ActionConfig(Section):
         except (TypeError, ValueError, SyntaxError):
             dtype = np.dtype(object)
         if dtype.kind not in NUMERIC_KINDS or dtype.shape:
-            raise ValueError("it is no type of numbers; set it to float32, float64 or int64, say")
+            raise ValueError(
+                "it is not a numeric type; set it to float32, float64 or int64, for example"
+            )
         return dtype.name
 
     @model_validator(mode="after")
@@ -324,8 +326,8 @@ class GymEnvironment(Environment):
             raise ConfigError("task.append_task_one_hot: there is one task; set it to false")
         if several > 1 and not (config.append_task_one_hot or config.instruction or config.images):
             raise ConfigError(
-                f"task.append_task_one_hot: there are {several} tasks, and nothing says to the "
-                "policy which one it is in; set it to true, and task.observation to "
+                f"task.append_task_one_hot: there are {several} tasks, and the policy cannot "
+                "tell which one it is in; set it to true, and task.observation to "
                 f"{several} more"
             )
         if needs.single and (config.num_processes > 1 or config.double_buffer or config.video):
@@ -451,8 +453,8 @@ class GymEnvironment(Environment):
         observation_space, action_space = spaces["observation"], spaces["action"]
         if config.instruction is True and spaces["instruction"] is None:
             raise ConfigError(
-                f"task.instruction: {config.id} asks for nothing in words; write what policies are "
-                "to be told, or set it to false"
+                f"task.instruction: {config.id} has no instruction; write one for the policy, or "
+                "set it to false"
             )
         if observation_space["kind"] != "dict":
             observation_space = {"parts": {STATE: observation_space}, **observation_space}
@@ -472,8 +474,8 @@ class GymEnvironment(Environment):
             action = {"kind": "box", "size": action_space["shape"][0], **bounds}
         else:
             raise ConfigError(
-                f"task.id: {config.id} has actions {action_space['text']}, which no policy here "
-                "takes"
+                f"task.id: {config.id} has actions {action_space['text']}, which no policy "
+                "here supports"
             )
         return {"observation": state["shape"][0], "action": action}
 

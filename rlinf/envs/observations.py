@@ -25,9 +25,7 @@ EMPTY_STATE = np.zeros(0, np.uint8)
 """The saved state of a lost episode."""
 FLOAT32_MAX = np.finfo(np.float32).max
 NO_EXPERT_MESSAGE = "task.demonstrations: this simulator has no expert of its own; set it to 0"
-NO_STATE_MESSAGE = (
-    "task.carry_over_episodes: this simulator does not say what state it is in; set it to false"
-)
+NO_STATE_MESSAGE = "task.carry_over_episodes: this simulator cannot save its state; set it to false"
 
 
 class ObservationSelection(NamedTuple):
@@ -164,8 +162,8 @@ def check_all_used(observations: Arrays) -> None:
         picture = array.dtype == np.uint8 and array.ndim >= 3
         if name not in (STATE, INSTRUCTION) and not picture:
             raise InvalidEnvConfig(
-                f"task.simulator: the simulator shows {name!r}, {array.dtype} {list(array.shape)}, "
-                "which its observation_space does not have; declare it there, or leave it out"
+                f"task.simulator: the simulator returns {name!r}, {array.dtype} "
+                f"{list(array.shape)}, which its observation_space does not have; declare it there, or leave it out"
             )
 
 

@@ -267,7 +267,7 @@ class ProblemSetConfig(Section):
     @classmethod
     def _has_placeholder(cls, value: str) -> str:
         if PROMPT_PLACEHOLDER not in value:
-            raise ValueError("does not contain {prompt}, so no problem would be asked")
+            raise ValueError("does not contain {prompt}, so no problem would be in the prompt")
         return value
 
 

@@ -213,7 +213,7 @@ class _Observations:
         if not self._states:
             raise InvalidEnvConfig(
                 f"task.id: its observations are {space}; policies here need numbers beside "
-                "pictures; wrap the environment so that it shows some"
+                "pictures; wrap the environment so that it returns some"
             )
         (path, part), *others = self._states
         alone = not others and is_box(part) and len(part.shape) == 1
@@ -229,8 +229,8 @@ class _Observations:
             layout = "" if part.shape[-1] == 3 else ", and pictures here are [H, W, 3]"
             cure = "" if layout else f"set task.images.{name}={size}, or "
             raise InvalidEnvConfig(
-                f"task.images.{name}: the environment shows the picture {_named(path)} "
-                f"{list(part.shape)}, which nothing uses{layout}; {cure}leave it out by "
+                f"task.images.{name}: the environment returns the image {_named(path)} "
+                f"{list(part.shape)}, which is not used{layout}; {cure}leave it out by "
                 f"task.ignore_observations=[{name}]"
             )
         if list(shown.images[name]) != size:
@@ -280,8 +280,8 @@ class _Actions:
             self.space = Discrete(count)
         else:
             raise InvalidEnvConfig(
-                f"task.id: its actions are {space}; policies here give vectors (boxes, of integers "
-                "all or none) or choices, not both and nothing else; wrap the environment"
+                f"task.id: its actions are {space}; policies here return vectors (boxes, of "
+                "integers all or none) or choices, not both and nothing else; wrap the environment"
             )
 
     def decoded(self, actions: np.ndarray) -> Any:

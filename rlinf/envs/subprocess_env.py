@@ -260,7 +260,7 @@ class SubprocessVectorEnv:
     def _replace(self, death: _Died) -> None:
         """Start a new process in place of a dead one."""
         self._why = str(death)
-        log.warning("%s: its episodes are lost, and another one takes its place", self._why)
+        log.warning("%s: its episodes are lost; a new process replaces it", self._why)
         self._link.close()
         self._end()
         self._start()
@@ -274,7 +274,7 @@ class SubprocessVectorEnv:
             answer, columns = self._link.receive()
         except TimeoutError:
             raise _Died(
-                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s "
+                f"simulator process {self.pid} did not answer for {self._timeout_s:g} s "
                 "(task.timeout_s; more task.num_processes have fewer environments to begin each)"
             ) from None
         except (EOFError, OSError):

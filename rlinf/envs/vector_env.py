@@ -140,8 +140,8 @@ class SyncVectorEnv:
                 if self._once:
                     self.close()
                     raise InvalidEnvConfig(
-                        f"task.simulator: an episode cannot begin: {error}; look what is wrong, "
-                        "then resume the run"
+                        f"task.simulator: an episode cannot begin: {error}; find out why, then "
+                        "resume the run"
                     ) from error
                 self._renew(number)
                 if not self._begun_again(number, seed, *where):
@@ -490,8 +490,8 @@ class BatchedVectorEnv:
         rows, space = list(numbers), self._env.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise InvalidEnvConfig(
-                "task.simulator: this simulator steps all environments together, and so takes no "
-                "chunks of actions; choose a policy of single ones"
+                "task.simulator: this simulator steps all environments together, so it accepts "
+                "no chunks of actions; choose a policy of single actions"
             )
         all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
         all_actions[rows] = to_env_actions(space, actions)

@@ -157,7 +157,7 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
             r"task\.ignore_terminations: genesis steps all .*; set it to false",
         ),
         ({"id": ["one", "none"], "observation": 3}, r"task\.id: there is no none"),
-        ({"id": ["one", "wide"], "observation": 3}, r"task\.id: wide shows or takes something"),
+        ({"id": ["one", "wide"], "observation": 3}, r"task\.id: wide has other spaces"),
         ({"observation": 1}, r"task\.observation: 1 is not what .* has; set it to 4"),
     ],
 )
