@@ -163,7 +163,8 @@ def check_all_used(observations: Arrays) -> None:
         if name not in (STATE, INSTRUCTION) and not picture:
             raise InvalidEnvConfig(
                 f"task.simulator: the simulator returns {name!r}, {array.dtype} "
-                f"{list(array.shape)}, which its observation_space does not have; declare it there, or leave it out"
+                f"{list(array.shape)}, which its observation_space does not have; declare it "
+                "there, or leave it out"
             )
 
 
