@@ -131,11 +131,11 @@ def run_episodes(
                 rows, envs.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
             )
 
-    goes_on = np.isin(samples, list(request.open_episodes or ()))
-    if goes_on.any():
-        begun = live[goes_on]
-        trajectories.go_on(begun, *envs.restore((first + begun).tolist(), trajectories.states()))
-    reset(live[~goes_on])
+    continues = np.isin(samples, list(request.open_episodes or ()))
+    if continues.any():
+        begun = live[continues]
+        trajectories.resume(begun, *envs.restore((first + begun).tolist(), trajectories.states()))
+    reset(live[~continues])
     for time in range(request.horizon):
         if not len(live):
             break
@@ -150,7 +150,7 @@ def run_episodes(
         came, errors = envs.step((first + live).tolist(), actions)
         trajectories.step(live, time, reply.steps, came, errors)
         last = time + 1 == request.horizon
-        trajectories.cut(
+        trajectories.add_truncation(
             live[trajectories.truncated[live] | (last & ~trajectories.terminated[live])], time
         )
         if single:
@@ -159,11 +159,11 @@ def run_episodes(
             reset(live[trajectories.ended(live)])
     if request.open_episodes is not None:
         live = live[~trajectories.ended(live)]
-        trajectories.leave(live, *envs.save((first + live).tolist()))
+        trajectories.keep_open(live, *envs.save((first + live).tolist()))
     if "values" in trajectories.columns:
         trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
-        if trajectories.cuts and request.split == "train":
-            who, at, observations = trajectories.where_cut()
+        if trajectories.truncated_observations and request.split == "train":
+            who, at, observations = trajectories.all_truncations()
             reply = yield _request(request, samples[who], observations, 0, temperature=0.0)
             # Of values of each action of a chunk the first: what follows the state after the cut.
             trajectories.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[
@@ -224,45 +224,45 @@ class _Trajectories:
         self.columns: dict[str, np.ndarray] = {}
         """``[n, horizon, ...]`` each."""
         self.observations = Arrays()
-        self.cuts: list[tuple[np.ndarray, int, Arrays]] = []
+        self.truncated_observations: list[tuple[np.ndarray, int, Arrays]] = []
         """Samples that were truncated, after which step, and their observations then."""
         self.terminated, self.truncated = np.zeros((2, count), bool)
-        self._length, self._begun, self._first = np.zeros((3, count), np.int64)
+        self._length, self._num_episodes, self._episode_starts = np.zeros((3, count), np.int64)
         """Steps, episodes begun, the first step of the open one."""
-        self._measured = np.zeros((len(EPISODE_METRICS), count))
+        self._open_metrics = np.zeros((len(EPISODE_METRICS), count))
         """Metrics of the open episodes."""
-        self._ended: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
+        self._finished: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
         """For each finished episode its last step and its :data:`EPISODE_METRICS`."""
-        self._lost: list[list[slice]] = [[] for _ in samples]
+        self._lost_steps: list[list[slice]] = [[] for _ in samples]
         """Steps of the episodes in which the simulator failed."""
-        self._why: list[list[str]] = [[] for _ in samples]
+        self._errors: list[list[str]] = [[] for _ in samples]
         self.raised: list[str] = []
         """Errors of lost episodes, by row and all together."""
-        self._left: dict[int, np.ndarray] = {}
+        self._open_states: dict[int, np.ndarray] = {}
         """States of episodes that are open at the end."""
-        self._unsaved: frozenset[int] = frozenset()
+        self._unsaved_rows: frozenset[int] = frozenset()
         """Rows whose open episodes were lost at the end; their steps are complete, and count."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
         """Return the seeds of the next episodes."""
         e = self._rollout
-        starts = zip(self.starts[rows].tolist(), self._begun[rows].tolist(), strict=True)
+        starts = zip(self.starts[rows].tolist(), self._num_episodes[rows].tolist(), strict=True)
         draws = (generator(e.seed, e.iteration, e.split, "reset", *start) for start in starts)
         return [int(random.integers(2**31)) for random in draws]
 
     def reset(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
         """Begin the next episodes."""
-        self._show(rows, observations)
-        self._begun[rows] += 1
-        self._first[rows] = self._length[rows]
-        self._measured[:, rows] = 0
+        self._set_observations(rows, observations)
+        self._num_episodes[rows] += 1
+        self._episode_starts[rows] = self._length[rows]
+        self._open_metrics[:, rows] = 0
 
     def states(self) -> list[np.ndarray]:
         """Return the states of the episodes that continue, in the order of the samples."""
         left = self._rollout.open_episodes or {}
         return [left[s].context[OPEN_STATE] for s in self._samples.tolist() if s in left]
 
-    def go_on(
+    def resume(
         self, rows: np.ndarray, observations: Mapping[str, np.ndarray], errors: Mapping[int, str]
     ) -> None:
         """Continue episodes of the last iteration from their last observations.
@@ -282,12 +282,12 @@ class _Trajectories:
                 "start another run (run.name) from its weights, if the model can load them "
                 "(rlinf export, model.path)"
             )
-        self._show(rows, observations)
+        self._set_observations(rows, observations)
         left = self._rollout.open_episodes or {}
         for row in rows.tolist():
-            self._measured[:, row] = left[int(self._samples[row])].context[OPEN_METRICS]
+            self._open_metrics[:, row] = left[int(self._samples[row])].context[OPEN_METRICS]
 
-    def leave(
+    def keep_open(
         self, rows: np.ndarray, states: Sequence[np.ndarray], errors: Mapping[int, str]
     ) -> None:
         """Keep open episodes with their states.
@@ -296,17 +296,17 @@ class _Trajectories:
             errors: by position in ``rows``, why an episode was lost, whose state is empty.
         """
         pairs = zip(rows.tolist(), states, strict=True)
-        self._left = {row: state for row, state in pairs if state.size}
-        self._unsaved = frozenset(int(rows[place]) for place in errors)
+        self._open_states = {row: state for row, state in pairs if state.size}
+        self._unsaved_rows = frozenset(int(rows[place]) for place in errors)
         for place, error in errors.items():
             start = int(self.starts[rows[place]])
             log.warning("start %d: the simulator failed to save its state: %s", start, error)
 
     def _open(self, row: int) -> dict[str, np.ndarray]:
-        if row not in self._left:
+        if row not in self._open_states:
             return {}
-        measured = self._measured[:, row].copy()
-        return {OPEN_STATE: self._left[row], OPEN_METRICS: measured}
+        measured = self._open_metrics[:, row].copy()
+        return {OPEN_STATE: self._open_states[row], OPEN_METRICS: measured}
 
     def observations_of(self, rows: np.ndarray) -> Arrays:
         """Return a copy of the samples' current observations."""
@@ -344,19 +344,21 @@ class _Trajectories:
             **{name: came[name] for name in STEP_INFO_TYPES if name in came},
         }
         if is_action_chunk(replied["action"][0]):
-            step |= _of_chunk(came, replied["logprob"])
+            step |= _chunk_columns(came, replied["logprob"])
         for name, entry in step.items():
             self._column(TRAJECTORY_NAMES.get(name, name), entry)[rows, time] = entry
-        self._show(rows, unprefix_observations(dict(came)))
+        self._set_observations(rows, unprefix_observations(dict(came)))
         self._length[rows] += 1
-        total, length, ever, now = self._measured
+        total, length, ever, now = self._open_metrics
         total[rows] += came["reward"]
         length[rows] += came["executed"]
         ever[rows], now[rows] = np.maximum(ever[rows], came["solved"]), came["success"]
         for row in rows[self.ended(rows)].tolist():
-            self._ended[row].append((int(self._length[row]) - 1, self._measured[:, row].copy()))
+            self._finished[row].append(
+                (int(self._length[row]) - 1, self._open_metrics[:, row].copy())
+            )
         for place, error in errors.items():
-            self._lose(int(rows[place]), error)
+            self._discard_episode(int(rows[place]), error)
 
     def _column(self, name: str, entry: np.ndarray) -> np.ndarray:
         if name not in self.columns:
@@ -364,7 +366,7 @@ class _Trajectories:
             self.columns[name] = np.empty(shape, entry.dtype)
         return self.columns[name]
 
-    def _show(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
+    def _set_observations(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
         for name, array in policy_observations(observations, self._instruction, self._film).items():
             if name not in self.observations:
                 self.observations[name] = np.zeros(
@@ -372,35 +374,38 @@ class _Trajectories:
                 )
             self.observations[name][rows] = array
 
-    def _lose(self, row: int, error: str) -> None:
+    def _discard_episode(self, row: int, error: str) -> None:
         """Discard an episode that ended with an error; the next one has a new simulator."""
-        start, lost = int(self.starts[row]), self._lost[row]
-        self._ended[row].pop()
-        lost.append(slice(int(self._first[row]), int(self._length[row])))
+        start, lost = int(self.starts[row]), self._lost_steps[row]
+        self._finished[row].pop()
+        lost.append(slice(int(self._episode_starts[row]), int(self._length[row])))
         # Rewards of steps that do not count are those of the choice before, which here was of
         # another episode.
         for name in ("rewards", "action_rewards"):
             if name in self.columns:
                 self.columns[name][row, lost[-1]] = 0
-        self._measured[:, row] = 0
-        self._why[row].append(error)
+        self._open_metrics[:, row] = 0
+        self._errors[row].append(error)
         self.raised.append(error)
         if len(lost) == MAX_FAILED_EPISODES:
             message = f"start {start}: the simulator fails: {error}"
-            raise create_simulator_error(message, *self._why[row])
+            raise create_simulator_error(message, *self._errors[row])
         log.warning("start %d: the simulator failed: %s", start, error)
 
-    def cut(self, rows: np.ndarray, time: int) -> None:
+    def add_truncation(self, rows: np.ndarray, time: int) -> None:
         """Record episodes that are truncated after a step."""
         if len(rows):
-            self.cuts.append((rows, time, self.observations_of(rows)))
+            self.truncated_observations.append((rows, time, self.observations_of(rows)))
 
-    def where_cut(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
+    def all_truncations(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
         """Return all truncations: samples ``[K]``, steps ``[K]``, and observations ``[K, ...]``."""
-        who = np.concatenate([rows for rows, _, _ in self.cuts])
-        at = np.concatenate([np.full(len(rows), time) for rows, time, _ in self.cuts])
+        who = np.concatenate([rows for rows, _, _ in self.truncated_observations])
+        at = np.concatenate(
+            [np.full(len(rows), time) for rows, time, _ in self.truncated_observations]
+        )
         observations = {
-            name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.observations
+            name: np.concatenate([s[name] for _, _, s in self.truncated_observations])
+            for name in self.observations
         }
         return who, at, observations
 
@@ -408,13 +413,13 @@ class _Trajectories:
         """Return the trajectories; they are views of the columns."""
         state = self.observations.get(STATE, np.zeros((0, 0), np.float32))
         who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
-        if self.cuts:
-            who, at, observations = self.where_cut()
+        if self.truncated_observations:
+            who, at, observations = self.all_truncations()
             after = observations[STATE]
         records = []
         for row, sample in enumerate(self._samples.tolist()):
-            length, ended, mine = int(self._length[row]), self._ended[row], who == row
-            means = np.mean([m for _, m in ended] or [self._measured[:, row]], axis=0)
+            length, ended, mine = int(self._length[row]), self._finished[row], who == row
+            means = np.mean([m for _, m in ended] or [self._open_metrics[:, row]], axis=0)
             records.append(
                 Record(
                     RecordId(self._rollout.iteration, sample),
@@ -438,7 +443,7 @@ class _Trajectories:
                         **dict(zip(EPISODE_METRICS, means.tolist(), strict=True)),
                         "episodes": len(ended),
                         "scored": int(self._scored(row)),
-                        "failed": len(self._lost[row]) + (row in self._unsaved),
+                        "failed": len(self._lost_steps[row]) + (row in self._unsaved_rows),
                     },
                 )
             )
@@ -446,9 +451,9 @@ class _Trajectories:
 
     def _outcomes(self, row: int) -> dict[str, np.ndarray]:
         """Return the episode outcomes; see :mod:`rlinf.data.episodes`."""
-        finished = self._ended[row]
+        finished = self._finished[row]
         if not finished and self._rollout.open_episodes is None and self._scored(row):
-            finished = [(int(self._length[row]) - 1, self._measured[:, row])]
+            finished = [(int(self._length[row]) - 1, self._open_metrics[:, row])]
         return {
             OUTCOME_STEPS: np.array([last for last, _ in finished], np.int64),
             OUTCOMES: np.array([measured[self._score] for _, measured in finished], np.float64),
@@ -456,14 +461,14 @@ class _Trajectories:
 
     def _scored(self, row: int) -> bool:
         """Return whether there is an episode to measure: a finished one, or the open one."""
-        lost = self._lost[row]
-        return bool(self._ended[row]) or not lost or lost[-1].stop < self._length[row]
+        lost = self._lost_steps[row]
+        return bool(self._finished[row]) or not lost or lost[-1].stop < self._length[row]
 
     def _mask(self, row: int) -> np.ndarray:
         """Return the step column ``mask``, even if all steps count: another sample may have lost
         some, and records of one channel have the same columns."""
         mask = np.ones(int(self._length[row]), np.float32)
-        for steps in self._lost[row]:
+        for steps in self._lost_steps[row]:
             mask[steps] = 0
         return mask
 
@@ -497,7 +502,7 @@ def is_action_chunk(action: np.ndarray) -> bool:
     return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
 
 
-def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
+def _chunk_columns(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
     """Return the columns of chunks beside their replies; see :func:`run_episodes`."""
     executed = came["executed"]
     columns = {

@@ -66,7 +66,7 @@ class MultiTaskEnv:
         """
         if turn is None:
             turn = int(np.random.default_rng(seed).integers(self.tasks))
-        self._have(turn % self.tasks)
+        self._switch_to(turn % self.tasks)
         there = getattr(self._env, "starts", 0)
         where = {} if start is None or not there else {"start": start // self.tasks % there}
         observation, info = self._env.reset(seed=seed, **where)
@@ -82,13 +82,13 @@ class MultiTaskEnv:
         return {**self._env.save(), TASK_INDEX_KEY: np.array(self._number)}
 
     def restore(self, state: Arrays) -> None:
-        self._have(int(state[TASK_INDEX_KEY]))
+        self._switch_to(int(state[TASK_INDEX_KEY]))
         self._env.restore({name: array for name, array in state.items() if name != TASK_INDEX_KEY})
 
     def close(self) -> None:
         self._env.close()
 
-    def _have(self, number: int) -> None:
+    def _switch_to(self, number: int) -> None:
         if number == self._number:
             return
         self._env.close()

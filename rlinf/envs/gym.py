@@ -265,14 +265,14 @@ class GymEnvironment(Environment):
         self._envs: SyncVectorEnv | MultiProcessVectorEnv = (
             MultiProcessVectorEnv(functools.partial(create_simulator_process, config), count)
             if count
-            else _here(config)
+            else _create_local_envs(config)
         )
         every = {**config.images, **config.video}
         filming = config.model_copy(update={"images": every, "video": {}})
         self._filming = MultiProcessVectorEnv(
             functools.partial(create_simulator_process, filming), max(count, 1)
         )
-        self._shown: list[Record] = []
+        self._demonstrations: list[Record] = []
 
     @classmethod
     def model_spec(cls, config: GymConfig) -> ModelSpec:
@@ -383,7 +383,9 @@ class GymEnvironment(Environment):
         wrong: list[tuple[str, Any]] = []
         if config.observation != actual["observation"]:
             wrong.append(("observation", config.observation))
-        if config.action is None or not _agree(config.action, ActionConfig(**actual["action"])):
+        if config.action is None or not _spaces_agree(
+            config.action, ActionConfig(**actual["action"])
+        ):
             wrong.append(("action", None if config.action is None else config.action.spec))
         return [
             f"task.{name}: {value} is not what {config.id} has; set it to "
@@ -442,9 +444,13 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        env = create_simulator_process(config) if _needs_process(config) else _here(config)
+        env = (
+            create_simulator_process(config)
+            if _needs_process(config)
+            else _create_local_envs(config)
+        )
         try:
-            with _naming_users_code(config), contextlib.closing(env):
+            with _translate_user_errors(config), contextlib.closing(env):
                 spaces = env.spaces()
         except InputError as error:
             if type(error) is not InputError:
@@ -499,8 +505,8 @@ class GymEnvironment(Environment):
         try:
             each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
             for first in range(0, len(samples), each):
-                parts = self._parts(request, samples[first : first + each], raised)
-                with _naming_users_code(self.config):
+                parts = self._loops(request, samples[first : first + each], raised)
+                with _translate_user_errors(self.config):
                     records += run_interleaved(parts, put, actions.get)
         except BaseException as error:
             # What processes were about to say belongs to this attempt, not to the next one.
@@ -527,7 +533,7 @@ class GymEnvironment(Environment):
         own = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
         return [*own, *self._filming.pids]
 
-    def _parts(
+    def _loops(
         self, request: RolloutRequest, samples: np.ndarray, raised: list[str]
     ) -> list[EpisodeLoop]:
         """Return the episode loops of ``samples``: one or two, and one that records videos."""
@@ -536,7 +542,7 @@ class GymEnvironment(Environment):
         each = -(-len(rest) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
         box = None if action is None else action.bounds
-        shared = (self.config.instruction, self._measure, box, raised)
+        shared = (self.config.instruction, self._score_metric, box, raised)
         parts = [
             run_episodes(request, rest[first : first + each], self._envs, first, (), *shared)
             for first in range(0, len(rest), each)
@@ -547,7 +553,7 @@ class GymEnvironment(Environment):
         return parts
 
     @property
-    def _measure(self) -> str:
+    def _score_metric(self) -> str:
         """The metric that is an episode's score."""
         return "success_once" if self.config.score_by_success else "return"
 
@@ -566,23 +572,25 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the simulator has no expert, or it solves nothing.
         """
-        if self.config.demonstrations and not self._shown:
+        if self.config.demonstrations and not self._demonstrations:
             own = self._envs if isinstance(self._envs, SyncVectorEnv) else None
             envs = own or create_simulator_process(self.config)
             try:
-                with _naming_users_code(self.config):
-                    self._shown = collect_demonstrations(
+                with _translate_user_errors(self.config):
+                    self._demonstrations = collect_demonstrations(
                         envs, seed, self.config.demonstrations, self.config.instruction
                     )
             finally:
                 if own is None:
                     envs.close()
-        if not self._shown:
+        if not self._demonstrations:
             return []
         random = generator(seed, "demonstrations", step)
-        chosen = random.choice(len(self._shown), count, replace=count > len(self._shown))
+        chosen = random.choice(
+            len(self._demonstrations), count, replace=count > len(self._demonstrations)
+        )
         return [
-            Record(RecordId(step, number), self._shown[int(episode)].steps)
+            Record(RecordId(step, number), self._demonstrations[int(episode)].steps)
             for number, episode in enumerate(chosen)
         ]
 
@@ -597,7 +605,7 @@ class GymEnvironment(Environment):
             if columns:
                 counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in columns)
         return [
-            float(t.info[self._measure]) if t.info.get("scored", True) else float("nan")
+            float(t.info[self._score_metric]) if t.info.get("scored", True) else float("nan")
             for t in trajectories
         ]
 
@@ -629,7 +637,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
         _values(config),
         python,
         config.timeout_s,
-        _shown(config),
+        _observation_selection(config),
         config.renderer,
         CLOSE_TIMEOUT_S if get_requirements(config.simulator).single else 0.0,
         config.ignore_terminations,
@@ -637,7 +645,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
     )
 
 
-def _here(config: GymConfig) -> SyncVectorEnv:
+def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
     """Create environments in this process."""
     once, endless = get_requirements(config.simulator).single, config.ignore_terminations
     own = user_modules(config)
@@ -647,7 +655,7 @@ def _here(config: GymConfig) -> SyncVectorEnv:
 
 
 @contextlib.contextmanager
-def _naming_users_code(config: GymConfig) -> Iterator[None]:
+def _translate_user_errors(config: GymConfig) -> Iterator[None]:
     """Raise errors of the user's simulator in this process as a simulator process does."""
     try:
         yield
@@ -694,18 +702,18 @@ def create_local_env(config: GymConfig) -> Any:
                 f"task.num_processes: {config.num_processes}, but {config.simulator} steps many "
                 "environments in a process of its own; set 1"
             )
-        return create_task_env(make, _values(config), _shown(config))
+        return create_task_env(make, _values(config), _observation_selection(config))
     except InvalidEnvConfig as error:
         raise ConfigError(str(error)) from None
 
 
-def _shown(config: GymConfig) -> ObservationSelection:
+def _observation_selection(config: GymConfig) -> ObservationSelection:
     return ObservationSelection(
         dict(config.images), config.ignore_observations, tuple(config.video)
     )
 
 
-def _agree(configured: ActionConfig, actual: ActionConfig) -> bool:
+def _spaces_agree(configured: ActionConfig, actual: ActionConfig) -> bool:
     """Return whether a configured action space equals the simulator's, in every key that is set."""
     if (configured.kind, configured.size) != (actual.kind, actual.size):
         return False

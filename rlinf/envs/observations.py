@@ -66,19 +66,19 @@ class ObservationReader:
 
     def __init__(self, env: Any) -> None:
         self._pictures: Any = getattr(env, "pictures", None)
-        self._asking = _asking(env)
+        self._instruction_env = _instruction_env(env)
 
     def read(self, observation: Any) -> Arrays:
         """Return the current observation as arrays by name, with images and the instruction."""
         arrays = to_arrays(observation)
         if self._pictures is not None:
             arrays.update(self._pictures())
-        if self._asking is not None:
-            arrays[INSTRUCTION] = encode_instruction(str(self._asking.instruction))
+        if self._instruction_env is not None:
+            arrays[INSTRUCTION] = encode_instruction(str(self._instruction_env.instruction))
         return arrays
 
 
-def _asking(env: Any) -> Any:
+def _instruction_env(env: Any) -> Any:
     """Return the environment, or the one it wraps, that has an ``instruction``."""
     wrapped = (env, getattr(env, "unwrapped", None))
     return next((w for w in wrapped if getattr(w, "instruction", None) is not None), None)
@@ -91,7 +91,7 @@ def read_observation(env: Any, observation: Any) -> Arrays:
 
 def get_instruction(env: Any) -> str | None:
     """Return the environment's instruction in words; None: it has none."""
-    asking = _asking(env)
+    asking = _instruction_env(env)
     return None if asking is None else str(asking.instruction)
 
 

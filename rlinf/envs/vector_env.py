@@ -95,12 +95,12 @@ class SyncVectorEnv:
         """
         self._make, self._once, self._endless, self._own = make, once, endless, own
         self._envs: list[Any] = []
-        self._looks: dict[int, ObservationReader] = {}
+        self._readers: dict[int, ObservationReader] = {}
         """Readers of the open episodes."""
         self._last_observations: dict[int, Arrays] = {}
-        self._unbegun: dict[int, str] = {}
+        self._failed_resets: dict[int, str] = {}
         """Tracebacks of episodes that could not begin."""
-        self._like: Arrays = {}
+        self._templates: Arrays = {}
         """The first observation of the first environment: shapes and types."""
 
     def reset(
@@ -127,13 +127,13 @@ class SyncVectorEnv:
                 "task.simulator: its module says SINGLE, and several environments are requested; "
                 "the stage's own interpreter must find the module too, because it reads the flag"
             )
-        self._have(numbers)
+        self._ensure_envs(numbers)
         failed: dict[int, tuple[Any, ...]] = {}
         for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
             where = (start, None if turns is None else turns[row])
             try:
-                self._begin(number, seed, *where)
+                self._reset_one(number, seed, *where)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -143,16 +143,16 @@ class SyncVectorEnv:
                         f"task.simulator: an episode cannot begin: {error}; find out why, then "
                         "resume the run"
                     ) from error
-                self._renew(number)
-                if not self._begun_again(number, seed, *where):
+                self._recreate(number)
+                if not self._retry_reset(number, seed, *where):
                     failed[number] = (seed ^ 1, *where)
-        if failed and not self._like:
+        if failed and not self._templates:
             # No observation is known yet; an episode with another seed provides one, or raises.
             number, other = next(iter(failed.items()))
-            self._begin(number, *other)
+            self._reset_one(number, *other)
         for number in failed:
             self._last_observations[number] = {
-                name: np.zeros_like(a) for name, a in self._like.items()
+                name: np.zeros_like(a) for name, a in self._templates.items()
             }
         return stack_observations([self._last_observations[number] for number in numbers])
 
@@ -188,7 +188,7 @@ class SyncVectorEnv:
             except Exception as error:  # a simulator may raise anything
                 states.append(EMPTY_STATE)
                 errors[row] = format_error(error, self._own)
-                self._renew(number)
+                self._recreate(number)
         return states, errors
 
     def restore(
@@ -202,11 +202,11 @@ class SyncVectorEnv:
             Their last observations, ``[n, ...]``; and, by row, the tracebacks of those that raise
             again. If there are any, no observations are returned.
         """
-        self._have(numbers)
+        self._ensure_envs(numbers)
         errors = dict[int, str]()
         for row, (number, state) in enumerate(zip(numbers, states)):  # noqa: B905 - Python 3.9
             try:
-                self._go_on(number, unpack_arrays(state))
+                self._restore_one(number, unpack_arrays(state))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -245,8 +245,8 @@ class SyncVectorEnv:
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
         came, rows, errors = [], list[Arrays](), dict[int, str]()
         for row, (number, chosen) in enumerate(zip(numbers, actions)):  # noqa: B905 - Python 3.9
-            if number in self._unbegun:
-                errors[row] = self._unbegun.pop(number)
+            if number in self._failed_resets:
+                errors[row] = self._failed_resets.pop(number)
                 came.append((0.0, 1, *LOST_EPISODE_FLAGS))
                 rows.append(self._last_observations[number])
                 continue
@@ -266,7 +266,7 @@ class SyncVectorEnv:
                     terminated = terminated and not self._endless
                     if terminated or truncated:
                         break
-                observations = self._look(number, observation)
+                observations = self._read(number, observation)
                 came.append((reward, executed, terminated, truncated, success, solved))
             except InvalidEnvConfig:
                 raise
@@ -276,13 +276,13 @@ class SyncVectorEnv:
                     self._last_observations[number],
                 )
                 came.append((reward, executed, *LOST_EPISODE_FLAGS))
-                self._renew(number)
+                self._recreate(number)
             rows.append(observations)
         shown = stack_observations(rows)
         for row, why in find_non_finite(shown).items():
             errors[row], rows[row] = why, self._last_observations[numbers[row]]
             came[row] = (*came[row][:2], *LOST_EPISODE_FLAGS)
-            self._renew(numbers[row])
+            self._recreate(numbers[row])
             shown = stack_observations(rows)
         self._last_observations.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
         results = np.array(came, np.float64).reshape(len(came), 2 + len(STEP_FLAGS)).T
@@ -329,11 +329,11 @@ class SyncVectorEnv:
                 break
         return stack_observations(rows)
 
-    def _have(self, numbers: Sequence[int]) -> None:
+    def _ensure_envs(self, numbers: Sequence[int]) -> None:
         while len(self._envs) <= max(numbers, default=-1):
             self._envs.append(self._make())
 
-    def _begin(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
+    def _reset_one(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
         env = self._envs[number]
         if hasattr(env, "tasks"):
             where = {"start": start, "turn": turn}
@@ -341,51 +341,51 @@ class SyncVectorEnv:
             there = getattr(env, "starts", 0)
             where = {"start": start % there} if start is not None and there else {}
         observation = env.reset(seed=seed, **where)[0]
-        self._looks[number] = ObservationReader(env)
-        observations = self._look(number, observation)
+        self._readers[number] = ObservationReader(env)
+        observations = self._read(number, observation)
         for error in find_non_finite(stack_observations([observations])).values():
             raise ValueError(error)
         self._last_observations[number] = observations
 
-    def _begun_again(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
+    def _retry_reset(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
         try:
-            self._begin(number, seed, start, turn)
+            self._reset_one(number, seed, start, turn)
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
-            self._unbegun[number] = format_error(error, self._own)
+            self._failed_resets[number] = format_error(error, self._own)
             return False
         return True
 
-    def _go_on(self, number: int, state: Arrays) -> None:
+    def _restore_one(self, number: int, state: Arrays) -> None:
         try:
             self._envs[number].restore(state)
         except Exception:  # a simulator may raise anything
-            self._renew(number)
+            self._recreate(number)
             self._envs[number].restore(state)
-        self._looks[number], observations = (
+        self._readers[number], observations = (
             ObservationReader(self._envs[number]),
             unprefix_observations(state),
         )
-        self._like = self._like or {
+        self._templates = self._templates or {
             name: np.empty_like(array) for name, array in observations.items()
         }
         self._last_observations[number] = observations
 
-    def _look(self, number: int, observation: Any) -> Arrays:
+    def _read(self, number: int, observation: Any) -> Arrays:
         """Return an observation; raise ValueError if its shape or type differs from the first
         one."""
-        observations = self._looks[number].read(observation)
-        if not self._like:
+        observations = self._readers[number].read(observation)
+        if not self._templates:
             check_all_used(observations)
-            self._like = {name: np.empty_like(array) for name, array in observations.items()}
+            self._templates = {name: np.empty_like(array) for name, array in observations.items()}
         for name, array in observations.items():
-            first = self._like.get(name)
+            first = self._templates.get(name)
             if first is None or first.shape != array.shape or first.dtype != array.dtype:
                 raise ValueError(f"observation {name!r}, {array.dtype} {array.shape}, is new")
         return observations
 
-    def _renew(self, number: int) -> None:
+    def _recreate(self, number: int) -> None:
         """Replace an environment that failed."""
         with contextlib.suppress(Exception):
             self._envs[number].close()
@@ -426,7 +426,7 @@ class BatchedVectorEnv:
         self.min_envs = 0
         """The least number of environments: as many as a previous process had."""
         self._failed = ""
-        self._unbegun: dict[int, str] = {}
+        self._failed_resets: dict[int, str] = {}
         """Errors of episodes that could not begin, by environment."""
 
     def reset(
@@ -457,13 +457,13 @@ class BatchedVectorEnv:
             wanted = max(wanted, self._count)
             self._env = self._create(wanted)
             self._count = self._env.count
-        observations = self._begun(numbers, seeds)
+        observations = self._reset_envs(numbers, seeds)
         if bad := list(find_non_finite(observations)):
-            again = self._begun([numbers[row] for row in bad], [seeds[row] for row in bad])
+            again = self._reset_envs([numbers[row] for row in bad], [seeds[row] for row in bad])
             for name, column in again.items():
                 observations[name][bad] = column
         for row, error in find_non_finite(observations).items():
-            self._unbegun[numbers[row]] = f"{error} after two resets"
+            self._failed_resets[numbers[row]] = f"{error} after two resets"
             for column in observations.values():
                 column[row] = 0
         check_all_used(observations)
@@ -510,8 +510,8 @@ class BatchedVectorEnv:
             ends[3] = ends[2]
             errors = find_non_finite(shown)
             for row, number in enumerate(rows):
-                if number in self._unbegun:
-                    errors[row] = self._unbegun.pop(number)
+                if number in self._failed_resets:
+                    errors[row] = self._failed_resets.pop(number)
             for row in np.flatnonzero(~np.isfinite(reward)).tolist():
                 errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
             fit = [row for row in range(len(rows)) if row not in errors]
@@ -528,7 +528,7 @@ class BatchedVectorEnv:
             **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
         }, errors
 
-    def _begun(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
+    def _reset_envs(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
         try:
             return self._shown(self._env.reset(list(numbers), list(seeds)))
         except InvalidEnvConfig:
