@@ -24,7 +24,7 @@ SMALL_TEXT = (
     "rollout.horizon=6",
 )
 VECTORS = ["engine=direct", "reward=environment", "rollout.batch_size=2", "rollout.group_size=4"]
-SEEN = (
+WITH_IMAGES = (
     *("task=inverted_pendulum", "task.images={free: [32, 32]}", "task.instruction=balance"),
     *VECTORS,
     *("rollout.horizon=4", "model.hidden=32", "model.layers=2", "model.heads=2"),
@@ -72,12 +72,12 @@ COLUMNS = {
         ),
     ),
     "flow": PolicyTaskColumn("`flow`: vectors", ("model=flow", *PENDULUM)),
-    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *SEEN)),
+    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *WITH_IMAGES)),
     "smolvla": PolicyTaskColumn(
         "`smolvla`: pictures and words",
         (
             "model=smolvla",
-            *SEEN,
+            *WITH_IMAGES,
             "model.image_size=32",
             "model.pixel_shuffle_factor=1",
             "model.denoising_steps=2",

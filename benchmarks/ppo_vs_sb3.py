@@ -118,7 +118,7 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
     torch.set_num_threads(settings["threads"])
     starts: list[float] = []
 
-    class Clock(BaseCallback):
+    class Sb3StepClock(BaseCallback):
         def _on_rollout_start(self) -> None:
             starts.append(time.perf_counter())
 
@@ -146,7 +146,7 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
         device="cpu",
         seed=0,
     )
-    model.learn(ENVIRONMENTS * HORIZON * ITERATIONS, callback=Clock())
+    model.learn(ENVIRONMENTS * HORIZON * ITERATIONS, callback=Sb3StepClock())
     ends = [*starts[1:], time.perf_counter()]
     steps = ENVIRONMENTS * HORIZON
     return [steps / (end - start) for start, end in zip(starts, ends, strict=True)]

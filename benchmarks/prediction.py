@@ -150,11 +150,11 @@ def advance(minutes: float) -> bool:
                 continue
             if time.monotonic() > end:
                 return False
-            found = point(run, request, experiment, what, plan, root, f"plan-{number}")
-            keep([*points, found], WORK / POINTS.name)
+            measured_point = point(run, request, experiment, what, plan, root, f"plan-{number}")
+            keep([*points, measured_point], WORK / POINTS.name)
             print(
-                f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
-                f"{found.median_s:.2f} s ({found.error:+.0%})",
+                f"  {experiment}, {what}: predicted {measured_point.predicted_s:.2f} s, was "
+                f"{measured_point.median_s:.2f} s ({measured_point.error:+.0%})",
                 flush=True,
             )
     keep(kept(WORK / POINTS.name), POINTS)

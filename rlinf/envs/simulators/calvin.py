@@ -324,7 +324,7 @@ def _desk(folder: Path, parts: Any) -> Any:
     robots: Any = importlib.import_module("calvin_env.robot.robot")
     table.get_git_commit_hash = lambda path: "unknown"
 
-    class Desk(table.PlayTableSimEnv):
+    class CalvinTable(table.PlayTableSimEnv):
         cid: int
 
         def load(self) -> None:
@@ -340,7 +340,7 @@ def _desk(folder: Path, parts: Any) -> Any:
                 self.p.disconnect()
                 self.cid = -1
 
-    return Desk(
+    return CalvinTable(
         robot_cfg=parts.robot,
         scene_cfg=parts.scene,
         cameras={},
