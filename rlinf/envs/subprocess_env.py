@@ -139,21 +139,21 @@ class SubprocessVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        return wait_for_result(self.reset_async(numbers, seeds, starts, turns))
+        return wait_for_result(self.reset_async(env_ids, seeds, starts, turns))
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
-        return wait_for_result(self.step_async(numbers, actions))
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
+        return wait_for_result(self.step_async(env_ids, actions))
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        return wait_for_result(self.save_async(numbers))
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        return wait_for_result(self.save_async(env_ids))
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
-        return wait_for_result(self.restore_async(numbers, states))
+    def restore(self, env_ids: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        return wait_for_result(self.restore_async(env_ids, states))
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
         order = {"do": "demonstrate", "seed": seed, "most": most}
@@ -170,29 +170,29 @@ class SubprocessVectorEnv:
 
     def reset_async(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
-        self._min_envs = max(*numbers, self._min_envs - 1, -1) + 1
-        order: dict[str, Any] = {"do": "reset", "envs": list(numbers), "seeds": list(seeds)}
+        self._min_envs = max(*env_ids, self._min_envs - 1, -1) + 1
+        order: dict[str, Any] = {"do": "reset", "envs": list(env_ids), "seeds": list(seeds)}
         order |= {"starts": starts, "turns": turns, "least": self._min_envs}
-        _, observations = yield from self._begin_episodes(numbers, order)
+        _, observations = yield from self._begin_episodes(env_ids, order)
         return observations
 
     def restore_async(
-        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
     ) -> AsyncCall[VectorStep]:
         """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
-        order = {"do": "restore", "envs": list(numbers)}
-        answer, observations = yield from self._begin_episodes(numbers, order, arrays)
+        order = {"do": "restore", "envs": list(env_ids)}
+        answer, observations = yield from self._begin_episodes(env_ids, order, arrays)
         return observations, dict(answer["errors"])
 
     def _begin_episodes(
-        self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
+        self, env_ids: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
     ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
         """Return the answer, and the first observations; start new processes if they die."""
         deaths = 0
@@ -206,49 +206,49 @@ class SubprocessVectorEnv:
                     raise create_simulator_error(message, str(death)) from None
                 self._replace(death)
             else:
-                self._episode_pids.update(dict.fromkeys(numbers, self.pid))
+                self._episode_pids.update(dict.fromkeys(env_ids, self.pid))
                 self._empty_columns |= {name: column[:0] for name, column in answer[1].items()}
                 self._step_info_keys = tuple(answer[0]["step_info_keys"])
                 return answer[0], unprefix_observations(answer[1])
 
     def save_async(
-        self, numbers: Sequence[int]
+        self, env_ids: Sequence[int]
     ) -> AsyncCall[tuple[list[np.ndarray], dict[int, str]]]:
         """:meth:`save` in two parts; episodes of a process that died are lost."""
-        there = [k for k, n in enumerate(numbers) if self._episode_pids[n] == self.pid]
-        states, errors = [EMPTY_STATE] * len(numbers), dict[int, str]()
+        there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
+        states, errors = [EMPTY_STATE] * len(env_ids), dict[int, str]()
         if there:
-            order = {"do": "save", "envs": [numbers[k] for k in there]}
+            order = {"do": "save", "envs": [env_ids[k] for k in there]}
             try:
-                answer, came = yield from self._call(order)
+                answer, results = yield from self._call(order)
                 errors = {there[row]: error for row, error in answer["errors"]}
-                for row, state in came.items():
+                for row, state in results.items():
                     states[there[int(row)]] = state
             except _ProcessDied as death:
                 self._replace(death)
                 there = []
-        lost = {k: self._death_reason for k in range(len(numbers)) if k not in there}
+        lost = {k: self._death_reason for k in range(len(env_ids)) if k not in there}
         return states, {**errors, **lost}
 
-    def step_async(self, numbers: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
+    def step_async(self, env_ids: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
         """:meth:`step` in two parts."""
         step_info = step_info_columns(self._step_info_keys, actions[:0])
-        there = [k for k, n in enumerate(numbers) if self._episode_pids[n] == self.pid]
-        came, errors = {**self._empty_columns, **step_info}, dict[int, str]()
+        there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
+        results, errors = {**self._empty_columns, **step_info}, dict[int, str]()
         if there:
-            order = {"do": "step", "envs": [numbers[k] for k in there]}
+            order = {"do": "step", "envs": [env_ids[k] for k in there]}
             try:
-                answer, came = yield from self._call(order, {"action": actions[there]})
+                answer, results = yield from self._call(order, {"action": actions[there]})
                 errors = {there[row]: error for row, error in answer["errors"]}
             except _ProcessDied as death:
                 self._replace(death)
                 there = []
-        if len(there) == len(numbers):
-            return came, errors
+        if len(there) == len(env_ids):
+            return results, errors
         # The episodes of the others ended with their process.
-        lost = {k: self._death_reason for k in range(len(numbers)) if k not in there}
-        columns = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
-        for name, column in came.items() if there else ():
+        lost = {k: self._death_reason for k in range(len(env_ids)) if k not in there}
+        columns = {n: np.zeros((len(env_ids), *c.shape[1:]), c.dtype) for n, c in results.items()}
+        for name, column in results.items() if there else ():
             columns[name][there] = column
         columns["terminated"][list(lost)] = columns["executed"][list(lost)] = 1
         return columns, {**errors, **lost}
@@ -320,40 +320,42 @@ class MultiProcessVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        shares = self._shares(numbers)
+        shares = self._shares(env_ids)
         calls = [
             p.reset_async(
                 own, [seeds[k] for k in rows], _select(starts, rows), _select(turns, rows)
             )
             for p, rows, own in shares
         ]
-        return _merge_columns(len(numbers), shares, _gather(calls))
+        return _merge_columns(len(env_ids), shares, _gather(calls))
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
-        shares = self._shares(numbers)
-        came = _gather([p.step_async(own, actions[rows]) for p, rows, own in shares])
-        errors = _by_row(shares, [each for _, each in came])
-        return _merge_columns(len(numbers), shares, [columns for columns, _ in came]), errors
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
+        shares = self._shares(env_ids)
+        results = _gather([p.step_async(own, actions[rows]) for p, rows, own in shares])
+        errors = _by_row(shares, [each for _, each in results])
+        return _merge_columns(len(env_ids), shares, [columns for columns, _ in results]), errors
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        shares = self._shares(numbers)
-        came = _gather([p.save_async(own) for p, _, own in shares])
-        states = _by_row(shares, [dict(enumerate(some)) for some, _ in came])
-        errors = _by_row(shares, [each for _, each in came])
-        return [states[row] for row in range(len(numbers))], errors
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        shares = self._shares(env_ids)
+        results = _gather([p.save_async(own) for p, _, own in shares])
+        states = _by_row(shares, [dict(enumerate(some)) for some, _ in results])
+        errors = _by_row(shares, [each for _, each in results])
+        return [states[row] for row in range(len(env_ids))], errors
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
-        shares = self._shares(numbers)
+    def restore(self, env_ids: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        shares = self._shares(env_ids)
         calls = [p.restore_async(own, [states[k] for k in rows]) for p, rows, own in shares]
-        came = _gather(calls)
-        if errors := _by_row(shares, [each for _, each in came]):
+        results = _gather(calls)
+        if errors := _by_row(shares, [each for _, each in results]):
             return {}, errors
-        return _merge_columns(len(numbers), shares, [observations for observations, _ in came]), {}
+        return _merge_columns(
+            len(env_ids), shares, [observations for observations, _ in results]
+        ), {}
 
     def close(self) -> None:
         """End the processes; they start again when they are needed."""
@@ -361,14 +363,14 @@ class MultiProcessVectorEnv:
             process.close()
         self._processes = {}
 
-    def _shares(self, numbers: Sequence[int]) -> list[ProcessShare]:
+    def _shares(self, env_ids: Sequence[int]) -> list[ProcessShare]:
         shares = []
         for place in range(self._count):
-            rows = [row for row, number in enumerate(numbers) if number % self._count == place]
+            rows = [row for row, number in enumerate(env_ids) if number % self._count == place]
             if rows:
                 if place not in self._processes:
                     self._processes[place] = self._make()
-                own = [numbers[row] // self._count for row in rows]
+                own = [env_ids[row] // self._count for row in rows]
                 shares.append((self._processes[place], rows, own))
         return shares
 

@@ -105,7 +105,7 @@ class SyncVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
@@ -122,18 +122,18 @@ class SyncVectorEnv:
                 by default the seeds choose.
             turns: running numbers that select tasks in rotation, if there are several.
         """
-        if self._once and max(numbers, default=0):
+        if self._once and max(env_ids, default=0):
             raise InvalidEnvConfig(
                 "task.simulator: its module says SINGLE, and several environments are requested; "
                 "the stage's own interpreter must find the module too, because it reads the flag"
             )
-        self._ensure_envs(numbers)
+        self._ensure_envs(env_ids)
         failed: dict[int, tuple[Any, ...]] = {}
-        for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
+        for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
             where = (start, None if turns is None else turns[row])
             try:
-                self._reset_one(number, seed, *where)
+                self._reset_one(env_id, seed, *where)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -143,20 +143,20 @@ class SyncVectorEnv:
                         f"task.simulator: an episode cannot begin: {error}; find out why, then "
                         "resume the run"
                     ) from error
-                self._recreate(number)
-                if not self._retry_reset(number, seed, *where):
-                    failed[number] = (seed ^ 1, *where)
+                self._recreate(env_id)
+                if not self._retry_reset(env_id, seed, *where):
+                    failed[env_id] = (seed ^ 1, *where)
         if failed and not self._templates:
             # No observation is known yet; an episode with another seed provides one, or raises.
-            number, other = next(iter(failed.items()))
-            self._reset_one(number, *other)
-        for number in failed:
-            self._last_observations[number] = {
+            env_id, other = next(iter(failed.items()))
+            self._reset_one(env_id, *other)
+        for env_id in failed:
+            self._last_observations[env_id] = {
                 name: np.zeros_like(a) for name, a in self._templates.items()
             }
-        return stack_observations([self._last_observations[number] for number in numbers])
+        return stack_observations([self._last_observations[env_id] for env_id in env_ids])
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         """Return the states of open episodes, from which other environments can continue, uint8
         ``[n]`` each.
 
@@ -169,14 +169,14 @@ class SyncVectorEnv:
             InvalidEnvConfig: an environment cannot save its state.
         """
         states, errors = [], dict[int, str]()
-        for row, number in enumerate(numbers):
-            env = self._envs[number]
+        for row, env_id in enumerate(env_ids):
+            env = self._envs[env_id]
             if not hasattr(env, "save"):
                 raise InvalidEnvConfig(NO_STATE_MESSAGE)
             try:
                 states.append(
                     pack_arrays(
-                        {**env.save(), **prefix_observations(self._last_observations[number])}
+                        {**env.save(), **prefix_observations(self._last_observations[env_id])}
                     )
                 )
             except InvalidEnvConfig:
@@ -188,11 +188,11 @@ class SyncVectorEnv:
             except Exception as error:  # a simulator may raise anything
                 states.append(EMPTY_STATE)
                 errors[row] = format_error(error, self._own)
-                self._recreate(number)
+                self._recreate(env_id)
         return states, errors
 
     def restore(
-        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
     ) -> tuple[Arrays, dict[int, str]]:
         """Continue episodes from states of :meth:`save`.
 
@@ -202,11 +202,11 @@ class SyncVectorEnv:
             Their last observations, ``[n, ...]``; and, by row, the tracebacks of those that raise
             again. If there are any, no observations are returned.
         """
-        self._ensure_envs(numbers)
+        self._ensure_envs(env_ids)
         errors = dict[int, str]()
-        for row, (number, state) in enumerate(zip(numbers, states)):  # noqa: B905 - Python 3.9
+        for row, (env_id, state) in enumerate(zip(env_ids, states)):  # noqa: B905 - Python 3.9
             try:
-                self._restore_one(number, unpack_arrays(state))
+                self._restore_one(env_id, unpack_arrays(state))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -214,10 +214,10 @@ class SyncVectorEnv:
         return (
             {}
             if errors
-            else stack_observations([self._last_observations[number] for number in numbers])
+            else stack_observations([self._last_observations[env_id] for env_id in env_ids])
         ), errors
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act in environments. Vectors are clipped to the space; choices are counted from its
         start.
 
@@ -239,18 +239,18 @@ class SyncVectorEnv:
         Raises:
             InvalidEnvConfig: an action is not in the space.
         """
-        space = self._envs[numbers[0]].action_space
+        space = self._envs[env_ids[0]].action_space
         step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
-        came, rows, errors = [], list[Arrays](), dict[int, str]()
-        for row, (number, chosen) in enumerate(zip(numbers, actions)):  # noqa: B905 - Python 3.9
-            if number in self._failed_resets:
-                errors[row] = self._failed_resets.pop(number)
-                came.append((0.0, 1, *LOST_EPISODE_FLAGS))
-                rows.append(self._last_observations[number])
+        step_results, rows, errors = [], list[Arrays](), dict[int, str]()
+        for row, (env_id, chosen) in enumerate(zip(env_ids, actions)):  # noqa: B905 - Python 3.9
+            if env_id in self._failed_resets:
+                errors[row] = self._failed_resets.pop(env_id)
+                step_results.append((0.0, 1, *LOST_EPISODE_FLAGS))
+                rows.append(self._last_observations[env_id])
                 continue
-            env, reward, executed, solved = self._envs[number], 0.0, 0, False
+            env, reward, executed, solved = self._envs[env_id], 0.0, 0, False
             try:
                 for place, action in enumerate([chosen] if single else chosen):
                     executed += 1
@@ -266,26 +266,28 @@ class SyncVectorEnv:
                     terminated = terminated and not self._endless
                     if terminated or truncated:
                         break
-                observations = self._read(number, observation)
-                came.append((reward, executed, terminated, truncated, success, solved))
+                observations = self._read(env_id, observation)
+                step_results.append((reward, executed, terminated, truncated, success, solved))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
                 errors[row], observations = (
                     format_error(error, self._own),
-                    self._last_observations[number],
+                    self._last_observations[env_id],
                 )
-                came.append((reward, executed, *LOST_EPISODE_FLAGS))
-                self._recreate(number)
+                step_results.append((reward, executed, *LOST_EPISODE_FLAGS))
+                self._recreate(env_id)
             rows.append(observations)
         shown = stack_observations(rows)
         for row, why in find_non_finite(shown).items():
-            errors[row], rows[row] = why, self._last_observations[numbers[row]]
-            came[row] = (*came[row][:2], *LOST_EPISODE_FLAGS)
-            self._recreate(numbers[row])
+            errors[row], rows[row] = why, self._last_observations[env_ids[row]]
+            step_results[row] = (*step_results[row][:2], *LOST_EPISODE_FLAGS)
+            self._recreate(env_ids[row])
             shown = stack_observations(rows)
-        self._last_observations.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
-        results = np.array(came, np.float64).reshape(len(came), 2 + len(STEP_FLAGS)).T
+        self._last_observations.update(zip(env_ids, rows))  # noqa: B905 - Python 3.9
+        results = (
+            np.array(step_results, np.float64).reshape(len(step_results), 2 + len(STEP_FLAGS)).T
+        )
         columns: Arrays = {
             "reward": results[0],
             "executed": results[1].astype(np.int32),
@@ -329,53 +331,53 @@ class SyncVectorEnv:
                 break
         return stack_observations(rows)
 
-    def _ensure_envs(self, numbers: Sequence[int]) -> None:
-        while len(self._envs) <= max(numbers, default=-1):
+    def _ensure_envs(self, env_ids: Sequence[int]) -> None:
+        while len(self._envs) <= max(env_ids, default=-1):
             self._envs.append(self._make())
 
-    def _reset_one(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
-        env = self._envs[number]
+    def _reset_one(self, env_id: int, seed: int, start: int | None, turn: int | None) -> None:
+        env = self._envs[env_id]
         if hasattr(env, "tasks"):
             where = {"start": start, "turn": turn}
         else:
             there = getattr(env, "starts", 0)
             where = {"start": start % there} if start is not None and there else {}
         observation = env.reset(seed=seed, **where)[0]
-        self._readers[number] = ObservationReader(env)
-        observations = self._read(number, observation)
+        self._readers[env_id] = ObservationReader(env)
+        observations = self._read(env_id, observation)
         for error in find_non_finite(stack_observations([observations])).values():
             raise ValueError(error)
-        self._last_observations[number] = observations
+        self._last_observations[env_id] = observations
 
-    def _retry_reset(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
+    def _retry_reset(self, env_id: int, seed: int, start: int | None, turn: int | None) -> bool:
         try:
-            self._reset_one(number, seed, start, turn)
+            self._reset_one(env_id, seed, start, turn)
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
-            self._failed_resets[number] = format_error(error, self._own)
+            self._failed_resets[env_id] = format_error(error, self._own)
             return False
         return True
 
-    def _restore_one(self, number: int, state: Arrays) -> None:
+    def _restore_one(self, env_id: int, state: Arrays) -> None:
         try:
-            self._envs[number].restore(state)
+            self._envs[env_id].restore(state)
         except Exception:  # a simulator may raise anything
-            self._recreate(number)
-            self._envs[number].restore(state)
-        self._readers[number], observations = (
-            ObservationReader(self._envs[number]),
+            self._recreate(env_id)
+            self._envs[env_id].restore(state)
+        self._readers[env_id], observations = (
+            ObservationReader(self._envs[env_id]),
             unprefix_observations(state),
         )
         self._templates = self._templates or {
             name: np.empty_like(array) for name, array in observations.items()
         }
-        self._last_observations[number] = observations
+        self._last_observations[env_id] = observations
 
-    def _read(self, number: int, observation: Any) -> Arrays:
+    def _read(self, env_id: int, observation: Any) -> Arrays:
         """Return an observation; raise ValueError if its shape or type differs from the first
         one."""
-        observations = self._readers[number].read(observation)
+        observations = self._readers[env_id].read(observation)
         if not self._templates:
             check_all_used(observations)
             self._templates = {name: np.empty_like(array) for name, array in observations.items()}
@@ -385,11 +387,11 @@ class SyncVectorEnv:
                 raise ValueError(f"observation {name!r}, {array.dtype} {array.shape}, is new")
         return observations
 
-    def _recreate(self, number: int) -> None:
+    def _recreate(self, env_id: int) -> None:
         """Replace an environment that failed."""
         with contextlib.suppress(Exception):
-            self._envs[number].close()
-        self._envs[number] = self._make()
+            self._envs[env_id].close()
+        self._envs[env_id] = self._make()
 
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of an environment as plain values."""
@@ -431,7 +433,7 @@ class BatchedVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
@@ -446,8 +448,8 @@ class BatchedVectorEnv:
         """
         if self._failed:
             raise ProcessRestartRequired(self._failed)
-        wanted = max(*numbers, self.min_envs - 1, -1) + 1
-        if self._count and wanted > self._count and min(numbers):
+        wanted = max(*env_ids, self.min_envs - 1, -1) + 1
+        if self._count and wanted > self._count and min(env_ids):
             raise InvalidEnvConfig(
                 "task.double_buffer: this simulator steps all environments together; "
                 "set it to false"
@@ -457,13 +459,13 @@ class BatchedVectorEnv:
             wanted = max(wanted, self._count)
             self._env = self._create(wanted)
             self._count = self._env.count
-        observations = self._reset_envs(numbers, seeds)
+        observations = self._reset_envs(env_ids, seeds)
         if bad := list(find_non_finite(observations)):
-            again = self._reset_envs([numbers[row] for row in bad], [seeds[row] for row in bad])
+            again = self._reset_envs([env_ids[row] for row in bad], [seeds[row] for row in bad])
             for name, column in again.items():
                 observations[name][bad] = column
         for row, error in find_non_finite(observations).items():
-            self._failed_resets[numbers[row]] = f"{error} after two resets"
+            self._failed_resets[env_ids[row]] = f"{error} after two resets"
             for column in observations.values():
                 column[row] = 0
         check_all_used(observations)
@@ -481,13 +483,13 @@ class BatchedVectorEnv:
                 self._last_observations[name] = np.zeros(
                     (self._count, *column.shape[1:]), column.dtype
                 )
-            self._last_observations[name][list(numbers)] = column
+            self._last_observations[name][list(env_ids)] = column
         return observations
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
         environment returns values that are not finite, or could not begin, its episode ends."""
-        rows, space = list(numbers), self._env.action_space
+        rows, space = list(env_ids), self._env.action_space
         if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
             raise InvalidEnvConfig(
                 "task.simulator: this simulator steps all environments together, so it accepts "
@@ -509,9 +511,9 @@ class BatchedVectorEnv:
             ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
             ends[3] = ends[2]
             errors = find_non_finite(shown)
-            for row, number in enumerate(rows):
-                if number in self._failed_resets:
-                    errors[row] = self._failed_resets.pop(number)
+            for row, env_id in enumerate(rows):
+                if env_id in self._failed_resets:
+                    errors[row] = self._failed_resets.pop(env_id)
             for row in np.flatnonzero(~np.isfinite(reward)).tolist():
                 errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
             fit = [row for row in range(len(rows)) if row not in errors]
@@ -528,9 +530,9 @@ class BatchedVectorEnv:
             **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
         }, errors
 
-    def _reset_envs(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
+    def _reset_envs(self, env_ids: Sequence[int], seeds: Sequence[int]) -> Arrays:
         try:
-            return self._shown(self._env.reset(list(numbers), list(seeds)))
+            return self._shown(self._env.reset(list(env_ids), list(seeds)))
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
@@ -548,12 +550,12 @@ class BatchedVectorEnv:
         """Raise InvalidEnvConfig: there is no expert."""
         raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         """Raise InvalidEnvConfig: the state cannot be saved."""
         raise InvalidEnvConfig(NO_STATE_MESSAGE)
 
     def restore(
-        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
     ) -> tuple[Arrays, dict[int, str]]:
         """Raise InvalidEnvConfig: the state cannot be restored."""
         raise InvalidEnvConfig(NO_STATE_MESSAGE)
@@ -594,8 +596,8 @@ def serve(link: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> 
     while True:
         order, arrays = link.receive()
         if order["do"] == "step":
-            came, errors = envs.step(order["envs"], arrays["action"])
-            link.send({"errors": list(errors.items())}, came)
+            results, errors = envs.step(order["envs"], arrays["action"])
+            link.send({"errors": list(errors.items())}, results)
         elif order["do"] == "reset":
             if isinstance(envs, BatchedVectorEnv):
                 envs.min_envs = order["least"]
@@ -630,9 +632,9 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         options: ``shown``, the fields of :class:`ObservationSelection`, ``endless`` and ``own`` (of
             :class:`SyncVectorEnv`), as JSON.
     """
-    for number in IGNORED_SIGNALS:
+    for signal_number in IGNORED_SIGNALS:
         # Sent to a whole job: the stage may still want to finish what it does.
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     link = SimulatorConnection(socket.socket(fileno=end), own, other)
     envs: SyncVectorEnv | BatchedVectorEnv | None = None
     factory_arguments, parsed_options = json.loads(values), json.loads(options)
