@@ -165,10 +165,9 @@ def run_episodes(
         if trajectories.truncated_observations and request.split == "train":
             who, at, observations = trajectories.all_truncations()
             reply = yield _request(request, samples[who], observations, 0, temperature=0.0)
-            # Of values of each action of a chunk the first: what follows the state after the cut.
-            trajectories.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[
-                :, 0
-            ]
+            # Of a chunk's values the first one follows the state after the truncation.
+            values = reply.steps["value"].reshape(len(who), -1)[:, 0]
+            trajectories.columns["bootstrap"][who, at] = values
     return trajectories.records(version)
 
 
