@@ -5,9 +5,9 @@ with the lowest position has the device slot, and keeps it while it waits for an
 always comes from a lower position, here or in another pool, so some stage of the run can proceed.
 
 A stage that starts late with a lower position, such as a new attempt, gets the slot when the
-present stage finishes its chunk or waits. Two stages never compute at once, because they share engines and
-trainers. Positions depend on no measurement, so all ranks of a pool schedule the same order, as
-collectives require. Work without a position runs while all stages wait for inputs.
+present stage finishes its chunk or waits. Two stages never compute at once, because they share
+engines and trainers. Positions depend on no measurement, so all ranks of a pool schedule the same
+order, as collectives require. Work without a position runs while all stages wait for inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluate: the score of one version of the weights on held-out starts."""
+"""Evaluate: score one version of the weights on held-out starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_videos(
     max_samples: int,
     fps: int,
 ) -> int:
-    """Write those of the first samples; returns how many files there are.
+    """Write videos of the first samples; return the number of files.
 
     Args:
         columns: pictures, uint8 ``[T, H, W, 3]``, of a camera each.
@@ -49,13 +49,13 @@ def write_videos(
 
 
 def drop_columns(trajectory: Record, columns: Sequence[str]) -> Record:
-    """A trajectory that leaves out some of its columns of steps."""
+    """Return the trajectory without some of its step columns."""
     steps = {name: column for name, column in trajectory.steps.items() if name not in columns}
     return Record(trajectory.identity, steps, trajectory.context, trajectory.info)
 
 
 EVAL_SEED = 0
-"""Of held-out starts, whatever that of the run."""
+"""The seed of held-out starts, independent of the run's seed."""
 
 
 def run(ctx: StageContext) -> None:
@@ -110,19 +110,19 @@ def run(ctx: StageContext) -> None:
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """The policy under input ``weights``."""
+    """Return the engine with input ``weights``, set up for held-out starts."""
     return eval_policy_runner(get_engine(ctx, "weights", ctx.iteration))
 
 
 def eval_policy_runner(engine: Engine) -> PolicyRunner:
-    """An engine as it is asked for held-out starts."""
+    """Return the engine with the seed and stage name of evaluations."""
     return PolicyRunner(engine, EVAL_SEED, EVALUATE)
 
 
 def scores_by_task(
     trajectories: Sequence[Record], scores: Sequence[float]
 ) -> dict[str, list[float]]:
-    """The scores that there are, where trajectories say of which task they are."""
+    """Return the scores by task name, for trajectories that have one."""
     by_name: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):
         if "task" in trajectory.info and not np.isnan(score):
@@ -139,7 +139,7 @@ def run_eval_episodes(
     *,
     num_videos: int = 0,
 ) -> tuple[list[Record], list[float]]:
-    """Trajectories and scores of held-out starts; always the same ones, whatever the seed.
+    """Run the held-out episodes; return their trajectories and scores.
 
     Args:
         policy: see :func:`stages.rollout_loop.rollout_iter`.

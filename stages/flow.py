@@ -1,8 +1,8 @@
-"""Flows: the stages of an iteration, what each takes, and what each needs. The one table of stages.
+"""Flows: the stages of an iteration, their inputs and their requirements.
 
-Everything else that has to know a stage (its identity, plans, pools, planner, retention, report)
-asks here. What an author of an algorithm writes: a :class:`Flow`, and a program for each stage that
-the package does not have.
+This is the only table of stages. Identities, plans, pools, the planner, retention and the report
+read it. The author of a new algorithm writes a :class:`Flow`, and a module for each stage that the
+package does not have.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rlinf.registry import Registry
 EVALUATE = "evaluate"
 WEIGHTS = "weights"
 POLICY_SUFFIX = ".generate"
-"""Ends the name of the part of a stage that has the policy."""
+"""Suffix of a stage name in plans, for the part of the stage that runs the policy."""
 
 
 @dataclass(frozen=True)
 class InputSource:
-    """Where an input comes from: a stage of the same iteration, or of one before."""
+    """The source of an input: a stage of the same iteration or of an earlier one."""
 
     stage: str
     lag: int = 0
     initial: str | None = None
-    """The offline stage that stands in before the first iteration; None: the input is left out."""
+    """The offline stage used before the first iteration; None: the input is absent then."""
     history: int = 1
     """So many outputs in a row, the newest first: ``NAME``, then ``NAME.1`` of the iteration before
     it, ``NAME.2``, ... Retention keeps them."""
@@ -40,25 +40,25 @@ class InputSource:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage takes, what its output depends on, and what it needs."""
+    """The inputs, the configuration and the requirements of a stage."""
 
     inputs: Mapping[str, InputSource] = field(default_factory=dict)
     config_sections: tuple[str, ...] = ()
-    """Sections of the configuration that change its output; part of its identity."""
+    """The configuration sections that its output depends on; part of its identity."""
     output_stream: str | None = None
-    """The channel of the records it makes, which can be sent while they are made."""
+    """The channel of its output records, which are streamed while it runs."""
     holds: Literal["engine", "trainer"] | None = None
     uses_device: bool = True
     """Computes with the model, on a GPU where there are some, in several processes at will. Else it
     is the work of one process without a GPU, where it is a job of its own."""
     single_process: bool = False
-    """One process does its work, in a pool too, unless the plan gives the stage itself more."""
+    """Whether one process computes it, in a pool too, unless the plan gives the stage more."""
     elastic: bool = False
-    """Its workers may come and go: they keep nothing but weights."""
+    """Whether its workers may join and leave, because they keep nothing but weights."""
     colocate_with: str | None = None
-    """The stage with which it runs where a plan does not name it; None: pools have to."""
+    """The stage with which it runs if the plan does not name it; None: pools must name it."""
     module: str = ""
-    """Module whose ``run(context)`` it is; by default ``stages.NAME``."""
+    """The module with its ``run(context)``; by default ``stages.NAME``."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,26 @@ class Flow:
     """The stages of one iteration in an order that respects their inputs."""
 
     stages: Mapping[str, StageSpec]
-    """The last one publishes the weights of the next version."""
+    """The stages by name; the last one publishes the next version of the weights."""
     offline: Mapping[str, StageSpec] = field(default_factory=dict)
-    """Before the first iteration."""
+    """The stages that run once, before the first iteration."""
     evaluate: StageSpec = field(default_factory=StageSpec)
-    """Of a version of the weights, beside the iterations."""
+    """The evaluation of one version of the weights, outside the iterations."""
     requires: frozenset[str] = frozenset()
-    """What parts must offer; see :mod:`rlinf.capabilities`."""
+    """Capabilities that components must provide; see :mod:`rlinf.capabilities`."""
     provides: frozenset[str] = frozenset()
-    """What parts may need."""
+    """Capabilities that components may require."""
     separate_policy: Mapping[str, StageSpec] = field(default_factory=dict)
     """Parts of stages that a plan places for themselves; see :meth:`with_separate_policy`."""
 
     @cached_property
     def all_stages(self) -> dict[str, StageSpec]:
-        """All stages by name, and what is placed as if it were one."""
+        """All stages by name, including a separately placed policy."""
         return {**self.offline, **self.stages, EVALUATE: self.evaluate, **self.separate_policy}
 
     @cached_property
     def publish_stage(self) -> str:
-        """The stage that publishes weights."""
+        """The stage that publishes the weights."""
         return list(self.stages)[-1]
 
     @cached_property
@@ -95,17 +95,17 @@ class Flow:
 
     @cached_property
     def elastic_stage(self) -> str | None:
-        """The stage of an iteration whose workers may come and go."""
+        """The stage of an iteration whose workers may join and leave."""
         return next((name for name, stage in self.stages.items() if stage.elastic), None)
 
     @cached_property
     def rollout_stage(self) -> str | None:
-        """The stage of an iteration that has the policy act, whose workers come and go or stay."""
+        """The stage of an iteration that runs the engine."""
         return next((name for name, s in self.stages.items() if s.holds == "engine"), None)
 
     @cached_property
     def policy_stage(self) -> str | None:
-        """What plans call the part of that stage that has the policy; the rest are simulators."""
+        """The name in plans of the rollout stage's policy; the rest of the stage is simulators."""
         return None if self.rollout_stage is None else self.rollout_stage + POLICY_SUFFIX
 
     def with_separate_policy(self) -> Flow:
@@ -118,29 +118,29 @@ class Flow:
 
     @cached_property
     def train_stage(self) -> str:
-        """The stage of whose state the published weights are."""
+        """The stage whose checkpoint the published weights come from."""
         sources = (source.stage for source in self.stages[self.publish_stage].inputs.values())
         return next((name for name in sources if name in self.stages), self.publish_stage)
 
     def producer_of(self, channel: str) -> str | None:
-        """The stage of an iteration that makes the records of a channel; of several the last."""
+        """Return the last stage of an iteration that writes a channel."""
         makers = [name for name, stage in self.stages.items() if stage.output_stream == channel]
         return makers[-1] if makers else None
 
     @cached_property
     def stream_channels(self) -> frozenset[str]:
-        """Inputs that are records, by the name of their channel."""
+        """The channels whose records are streamed."""
         return frozenset(
             stage.output_stream for stage in self.stages.values() if stage.output_stream
         )
 
     def retained_outputs(self, stage: str) -> int:
-        """How many of its newest outputs other stages take."""
+        """Return how many newest outputs of a stage other stages read."""
         sources = (source for other in self.all_stages.values() for source in other.inputs.values())
         return max((s.lag + s.history for s in sources if s.stage == stage), default=0)
 
     def module_of(self, stage: str) -> str:
-        """The module of a stage."""
+        """Return the module name of a stage."""
         return self.all_stages[stage].module or f"stages.{stage}"
 
     def device_dependencies(self) -> dict[str, tuple[str, ...]]:
@@ -353,12 +353,12 @@ def with_carried_episodes(flow: str) -> Flow:
 
 
 def carries_over_episodes(config: RunConfig) -> bool:
-    """Whether episodes go on over iterations (``task.carry_over_episodes``)."""
+    """Return whether episodes continue across iterations (``task.carry_over_episodes``)."""
     return (config.task.model_extra or {}).get("carry_over_episodes") is True
 
 
 def get_flow(name: str) -> Flow:
-    """A flow by its name in the configuration, or by ``module:variable``.
+    """Return a flow by its registered name or by ``module:variable``.
 
     Raises:
         ConfigError: there is none.
@@ -368,7 +368,7 @@ def get_flow(name: str) -> Flow:
 
 
 def flow_of(config: RunConfig) -> Flow:
-    """The flow of a configuration.
+    """Return the flow of a configuration.
 
     Raises:
         ConfigError: there is no such flow.

@@ -1,4 +1,4 @@
-"""The processes of one attempt: what each tells the others, and how long these wait for it.
+"""Heartbeats and reports between the ranks of one attempt.
 
 They share the attempt's data folder. Beside it, in ``data-<attempt>.ranks``, each has a file that
 it touches every few seconds from its order to its end, and at last its report. A process that waits
@@ -39,7 +39,7 @@ _OWNER = re.compile(r"(?:.+-r|rank-)(\d+)-(?:p|of-)\d+\..+")
 
 
 class AttemptRanks:
-    """See the module. One process alone has no such files.
+    """The heartbeats and reports of one attempt; a single process writes none.
 
     Args:
         data: folder of the attempt.
@@ -51,7 +51,7 @@ class AttemptRanks:
 
     @contextlib.contextmanager
     def attempt_scope(self) -> Iterator[None]:
-        """Give signs of life meanwhile. An attempt that fails leaves nothing.
+        """Send heartbeats inside this scope; a failed attempt removes its files.
 
         Rank 0 commits, so it alone knows that the files are nobody's; while another rank lives that
         may still write some, they are left to the next attempt, which removes them.
@@ -93,7 +93,7 @@ class AttemptRanks:
                 sign.unlink()
 
     def write_report(self, **content: Any) -> None:
-        """Tell rank 0 that this process has written all it has to: values that JSON has."""
+        """Report to rank 0 that this rank has written all its files; values must be JSON."""
         rank = self._world.rank
         files = {}
         for path in self.data.rglob("*") if rank else ():
@@ -108,12 +108,12 @@ class AttemptRanks:
         unread.replace(report)
 
     def wait_for_reports(self) -> list[dict[str, Any]]:
-        """What all ranks told, in their order; waits for it.
+        """Wait for the reports of all ranks; return them in rank order.
 
         ``files`` of each is what it says of files of its own, by their names below the data folder.
 
         Raises:
-            StageError: one gives no sign of life.
+            StageError: a rank sends no heartbeat.
         """
         result = [
             self._wait(rank, lambda rank=rank: self._read_report(rank))  # type: ignore[misc]
@@ -124,10 +124,10 @@ class AttemptRanks:
         return result
 
     def wait_for_commit(self, out: Path, key: str) -> Manifest:
-        """What rank 0 committed; waits for it.
+        """Wait for the commit of rank 0; return its manifest.
 
         Raises:
-            StageError: rank 0 gives no sign of life.
+            StageError: rank 0 sends no heartbeat.
         """
 
         def there() -> Manifest | None:
@@ -147,7 +147,7 @@ class AttemptRanks:
         return self.folder / str(rank)
 
     def _changed(self, rank: int) -> int | None:
-        """When a rank gave its last sign, by the filesystem's clock; None: there is none."""
+        """Return the time of a rank's last heartbeat by the filesystem's clock; None: none."""
         try:
             return self._sign(rank).stat().st_mtime_ns
         except OSError:
@@ -172,7 +172,7 @@ class AttemptRanks:
 def reduce_metric(
     values: Sequence[MetricValue], means: Sequence[MetricValue] = ()
 ) -> tuple[float, float]:
-    """Value and weight of a metric that several ranks recorded; see :meth:`Context.metric`.
+    """Reduce a metric of several ranks; see :meth:`StageContext.log_metric`.
 
     Args:
         means: what the same ranks recorded as ``mean``.
@@ -195,7 +195,7 @@ def reduce_metric(
 def reduce_metrics(
     rank_metrics: Sequence[Mapping[str, MetricValue]],
 ) -> dict[str, tuple[float, float, MetricReduction]]:
-    """The metrics of all ranks as one of each name."""
+    """Reduce the metrics of all ranks by name."""
     names = sorted({name for metrics in rank_metrics for name in metrics})
     parts = {name: [m[name] for m in rank_metrics if name in m] for name in names}
     return {name: (*reduce_metric(parts[name], parts.get("mean", ())), "mean") for name in names}

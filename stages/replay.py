@@ -60,9 +60,9 @@ def run(ctx: StageContext) -> None:
                     ctx.iteration, by_people
                 )
             )
-            ctx.log_metric("helped", appended[-1].stop)
+            ctx.log_metric("interventions", appended[-1].stop)
     ctx.log_metric("added", len(rows))
-    ctx.log_metric("held", min(added.stop, buffer.capacity))
+    ctx.log_metric("size", min(added.stop, buffer.capacity))
     ctx.log_metric("total", added.stop)
     for name in ("terminated", "truncated"):
         ctx.log_metric(name, float(rows[name].sum()))

@@ -1,4 +1,4 @@
-"""The retention policy: which outputs of a run stay on disk, and where its best weights are."""
+"""The retention policy: which outputs of a run stay on disk, and which weights are best."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stages.flow import EVALUATE, Flow, flow_of
 from stages.layout import offline_folder, stage_folder
 
 SEARCH_WINDOW = 50
-"""Iterations before the oldest ones kept that are searched for outputs to remove."""
+"""How many iterations before the oldest retained one are searched for outputs to remove."""
 
 
 class RetentionPolicy:
-    """The policy of a run at the time when an iteration is about to be published."""
+    """The retention policy of a run while an iteration is being published."""
 
     def __init__(self, config: RunConfig, run: Path, iteration: int) -> None:
         """
@@ -41,7 +41,7 @@ class RetentionPolicy:
         self._best = best_versions(self._scores, self._policy.keep_best)
 
     def should_keep(self, stage: str, iteration: int) -> bool:
-        """Whether the output of a stage of an earlier iteration stays.
+        """Return whether the output of a stage of an earlier iteration stays on disk.
 
         Weights also stay while their evaluation is still to come, and while they are among the
         best by held-out score.
@@ -57,7 +57,7 @@ class RetentionPolicy:
         return stage == self._flow.publish_stage and version in self._best
 
     def expired_outputs(self) -> list[Path]:
-        """Output folders whose data is removed now."""
+        """Return the output folders whose data is removed now."""
         window = range(max(0, self._iteration - self._reach), self._iteration)
         # Weights that were the best until now may be older than that.
         scored = {version - 1 for version in self._scores if 0 < version <= self._iteration}
@@ -84,7 +84,7 @@ class BestWeights:
 
 
 def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
-    """The best weights of a run; None before any version was evaluated."""
+    """Return the best weights of a run; None before the first evaluation."""
     flow = flow_of(config)
     scores = evaluation_scores(flow, run)
     for version in best_versions(scores, 1):
@@ -95,13 +95,13 @@ def best_weights(config: RunConfig, run: Path) -> BestWeights | None:
 
 
 def best_versions(scores: Mapping[int, float | None], count: int) -> list[int]:
-    """The versions with the ``count`` highest scores, best first; of equal ones the earliest."""
+    """Return the versions with the ``count`` highest scores, best first; earlier wins a tie."""
     scored = [(-score, version) for version, score in scores.items() if score is not None]
     return [version for _, version in sorted(scored)[:count]]
 
 
 def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
-    """The held-out score of each version that was evaluated, ascending by version.
+    """Return the held-out score of each evaluated version, ascending by version.
 
     An evaluation of weights that were replaced since does not count. The score is None where an
     evaluation of the user's own has none.
@@ -123,7 +123,7 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
 
 
 def weights_folder(flow: Flow, run: Path, version: int) -> Path:
-    """Output folder that holds a version of the weights: 0 before the first iteration."""
+    """Return the output folder with a version of the weights; 0: before the first iteration."""
     if not version:
         return offline_folder(run, flow.initial_stage)
     return stage_folder(run, flow.publish_stage, version - 1)
@@ -146,7 +146,7 @@ def _committed(out: Path) -> _Commit | None:
 
 @lru_cache(maxsize=1 << 15)
 def _read(out: Path, mark: tuple[int, ...]) -> _Commit | None:
-    """What is needed of a manifest. It is read once, because all of them are asked for often."""
+    """Read the fields of a manifest that retention needs; cached, because it is called often."""
     try:
         manifest = read_manifest(out)
     except ArtifactError:

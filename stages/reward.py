@@ -1,4 +1,4 @@
-"""Reward: judge the trajectories, place rewards on their steps, say which of them count."""
+"""Reward: score trajectories, assign rewards to steps, and select the trainable samples."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from stages.factory import WEIGHTS, create_algorithm, get_environment, get_rewar
 
 
 class RewardBatch(NamedTuple):
-    """What is said of ``N`` trajectories."""
+    """The rewards of ``N`` trajectories."""
 
     task_scores: list[float]
-    """The task's, where the reward needs them."""
+    """The task's scores, if the reward needs them."""
     step_rewards: list[dict[str, np.ndarray]]
-    """Of the steps of each: ``rewards``, where they are chunks ``action_rewards`` ``[T, C]`` too,
-    and :data:`ENDS` where it says so."""
+    """Step columns of each: ``rewards`` ``[T]``; for action chunks also ``action_rewards``
+    ``[T, C]``; :data:`EPISODE_ENDS` if the reward ends episodes."""
     reward_sums: np.ndarray
-    """``[N]`` their sums."""
+    """``[N]``: sum of the rewards of each trajectory."""
     group_ids: np.ndarray
-    """``[N]``."""
+    """``[N]``: group of each trajectory."""
     trainable: np.ndarray
-    """Bool ``[N]``: which take part in the update."""
+    """Bool ``[N]``: whether it takes part in the update."""
     failures: list[str]
-    """Why each was not judged; empty: it was."""
+    """Why each has no reward; empty: it has one."""
     valid: np.ndarray
-    """Bool ``[N]``: all but those that were left out because they could not be judged, or because
-    none of their steps counts."""
+    """Bool ``[N]``: whether it has a reward and at least one step under the loss mask."""
 
 
 def compute_rewards(
@@ -47,7 +46,7 @@ def compute_rewards(
     trajectories: Sequence[Record],
     failure_counts: Counter[str],
 ) -> RewardBatch:
-    """Judge whole groups.
+    """Compute the rewards of complete groups.
 
     Args:
         environment: None: the reward needs no scores of the task.

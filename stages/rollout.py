@@ -1,4 +1,4 @@
-"""Rollout: the current policy acts, G samples per start; trajectories come out."""
+"""Rollout: generate ``group_size`` trajectories per start with the current policy."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from stages.rollout_loop import PolicyRunner, rollout_iter
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs ``weights`` and, where episodes go on, ``open``, what the iteration before left open;
-    output channels ``trajectories`` and ``open``."""
+    """Generate the trajectories of an iteration.
+
+    Inputs: ``weights``, and ``open`` (unfinished episodes of the iteration before) if
+    ``task.carry_over_episodes`` is set. Output channels: ``trajectories`` and ``open``.
+    """
     emit_trajectories(ctx, partial(generate_trajectories, open_episodes=load_open_episodes(ctx)))
 
 
 def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
-    """The episodes of this process's samples that the iteration before left open; None: none go on.
+    """Load the open episodes of this process's samples. None: episodes are not carried over.
 
     Raises:
         ArtifactError: the input is damaged.
@@ -52,7 +55,7 @@ def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
 def emit_trajectories(
     ctx: StageContext, generate: Callable[[StageContext, Sequence[int]], Iterable[Record]]
 ) -> None:
-    """Hand on the trajectories of this process's starts, part by part of the batch."""
+    """Generate and emit the trajectories of this process's starts, chunk by chunk."""
     settings = ctx.config.rollout
     mine = ctx.world.shard(settings.batch_size)
 
@@ -66,7 +69,7 @@ def emit_trajectories(
 
 
 def receive_trajectories(ctx: StageContext) -> None:
-    """The same, of trajectories that generators elsewhere collect and send here.
+    """Emit the trajectories that rollout workers generate and send here.
 
     What came twice was dropped on arrival, so all who read the channel see the same ones.
 
@@ -88,13 +91,13 @@ def generate_trajectories(
     num_starts: int | None = None,
     open_episodes: Mapping[int, Record] | None = None,
 ) -> Iterator[Record]:
-    """Trajectories of some starts of the batch, as they are complete.
+    """Yield the trajectories of some starts of the batch as they are completed.
 
     Args:
         batch: so many starts an iteration may draw; None: those of the batch.
         begun: go on with these samples only.
         should_abort: see :class:`rlinf.engines.base.RolloutHooks`.
-        left: see :attr:`rlinf.envs.base.RolloutRequest.open_episodes`.
+        open_episodes: see :attr:`rlinf.envs.base.RolloutRequest.open_episodes`.
     """
     settings = ctx.config.rollout
     environment = primary_rank_environment(ctx)
@@ -125,7 +128,7 @@ def generate_trajectories(
 
 
 def policy_runner(ctx: StageContext) -> PolicyRunner:
-    """The policy under input ``weights``, or the newest that are to be followed."""
+    """Return the engine with input ``weights``, or with newer ones for in-flight updates."""
     settings = ctx.config.rollout
     follows = settings.in_flight_updates
     version = max(0, ctx.iteration - settings.staleness)
@@ -135,7 +138,7 @@ def policy_runner(ctx: StageContext) -> PolicyRunner:
 
 
 def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int) -> None:
-    """Put trajectories into the output channel and say what they are like.
+    """Write trajectories to the output channel and record their metrics.
 
     Lengths, steps and lags are of the steps that count.
     """

@@ -1,4 +1,4 @@
-"""Collecting experience: simulate and generate joined by an observation and an action channel."""
+"""The rollout loop: environment and engine, joined by an observation and an action channel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from stages.context import StageContext
 
 @dataclass(frozen=True)
 class PolicyRunner:
-    """The part of a stage that has the policy: its engine with the weights to act by, and how it is
-    asked."""
+    """An engine with the policy's weights, and the arguments of its ``generate``."""
 
     engine: Engine
     seed: int
@@ -31,7 +30,7 @@ def rollout_iter(
     episodes: RolloutRequest,
     policy: PolicyRunner | None,
 ) -> Generator[Record]:
-    """Trajectories of ``episodes``, each as soon as it is complete.
+    """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     Args:
         acting: None: the policy is in other workers, which are asked.
@@ -49,7 +48,7 @@ def rollout_iter(
 
 
 class _Unread(Exception):
-    """Nobody takes the trajectories any more."""
+    """The caller has closed the iterator of trajectories."""
 
 
 def local_rollout_iter(
@@ -60,10 +59,10 @@ def local_rollout_iter(
     hooks: RolloutHooks = NO_HOOKS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Record]:
-    """Trajectories of ``episodes``, each as soon as it is complete.
+    """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     The engine answers in a thread of its own. An error on either side ends both and is raised here.
-    Where they are not taken to the end, the samples under way are left as they are.
+    If the iterator is closed early, unfinished samples are discarded.
 
     Args:
         stopping: whether the allocation is about to end; asked at every step of the engine.

@@ -1,4 +1,4 @@
-"""Train: the algorithm's update, on the samples of one iteration."""
+"""Train: run the algorithm's update on the samples of one iteration."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from stages.factory import (
 from stages.replay import INTERVENTIONS_FOLDER, REPLAY_FOLDER, open_replay_buffer
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
-"""Inputs that a sample is made of; a flow may have the first alone."""
+"""The inputs of a training sample by field; a flow may have only the first."""
 
 
 def run(ctx: StageContext) -> None:
-    """Inputs of :data:`CHANNELS`, ``initial``, ``checkpoint``.
+    """Inputs of :data:`SAMPLE_CHANNELS`, ``initial``, ``checkpoint``.
 
     Output: folder ``checkpoint`` (weights and optimizer), for any number of processes.
     """
@@ -57,7 +57,7 @@ def run(ctx: StageContext) -> None:
 
 
 class StageLearner(Learner):
-    """The trainer of a stage, which shares device and process with other parts."""
+    """A learner that reads a stage's inputs and shares its device with other components."""
 
     def __init__(self, ctx: StageContext, trainer: Trainer) -> None:
         config, settings = ctx.config, ctx.config.optimizer
@@ -78,7 +78,7 @@ class StageLearner(Learner):
         self.log_metric("lr", settings.learning_rate(ctx.iteration, span))
 
     def sample_chunks(self) -> Iterator[list[TrainingSample]]:
-        """The samples of the iteration, as they arrive; says how many are kept."""
+        """Yield the samples of the iteration as they arrive; record the number included."""
         kept = 0
         for samples in self._ctx.chunks():
             part = self._joined(samples)
@@ -150,8 +150,8 @@ LOGPROB_GAP_LIMIT, HALF_PRECISION_LOGPROB_GAP_LIMIT = 0.02, 0.2
 
 
 def logprob_gap_limit(config: RunConfig) -> float:
-    """Largest mean difference of log-probabilities between engine and trainer, nats; where the
-    algorithm's ``max_logprob_diff`` does not say it."""
+    """Return the default of the algorithm's ``max_logprob_diff``, in nats: the largest allowed mean
+    difference of log-probabilities between engine and trainer."""
     parts = (config.model, config.engine, config.trainer)
     names = [
         (part.model_extra or {}).get(key) for part in parts for key in ("dtype", "param_dtype")

@@ -1,9 +1,9 @@
 """``python -m stages.worker.main``: one resident worker of a pool.
 
-It takes orders from the run's driver, runs stages in turns, and commits one stage's output while
-the next computes. Stages of one worker hand each other records and weights in memory; records for
-stages elsewhere go to their workers' inboxes. Whatever is not in memory is read from disk, so a
-worker can begin, end or be replaced at any time.
+The worker receives orders from the run's driver, schedules its stages on the device, and commits
+the output of one stage while the next computes. Stages of one worker share records and weights in
+memory; records for other workers are sent to them. Everything that is not in memory is read from
+disk, so a worker can start, stop or be replaced at any time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ log = logging.getLogger("rlinf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to leave (0), or asked to stop by Slurm (75)."""
+    """Serve until the driver shuts the worker down (0) or Slurm stops it (75)."""
     process_tuning.tune_process()
     shared_memory.remove_orphaned_segments()
     parser = argparse.ArgumentParser(prog="python -m stages.worker.main", description=__doc__)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PoolWorker:
-    """See the module."""
+    """One resident worker of a pool; see the module."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class PoolWorker:
         self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, about)
 
     def serve(self, orphan_s: float) -> int:
-        """Carry out orders; returns the exit code."""
+        """Execute the driver's orders; return the exit code."""
         code, reported_at, commits_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
@@ -227,7 +227,7 @@ class PoolWorker:
         return code
 
     def _idle(self, seconds: float) -> bool:
-        """Nothing is under way, or all that is waits for what does not come."""
+        """Return whether no stage runs, or none has made progress for ``seconds``."""
         under_way = self._busy or self._desk.is_busy
         return not under_way or time.monotonic() - self._moved > seconds
 
@@ -265,7 +265,7 @@ class PoolWorker:
         self._resident.close()
 
     def _cut(self, worker: str) -> None:
-        """Another worker does not take records any more: the driver knows what that means."""
+        """Report to the driver that another worker no longer accepts records."""
         with contextlib.suppress(ChannelClosed, ChannelFailed):
             self._tell_driver(ConnectionLost(worker=worker))
 
@@ -273,7 +273,7 @@ class PoolWorker:
         self._link.send_report(report.to_dict())
 
     def _wanted(self, order: SendOutput) -> None:
-        """Other workers wait for something that is made here, or is to be passed on."""
+        """Send or forward an output to the workers that wait for it."""
         out, channel, maker, ways = order.output, order.channel, order.producer, order.transports
         self._board.output(out)  # what is kept for it goes with it
         if channel == WEIGHTS:
@@ -375,7 +375,7 @@ class PoolWorker:
         )
 
     def _among(self, order: StageOrder) -> ProcessGroupInfo:
-        """Which process this is of those that compute a stage."""
+        """Return the process group info of this worker for a stage."""
         ranks, own = order.ranks, self._world
         if len(ranks) == 1:
             return ProcessGroupInfo()
@@ -405,7 +405,7 @@ class PoolWorker:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Free what is on disk and no stage here is to read: there is no other use for it."""
+        """Drop live outputs that are committed and that no stage of this worker will read."""
         dropped = self._board.release_committed(self._committed)
         self._outbox.drop_outputs(dropped)
         self._relays.drop_outputs(dropped)
@@ -419,7 +419,7 @@ class PoolWorker:
             return False
 
     def _tell_what_arrived(self, order: StageOrder) -> None:
-        """The starts of a rollout that need not be generated again."""
+        """Report the starts of a rollout that need not be generated again."""
         size = self._config.rollout.group_size
         records = self._board.output(order.output).available_records("trajectories")
         count = Counter(record.identity.sample // size for record in records)
@@ -427,7 +427,7 @@ class PoolWorker:
         self._tell_driver(CollectedPrompts(node=order.node, starts=tuple(there)))
 
     def _tell_of_weights(self, out: str, attempt: str, iteration: int) -> None:
-        """These are on the board: claims need not wait for their commit."""
+        """Report that weights are live; work items need not wait for their commit."""
         self._tell_driver(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
     def _tell_of_claim(self, report: WorkItemEnded) -> None:

@@ -16,69 +16,69 @@ from rlinf.errors import DataError
 
 
 class WorkerMessage(BaseModel):
-    """An order or a report. Folders are relative to the run's."""
+    """The base class of all messages. Folders are relative to the run folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_dict(self) -> dict[str, Any]:
-        """As it travels."""
+        """Return the message as the mapping that is sent."""
         return self.model_dump()
 
 
 class StageOrder(WorkerMessage):
-    """A stage instance to compute."""
+    """The description of a stage instance to compute."""
 
     node: str
     stage: str
     iteration: int
     position: tuple[int, int, int]
-    """Its place in the order of turns (:mod:`stages.device_schedule`)."""
+    """Its position in the device schedule (:mod:`stages.device_schedule`)."""
     num_chunks: int
-    """In how many its batch is taken and made."""
+    """The number of chunks in which its batch is read and written."""
     output: str
     attempt: str
     ranks: tuple[int, ...]
-    """Those of the pool that compute it; the first one speaks for all."""
+    """The ranks of the pool that compute it; the first is the primary rank."""
     layout: str = ""
     """How they share a model; see :meth:`rlinf.channels.process_group.ParallelLayout.parse`."""
     inputs: dict[str, tuple[str, bool]]
-    """By name: the folder, and whether it comes by memory."""
+    """By name: the folder, and whether it is expected in memory."""
     receives_trajectories: bool = False
-    """Others generate; this worker gathers their trajectories."""
+    """Whether rollout workers generate the trajectories and this worker receives them."""
     in_engine_thread: bool = False
-    """It waits for its turn in the thread of the engine."""
+    """Whether it runs in the thread of the rollout worker's engine."""
     policy_workers: tuple[str, ...] = ()
-    """The workers that have its policy, where that is apart: each process asks one of them."""
+    """The workers with its policy, if that runs in other workers; each process uses one."""
 
 
 class RunStages(WorkerMessage):
-    """Compute stages; all of them take their places before any begins."""
+    """Compute stages; all of them enter the device schedule before any starts."""
 
     type: Literal["run_stages"] = "run_stages"
     stages: tuple[StageOrder, ...]
 
 
 class SendOutput(WorkerMessage):
-    """Send what an output holds, made or still to be made, to other workers."""
+    """Send an output, its present and its future records, to other workers."""
 
     type: Literal["send_output"] = "send_output"
     output: str
     channel: str
     transports: dict[str, str]
-    """By worker: which way it gets it."""
+    """By receiving worker: the transport."""
     producer: str
-    """The worker that makes it; another one passes it on."""
+    """The worker that produces it; any other worker forwards it."""
 
 
 class PartialSamples(WorkerMessage):
-    """Samples of a claim that another worker has begun."""
+    """Unfinished samples of a work item, handed over by another worker."""
 
     work_item: int
     channel: str
-    """Where they come in."""
+    """The channel in which they arrive."""
     num_samples: int
     weights_attempt: str | None
-    """By which their weights were made, while these were not committed."""
+    """The attempt that produced their weights, if these were not committed."""
 
 
 class GenerateStarts(WorkerMessage):
@@ -87,30 +87,30 @@ class GenerateStarts(WorkerMessage):
     type: Literal["generate_starts"] = "generate_starts"
     work_item: str
     label: str
-    """For people."""
+    """A name for logs and status."""
     iteration: int
     output: str
     weights: str
     weights_attempt: str | None
-    """By which the weights were made, while they are not committed."""
+    """The attempt that produced the weights, if they are not committed."""
     receiver: str
-    """The worker that gathers the trajectories."""
+    """The worker that receives the trajectories."""
     starts: tuple[int, ...]
     partial: PartialSamples | None = None
 
 
 class ServePolicy(WorkerMessage):
-    """Answer what the simulators of a stage observe, as long as they ask."""
+    """Serve the policy to the simulators of a stage, until they are finished."""
 
     type: Literal["serve_policy"] = "serve_policy"
     node: str
     stage: str
     iteration: int
     position: tuple[int, int, int]
-    """That of the stage."""
+    """The position of the stage."""
     output: str
     attempt: str
-    """Of the stage; simulators that ask name it."""
+    """The attempt of the stage; clients name it when they connect."""
     weights: tuple[str, bool]
     """As :attr:`StageOrder.inputs`."""
     clients: tuple[str, ...]
@@ -118,17 +118,17 @@ class ServePolicy(WorkerMessage):
 
 
 class AttemptEnded(WorkerMessage):
-    """An attempt at a stage whose policy is apart has ended, there or here: so has the rest."""
+    """The attempt has ended on the simulators' or the policy's worker; the other must stop."""
 
     type: Literal["attempt_ended"] = "attempt_ended"
     node: str
     attempt: str
-    """The newest, by which the driver knows it."""
+    """The newest attempt that the driver has ordered."""
     reason: str
 
 
 class ReassignWork(WorkerMessage):
-    """Have another worker go on with a claim once little of it is left."""
+    """Let another worker continue a work item once few of its samples are unfinished."""
 
     type: Literal["reassign_work"] = "reassign_work"
     work_item: str
@@ -136,20 +136,20 @@ class ReassignWork(WorkerMessage):
 
 
 class CancelWork(WorkerMessage):
-    """The claims of until now are no longer wanted."""
+    """Cancel all work items so far."""
 
     type: Literal["cancel_work"] = "cancel_work"
 
 
 class ShutDown(WorkerMessage):
-    """End; what is being written may take so long."""
+    """Shut down; running commits may take ``commit_timeout_s``."""
 
     type: Literal["shut_down"] = "shut_down"
     commit_timeout_s: float = 0.0
 
 
 class StageEnded(WorkerMessage):
-    """A stage was committed (exit code 0), or failed."""
+    """A stage was committed (exit code 0) or has failed."""
 
     type: Literal["stage_ended"] = "stage_ended"
     node: str
@@ -158,7 +158,7 @@ class StageEnded(WorkerMessage):
 
 
 class CollectedPrompts(WorkerMessage):
-    """The starts of a rollout whose trajectories the gatherer has already."""
+    """The starts of a rollout whose trajectories have all been received."""
 
     type: Literal["collected_prompts"] = "collected_prompts"
     node: str
@@ -166,7 +166,7 @@ class CollectedPrompts(WorkerMessage):
 
 
 class WeightsAvailable(WorkerMessage):
-    """Weights are in the worker's memory: claims need not wait for their commit."""
+    """Weights are in the worker's memory; work items need not wait for their commit."""
 
     type: Literal["weights_available"] = "weights_available"
     output: str
@@ -175,14 +175,14 @@ class WeightsAvailable(WorkerMessage):
 
 
 class ConnectionLost(WorkerMessage):
-    """Another worker no longer takes what is sent to it."""
+    """Another worker no longer accepts records."""
 
     type: Literal["connection_lost"] = "connection_lost"
     worker: str
 
 
 class WorkItemEnded(WorkerMessage):
-    """A claim was done (exit code 0), or was not."""
+    """A work item was completed (exit code 0) or has failed."""
 
     type: Literal["work_item_ended"] = "work_item_ended"
     work_item: str
@@ -190,19 +190,19 @@ class WorkItemEnded(WorkerMessage):
     exit_code: int = 0
     reason: str = ""
     spans: tuple[tuple[str, float, float], ...] = ()
-    """Name, start and end; none where nothing was done."""
+    """Name, start and end of each span; empty if nothing was computed."""
     unfinished_starts: tuple[int, ...] = ()
-    """Starts that are not finished."""
+    """The starts that are not finished."""
     successor: str = ""
-    """The worker that has their samples and goes on with them, if one has."""
+    """The worker that continues their samples, if any."""
     num_partial_samples: int = 0
-    """How many it has."""
+    """The number of unfinished samples sent to the successor."""
     used_disk_fallback: bool = False
-    """Whether it read weights from disk that were to come by memory."""
+    """Whether weights expected in memory were read from disk."""
 
 
 class WeightsInSharedMemory(WorkerMessage):
-    """Weights lie in shared memory of this node."""
+    """The weights are in shared memory of this node."""
 
     type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
     attempt: str
@@ -210,14 +210,14 @@ class WeightsInSharedMemory(WorkerMessage):
 
 
 class WeightsStart(WorkerMessage):
-    """The buckets of these weights follow; the data is their table."""
+    """The buckets of the weights follow; the payload is their layout."""
 
     type: Literal["weights_start"] = "weights_start"
     attempt: str
 
 
 class WeightsBucket(WorkerMessage):
-    """A part of the weights that were begun; the data is its bytes."""
+    """One bucket of the weights; the payload is its bytes."""
 
     type: Literal["weights_bucket"] = "weights_bucket"
     attempt: str
@@ -225,7 +225,7 @@ class WeightsBucket(WorkerMessage):
 
 
 class WeightsEnd(WorkerMessage):
-    """That was the last bucket."""
+    """All buckets of the weights have been sent."""
 
     type: Literal["weights_end"] = "weights_end"
     attempt: str
@@ -233,17 +233,17 @@ class WeightsEnd(WorkerMessage):
 
 
 class GroupFormed(WorkerMessage):
-    """These workers form a process group, the first of which sends; they meet by its name."""
+    """The members form a process group under this name; the first member sends."""
 
     type: Literal["group_formed"] = "group_formed"
     group: str
     members: str
-    """Divided by commas."""
+    """Worker names, separated by commas."""
     backend: str
 
 
 class GroupSendStarted(WorkerMessage):
-    """Weights come by a group."""
+    """The next broadcast of the group has the weights of an attempt."""
 
     type: Literal["group_send_started"] = "group_send_started"
     group: str
@@ -251,7 +251,7 @@ class GroupSendStarted(WorkerMessage):
 
 
 class GroupSendDone(WorkerMessage):
-    """They have arrived at all members."""
+    """The broadcast has reached all members."""
 
     type: Literal["group_send_done"] = "group_send_done"
     group: str
@@ -259,65 +259,65 @@ class GroupSendDone(WorkerMessage):
 
 
 class GroupClosed(WorkerMessage):
-    """Nothing more comes by a group."""
+    """The group is closed."""
 
     type: Literal["group_closed"] = "group_closed"
     group: str
 
 
 class RequestSlot(WorkerMessage):
-    """Simulators are about to begin, and ask for the policy's turn."""
+    """The client requests a device slot of the policy."""
 
     type: Literal["request_slot"] = "request_slot"
 
 
 class SlotOffered(WorkerMessage):
-    """The policy has its turn, and keeps it for a moment."""
+    """The policy has its device slot and offers it for a short time."""
 
     type: Literal["slot_offered"] = "slot_offered"
     number: int
 
 
 class SlotAccepted(WorkerMessage):
-    """The simulators have their turn too."""
+    """The client has its own device slot and accepts the offer."""
 
     type: Literal["slot_accepted"] = "slot_accepted"
     number: int
 
 
 class SlotConfirmed(WorkerMessage):
-    """Both keep their turns, until the simulators are through."""
+    """Both sides keep their slots until the client releases them."""
 
     type: Literal["slot_confirmed"] = "slot_confirmed"
     weights_attempt: str
-    """By which attempt these were made; empty: they are newer ones, which were committed."""
+    """The attempt that produced the weights; empty: newer, committed weights."""
     used_disk_fallback: bool = False
-    """Whether they were to come by memory, and were read from disk."""
+    """Whether weights expected in memory were read from disk."""
 
 
 class SlotExpired(WorkerMessage):
-    """The policy has given its turn up: ask anew."""
+    """The offer has expired; the client must request a slot again."""
 
     type: Literal["slot_expired"] = "slot_expired"
 
 
 class ReleaseSlot(WorkerMessage):
-    """The simulators are through."""
+    """The client needs no more actions."""
 
     type: Literal["release_slot"] = "release_slot"
 
 
 class SlotReleased(WorkerMessage):
-    """What the policy did for them."""
+    """The server's answer to :class:`ReleaseSlot`: what the policy computed."""
 
     type: Literal["slot_released"] = "slot_released"
     spans: str
-    """JSON: a list of name, start and end each."""
+    """JSON: a list of [name, start, end]."""
     host: str
 
 
 class PolicyFailure(WorkerMessage):
-    """The policy's part has failed."""
+    """The policy has failed; no more actions come."""
 
     type: Literal["policy_failure"] = "policy_failure"
     exit_code: int
@@ -361,37 +361,37 @@ _REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
 
 
 def read_order(content: Mapping[str, Any]) -> WorkerOrder:
-    """An order that arrived.
+    """Validate an order from the driver.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not an order.
     """
     return _read(_ORDER, content)
 
 
 def read_report(content: Mapping[str, Any]) -> WorkerReport:
-    """A report that arrived.
+    """Validate a report from a worker.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a report.
     """
     return _read(_REPORT, content)
 
 
 def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:
-    """What another worker says of weights.
+    """Validate a message about weights.
 
     Raises:
-        DataError: it is no such thing.
+        DataError: it is not such a message.
     """
     return _read(_OF_WEIGHTS, content)
 
 
 def read_policy_message(content: Mapping[str, Any]) -> PolicyMessage:
-    """What simulators and policy say beside what is observed and chosen.
+    """Validate a control message between a policy client and its server.
 
     Raises:
-        DataError: it is no such thing.
+        DataError: it is not such a message.
     """
     return _read(_OF_ASKING, content)
 

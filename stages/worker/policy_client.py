@@ -62,28 +62,28 @@ from stages.worker.messages import (
 )
 
 POLL_S = 0.2
-"""How often whoever waits sees whether it is to stop."""
+"""Seconds between checks whether a waiting thread should stop."""
 CONNECT_TIMEOUT_S = 60.0
-"""How long the other worker may take to be there: it was when the stage was ordered."""
+"""How long the policy's worker may take to listen."""
 RELEASE_TIMEOUT_S = 5.0
 MAX_REMEMBERED_ORDERS = 1024
 CONTROL_SAMPLE = -1
-"""Sample number of what is no request or reply."""
+"""The sample number of a control message, as opposed to a request or reply."""
 POLICY_WAIT = "the policy"
 
 
 def policy_channel(worker: str) -> str:
-    """The name of the mailbox by which a worker is asked."""
+    """Return the name of the mailbox of a policy server."""
     return f"{worker}-policy"
 
 
 def encode_message(message: WorkerMessage) -> Block:
-    """Something else than a request or reply, as it travels."""
+    """Encode a control message for the wire."""
     return encode_record(Record(RecordId(0, CONTROL_SAMPLE), info=message.to_dict())).to_bytes()
 
 
 class PolicyFailed(RlinfError):
-    """The policy's part of a stage failed, with this exit code."""
+    """An error of the policy in another worker, with its exit code."""
 
     def __init__(self, worker: str, failed: PolicyFailure) -> None:
         super().__init__(f"{worker}, which has the policy: {failed.reason}")
@@ -91,11 +91,11 @@ class PolicyFailed(RlinfError):
 
 
 class _OrderedAnew(Exception):
-    """By another order than the one by which the other worker was asked."""
+    """The stage was ordered again by another driver before the policy confirmed a slot."""
 
 
 def encode_policy_message(record: Record, max_bytes: int, description: str, kind: str) -> Block:
-    """A request or reply as it is sent.
+    """Encode a request or reply for the wire.
 
     Args:
         max_bytes: the most that the other worker accepts.
@@ -115,12 +115,12 @@ def encode_policy_message(record: Record, max_bytes: int, description: str, kind
 
 
 class PolicyClient(Channel):
-    """Asks one worker, on behalf of one attempt at a stage; observations in, actions out.
+    """A client of one policy server, for one attempt at a stage: observations in, actions out.
 
     Args:
         folder: the run's folder for channels.
         name: of this worker.
-        order: names those that have the policy.
+        order: the stage order; it names the policy workers.
         rank: of this process among those that compute the stage.
     """
 
@@ -129,7 +129,7 @@ class PolicyClient(Channel):
         self._order = self._newest = order
         self._policy, self._answered = "", False
         self._most = 0
-        """The largest request that the other worker takes, in bytes."""
+        """The largest request that the server accepts, in bytes."""
         self._peer: MailboxPeer | None = None
         self._ctx: StageContext | None = None
         self._replies: deque[Record] = deque()
@@ -139,7 +139,7 @@ class PolicyClient(Channel):
     def rollout_iter(
         self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
     ) -> Generator[Record]:
-        """Trajectories of ``episodes``; the policy's turn is kept until :meth:`close`.
+        """Yield the trajectories of ``episodes``; both device slots are kept until :meth:`finish`.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -152,22 +152,22 @@ class PolicyClient(Channel):
         yield from environment.simulate(episodes, self, self)
 
     def mark_lost(self, reason: str) -> None:
-        """The other worker is known to be gone."""
+        """Record that the policy's worker is lost."""
         self._ended = reason
 
     def update_order(self, order: StageOrder) -> None:
-        """The stage was ordered once more, by another driver.
+        """Replace the order, because another driver has ordered the stage again.
 
-        The first one may have died before the other worker took its order: unless that answers by
-        now, it is asked by the new one.
+        The first driver may have died before it ordered the policy's worker. Unless that has
+        confirmed a slot already, the client connects again by the new order.
         """
         self._newest = order
 
     def put(self, record: Record) -> None:
-        """As the interface says.
+        """Send an observation to the policy.
 
         Raises:
-            DataError: the other worker takes no request as large as this.
+            DataError: the request is larger than the server accepts.
         """
         what = f"what the simulators of {self._order.node} observe in one step"
         self._give(encode_policy_message(record, self._most, what, f"a request to {self._policy}"))
@@ -178,13 +178,13 @@ class PolicyClient(Channel):
         return self._replies.popleft()
 
     def close(self) -> None:
-        """These observations are all; others may follow, in another call of :meth:`collect`."""
+        """End these observations; another :meth:`rollout_iter` may send more."""
 
     def finish(self, *, completed: bool) -> None:
-        """The stage needs no more answers.
+        """Release the policy's slot and disconnect.
 
         Args:
-            through: whether it has all it wanted; it is told what they took then.
+            completed: whether the rollout is complete; the server's spans are recorded then.
         """
         peer, ctx = self._peer, self._ctx
         if peer is None or ctx is None:
@@ -322,7 +322,7 @@ class PolicyClient(Channel):
 
 
 class PolicyClients:
-    """The stages under way in a worker whose policy others have.
+    """The policy clients of the stages that run in a worker.
 
     Args:
         folder: the run's folder for channels.
@@ -333,14 +333,14 @@ class PolicyClients:
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
         self._clients: dict[str, PolicyClient] = {}
-        """By stage instance."""
+        """By stage instance: its client."""
         self._newest: dict[str, StageOrder] = {}
-        """The same; of those that have not begun."""
+        """By stage instance that has not started: its newest order."""
         self._over: dict[str, str] = {}
-        """By attempt: why it was over before it began."""
+        """By attempt that ended before it started: the reason."""
 
     def update_order(self, order: StageOrder) -> None:
-        """A stage was ordered, be it under way already."""
+        """Record an order for a stage, which may run already."""
         with self._lock:
             if (client := self._clients.get(order.node)) is not None:
                 client.update_order(order)
@@ -349,7 +349,7 @@ class PolicyClients:
                 evict_oldest(self._newest, MAX_REMEMBERED_ORDERS)
 
     def create_client(self, order: StageOrder, rank: int) -> PolicyClient | None:
-        """The way to the policy of an attempt; None where this worker has it."""
+        """Create the client of an attempt; None if the policy is in this worker."""
         if not order.policy_workers:
             return None
         with self._lock:
@@ -363,7 +363,7 @@ class PolicyClients:
 
     @contextlib.contextmanager
     def client_scope(self, node: str) -> Iterator[None]:
-        """While a stage computes, which may ask."""
+        """Finish the client of a stage when the stage ends."""
         through = False
         try:
             yield
@@ -373,7 +373,7 @@ class PolicyClients:
                 client.finish(completed=through)
 
     def end_attempt(self, order: AttemptEnded) -> None:
-        """Whoever was asked is known to be gone."""
+        """Record that the policy of an attempt is lost."""
         with self._lock:
             if (client := self._clients.get(order.node)) is not None:
                 client.mark_lost(order.reason)

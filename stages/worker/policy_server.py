@@ -69,17 +69,17 @@ from stages.worker.policy_client import (
 from stages.worker_state import ActivityTracker, WorkerState
 
 ACCEPT_TIMEOUT_S = 5.0
-"""How long simulators may take to be ready; they are at once, or have lost their turn."""
+"""How long a slot offer is valid."""
 SIMULATORS_WAIT, GENERATE_SPAN = "simulators", "generate"
 
 
 class ServingEnded(Exception):
-    """The attempt that asked is over."""
+    """The attempt being served has ended."""
 
 
 @dataclass(eq=False)
 class PolicyConnection:
-    """One asker at one attempt."""
+    """The connection of one client for one attempt."""
 
     peer: str
     client: str
@@ -89,7 +89,7 @@ class PolicyConnection:
 
 @dataclass(eq=False)
 class PolicySession:
-    """What is under way of one attempt; the requests of all its simulators, to an engine.
+    """The policy's work for one attempt: a source of its clients' requests for the engine.
 
     Args:
         say: sends an asker something.
@@ -103,26 +103,26 @@ class PolicySession:
     context: StageContext | None = None
     condition: threading.Condition = field(default_factory=threading.Condition)
     waiting_clients: dict[str, PolicyConnection] = field(default_factory=dict)
-    """By peer: those that wait to be granted the turn."""
+    """By peer: clients that wait for a slot offer."""
     active_clients: dict[str, PolicyConnection] = field(default_factory=dict)
-    """Those that are answered."""
+    """By peer: clients with a confirmed slot."""
     finished_clients: set[str] = field(default_factory=set)
-    """Askers that need no more."""
+    """Names of clients that have finished."""
     requests: deque[Record] = field(default_factory=deque)
     reply_clients: dict[int, PolicyConnection] = field(default_factory=dict)
-    """By first sample: the worker that waits for the reply."""
+    """By first sample of a request: the client that waits for the reply."""
     offer_number: int | None = None
-    """Number of the turn, while it is held."""
+    """The number of the current slot offer; None: the device is not held."""
     num_offers: int = 0
     weights_attempt: str = ""
-    """By which attempt those that the engine serves were made."""
+    """The attempt that produced the engine's weights."""
     serving_since: float = 0.0
-    """When the first asker was answered."""
+    """When the first client had its slot confirmed."""
     end_reason: str | None = None
     failure: PolicyFailure | None = None
 
     def handle_record(self, session: PolicyConnection, record: Record) -> None:
-        """Something came from an asker.
+        """Handle a request or a control message of a client.
 
         Raises:
             DataError: it makes no sense.
@@ -168,7 +168,7 @@ class PolicySession:
                 raise DataError(f"no word of an asker: {other!r}")
 
     def remove_client(self, session: PolicyConnection) -> None:
-        """An asker needs no more answers, or is no longer there."""
+        """Remove a client that has finished or is lost."""
         with self.condition:
             self.waiting_clients.pop(session.peer, None)
             self.active_clients.pop(session.peer, None)
@@ -180,25 +180,25 @@ class PolicySession:
             self.condition.notify_all()
 
     def end(self, reason: str) -> None:
-        """The attempt that asks is over."""
+        """End the session, because the attempt has ended."""
         with self.condition:
             self.end_reason = reason
             self.condition.notify_all()
 
     def fail(self, code: int, reason: str) -> None:
-        """No more answers come: whoever asks gives up."""
+        """Fail the session; all clients give up."""
         with self.condition:
             self.end_reason, self.failure = reason, PolicyFailure(exit_code=code, reason=reason)
             for session in (*self.waiting_clients.values(), *self.active_clients.values()):
                 self._tell(session, self.failure)
 
     def serve(self, ctx: StageContext, get_policy: Callable[[StageContext], PolicyRunner]) -> None:
-        """Answer until all askers are through; in the service's turn.
+        """Serve until all clients have finished; needs the session's device slot.
 
         Raises:
             Ended: the attempt that asks is over.
             RequeueRequested: the allocation is about to end.
-            DataError: an asker takes no reply as large as one of the engine's.
+            DataError: a reply is larger than a client accepts.
         """
         while True:
             with ctx.waiting(SIMULATORS_WAIT), self.condition:
@@ -239,7 +239,7 @@ class PolicySession:
         return not self.finished_clients.issuperset(self.order.clients)
 
     def _offer(self, weights: str) -> None:
-        """Hold the turn for a moment for the workers that ask."""
+        """Offer the device slot to the waiting clients for a short time."""
         with self.condition:
             self.num_offers += 1
             self.offer_number, self.weights_attempt = self.num_offers, weights
@@ -285,20 +285,20 @@ class PolicySession:
 
 
 def _first(record: Record) -> int:
-    """The first sample of a request or reply."""
+    """Return the first sample of a request or reply."""
     return int(record.steps["sample"][0])
 
 
 PEER_TIMEOUT_S = 10.0
-"""How long this worker may be silent before a worker that asks gives it up, as for the driver."""
+"""How long this worker may be silent before a client considers it lost."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""Of a request, and of a reply."""
+"""The largest request, and the largest reply."""
 MAX_REMEMBERED = 64
 log = logging.getLogger("rlinf")
 
 
 class PolicyServer:
-    """Answers those that ask this worker; a thread of its own hears them.
+    """The policy server of a worker, with a thread that receives messages.
 
     Args:
         name: of this worker.
@@ -324,20 +324,20 @@ class PolicyServer:
         self._services: dict[str, PolicySession] = {}
         """By attempt."""
         self._over: dict[str, None] = {}
-        """Attempts that were answered."""
+        """Attempts that have been served."""
         self._sessions: dict[str, PolicyConnection] = {}
         """By peer."""
         self._early: dict[str, list[Record]] = {}
-        """By peer: what came before the driver's order."""
+        """By peer: messages that came before the driver's order."""
         self._threads: list[threading.Thread] = []
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody is answered, or to be."""
+        """Whether an attempt is being served."""
         return bool(self._services)
 
     def serve(self, order: ServePolicy) -> None:
-        """Answer an attempt at a stage, in turn. Returns at once."""
+        """Serve an attempt at a stage in a new thread; return at once."""
         if self._host is None:
             self._host = MailboxHost(
                 channel_pointer(self._run / CHANNELS_FOLDER, policy_channel(self._name)),
@@ -369,14 +369,14 @@ class PolicyServer:
         work.start()
 
     def end_attempt(self, order: AttemptEnded) -> None:
-        """An attempt has ended: nobody asks for it any more."""
+        """Stop serving an attempt that has ended."""
         with self._lock:
             for service in self._services.values():
                 if service.order.node == order.node:
                     service.end(order.reason)
 
     def close(self) -> None:
-        """Leave; workers that ask give up. After the worker began to stop."""
+        """Close the mailbox, after the worker has begun to stop; clients give up."""
         for thread in self._threads:
             thread.join(1.0)
         if self._host is not None:

@@ -36,7 +36,7 @@ log = logging.getLogger("rlinf")
 
 
 class RecordReceiver:
-    """Takes what other workers send; a thread of its own puts it on the board.
+    """A receiver of records from other workers, with a thread that adds them to the store.
 
     Args:
         takers: of what is no stream of records, by channel: given the output and what came.
@@ -59,7 +59,7 @@ class RecordReceiver:
 
     @property
     def num_malformed(self) -> int:
-        """Records and messages that were dropped because they made no sense."""
+        """The number of invalid records and messages that were dropped."""
         return self._malformed.count + self._channel.malformed
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class RecordReceiver:
 
 
 def copy_record(record: Record) -> Record:
-    """The record with arrays of its own."""
+    """Return the record with copies of its arrays."""
     steps, context = (
         {name: array.copy() for name, array in columns.items()}
         for columns in (record.steps, record.context)
@@ -107,7 +107,7 @@ def copy_record(record: Record) -> Record:
 
 
 class RecordSender:
-    """Sends records to the boards of other workers; opens the inbox of each once.
+    """A sender of records to the live stores of other workers; connects to each once.
 
     Args:
         cut: told of a worker that does not take records any more.
@@ -122,17 +122,17 @@ class RecordSender:
     ) -> None:
         self.folder, self._cut, self.name = folder, on_connection_lost, name
         self._open: dict[tuple[str, str], RecordSink] = {}
-        """By worker and way."""
+        """By worker and transport."""
         self._wanted: dict[str, dict[str, str]] = {}
         self._senders: dict[str, StreamSender] = {}
         self._parting: set[str] = set()
-        """Of whom the driver is about to be told."""
+        """Workers whose lost connection is about to be reported."""
         self._lock = threading.Lock()
 
     def open_stream(
         self, target: str, rank: int, num_ranks: int, get_records: Callable[[], list[Record]]
     ) -> StreamSender:
-        """For records made here, to whoever wants them or will (:meth:`want`).
+        """Open a stream of this worker's records to its present and future subscribers.
 
         Args:
             to: output and channel.
@@ -147,7 +147,7 @@ class RecordSender:
         return sender
 
     def subscribe(self, target: str, transports: Mapping[str, str]) -> None:
-        """Workers that want what an output holds, made or still to be made, and how it gets there.
+        """Subscribe workers to an output's present and future records, by transport.
 
         Returns at once.
         """
@@ -161,7 +161,7 @@ class RecordSender:
             ).start()
 
     def drop_outputs(self, folders: Collection[str]) -> None:
-        """Forget outputs that are committed: their records are read from disk from now on."""
+        """Drop committed outputs, because their records are read from disk from now on."""
         with self._lock:
             for known in (self._senders, self._wanted):
                 for to in [to for to in known if to.rpartition(":")[0] in folders]:
@@ -170,13 +170,13 @@ class RecordSender:
     def stream_to(
         self, target: str, workers: Collection[str], rank: int, num_ranks: int
     ) -> StreamSender:
-        """Sends records to these workers, by socket."""
+        """Return a stream of records to these workers, by socket."""
         sender = StreamSender(target, self, rank, num_ranks)
         sender.add_receivers(dict.fromkeys(workers, SOCKET))
         return sender
 
     def connect(self, name: str, transport: str) -> RecordSink | None:
-        """The inbox of a worker, its socket where it has no shared memory here.
+        """Connect to a worker, by socket if it has no shared memory on this node.
 
         None: it has no inbox, or none that answers.
         """
@@ -195,7 +195,7 @@ class RecordSender:
         return SocketSink(self.folder, name)
 
     def disconnect(self, name: str, channel: RecordSink | None) -> None:
-        """Forget a connection to a worker that does not answer."""
+        """Drop the connection to a worker that does not answer, and report it."""
         with self._lock:
             keys = [key for key, known in self._open.items() if known is channel]
             for key in keys:
@@ -228,7 +228,7 @@ class RecordSender:
 
 
 def _leave(channel: RecordSink) -> None:
-    """Leave once all that was put is there, or at once if the channel has failed."""
+    """Close a channel after its records have arrived, or at once if it has failed."""
     with contextlib.suppress(ChannelClosed, ChannelFailed):
         channel.flush()
     with contextlib.suppress(ChannelFailed):
@@ -236,9 +236,9 @@ def _leave(channel: RecordSink) -> None:
 
 
 class StreamSender:
-    """A worker that is gone is left out: it or its successor asks anew, or reads the disk.
+    """A stream of records to subscribers; late subscribers get earlier records too.
 
-    One that comes late is sent what was made before.
+    A lost receiver is skipped: it or its successor subscribes again or reads the disk.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class StreamSender:
         self._end: Record | None = None
 
     def add_receivers(self, transports: Mapping[str, str]) -> None:
-        """Send to further workers: what was made so far, and what will be."""
+        """Add receivers: they get all earlier and all later records."""
         for name, way in sorted(transports.items()):
             channel = self._outbox.connect(name, way)
             with self._lock:
@@ -294,7 +294,7 @@ class StreamSender:
                 self._send(name, [self._end])
 
     def flush(self) -> bool:
-        """Wait until all that was put is in the inboxes; whether every worker has everything."""
+        """Wait until all records have arrived; return whether every receiver has all."""
         for name, channel in list(self._channels.items()):
             with self._leaving_out(name):
                 channel.flush()
@@ -326,13 +326,13 @@ class StreamSender:
 
 
 class RecordForwarder:
-    """Sends on, in a thread of its own: inboxes are emptied whatever others do with theirs."""
+    """A forwarder with its own thread, so that a slow receiver does not delay this worker."""
 
     def __init__(self, sender: RecordSender) -> None:
         self._outbox = sender
         self._thread = BackgroundWorker("relays", TRANSFER_ERRORS)
         self._relays: dict[str, dict[str, _Relay]] = {}
-        """By output and channel, and by the worker that makes it."""
+        """By output and channel, and by producer."""
 
     def subscribe(self, target: str, producer: str, transports: Mapping[str, str]) -> None:
         """Workers that get from here what a worker makes, what came before too; returns at once."""
@@ -349,7 +349,7 @@ class RecordForwarder:
         self._thread.submit("outputs", self._forget, folders)
 
     def close(self) -> None:
-        """Pass on nothing more; what is just being sent ends with its connection."""
+        """Stop forwarding; a record being sent ends with its connection."""
         self._thread.close(wait=False)
 
     def _want(self, to: str, maker: str, ways: Mapping[str, str]) -> None:
@@ -370,7 +370,7 @@ class RecordForwarder:
 
 
 class _Relay:
-    """What one worker makes of one output."""
+    """The records of one producer of one output."""
 
     def __init__(self, to: str, outbox: RecordSender) -> None:
         self._came: dict[int, Record] = {}
@@ -378,7 +378,7 @@ class _Relay:
         self.sender = StreamSender(to, outbox, 0, 1, lambda: list(self._came.values()))
 
     def put(self, record: Record) -> None:
-        """Pass a record on, once: whoever makes it may have to send it again."""
+        """Forward a record once; its producer may send it again."""
         if record.identity.sample not in self._came:
             self._came[record.identity.sample] = record
             self.sender.put(record)

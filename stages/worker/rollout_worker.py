@@ -1,8 +1,8 @@
-"""Generating in claims: a worker collects the starts it is given and sends what comes of them.
+"""Rollout workers: generate the starts of a work item and send the trajectories.
 
-It keeps nothing but the engine and the environment, so it can begin and end at any time. What it
-has sent when it dies counts; the rest of its starts others do. One that has something else to do
-hands the last samples of a claim, the long ones, over to another and goes back to that.
+A rollout worker keeps only its engine and environment, so it can start and stop at any time. When
+it is lost, the trajectories it has sent count and other workers generate the remaining starts. A
+worker with other stages to run can hand the last, long samples of a work item to a successor.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from stages.worker.record_transfer import SOURCE_ATTEMPT, RecordSender
 from stages.worker_state import ActivityTracker, WorkerState
 
 REASSIGN_FRACTION = 0.25
-"""A claim is handed over once this share of its samples, or less, is unfinished."""
+"""A work item is handed over once at most this share of its samples is unfinished."""
 log = logging.getLogger("rlinf")
 
 
 class RolloutWorker:
-    """Does claims one after the other, and other work between them, in a thread of its own.
+    """A thread that processes work items in order, the earliest iteration first.
 
-    Claims fill the time in which the worker's stages wait, the earliest iteration first.
+    Work items use the device while the worker's stages wait for inputs.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class RolloutWorker:
         self._activity, self._report, self._stopping = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
-        """Claims that are to be done; one that is dropped is not."""
+        """Work items to process; cancelled ones are removed."""
         self._queue: list[GenerateStarts] = []
         self._lock = threading.Lock()
         self._successors: dict[str, str] = {}
-        """Workers that are to go on with the tails of claims."""
+        """By work item: the worker that continues its last samples."""
 
     def enqueue(self, order: GenerateStarts) -> None:
-        """Do a claim after those of earlier iterations, and those that came before it."""
+        """Add a work item to the queue."""
         with self._lock:
             self._waiting.add(order.work_item)
             self._queue.append(order)
         self._thread.submit(self._next)
 
     def reassign(self, work_item: str, successor: str) -> None:
-        """Let another worker go on with a claim once little is left of it; at once if it waits."""
+        """Reassign a work item: at once if it is queued, else once few samples are unfinished."""
         with self._lock:
             waits = [order for order in self._queue if order.work_item == work_item]
             self._queue = [order for order in self._queue if order.work_item != work_item]
@@ -88,11 +88,11 @@ class RolloutWorker:
             )
 
     def cancel(self) -> None:
-        """The claims of until now are no longer wanted."""
+        """Cancel all work items so far."""
         self._waiting.clear()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do something else with the engine."""
+        """Run other work in the thread of the engine."""
         self._thread.submit(work)
 
     def close(self) -> None:
@@ -156,13 +156,13 @@ class RolloutWorker:
             self._report(report)
 
     def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Record], str]:
-        """Send trajectories to the worker that gathers them.
+        """Generate the trajectories and send them to the receiver.
 
         Returns:
-            The unfinished ones, and the successor that has them, if one has.
+            The unfinished samples, and the successor that received them, if any.
 
         Raises:
-            UpstreamFailed: that worker no longer takes them, or the weights are not there.
+            UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
         """
         self._take_weights(ctx, order)
         # The gathering worker sees whether the weights were committed in the end.
