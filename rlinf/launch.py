@@ -145,9 +145,9 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
     try:
         run()
     except (HydraException, OmegaConfBaseException) as error:
-        told = to_config_error(error)
-        print(f"error: {told}", file=sys.stderr)
-        return told.exit_code
+        shown_error = to_config_error(error)
+        print(f"error: {shown_error}", file=sys.stderr)
+        return shown_error.exit_code
     except RlinfError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -33,7 +33,7 @@ PRODUCT_PACKAGES = frozenset({"rlinf", "stages", "pipeline", "launchers", "slurm
 LIBRARY_FOLDERS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
-class _Part(NamedTuple):
+class _UserComponent(NamedTuple):
     """A component that the configuration names."""
 
     label: str
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
     attribute: object
 
 
-_parts: dict[str, _Part] = {}
+_components: dict[str, _UserComponent] = {}
 _packages: set[Path] = set()
 _folders: set[Path] = set()
 
@@ -55,9 +55,9 @@ def register_user_component(label: str, module: ModuleType, attribute: object) -
     """
     top = module.__name__.partition(".")[0]
     file = getattr(module, "__file__", None)
-    if top in PRODUCT_PACKAGES or label in _parts or file is None:
+    if top in PRODUCT_PACKAGES or label in _components or file is None:
         return
-    _parts[label] = _Part(label, Path(file), attribute)
+    _components[label] = _UserComponent(label, Path(file), attribute)
     _remember_modules_around(module)
     for base in inspect.getmro(attribute) if inspect.isclass(attribute) else ():
         owner = sys.modules.get(base.__module__)
@@ -91,7 +91,7 @@ def to_user_code_error(error: BaseException) -> RlinfError | None:
     """
     if not isinstance(error, Exception | SystemExit) or isinstance(error, RlinfError):
         return None
-    if not _parts or to_resource_error(error) is not None:
+    if not _components or to_resource_error(error) is not None:
         return None
     steps = list(_steps(error.__traceback__))
     first = next((step for step in steps if _is_user_code(step.tb_frame)), None)
@@ -144,7 +144,7 @@ def _is_user_code(frame: FrameType) -> bool:
     return (
         file.parent in _folders
         or any(file.is_relative_to(package) for package in _packages)
-        or any(file == part.file for part in _parts.values())
+        or any(file == part.file for part in _components.values())
     )
 
 
@@ -154,7 +154,7 @@ def _is_product(frame: FrameType) -> bool:
 
 def _label(frames: list[FrameType], first: FrameType) -> str:
     """Return the component at work: the class of the outermost method, else that of the file."""
-    classes = [(part.attribute, part.label) for part in _parts.values()]
+    classes = [(part.attribute, part.label) for part in _components.values()]
     for frame in frames:
         owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
         kind = owner if inspect.isclass(owner) else type(owner)
@@ -162,7 +162,7 @@ def _label(frames: list[FrameType], first: FrameType) -> str:
             if attribute in kind.__mro__:
                 return label
     there = Path(first.f_code.co_filename)
-    labels = [part.label for part in _parts.values() if part.file == there]
+    labels = [part.label for part in _components.values() if part.file == there]
     return labels[-1] if labels else f"{there}:"
 
 

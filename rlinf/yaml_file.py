@@ -19,7 +19,7 @@ _FLOAT = re.compile(
 )
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Safe YAML without duplicate keys, and in which ``1:30`` is no number (YAML 1.1 reads 90)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -37,12 +37,12 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_Loader.yaml_implicit_resolvers = {
+_StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in entries if tag not in _NUMBERS]
-    for first, entries in _Loader.yaml_implicit_resolvers.items()
+    for first, entries in _StrictLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
+_StrictLoader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
+_StrictLoader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
 
 
 def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
@@ -99,7 +99,7 @@ def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
     if len(text) > MAX_BYTES:
         raise error(f"{key}: {path} is too large for a file of settings ({len(text)} characters)")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         mark = getattr(problem, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark is not None else ""

@@ -68,7 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(autouse=True)
 def no_user_code() -> None:
     """Parts that one test names by ``module:Class`` make no user code of the next test's."""
-    for known in (user_code._parts, user_code._packages, user_code._folders):
+    for known in (user_code._components, user_code._packages, user_code._folders):
         known.clear()
 
 

@@ -37,10 +37,10 @@ KEYS_FILE = "curve-keys.json"
 
 
 class CurveKeys(NamedTuple):
-    """CURVE key pairs (https://rfc.zeromq.org/spec/26/) of the hosts and of the clients, Z85 text.
+    """CURVE key pairs (https://rfc.zeromq.org/spec/26/) of the hosts and the clients, Z85 text.
 
-    Whoever can read the run directory may take part; a client must know the host's public key, and
-    a host admits the run's client key alone.
+    Whoever can read the run directory may take part. A client must know the host's public key, and
+    a host admits only the run's client key.
     """
 
     host_public: str
@@ -50,7 +50,7 @@ class CurveKeys(NamedTuple):
 
 
 def run_keys(folder: Path) -> CurveKeys:
-    """The keys in a run's ``folder`` (made with mode 0700); the first caller makes them.
+    """Return the keys in a run's ``folder`` (mode 0700); the first caller creates them.
 
     Raises:
         InputError: folder or file belong to another user, others may change the folder or read the
@@ -110,16 +110,16 @@ def _make(path: Path) -> None:
 
 HEARTBEAT_S = 0.5
 PROBE_TIMEOUT_S = 1.0
-"""How long a host has to answer at one of its addresses."""
+"""How long a host may take to answer at one of its addresses."""
 ZAP_DOMAIN = b"rlinf"
 LINGER_MS = 1000
 FRAME_BYTES = PIECE_BYTES + (1 << 10)
 """A larger part of a message ends its connection unread; encryption makes one some bytes larger.
 It is also the most that is held for a connection that has not shown the run's key."""
 HANDSHAKE_MS = 5000
-"""How long a connection may take to show the run's key."""
+"""How long a connection may take to present the run's key."""
 MAX_UNAUTHENTICATED = 512
-"""Connections that have not; fewer where a process may open few files."""
+"""Maximum number of unauthenticated connections; fewer if the process may open few files."""
 MIN_AUTHENTICATED_BYTES = 64 + 170 + 32
 """Least that a client with the key has got from the host: greeting, WELCOME and READY. One with
 another key gets a dozen in place of the last, one without the host's the greeting alone. What it
@@ -243,9 +243,9 @@ class Authenticator:
 def host_socket(
     context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys, *, timeout_s: float
 ) -> zmq.Socket[bytes]:
-    """A ROUTER for many clients; needs an :class:`Authenticator` in its context, and to be bound.
+    """Return a ROUTER socket for many clients, which needs an :class:`Authenticator` and a bind.
 
-    A peer of which no whole frame comes for ``timeout_s`` is disconnected.
+    A peer that completes no frame for ``timeout_s`` is disconnected.
     """
     host = context.socket(zmq.ROUTER)
     host.curve_server = True
@@ -264,7 +264,7 @@ def client_socket(
     *,
     timeout_s: float,
 ) -> zmq.Socket[bytes]:
-    """A DEALER that speaks to the run's host alone; needs to be connected."""
+    """Return a DEALER socket that talks only to the run's host; it needs a connect."""
     client = context.socket(zmq.DEALER)
     client.curve_serverkey = keys.host_public.encode()
     client.curve_publickey = keys.client_public.encode()
@@ -276,7 +276,7 @@ def client_socket(
 
 
 def routing_id() -> bytes:
-    """A name no other client has."""
+    """Return a unique name for a client."""
     return b"c" + secrets.token_bytes(15)
 
 
@@ -299,14 +299,14 @@ def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
 
 
 def interface_address(interface: str) -> str:
-    """This node's IPv4 address on a network.
+    """Return this node's IPv4 address on a network.
 
     Args:
         interface: name of an interface (``ib0``), address of this node, or a network
             (``10.1.0.0/16``), which is the same for all nodes.
 
     Raises:
-        ConfigError: this node has no such network.
+        ConfigError: this node is not on such a network.
     """
     found = _interfaces()
     named = [ip for ip, name in found.items() if name == interface]
@@ -325,7 +325,7 @@ def interface_address(interface: str) -> str:
 
 
 def local_addresses() -> list[str]:
-    """IPv4 addresses of this node's interfaces: the one that leads out first, loopback last."""
+    """Return this node's IPv4 addresses: the one with the default route first, loopback last."""
     found = _interfaces()
     outward = _address_towards("192.0.2.1")
     order = sorted(found, key=lambda ip: (ip.startswith("127."), ip != outward, ip))
@@ -333,7 +333,7 @@ def local_addresses() -> list[str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of this node's interface by which an IPv4 address is reached, or that has it itself.
+    """Return the interface by which an IPv4 address is reached, or that has it itself.
 
     None: no network of this node leads there.
     """
@@ -342,7 +342,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """Names of the interfaces that are up, by IPv4 address."""
+    """Return the names of active interfaces by IPv4 address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
         entry.address: name
@@ -353,7 +353,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _address_towards(address: str) -> str:
-    """The address of this node that packets to another one carry; empty: none get there."""
+    """Return this node's source address for packets to an address; empty: no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # nothing is sent
@@ -363,10 +363,10 @@ def _address_towards(address: str) -> str:
 
 
 def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
-    """The first of a host's addresses where it answers; None: at none of them now.
+    """Return the first of a host's addresses that answers. None: none of them answers now.
 
-    Addresses that this node has too come last: on another node they are another machine's, such as
-    that of a bridge for containers.
+    Addresses that this node has too come last, because on another node they belong to another
+    machine, such as a bridge for containers.
     """
     if len(addresses) == 1:
         return addresses[0]
@@ -399,7 +399,8 @@ def first_reachable(addresses: Sequence[str], timeout_s: float = PROBE_TIMEOUT_S
 
 
 def _greets(probe: socket.socket) -> bool:
-    """Whether a ZeroMQ socket is at the other end, which speaks first; a firewall may only accept.
+    """Return whether a ZeroMQ socket is at the other end, which sends first; a firewall may only
+    accept.
 
     A greeting begins with %xFF (https://rfc.zeromq.org/spec/37/).
     """
@@ -410,9 +411,9 @@ def _greets(probe: socket.socket) -> bool:
 
 
 def paused_s(before: float, now: float) -> float:
-    """How long a thread that looks every ``HEARTBEAT_S`` was itself stopped between two looks.
+    """Return how long a thread with period ``HEARTBEAT_S`` was paused between two polls.
 
-    It heard nobody meanwhile, and must not take the others for silent.
+    It received nothing meanwhile, so it must not count its peers as silent.
     """
     pause = now - before - HEARTBEAT_S
     return pause if pause > 2 * HEARTBEAT_S else 0.0

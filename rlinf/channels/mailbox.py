@@ -326,7 +326,7 @@ class MailboxHost:
     ) -> None:
         if frames or type(name) is not str or not 0 < len(name) <= MAX_NAME:
             raise DataError("bad name")
-        described, said = unpack_map(about), unpack_map(status)
+        new_about, new_status = unpack_map(about), unpack_map(status)
         session = self._sessions.get(id_)
         if session is None:
             inbox = ReliableReceiver(self._max_bytes)
@@ -336,7 +336,7 @@ class MailboxHost:
             self._workers[name] = session
         if session.name != name:
             raise DataError("another name than before")
-        session.about, session.status = described, said
+        session.about, session.status = new_about, new_status
         self._hear(session)
 
     def _word(
@@ -353,13 +353,13 @@ class MailboxHost:
     ) -> None:
         session = self._sessions[id_]
         part = PieceBatch(base, first, turn, split_pieces(lefts, frames))
-        said = session.status if status is None else unpack_map(status)
+        new_status = session.status if status is None else unpack_map(status)
         check_numbers(received, base, first, turn)
         if not self._hear(session):
             return
         session.sender.acknowledge(received, received, gap)
         new = session.receiver.accept(part)
-        session.status = said
+        session.status = new_status
         for number, item in new:
             try:
                 content = self._decode(item)

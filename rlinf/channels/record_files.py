@@ -35,21 +35,21 @@ BLOCK_BYTES = 1 << 18
 
 
 def large_columns_path(path: Path) -> Path:
-    """The file beside a file of records that has its large columns."""
+    """Return the path of the file with the large columns of a file of records."""
     return path.with_suffix(".rows.hdf5")
 
 
 def large_columns(record: Record) -> list[str]:
-    """Names of the columns of steps whose rows are large."""
+    """Return the names of step columns whose rows are large."""
     sizes = {n: a.dtype.itemsize * int(np.prod(a.shape[1:])) for n, a in record.steps.items()}
     return sorted(name for name, size in sizes.items() if size >= LARGE_ROW_BYTES)
 
 
 def write_large_columns(path: Path, file: h5py.File, columns: dict[str, list[np.ndarray]]) -> None:
-    """Write large columns beside ``path``, and into ``file``, which is there, their checksums.
+    """Write large columns beside ``path``, and their checksums into ``file``.
 
     Raises:
-        ValueError: arrays of one column differ in kind or trailing shape.
+        ValueError: arrays of one column differ in dtype or trailing shape.
         OSError: it cannot be written.
     """
     with (
@@ -87,7 +87,7 @@ def _blocks(arrays: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 class LargeColumn:
-    """A large column of all records of the file ``path``."""
+    """A large column over all records of the file ``path``."""
 
     def __init__(self, path: Path, name: str, sums: Any) -> None:
         self._path, self._name, self._sums = large_columns_path(path), name, sums[:]
@@ -150,10 +150,10 @@ def _sum(rows: np.ndarray) -> int:
 
 
 def check_same_layout(arrays: Sequence[np.ndarray], name: str) -> None:
-    """See that arrays can be one column.
+    """Check that arrays can form one column.
 
     Raises:
-        ValueError: they differ in kind or trailing shape.
+        ValueError: they differ in dtype or trailing shape.
     """
     if len({(array.dtype, array.shape[1:]) for array in arrays}) > 1:
         raise ValueError(f"column {name!r}: dtype and trailing shape must not change")
@@ -189,10 +189,10 @@ class _Target(io.FileIO):
 
 @contextlib.contextmanager
 def open_hdf5_target(path: Path) -> Iterator[io.FileIO]:
-    """A new file to give to ``h5py.File``.
+    """Open a new file for ``h5py.File``.
 
     Raises:
-        OSError: it could not be written, once the other is closed.
+        OSError: writing failed; raised once the HDF5 file is closed.
     """
     with _Target(path, "w+") as target:
         yield target
@@ -201,26 +201,26 @@ def open_hdf5_target(path: Path) -> Iterator[io.FileIO]:
 
 
 SCHEMA, SCHEMA_WITH_LARGE_COLUMNS = 1, 2
-"""Of a file; the second has some of its columns in a file beside it."""
+"""Schema of a file, and of one with some columns in a separate file."""
 PART_BYTES = 256 << 20
 MAX_OPEN_PARTS = 64
-"""So many stay open while they are put in order: a process may often have no more than 1024."""
+"""Maximum number of files that stay open during sorting; processes are often limited to 1024."""
 T = TypeVar("T")
 
 
 class RecordFileWriter(RecordSink):
-    """The producing side: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
+    """The producing end: collects records and writes ``<name>-r<rank>-p<part>.h5`` files.
 
-    Nothing is visible to a reader before the stage commits its manifest. Equal records give equal
-    bytes in whatever order they come: they lie in the parts by identity. Where what came makes more
-    than one part and came otherwise, ``close`` writes them once more; for that while they take
-    twice the room on disk, and no more than a part in memory.
+    Readers see nothing before the stage commits its manifest. Equal records give equal bytes in
+    whatever order they come, because the parts are sorted by identity. If the records fill more
+    than one part and came in another order, ``close`` writes them again, which temporarily takes
+    twice the disk space but no more than a part of memory.
     """
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
         self._folder, self._name, self._rank = folder, name, rank
-        self._part = _Part[Record]()
-        self._parts: list[list[_Place]] = []
+        self._part = _FilePart[Record]()
+        self._parts: list[list[_RecordPlace]] = []
         """What was written, in the order in which it lies there."""
         self._closed = False
         self.count = 0
@@ -246,11 +246,11 @@ class RecordFileWriter(RecordSink):
     def _flush(self) -> None:
         records, number = sorted(self._part.items, key=lambda r: r.identity), len(self._parts)
         write_records(self._path(number), records)
-        places = (_Place(r.identity, number, i, _size(r)) for i, r in enumerate(records))
+        places = (_RecordPlace(r.identity, number, i, _size(r)) for i, r in enumerate(records))
         self._parts.append(list(places))
-        self._part = _Part()
+        self._part = _FilePart()
 
-    def _sort(self, parts: Iterable[Sequence[_Place]]) -> None:
+    def _sort(self, parts: Iterable[Sequence[_RecordPlace]]) -> None:
         """Write the parts anew, with what lies in them now."""
         with (
             tempfile.TemporaryDirectory(dir=self._folder, prefix="unsorted-") as folder,
@@ -267,10 +267,10 @@ class RecordFileWriter(RecordSink):
             )
             there = [_Columns(file, path, lazy=False) for path, file in files]
             for number, places in enumerate(parts):
-                by_part = defaultdict[int, list[_Place]](list)
+                by_part = defaultdict[int, list[_RecordPlace]](list)
                 for place in places:
                     by_part[place.part].append(place)
-                records = dict[_Place, Record]()
+                records = dict[_RecordPlace, Record]()
                 for part, here in by_part.items():
                     # All are sorted: what goes from one file to another lies together.
                     span = here[0].number, here[-1].number + 1
@@ -286,8 +286,8 @@ class RecordFileWriter(RecordSink):
         return self._folder / f"{self._name}-r{self._rank:03d}-p{number:03d}.h5"
 
 
-class _Place(NamedTuple):
-    """Where a record lies: in which part, as which of its records; ``size`` in bytes."""
+class _RecordPlace(NamedTuple):
+    """Position of a record: its part and its number within; ``size`` in bytes."""
 
     identity: RecordId
     part: int
@@ -299,8 +299,8 @@ def _size(record: Record) -> int:
     return sum(a.nbytes for a in (*record.steps.values(), *record.context.values()))
 
 
-class _Part(Generic[T]):
-    """What a file will have: it ends with the one by which it reaches :data:`PART_BYTES`."""
+class _FilePart(Generic[T]):
+    """The items of a file, which ends with the item that reaches :data:`PART_BYTES`."""
 
     def __init__(self) -> None:
         self.items: list[T] = []
@@ -315,28 +315,29 @@ class _Part(Generic[T]):
         return self._bytes >= PART_BYTES
 
 
-def _cut(places: Iterable[_Place]) -> Iterator[list[_Place]]:
+def _cut(places: Iterable[_RecordPlace]) -> Iterator[list[_RecordPlace]]:
     """Parts of records in this order."""
-    part = _Part[_Place]()
+    part = _FilePart[_RecordPlace]()
     for place in places:
         part.add(place, place.size)
         if part.full:
             yield part.items
-            part = _Part()
+            part = _FilePart()
     if part.items:
         yield part.items
 
 
 class RecordFileReader(RecordSource):
-    """The consuming side: the records of committed files, sorted by (iteration, sample).
+    """The consuming end: the records of committed files, sorted by (iteration, sample).
 
     Of records with one identity the latest attempt is kept.
     """
 
     def __init__(self, paths: Iterable[Path], samples: Collection[int] | None = None) -> None:
-        """
+        """Read the records.
+
         Args:
-            samples: those of these alone; see :func:`read_records`.
+            samples: restrict the records to these samples; see :func:`read_records`.
         """
         latest: dict[tuple[int, int], Record] = {}
         for path in sorted(paths):
@@ -356,7 +357,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write records of one schema to a new HDF5 file.
 
     Raises:
-        ValueError: records differ in their column names, kinds or trailing shapes.
+        ValueError: records differ in column names, dtypes or trailing shapes.
         OSError: it cannot be written.
     """
     # The newest file format stores times in group headers; equal records must give equal bytes.
@@ -397,11 +398,11 @@ def read_records(path: Path, samples: Collection[int] | None = None) -> list[Rec
     """Read the records of a file written by :func:`write_records`.
 
     Args:
-        samples: those of these alone; None: all. The file is read whole all the same, for its
-            checksum, but nothing of the others is decoded or kept.
+        samples: restrict the records to these samples; None: all. The whole file is read for its
+            checksum all the same, but other records are neither decoded nor kept.
 
     Raises:
-        ValueError: not such a file, or of another schema version.
+        ValueError: the file is invalid, or of another schema version.
         ArtifactError: it is committed and damaged.
     """
     data = read_bytes(path)
@@ -462,12 +463,12 @@ class _Columns:
 
 
 def read_record_info(path: Path) -> list[tuple[RecordId, int, dict[str, Scalar]]]:
-    """Identity, number of steps and ``info`` of the records of a file; no array is read.
+    """Return identity, number of steps and ``info`` of the records of a file, without arrays.
 
-    Not compared with a checksum, which would take reading all of it: for pages that show a run.
+    The checksum is not compared, which would require reading all of it: this is for reports.
 
     Raises:
-        ValueError: not a readable file of records.
+        ValueError: the file is no readable file of records.
     """
     try:
         with _opened(path) as file:
@@ -541,13 +542,13 @@ class _Info:
     """A column of ``info``; texts are read as they are asked for."""
 
     def __init__(self, group: Any) -> None:
-        self._data, self._offsets, self._whole = group["data"], None, None
+        self._data, self._offsets, self._is_integer = group["data"], None, None
         if "offsets" in group:
             self._offsets = group["offsets"][:]
             return
         self._data = self._data[:]
         if "whole" in group:
-            self._whole, self._integers = group["whole"][:], group["integers"][:]
+            self._is_integer, self._integers = group["whole"][:], group["integers"][:]
 
     def values(self, start: int, stop: int) -> list[Scalar]:
         """Of the records from one number up to another."""
@@ -555,9 +556,9 @@ class _Info:
             texts = _split(self._data, self._offsets[start : stop + 1])
             return [bytes(text).decode() for text in texts]
         values: list[Scalar] = self._data[start:stop].tolist()
-        if self._whole is not None:
-            before = np.count_nonzero(self._whole[:start])
-            places = np.flatnonzero(self._whole[start:stop]).tolist()
+        if self._is_integer is not None:
+            before = np.count_nonzero(self._is_integer[:start])
+            places = np.flatnonzero(self._is_integer[start:stop]).tolist()
             integers = self._integers[before : before + len(places)].tolist()
             for place, value in zip(places, integers, strict=True):
                 values[place] = value

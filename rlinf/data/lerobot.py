@@ -53,13 +53,13 @@ STATE_FEATURE, ACTION_FEATURE, REWARD_FEATURE, SUCCESS_FEATURE = (
 )
 CAMERA_FEATURE_PREFIX = "observation.images."
 PLACEHOLDER = re.compile(r"\{(\w+)(?::(0?\d{1,2}d))?\}")
-"""In the paths that ``meta/info.json`` gives; ``{chunk_index:03d}``, for instance."""
+"""Placeholders in the paths of ``meta/info.json``, such as ``{chunk_index:03d}``."""
 REQUIRED_FEATURES = {STATE_FEATURE: "vectors that a policy sees", ACTION_FEATURE: "what was done"}
 
 
 @dataclass(frozen=True)
 class LeRobotEpisode:
-    """Where one is: rows of a file of steps, and of each camera's video its first picture."""
+    """Location of an episode: rows of a file of steps, and first frames in the videos."""
 
     number: int
     task: str
@@ -111,13 +111,13 @@ class LeRobotDataset:
         return int(self.info["fps"])
 
     def trajectories(self, *, images: bool = True) -> Iterator[Record]:
-        """The episodes as trajectories, one after the other.
+        """Yield the episodes as trajectories.
 
         Args:
-            images: whether pictures are read too.
+            images: whether to read images too.
 
         Raises:
-            DataError: a file is missing or is not as ``meta`` says.
+            DataError: a file is missing or contradicts ``meta``.
         """
         table: tuple[Path | None, Any] = (None, None)
         videos: dict[str, _Video] = {}
@@ -301,7 +301,7 @@ class _Video:
 
 
 def is_lerobot_dataset(folder: Path) -> bool:
-    """Whether a folder looks like one."""
+    """Return whether a folder looks like a LeRobot dataset."""
     return (folder / INFO_FILE).is_file()
 
 
@@ -347,7 +347,7 @@ FEATURE_COLUMNS = {
 }
 DONE_FEATURE = "next.done"
 STATISTICS_STRIDE = 10
-"""Of so many pictures one counts in their statistics."""
+"""One image in so many is used for the statistics."""
 SCALAR_FEATURES = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -358,11 +358,12 @@ SCALAR_FEATURES = {
 
 
 def split_episodes(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
-    """The columns of each whole episode of a trajectory, without those that do not count; ``done``
-    is 1 at the last step of one that ended or was cut off.
+    """Yield the columns of each complete episode of a trajectory; ``done`` is 1 at its last step.
+
+    Episodes with masked steps are left out.
 
     Raises:
-        InputError: it has not the columns of a simulator's trajectories.
+        InputError: the trajectory lacks columns of a simulator.
     """
     steps = trajectory.steps
     lacking = [
@@ -388,7 +389,7 @@ def split_episodes(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
 
 
 class LeRobotWriter:
-    """Writes a folder, an episode at a time."""
+    """Writes a LeRobot dataset, an episode at a time."""
 
     def __init__(self, folder: Path, *, fps: int, task: str, robot: str = "", png: bool = False):
         """
@@ -420,7 +421,7 @@ class LeRobotWriter:
         """Add the episodes of a trajectory.
 
         Raises:
-            InputError: they have other columns than those before.
+            InputError: their columns differ from those of earlier episodes.
         """
         default_task = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
@@ -463,7 +464,7 @@ class LeRobotWriter:
                 self._flush()
 
     def close(self) -> None:
-        """Write what is left, and what says what there is.
+        """Write the remaining episodes and the metadata.
 
         Raises:
             InputError: there is no episode.
@@ -628,10 +629,10 @@ class _Stats:
 
 
 def write_lerobot_dataset(folder: Path, trajectories: Iterable[Record], **options: Any) -> int:
-    """Write trajectories as a data set; returns how many episodes there are.
+    """Write trajectories as a dataset; returns the number of episodes.
 
     Args:
-        options: of :class:`Writer`.
+        options: arguments of :class:`LeRobotWriter`.
     """
     writer = LeRobotWriter(folder, **options)
     for trajectory in trajectories:
