@@ -25,7 +25,7 @@ class PlanRequest:
     profile: Profile
     devices: Mapping[str, PartitionDevices]
     objective: str = "time"
-    execution: Execution = "stage"
+    execution: Execution = "jobs"
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By stage: the only kinds it may use."""
     notes: tuple[str, ...] = ()
