@@ -22,7 +22,6 @@ from stages.layout import POOLS_FOLDER, STATUS_FILE
 REPEATS = 6
 PATIENCE_S = 180.0
 PLAN = {
-    "execution": "segment",
     "defaults": {"mem_mb": 2000, "time_limit_min": 60},
     "pools": [
         {"stages": ["rollout"], "gpus": {"a100": 1}},

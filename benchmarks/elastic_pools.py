@@ -182,7 +182,6 @@ def driven(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
         (root / "site.yaml").write_text(yaml.safe_dump(site))
         where = {"partition": partition, "gpu_type": partition, "gpus": 1}
         plan = {
-            "execution": "segment",
             "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1, "time_limit_min": 60},
             "pools": [
                 {"stages": ["rollout"], "workers": workers, "gpus": {partition: 1}},

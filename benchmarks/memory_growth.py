@@ -46,7 +46,6 @@ SETTINGS = [
     "cluster=local",
 ]
 PLAN = {
-    "execution": "segment",
     "num_chunks": 2,
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},

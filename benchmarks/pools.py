@@ -57,11 +57,9 @@ CHUNKS = 11
 ROWS = (16, 24, 48, 96)
 """Samples decoded at once: with one of these rollout takes about as long as all else."""
 ONE_POOL = {
-    "execution": "segment",
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
 }
 TWO_POOLS = {
-    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"cpu": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}},

@@ -43,8 +43,8 @@ CORES = 2
 MINUTES, PASSES = 6, 2
 """Of a profile pass, in which jobs on their own are measured too (under 5.4 they are not), and how
 many there are: the second goes on with the first's measurements."""
-ITERATIONS = {"stage": 4, "segment": 7}
-"""Iterations of each run, by execution; the first does not count."""
+ITERATIONS = {"jobs": 4, "pools": 7}
+"""Of each run, by grain; the first does not count."""
 DRAWN = 1
 """Plans of jobs that are drawn at random, beside the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
@@ -187,7 +187,6 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
         named_ones = {stage for stage, _ in pools}
         rest = [stage for stage in flow.device_dependencies() if stage not in named_ones]
         values: dict[str, Any] = {
-            "execution": "segment",
             "num_chunks": chunks,
             "pools": [
                 {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
@@ -239,7 +238,7 @@ def draw(points: list[PredictionPoint], path: Path = PICTURE) -> None:
     """Predicted against measured, both on logarithmic axes, with the 80 % intervals."""
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
     colours = dict(zip(EXPERIMENTS, ("#2f7fb5", "#c8553d"), strict=True))
-    markers = {"stage": ("o", "a job for each stage"), "segment": ("s", "pools")}
+    markers = {"jobs": ("o", "a job for each stage"), "pools": ("s", "pools")}
     for p in points:
         axes.errorbar(
             p.median_s,

@@ -53,7 +53,6 @@ def measure() -> list[BenchmarkRow]:
 def plan(*, helps: bool) -> dict[str, Any]:
     """A generator and a trainer, which helps or not."""
     return {
-        "execution": "segment",
         "num_chunks": 4,
         "pools": [
             {"stages": ["rollout"], "workers": 1, "gpus": {"cpu": 1}},

@@ -183,7 +183,7 @@ class Forecast(Section):
     for it."""
 
 
-Execution = Literal["stage", "segment"]
+Execution = Literal["jobs", "pools"]
 Transport = Literal["shared_memory", "socket", "gloo", "nccl", "delta", "file"]
 WEIGHT_TRANSPORTS = frozenset({"gloo", "nccl", "delta"})
 """Transports for weights only; they carry no records."""
@@ -194,12 +194,10 @@ COMMITTED_TRANSPORTS = frozenset({"delta", "file"})
 class Plan(Section):
     """Resources of every stage (``defaults``, overridden by ``stages``), pools and transports."""
 
-    execution: Execution = "stage"
-    """``stage``: each stage of each iteration is a job. ``segment``: pools run many iterations."""
     defaults: StagePlan = StagePlan()
     stages: dict[str, StagePlan] = {}
     pools: tuple[PoolPlan, ...] = ()
-    """Of grain ``segment``."""
+    """Pools that run many iterations. Without pools each stage of each iteration is a job."""
     hetjob: bool = False
     """Submit the pools as one heterogeneous Slurm job, so that they start and end together. Workers
     of elastic pools stay independent. False: each pool starts when the queue allows it."""
@@ -277,8 +275,6 @@ class Plan(Section):
         twice = next((stage for stage in placed if placed.count(stage) > 1), None)
         if twice:
             raise ValueError(f"pools: stage {twice!r} is in two pools")
-        if bool(self.pools) != (self.execution == "segment"):
-            raise ValueError("pools belong to execution: segment, and that needs some")
         return self
 
     @model_validator(mode="after")
@@ -317,6 +313,11 @@ class Plan(Section):
                     "finishes what this one leaves"
                 )
         return self
+
+    @property
+    def execution(self) -> Execution:
+        """``pools`` if the plan has pools, else ``jobs``: each stage of each iteration is a job."""
+        return "pools" if self.pools else "jobs"
 
     @property
     def flow(self) -> Flow:

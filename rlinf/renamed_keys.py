@@ -89,7 +89,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "plan.chunks": "num_chunks",
     "plan.defaults.shares": "speed_weights",
     "plan.defaults.time_min": "time_limit_min",
-    "plan.grain": "execution",
+    "plan.grain": "pools",
     "plan.pools.helps_rollout": "also_generates",
     "plan.pools.ranks": "stage_ranks",
     "plan.predicted": "forecast",

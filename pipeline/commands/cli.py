@@ -50,8 +50,8 @@ Keep = Annotated[
 class ExecutionMode(StrEnum):
     """Execution of a plan: as jobs or in pools."""
 
-    jobs = "stage"
-    pools = "segment"
+    jobs = "jobs"
+    pools = "pools"
 
 
 @app.callback(invoke_without_command=True)

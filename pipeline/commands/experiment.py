@@ -97,9 +97,9 @@ def validate_experiment(
         interface_address(cluster.network_interface)
     plan = resolve_plan(plan, cluster)
     check_notify_command(cluster.notify_command)
-    if plan.execution == "segment" and cluster.launcher == "inprocess":
+    if plan.execution == "pools" and cluster.launcher == "inprocess":
         raise PlanError(
-            "plan: execution: segment: pools are processes of their own; add cluster=local (this "
+            "plan: pools are processes of their own; add cluster=local (this "
             "machine) or cluster=slurm"
         )
     plan.check_transports(Graph(config).edges())
@@ -259,7 +259,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         else:
             plan = resolve_plan(Plan.from_run(run.folder), cluster)
             launcher = create_launcher(cluster, plan, current_job_resources())
-            if plan.execution == "segment":
+            if plan.execution == "pools":
                 executor = PoolExecutor(
                     run, launcher, plan, cluster, stop, console.on_stage_progress
                 )

@@ -154,7 +154,7 @@ class Workflow:
         """
         if self._on_mismatch is not OnMismatch.ERROR:
             self.acquire_lock()
-        if self._plan.execution == "segment":
+        if self._plan.execution == "pools":
             log.warning(
                 "the plan has pools, which Snakemake does not use: every stage becomes a job; "
                 "rlinf run gives them to the pools"

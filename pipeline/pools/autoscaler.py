@@ -162,7 +162,7 @@ def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
 
 
 def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
-    if plan.execution != "segment":
+    if plan.execution != "pools":
         raise PlanError(f"{folder}: its plan has no pools; only pools can be scaled")
     for number, pool in enumerate(plan.pools):
         if name in pool.stages:

@@ -124,7 +124,7 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
         if stage not in times:
             continue
         expected, measured = entry.seconds, times[stage]
-        if plan.execution == "segment":
+        if plan.execution == "pools":
             if WORK_PART not in entry.breakdown_s:
                 continue
             expected, measured = entry.breakdown_s[WORK_PART], MeasuredTimes(times[stage].busy_s)

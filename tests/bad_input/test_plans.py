@@ -14,7 +14,7 @@ ALL = ["rollout", "reward", "inference", "train"]
 
 
 def pools(*given: dict[str, Any], **further: Any) -> dict[str, Any]:
-    return {"execution": "segment", "pools": list(given), **further}
+    return {"pools": list(given), **further}
 
 
 def pool(*stages: str, **further: Any) -> dict[str, Any]:
@@ -36,15 +36,12 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("clock", {"defaults": {"time_limit_min": "1:30"}}, ["plan.defaults.time_limit_min"]),
     ("share", {"defaults": {"processes": 2, "speed_weights": [1.0]}}, ["speed_weights"]),
     ("negative-share", {"defaults": {"speed_weights": [-1.0]}}, ["plan.defaults.speed_weights"]),
-    ("grain", {"execution": "stages"}, ["plan.execution"]),
     ("chunks", {"num_chunks": 0}, ["plan.num_chunks"]),
     ("stages", {"stages": []}, ["plan.stages"]),
     ("edge", {"transports": {"rollout -> rewards": "file"}}, ["did you mean 'rollout -> reward'"]),
     ("way", {"transports": {"rollout -> reward": "http"}}, ["rollout -> reward", "'socket'"]),
     ("weights", {"transports": {"rollout -> reward": "nccl"}}, ["carries weights alone"]),
-    ("no-pools", {"execution": "segment"}, ["pools", "execution: segment"]),
-    ("no-grain", {"pools": [pool()]}, ["pools", "execution: segment"]),
-    ("in-process", pools(pool()), ["execution: segment", "cluster=local"]),
+    ("in-process", pools(pool()), ["pools are processes", "cluster=local"]),
     ("twice", pools(pool(), pool("train")), ["plan.pools", "'train' is in two"]),
     ("unknown", pools(pool("rolout", "train")), ["pools[0].stages", "did you mean 'rollout'"]),
     ("empty", pools({"stages": [], "gpus": {"cpu": 1}}), ["plan.pools.0.stages"]),

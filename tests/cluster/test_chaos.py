@@ -32,7 +32,6 @@ REFUSED = {"segment": {"requeue_job"}, "elastic": {"requeue_job"}, "ranks": {"re
 """Kinds of faults that jobs of a shape refuse: those of pools are not started again by Slurm."""
 SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
 POOLS: dict[str, Any] = {
-    "execution": "segment",
     "defaults": {"partition": "cpu", "mem_mb": 2000, "time_limit_min": 30},
     "pools": [
         {"stages": ["rollout"], "gpus": {"spot:a100": 1}},

@@ -22,7 +22,6 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
     log, run = tmp_path / "log", tmp_path / "tiny"
     train = {"partition": "h100", "gpus": 1}
     plan = {
-        "execution": "segment",
         "num_chunks": 2,
         "defaults": {"mem_mb": 1500},
         "stages": {"rollout": train, "reward": train, "inference": train, "train": train},

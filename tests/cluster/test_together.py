@@ -151,7 +151,6 @@ def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -
         "speed_weights": {"h100": 2.0, "a100": 1.0},
     }
     plan = {
-        "execution": "segment",
         "defaults": {"mem_mb": 1500},
         "stages": {
             "rollout": {"partition": "cpu"},
@@ -177,7 +176,6 @@ def test_pools_of_two_partitions_start_together_and_again_when_one_is_lost(
 ) -> None:
     run_here(words(tmp_path / "reference", "iterations=12"))
     plan = {
-        "execution": "segment",
         "hetjob": True,
         "defaults": {"mem_mb": 1500},
         "stages": {

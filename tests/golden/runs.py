@@ -132,7 +132,7 @@ WAYS: Mapping[str, list[str]] = {
 def pool_plan(stages: list[str]) -> str:
     """A plan in which one resident worker executes all stages in turn, as an override."""
     pool = f"{{stages: [{', '.join(stages)}], gpus: {{local: 1}}}}"
-    return f"plan={{execution: segment, pools: [{pool}]}}"
+    return f"plan={{pools: [{pool}]}}"
 
 
 def command(name: str, way: str, root: Path) -> list[str]:

@@ -44,7 +44,6 @@ def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
     """A plan by the stages and processes of its pools."""
     sizes = {stage: count for stages, count in held for stage in stages}
     return {
-        "execution": "segment",
         "stages": {
             stage: {"processes": count} for stage, count in sizes.items() if stage != "reward"
         },
@@ -58,7 +57,6 @@ THREE = pools(
 )
 MANY = pools((["rollout"], 3), (["rollout.generate"], 2), (LATER, 1))
 BESIDE = {
-    "execution": "segment",
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
     "pools": [
         {
@@ -267,7 +265,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             {"stages": {"rollout.generate": {"gpus": 1}}},
-            r"plan\.stages\.rollout\.generate: a job of execution: stage has .* process; use grain",
+            r"plan\.stages\.rollout\.generate: without pools, .* in one process",
         ),
         (
             pools((["rollout", *LATER], 1)) | {"stages": {"rollout.generate": {"cpus": 2}}},
@@ -276,7 +274,6 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         (pools((["rollout.generate", *LATER], 1)), "plan.pools: no pool holds rollout"),
         (
             {
-                "execution": "segment",
                 "pools": [
                     {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1},
                     {"stages": ["rollout.generate", *LATER], "gpus": {"local": 1}},
@@ -290,7 +287,6 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             {
-                "execution": "segment",
                 "pools": [
                     {
                         "stages": BOTH,
@@ -362,6 +358,6 @@ def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
     config = validate(RunConfig, compose("rollout.batch_size=16", experiment=experiment))
     held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
     pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
-    plan = parse_plan({"execution": "segment", "pools": pools}, "plan.yaml")
+    plan = parse_plan({"pools": pools}, "plan.yaml")
     with pytest.raises(PlanError, match=said):
-        assess_plan(ask(config, "a100", "h100", grain="segment"), plan, "plan.yaml")
+        assess_plan(ask(config, "a100", "h100", grain="pools"), plan, "plan.yaml")

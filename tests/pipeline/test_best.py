@@ -55,7 +55,7 @@ class Shuffled(GymEnvironment):
 POOL = "{stages: [rollout, reward, inference, train], gpus: {local: 1}}"
 GRAINS = {
     "jobs": ["cluster=local"],
-    "pools": ["cluster=local", f"++plan={{execution: segment, pools: [{POOL}]}}"],
+    "pools": ["cluster=local", f"++plan={{pools: [{POOL}]}}"],
 }
 SMALL = [
     "task.name=tests.pipeline.test_best:Peaked",

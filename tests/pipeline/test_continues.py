@@ -34,14 +34,12 @@ SMALL = [
     *("retention.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
 ]
 APART = {
-    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
     ],
 }
 RANKS = {
-    "execution": "segment",
     "num_chunks": 2,
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
     "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 2}}],

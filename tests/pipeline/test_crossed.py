@@ -19,7 +19,6 @@ from tests.pipeline.pools.test_executor import assert_like, samples
 
 Compose = Callable[..., dict[str, Any]]
 PLAN = {
-    "execution": "segment",
     "num_chunks": 4,
     "pools": [
         {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},

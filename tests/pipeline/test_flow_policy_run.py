@@ -23,7 +23,6 @@ SMALL += [
     "model.denoising_steps=3",
 ]
 POOLS = {
-    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},

@@ -72,7 +72,7 @@ def checked(plan: Plan, cluster: ClusterConfig = CLUSTER) -> Iterator[None]:
 
 
 def pools(*given: dict[str, Any], **defaults: int) -> Plan:
-    values = {"execution": "segment", "defaults": defaults, "pools": list(given)}
+    values = {"defaults": defaults, "pools": list(given)}
     return parse_plan(values, "plan")
 
 

@@ -32,7 +32,6 @@ SMALL = (
 RANKS = {"processes": 2}
 STAGES = ["rollout", "reward", "inference", "train"]
 POOL = {
-    "execution": "segment",
     "num_chunks": 2,
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
     "pools": [{"stages": STAGES, "gpus": {"local": 2}}],

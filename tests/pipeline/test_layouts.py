@@ -28,7 +28,6 @@ STAGES = ["rollout", "reward", "inference", "train"]
 SHARED = {"processes": 2, "layout": {"tp": 2}}
 JOBS = {"stages": dict.fromkeys(("rollout", "evaluate", "inference", "train"), SHARED)}
 POOLS = {
-    "execution": "segment",
     "stages": {
         "rollout": SHARED,
         "train": {"processes": 4, "layout": {"tp": 2}},

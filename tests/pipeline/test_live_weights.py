@@ -47,7 +47,7 @@ def pooled(compose: Compose, name: str, way: str, iterations: int = 3) -> dict[s
     transports = dict.fromkeys(EDGES, way)
     if way not in WEIGHT_TRANSPORTS:
         transports |= dict.fromkeys(RECORDS, way)
-    values["plan"] = {"execution": "segment", "pools": POOLS, "transports": transports}
+    values["plan"] = {"pools": POOLS, "transports": transports}
     return values
 
 
@@ -88,7 +88,7 @@ def test_engines_of_another_type_are_sent_it_and_give_the_results_of_one_process
     """The trainer keeps float32, and so does what is committed."""
     run_experiment(compose("run.name=one", HALF))
     values = compose("run.name=sent", HALF, "cluster=local")
-    run_experiment({**values, "plan": {"execution": "segment", "pools": POOLS}})
+    run_experiment({**values, "plan": {"pools": POOLS}})
     assert contents(tmp_path / "sent") == contents(tmp_path / "one")
     assert arrived(tmp_path / "sent") == 2
     for path in (tmp_path / "sent" / "it").glob("*/sync/data-*/weights/model.safetensors"):
@@ -107,9 +107,7 @@ def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
         one = tmp_path / "one"
     values = compose("run.name=deltas", *settings, "cluster=local")
     transports = dict.fromkeys(EDGES, "delta")
-    run_experiment(
-        {**values, "plan": {"execution": "segment", "pools": POOLS, "transports": transports}}
-    )
+    run_experiment({**values, "plan": {"pools": POOLS, "transports": transports}})
     run = tmp_path / "deltas"
     assert contents(run) == contents(one)
     assert not arrived(run), "nothing is sent"
@@ -144,7 +142,6 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     settings = ("iterations=3", "retention.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
     values = compose("run.name=apart", *settings, "cluster=local")
     values["plan"] = {
-        "execution": "segment",
         "pools": [POOLS[0], *apart],
         **({"transports": {"sync -> inference": way}} if way else {}),
     }
@@ -168,7 +165,6 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
     settings = ("iterations=3", "retention.keep_last=3", "algorithm.old_logprobs=recompute")
     values = compose("run.name=apart", "cluster=local", *settings)
     values["plan"] = {
-        "execution": "segment",
         "stages": {"inference": {"processes": 2}},
         "pools": [
             {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},

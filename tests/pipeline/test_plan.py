@@ -59,11 +59,9 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
             {"stages": {"train": {"speed_weights": {"h100": 0}}}},
             "speed_weights.*h100.*greater than 0",
         ),
-        ({"execution": "segment"}, "pools"),
         ({"pools": [{"stages": ["train"], "gpus": {"h100": 1}}]}, "pools"),
         (
             {
-                "execution": "segment",
                 "pools": [
                     {"stages": ["train"], "gpus": {"h100": 1}},
                     {"stages": ["rollout", "train"], "gpus": {"h100": 1}},
@@ -72,12 +70,11 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
             "'train' is in two pools",
         ),
         (
-            {"execution": "segment", "pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
+            {"pools": [{"stages": ["trian"], "gpus": {"h100": 1}}]},
             r"pools\[0\].*did you mean 'train'",
         ),
         (
             {
-                "execution": "segment",
                 "pools": [
                     {"stages": ["rollout"], "workers": 1, "gpus": {"h100": 1}},
                     {"stages": ["train"], "gpus": {"h100": 1}},
@@ -110,7 +107,7 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
 @pytest.mark.parametrize("said", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
 def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict[str, int]) -> None:
     pool = {"stages": ["rollout", "reward", "inference", "train"], "gpus": {"h100": 3}}
-    plan = parse_plan({"execution": "segment", "pools": [pool], "stages": {"train": said}}, "plan")
+    plan = parse_plan({"pools": [pool], "stages": {"train": said}}, "plan")
     with pytest.raises(PlanError, match=r"pools\[0\].gpus: 3 h100, but its stages ask for"):
         pool_resources(plan, 0)
 

@@ -23,7 +23,6 @@ ALL = {"processes": 3}
 
 def plan(**ranks: list[int]) -> dict[str, Any]:
     return {
-        "execution": "segment",
         "num_chunks": 2,
         "stages": dict.fromkeys(("rollout", "inference", "train"), ALL),
         "pools": [{"stages": STAGES, "gpus": {"local": 3}, "stage_ranks": ranks}],
@@ -88,6 +87,4 @@ def test_an_elastic_pool_has_none(compose: Compose) -> None:
     with pytest.raises(
         RlinfError, match=r"pools\[0\]\.stage_ranks: each worker is a job of one process"
     ):
-        validate_experiment(
-            {**compose("cluster=local"), "plan": {"execution": "segment", "pools": pools}}
-        )
+        validate_experiment({**compose("cluster=local"), "plan": {"pools": pools}})

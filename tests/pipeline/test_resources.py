@@ -19,7 +19,7 @@ def pooled(
 ) -> Plan:
     """A plan of one pool."""
     pool = {"stages": list(order or STAGES), "gpus": held}
-    values = {"execution": "segment", "defaults": defaults, "stages": stages or {}, "pools": [pool]}
+    values = {"defaults": defaults, "stages": stages or {}, "pools": [pool]}
     return parse_plan(values, "plan")
 
 
@@ -53,7 +53,7 @@ def test_the_most_holds_on_each_kind_and_for_each_worker() -> None:
         {"stages": list(STAGES[1:]), "gpus": {"h100": 1}},
     ]
     stages = {"rollout": {"mem_mb": 1000}, "evaluate": {"mem_mb": 9000}}
-    plan = parse_plan({"execution": "segment", "stages": stages, "pools": pools}, "plan")
+    plan = parse_plan({"stages": stages, "pools": pools}, "plan")
     assert pool_resources(plan, 0, 1)[0].mem_mb == 9000
 
 

@@ -17,7 +17,6 @@ Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 RANKS = {"reward": {"processes": 2}}
 POOLS = {
-    "execution": "segment",
     "stages": RANKS,
     "pools": [
         {"stages": ["rollout", "train", "inference"], "gpus": {"local": 1}},

@@ -19,7 +19,6 @@ from tests.pipeline.helpers import contents
 Compose = Callable[..., dict[str, Any]]
 STALE = ["rollout.staleness=1", "iterations=4", "algorithm.rollout_is_threshold=2.0"]
 POOLS = {
-    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},

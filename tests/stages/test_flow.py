@@ -125,7 +125,7 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
         values = compose(f"task.carry_over_episodes={word}", experiment=experiment)
         assert Graph(validate(RunConfig, values)).flow is wanted
     pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
-    plan = {"execution": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
+    plan = {"pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
     with pytest.raises(
         PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
     ):
@@ -163,7 +163,6 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
         {"start": StageSpec(colocate_with="learn")},
     )
     plan = {
-        "execution": "segment",
         "pools": [
             {"stages": ["simulate"], "gpus": {"cpu": 2}, "workers": 2},
             {"stages": ["learn"], "gpus": {"cpu": 1}},

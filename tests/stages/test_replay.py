@@ -85,7 +85,7 @@ PLANS = {
 def test_pools_end_with_the_same_bytes(compose: Compose, tmp_path: Path, name: str) -> None:
     """In two pools, and in one of two processes, of which one learns."""
     run_experiment(sac(compose, "here", "iterations=2"))
-    pools = {"execution": "segment", "pools": PLANS[name]}
+    pools = {"pools": PLANS[name]}
     run_experiment(sac(compose, "pools", "iterations=2", "cluster=local") | {"plan": pools})
     found, wanted = (contents(tmp_path / run) for run in ("pools", "here"))
     assert found.keys() == wanted.keys()

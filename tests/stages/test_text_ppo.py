@@ -26,7 +26,6 @@ SMALL += ["rollout.batch_size=16", "evaluate.every=0", "evaluate.samples=4", "re
 SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.cpu_threads=1"]
 SMALL += ["optimizer.lr_decay_iterations=3", "retention.keep_last=5"]
 POOLS = {
-    "execution": "segment",
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
         {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},

@@ -65,7 +65,7 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
     Raises:
         PlanError: a stage fits nowhere, or the request is inconsistent.
     """
-    make = job_planner.propose_jobs if request.execution == "stage" else pool_planner.propose_pools
+    make = job_planner.propose_jobs if request.execution == "jobs" else pool_planner.propose_pools
     return make(request.with_price_note(), what_ifs)
 
 
@@ -80,7 +80,7 @@ def assess_plan(
     Raises:
         PlanError: the plan is impossible; names the key and the limit.
     """
-    make = job_planner.assess_jobs if plan.execution == "stage" else pool_planner.assess_pools
+    make = job_planner.assess_jobs if plan.execution == "jobs" else pool_planner.assess_pools
     return make(request.with_price_note(), plan, where, what_ifs)
 
 
@@ -209,7 +209,7 @@ def build_request(
     config: RunConfig,
     sources: PlanningSources,
     objective: str = "time",
-    execution: Execution = "stage",
+    execution: Execution = "jobs",
     *,
     is_user_plan: bool = False,
 ) -> PlanRequest:
@@ -422,7 +422,7 @@ def run_plan(
     objective: str,
     what_ifs: Sequence[str],
     user_plan: Path | None = None,
-    execution: Execution = "stage",
+    execution: Execution = "jobs",
 ) -> None:
     """Run ``rlinf plan``: plan, print and write; or assess a user's plan, which is not changed."""
     request = build_request(

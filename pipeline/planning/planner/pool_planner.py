@@ -273,7 +273,6 @@ def _plan(request: PlanRequest, problem: PlacementProblem, placement: Placement)
         stages[flow.publish_stage] = stages[last]
     stages = with_offline_stages(stages, flow)
     return Plan(
-        execution="segment",
         stages=stages,
         pools=pools,
         num_chunks=placement.num_chunks,

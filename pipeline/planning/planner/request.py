@@ -25,7 +25,7 @@ class PlanRequest:
     profile: Profile
     devices: Mapping[str, PartitionDevices]
     objective: str = "time"
-    execution: Execution = "stage"
+    execution: Execution = "jobs"
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ TRAIN = {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}}
 def elastic(workers: int | None, *stages: str, **more: int) -> dict[str, Any]:
     pool = {"stages": list(stages or ("rollout",)), "gpus": {"local": 1}, "workers": workers}
     pool |= more
-    return {"execution": "segment", "pools": [pool, TRAIN]}
+    return {"pools": [pool, TRAIN]}
 
 
 SECONDS = st.floats(0.0, 1e4)
@@ -80,8 +80,8 @@ def test_a_run_without_pools_has_nothing_to_scale(compose: Compose) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"execution": "segment", "pools": [{**TRAIN, "workers": 2}]}, "can be elastic"),
-        ({"execution": "segment", "pools": elastic(2)["pools"][:1]}, "no pool holds train"),
+        ({"pools": [{**TRAIN, "workers": 2}]}, "can be elastic"),
+        ({"pools": elastic(2)["pools"][:1]}, "no pool holds train"),
         ({**elastic(2), "stages": {"rollout": {"processes": 2}}}, "rollout asks for 1 x 2"),
         (elastic(3, max_workers=2), "max_workers: set workers too, and no more"),
         (elastic(None, max_workers=2), "max_workers: set workers"),

@@ -78,7 +78,7 @@ def test_stages_with_all_processes_come_after_those_side_by_side(
     values = compose("cluster=local", "rollout.batch_size=8")
     sizes = {stage: sum(p["gpus"].values()) for p in pools for stage in p["stages"]}
     needs = {s: {"processes": sizes[s]} for s in ("rollout", "inference", "train")}
-    values["plan"] = {"execution": "segment", "num_chunks": 4, "stages": needs, "pools": pools}
+    values["plan"] = {"num_chunks": 4, "stages": needs, "pools": pools}
     config, plan = validate_experiment(values)
     generators = RolloutScheduler(tmp_path, config.rollout.batch_size, 0)
     run = Run(tmp_path, config)
@@ -94,7 +94,7 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
     """It reads what that left open from disk: the worker would hold all its trajectories for it."""
     pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
     values = compose("cluster=local", "task.carry_over_episodes=true", experiment="cartpole_ppo")
-    values["plan"] = {"execution": "segment", "pools": [{"stages": HELD, "gpus": {"local": 1}}]}
+    values["plan"] = {"pools": [{"stages": HELD, "gpus": {"local": 1}}]}
     config, plan = validate_experiment(values)
     run, graph, pools = Run(tmp_path, config), Graph(config), pool_states(plan)
     member = Lease("pool-0-0", "1", 1)

@@ -31,9 +31,8 @@ from tests.pipeline.test_driver import weights
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 ALL = ["rollout", "reward", "inference", "train"]
-ONE = {"execution": "segment", "pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+ONE = {"pools": [{"stages": ALL, "gpus": {"local": 1}}]}
 TWO = {
-    "execution": "segment",
     "num_chunks": 4,
     "pools": [
         {"stages": ALL[:1], "gpus": {"local": 1}},
@@ -49,7 +48,6 @@ RANKS = {
     ],
 }
 APART = {
-    "execution": "segment",
     "num_chunks": 4,
     "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
 }

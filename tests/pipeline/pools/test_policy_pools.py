@@ -20,7 +20,6 @@ from pipeline.run import Run
 from stages.worker.messages import AttemptEnded, RunStages, SendOutput, ServePolicy, StageOrder
 
 PLAN = {
-    "execution": "segment",
     "stages": {"rollout": {"processes": 3}, "rollout.generate": {"processes": 2}},
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 3}},
@@ -126,7 +125,6 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
     size = len(simulators) + 1
     ranks = {"rollout": simulators, "rollout.generate": [min({*range(size)} - {*simulators})]}
     plan = {
-        "execution": "segment",
         "stages": {stage: {"processes": size} for stage in ("rollout", "inference", "train")},
         "pools": [
             {"stages": stages, "gpus": {"local": size}, "stage_ranks": ranks},

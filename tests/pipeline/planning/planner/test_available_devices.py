@@ -104,7 +104,7 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     asked = PlanRequest(config, profile, found, execution=execution)
     proposal = propose_plan(asked)
     assert all(stage.nodes == 1 for stage in proposal.plan.stages.values())
-    if execution == "stage":
+    if execution == "jobs":
         train = proposal.plan.stages["train"].model_copy(update={"nodes": 2})
         stages = {**proposal.plan.stages, "train": train}
         with pytest.raises(PlanError, match="2 requested of h100, where a job has at most 1"):
@@ -147,22 +147,22 @@ def test_no_job_has_more_than_the_qos_allows_one(
 
 
 def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
-    assert len(propose_plan(ask(config, inventory(), "segment")).plan.pools) > 1
+    assert len(propose_plan(ask(config, inventory(), "pools")).plan.pools) > 1
     own = ME.model_copy(update={"max_jobs": 1})
-    asked = ask(config, inventory(None, own), "segment")
+    asked = ask(config, inventory(None, own), "pools")
     proposal = propose_plan(asked)
     assert len(proposal.plan.pools) == 1
     assert proposal.plan.pools[0].workers is None
     # The driver may be a job too.
     for jobs in (2, 3):
-        asked = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "segment")
+        asked = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "pools")
         assert len(propose_plan(asked).plan.pools) <= jobs - 1
     # A limit that holds for one partition alone.
     own = own.model_copy(update={"partition": "h100"})
     general = ME.model_copy(update={"default_qos": "small"})
     there = inventory(None, own)
     limits = AccountingLimits(associations=(own, general))
-    plan = propose_plan(ask(config, there.model_copy(update={"limits": limits}), "segment")).plan
+    plan = propose_plan(ask(config, there.model_copy(update={"limits": limits}), "pools")).plan
     assert sum("h100" in pool.gpus for pool in plan.pools) <= 1
 
 
@@ -189,7 +189,7 @@ def test_limits_that_slurm_does_not_enforce_bound_no_plan(config: RunConfig) -> 
     free = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})).model_copy(
         update={"enforces_limits": False}
     )
-    assert gpus(propose_plan(ask(config, free, "stage")).plan) > 1
+    assert gpus(propose_plan(ask(config, free, "jobs")).plan) > 1
 
 
 @GRAINS
@@ -205,10 +205,10 @@ def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
 
 
 def test_more_nodes_do_not_lift_a_limit(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "stage")
+    asked = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "jobs")
     more = with_counts(asked.devices, {"h100": 16})["h100"]
     assert (more.count, more.max_job_devices) == (16, 4)
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "stage")
+    asked = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "jobs")
     assert with_counts(asked.devices, {"h100": 16})["h100"].count == 3
 
 
@@ -237,7 +237,7 @@ def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: 
     profile = clusters.profile(config, "h100")
     found, _ = select_devices(with_spot(), SiteConfig(), profile)
     assert found["spot"].better_kind == "h100"
-    for execution in ("stage", "segment"):
+    for execution in ("jobs", "pools"):
         plan = propose_plan(PlanRequest(config, profile, found, execution=execution)).plan
         used = {stage.partition for stage in plan.stages.values()}
         assert "spot" in used
@@ -271,19 +271,19 @@ def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunCo
 
 
 def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "stage")
+    asked = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "jobs")
     plan = propose_plan(asked).plan
     stages = [plan.stage_plan(name) for name in plan.stages]
     assert all(stage.cpus * stage.processes * stage.nodes <= 4 for stage in stages)
 
 
 def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: RunConfig) -> None:
-    asked = ask(config, inventory(default=True), "stage")
+    asked = ask(config, inventory(default=True), "jobs")
     by_hand = Plan(defaults=StagePlan(gpus=1))
     found = assess_plan(asked, by_hand, "plan.yaml")
     assert {row.place for row in found.rows} == {"h100"}
     with pytest.raises(PlanError, match=r"stages\.\w+\.partition: not given; one of a100, h100"):
-        assess_plan(ask(config, inventory(), "stage"), by_hand, "plan.yaml")
+        assess_plan(ask(config, inventory(), "jobs"), by_hand, "plan.yaml")
 
 
 TRAIN = {"gpu_type": "h100", "processes": 2, "gpus": 2}
@@ -292,14 +292,14 @@ EVERY = ["rollout", "reward", "inference", "train"]
 
 def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan:
     """On two H100s."""
-    if execution == "stage":
+    if execution == "jobs":
         train = {**TRAIN, "cpus": cpus, "partition": partition}
         return parse_plan(
             {"defaults": {"partition": partition}, "stages": {"train": train}}, "plan"
         )
     pool = {"stages": EVERY, "gpus": {"h100": 2}}
     defaults = {"processes": 2, "cpus": cpus}
-    return parse_plan({"execution": execution, "defaults": defaults, "pools": [pool]}, "plan")
+    return parse_plan({"defaults": defaults, "pools": [pool]}, "plan")
 
 
 @GRAINS
@@ -324,7 +324,7 @@ def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) 
 
     def seconds(most: int) -> float:
         tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100", "cpu")
-        return assess_plan(ask(config, tight, "stage"), plan, "plan.yaml").forecast.iteration_s
+        return assess_plan(ask(config, tight, "jobs"), plan, "plan.yaml").forecast.iteration_s
 
     assert seconds(3) > seconds(4)
 
@@ -334,7 +334,7 @@ def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
 ) -> None:
     inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100").save(tmp_path / "there.json")
     clusters.profile(config, "h100").save(tmp_path / "profile.json")
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(by_hand("stage", 1).to_dict()))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(by_hand("jobs", 1).to_dict()))
     names = (str(tmp_path / name) for name in ("profile.json", "there.json"))
     sources = PlanningSources(**dict(zip(("profile", "inventory"), names, strict=True)))
     with pytest.raises(PlanError, match="jobs of yours do not run there"):
@@ -369,18 +369,18 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
     config: RunConfig,
 ) -> None:
     tight = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1}), ME, "h100")
-    with pytest.raises(PlanError, match="2 requested in all, QOS small allows all jobs together 1"):
-        assess_plan(ask(config, tight, "segment"), by_hand("segment", 1), "plan.yaml")
+    with pytest.raises(PlanError, match="2 asked in all, QOS small allows all jobs together 1"):
+        assess_plan(ask(config, tight, "pools"), by_hand("pools", 1), "plan.yaml")
 
 
 def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) -> None:
-    asked = ask(config, inventory(max_nodes_per_job=1), "segment")
+    asked = ask(config, inventory(max_nodes_per_job=1), "pools")
     rest = {"stages": EVERY[1:], "gpus": {"a100": 2}}
     stages = {"rollout": {"processes": 1, "gpus": 1}, "train": {"processes": 2, "gpus": 2}}
 
     def given(**keys: Any) -> Plan:
         elastic = {"stages": ["rollout"], "gpus": {"h100": 4}, **keys}
-        values = {"execution": "segment", "stages": stages, "pools": [elastic, rest]}
+        values = {"stages": stages, "pools": [elastic, rest]}
         return parse_plan(values, "plan")
 
     found = assess_plan(asked, given(workers=4), "plan.yaml")
@@ -395,7 +395,7 @@ def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) ->
 
 def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConfig) -> None:
     there = inventory(QosLimits(max_tres_per_job={"gres/gpu": 1}), ME, "h100")
-    asked = ask(config, there, "stage")
+    asked = ask(config, there, "jobs")
     own = asked.devices["h100"]
     points = [p for p in own.profile.points if p.stage != "train" or p.processes == 2]
     few = own.profile.model_copy(update={"points": tuple(p for p in points if p.samples == 32)})

@@ -162,7 +162,7 @@ def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> N
 
 
 @pytest.mark.parametrize("objective", ["gpu-hours", "money", "time", "time-to-end"])
-@pytest.mark.parametrize("execution", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["jobs", "pools"])
 def test_training_is_never_put_where_it_failed(
     config: RunConfig, objective: str, execution: Execution
 ) -> None:

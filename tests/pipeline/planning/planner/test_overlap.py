@@ -28,8 +28,8 @@ from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
-Grain = Literal["stage", "segment"]
-GRAINS = pytest.mark.parametrize("execution", ["stage", "segment"])
+Grain = Literal["jobs", "pools"]
+GRAINS = pytest.mark.parametrize("execution", ["jobs", "pools"])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_jobs_too_long_for_the_partition_that_is_not_preempted_go_to_the_other(
 
 
 def test_nodes_of_a_part_of_a_partition_count_once(config: RunConfig) -> None:
-    asked = ask(config, "segment", partition("debug", 2, 30), partition("batch", 4, 1440))
+    asked = ask(config, "pools", partition("debug", 2, 30), partition("batch", 4, 1440))
     assert {name: own.better_kind for name, own in asked.devices.items()} == {
         "batch": None,
         "debug": "batch",
@@ -120,7 +120,7 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     config: RunConfig, tmp_path: Path
 ) -> None:
     """Nodes 1 and 2, and 2 and 3: three of two GPUs."""
-    asked = ask(config, "segment", partition("a", 2, 60), partition("b", 2, 60, first=2))
+    asked = ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
     problem, _ = build_pool_problem(asked)
     assert problem.shared == ((("a", "b"), 6),)
     proposal = propose_plan(asked)
@@ -143,7 +143,7 @@ def test_jobs_on_shared_nodes_wait_for_each_other(
     config: RunConfig, count: int, waiting: dict[str, str]
 ) -> None:
     both = partition("a", 2, 60), partition("b", 2, 60, first=2)
-    asked = ask(config, "stage", *both, pins=("inference=a", "train=b"))
+    asked = ask(config, "jobs", *both, pins=("inference=a", "train=b"))
     options = {
         stage: [o for o in asked.stage_options()[stage] if o.count == count]
         for stage in ("inference", "train")
@@ -169,15 +169,14 @@ def test_a_pin_chooses_among_the_names_of_the_same_nodes(
 
 def test_a_plan_that_names_the_worse_partition_is_assessed(config: RunConfig) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
-    pinned = propose_plan(ask(config, "segment", *both, pins=("train=debug", "rollout=debug")))
+    pinned = propose_plan(ask(config, "pools", *both, pins=("train=debug", "rollout=debug")))
     assert (
-        assess_plan(ask(config, "segment", *both), pinned.plan, "plan.yaml").forecast.iteration_s
-        > 0
+        assess_plan(ask(config, "pools", *both), pinned.plan, "plan.yaml").forecast.iteration_s > 0
     )
 
 
 def test_other_numbers_of_devices_hold_for_every_name_of_the_nodes(config: RunConfig) -> None:
-    asked = ask(config, "segment", partition("debug", 1, 30), partition("batch", 2, 1440))
+    asked = ask(config, "pools", partition("debug", 1, 30), partition("batch", 2, 1440))
     more = with_counts(asked.devices, {"batch": 8})
     assert (more["batch"].count, more["debug"].count) == (8, 2)
     assert dict(shared_capacities(more)) == {("batch", "debug"): 8}
@@ -203,7 +202,7 @@ def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, execut
 
 def test_what_shares_nodes_is_judged_where_all_of_it_is_held(config: RunConfig) -> None:
     problem, _ = build_pool_problem(
-        ask(config, "segment", partition("a", 2, 60), partition("b", 2, 60, first=2))
+        ask(config, "pools", partition("a", 2, 60), partition("b", 2, 60, first=2))
     )
     held = np.array([[4, 4, 2], [2, 4, 4]])
     assert problem.exceeds_shared_gpus(held).tolist() == [False, True, False]

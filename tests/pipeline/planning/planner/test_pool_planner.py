@@ -45,12 +45,12 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def asked(config: RunConfig) -> PlanRequest:
-    return ask(config, "a100", "h100", execution="segment")
+    return ask(config, "a100", "h100", execution="pools")
 
 
 def test_every_stage_has_a_pool_within_what_there_is(asked: PlanRequest) -> None:
     plan = propose_plan(asked).plan
-    assert plan.execution == "segment"
+    assert plan.execution == "pools"
     assert sorted(s for pool in plan.pools for s in pool.stages) == sorted(
         on_policy.device_dependencies()
     )
@@ -106,7 +106,7 @@ def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
 
 
 def test_pins_hold_for_pools(config: RunConfig) -> None:
-    request = ask(config, "a100", "h100", execution="segment", pins=("train=a100", "rollout=h100"))
+    request = ask(config, "a100", "h100", execution="pools", pins=("train=a100", "rollout=h100"))
     for pool in propose_plan(request).plan.pools:
         assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
         assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
@@ -185,9 +185,7 @@ def test_what_is_not_there_or_not_predicted_is_refused(
 
 
 def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
-    return parse_plan(
-        {"execution": "segment", "pools": list(pools), "num_chunks": chunks}, "plan.yaml"
-    )
+    return parse_plan({"pools": list(pools), "chunks": chunks}, "plan.yaml")
 
 
 def judged(asked: PlanRequest, seconds: float) -> PlanRequest:

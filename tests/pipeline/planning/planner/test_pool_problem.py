@@ -34,7 +34,7 @@ def config() -> RunConfig:
 def asked(config: RunConfig) -> PlanRequest:
     profile = clusters.profile(config, "a100", "h100")
     found, _ = select_devices(clusters.inventory(4), SiteConfig(), profile, ["a100", "h100"])
-    return PlanRequest(config, profile, found, execution="segment")
+    return PlanRequest(config, profile, found, execution="pools")
 
 
 def test_rates_are_those_measured_with_everything_loaded(asked: PlanRequest) -> None:
@@ -122,18 +122,18 @@ def test_what_is_expected_of_the_best_plan_holds_its_prediction(asked: PlanReque
 
 
 def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
-    whole = build_pool_problem(ask(config, execution="segment"))[0]
+    whole = build_pool_problem(ask(config, execution="pools"))[0]
     assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
 
 
 def test_beside_gpus_a_partition_without_any_is_for_what_needs_none(config: RunConfig) -> None:
     request = ask(config, "a100", "h100", "cpu")
-    problem, _ = build_pool_problem(replace(request, execution="segment"))
+    problem, _ = build_pool_problem(replace(request, execution="pools"))
     rates = {stage.name: set(stage.rates) for stage in problem.stages}
     assert rates["rollout"] == {"a100", "h100"}
     assert rates["reward"] == {"a100", "h100", "cpu"}
     assert problem.mixes == {"rollout"}  # of both kinds of GPUs, though there is a third kind
-    alone, _ = build_pool_problem(replace(ask(config, "cpu"), execution="segment"))
+    alone, _ = build_pool_problem(replace(ask(config, "cpu"), execution="pools"))
     assert set(alone.stages[0].rates) == {"cpu"}
 
 
@@ -197,7 +197,7 @@ def test_a_pool_waits_as_long_as_jobs_of_its_nodes_do(asked: PlanRequest, tmp_pa
         asked,
         devices={**asked.devices, "h100": queued},
         objective="time-to-end",
-        execution="segment",
+        execution="pools",
     )
     problem, _ = build_pool_problem(request)
     h100 = problem.kinds[1]

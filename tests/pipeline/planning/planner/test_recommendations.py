@@ -32,11 +32,11 @@ WHOLE = ["rollout", "reward", "inference", "train"]
 def asked() -> PlanRequest:
     values = hydra_compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"])
     config = validate(RunConfig, values)
-    return ask(config, "a100", "h100", execution="segment")
+    return ask(config, "a100", "h100", execution="pools")
 
 
 def pooled(*pools: dict[str, object]) -> Plan:
-    return parse_plan({"execution": "segment", "pools": list(pools)}, "plan.yaml")
+    return parse_plan({"pools": list(pools)}, "plan.yaml")
 
 
 def said(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:

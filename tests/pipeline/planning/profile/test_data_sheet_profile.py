@@ -120,7 +120,7 @@ def config(configure: Configure) -> RunConfig:
     return configure()
 
 
-@pytest.mark.parametrize("execution", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["jobs", "pools"])
 def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
     config: RunConfig, execution: Any, tmp_path: Path
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
     assert {"rollout", "reward", "inference", "train"} <= set(rows)
 
 
-@pytest.mark.parametrize("execution", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["jobs", "pools"])
 def test_the_command_plans_it_with_and_without_a_profile(
     config: RunConfig, execution: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +199,7 @@ def test_more_gpus_and_half_the_batch_take_less(config: RunConfig) -> None:
     assert a100 > h100
 
 
-@pytest.mark.parametrize("execution", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["jobs", "pools"])
 def test_what_a_run_teaches_narrows_it(config: RunConfig, execution: Any, tmp_path: Path) -> None:
     saved = tmp_path / "inventory.json"
     saved.write_text(groups(a100=2).model_dump_json())

@@ -343,8 +343,7 @@ def test_a_plan_whose_pool_evaluates_now_and_then_is_played(tmp_path: Path) -> N
     (tmp_path / "problem.yaml").write_text(ONE_KIND)
     plan = tmp_path / "plan.yaml"
     plan.write_text(
-        "{execution: segment, pools: [{stages: [rollout, train], gpus: {a: 3}}, "
-        "{stages: [evaluate], gpus: {a: 1}}]}"
+        "{pools: [{stages: [rollout, train], gpus: {a: 3}}, {stages: [evaluate], gpus: {a: 1}}]}"
     )
     problem, placement = load_problem(str(tmp_path / "problem.yaml"), plan)
     assert placement.pools == ((0, 1),)
