@@ -120,7 +120,7 @@ def test_engines_and_fine_tuning_end_a_response_with_the_same_tokens(tmp_path: P
     engine = TransformersEngine(TransformersConfig(), CausalLM, config)
     engine.load(folder, 0)
     server = VLLMEngine(VLLMConfig(), CausalLM, config)
-    server._known(folder)
+    server._read_model(folder)
     published = HFFolder.from_config(config)
     assert set(engine.stop_token_ids.tolist()) == server.stop_token_ids == published.stop_token_ids
     assert published.chat_format.end_of_turn_token_id == IM_END in server.stop_token_ids
@@ -422,7 +422,7 @@ def test_arguments_of_the_template_come_from_the_configuration(checkpoint: Path)
     (checkpoint / "chat_template.jinja").write_text(OPENS)
     config = CausalLMConfig(path=checkpoint, chat_template_kwargs={"enable_thinking": False})
     made = CausalLM.processor(checkpoint, config).chat_format
-    (prompt,) = made.prompts([[{"role": "user", "content": "Hi"}]])
+    (prompt,) = made.render_prompts([[{"role": "user", "content": "Hi"}]])
     assert prompt.endswith("<think>\n\n</think>\n\n")
     wrong = CausalLMConfig(path=checkpoint, chat_template_kwargs={"enable_thinkng": False})
     with pytest.raises(ConfigError, match=r"kwargs\.enable_thinkng: .*did you mean"):
