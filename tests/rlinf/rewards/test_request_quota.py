@@ -36,5 +36,5 @@ def test_one_without_a_folder_is_alone() -> None:
 
 def test_a_file_that_is_no_block_is_named(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("many")
-    with pytest.raises(DataError, match=f"{tmp_path}/0 does not say"):
+    with pytest.raises(DataError, match=f"{tmp_path}/0 does not contain"):
         SharedRequestQuota(tmp_path).reserve(3, 3)
