@@ -140,7 +140,7 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
     [
         (
             {"append_task_one_hot": False, "observation": 1},
-            r"task\.append_task_one_hot: there are 3 tasks, and nothing",
+            r"task\.append_task_one_hot: there are 3 tasks, and the policy",
         ),
         ({"id": "one"}, r"task\.append_task_one_hot: there is one task; set it to false"),
         (
