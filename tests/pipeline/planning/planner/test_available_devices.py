@@ -369,7 +369,7 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
     config: RunConfig,
 ) -> None:
     tight = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1}), ME, "h100")
-    with pytest.raises(PlanError, match="2 asked in all, QOS small allows all jobs together 1"):
+    with pytest.raises(PlanError, match="2 requested in all, QOS small allows all jobs together 1"):
         assess_plan(ask(config, tight, "pools"), by_hand("pools", 1), "plan.yaml")
 
 
