@@ -1,12 +1,11 @@
-"""File transport: records cross from one job to a later one as HDF5 files.
+"""Record files: records pass from one job to a later one as HDF5 files.
 
 A file holds many records: step arrays are concatenated along their leading dimension with one
 offsets table, context arrays likewise with a table each, strings as UTF-8 bytes with a table. No
 Python object is stored, so reading never runs foreign code, and equal records give equal bytes.
 
-Columns with large rows lie in a file of their own beside it and are read as they are used, by
-blocks whose checksums the first file has: a process that computes with a few of the records reads
-those.
+Columns with large rows lie in a file of their own and are read when they are used, in blocks whose
+checksums the first file holds. A process that uses a few of the records reads only those.
 """
 
 from __future__ import annotations

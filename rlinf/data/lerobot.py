@@ -70,10 +70,10 @@ class LeRobotEpisode:
 
 
 class LeRobotDataset:
-    """A folder of demonstrations.
+    """A LeRobot dataset in a folder.
 
     Raises:
-        DataError: it is none, of a version that is not known, or lacks a feature.
+        DataError: the folder is no dataset, has an unknown version, or lacks a feature.
         MissingPackageError: the package that reads it is not installed.
     """
 

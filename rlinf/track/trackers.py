@@ -1,4 +1,4 @@
-"""Weights & Biases; offline unless the configuration or the environment says otherwise."""
+"""Built-in trackers: Weights & Biases (offline by default), MLflow and TensorBoard."""
 
 from __future__ import annotations
 
