@@ -4,25 +4,25 @@ import torch
 from torch import Tensor
 
 from rlinf.algorithms.policy_gradient import PolicyGradient, PolicyGradientConfig
-from rlinf.capabilities import GROUPS
+from rlinf.capabilities import SAMPLE_GROUPS
 from rlinf.data.batch import StepBatch
 from rlinf.models.base import StepOutputs
 
 
 class LeaveOneOutConfig(PolicyGradientConfig):
-    """Keys of the section ``algorithm``: those of all such algorithms, and one more."""
+    """Keys of the section ``algorithm``: the common ones and ``scale``."""
 
     scale: float = 1.0
-    """Of the advantages."""
+    """Factor of the advantages."""
 
 
 class LeaveOneOut(PolicyGradient):
     Config = LeaveOneOutConfig
-    needs = frozenset({GROUPS})
-    by_group = True
+    requires = frozenset({SAMPLE_GROUPS})
+    has_group_local_advantages = True
 
-    def advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
-        """A sample's total reward, less the mean of the others of its group: ``[N, T]``."""
+    def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
+        """Return the total reward of a sample minus the mean of its group's others, ``[N, T]``."""
         scores = (batch.rewards * batch.mask).sum(-1)
         _, group = torch.unique(batch.groups, return_inverse=True)
         count = torch.bincount(group)[group]
@@ -31,8 +31,8 @@ class LeaveOneOut(PolicyGradient):
         relative = torch.where(count > 1, scores - others, torch.zeros_like(scores))
         return self.config.scale * relative[:, None] * batch.mask, None
 
-    def loss(
+    def policy_loss(
         self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum over steps of ``weights`` times the loss; metrics are summed likewise."""
+        """Return the sum over steps of ``weights`` times the loss, and no metrics."""
         return -(weights * batch.require("advantages") * outputs.logprobs).sum(), {}

@@ -1,25 +1,25 @@
-"""The task's score, less a price for every token of the answer."""
+"""Reward the task's score minus a price for every token of the answer."""
 
 from collections.abc import Sequence
 
 from pydantic import Field
 
 from rlinf.config import Section
-from rlinf.data.loss_mask import counted
+from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.rewards.base import Reward
 
 
 class BriefConfig(Section):
-    """Keys of the section ``reward``, beside its name."""
+    """Keys of the section ``reward`` besides its name."""
 
     price: float = Field(default=0.01, ge=0)
-    """Of a token."""
+    """Price of a token."""
 
 
 class Brief(Reward):
     Config = BriefConfig
 
-    def judge(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
-        lengths = [int(counted(trajectory).sum()) for trajectory in trajectories]
+    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+        lengths = [int(loss_mask(trajectory).sum()) for trajectory in trajectories]
         return [s - self.config.price * n for s, n in zip(scores, lengths, strict=True)]
