@@ -1,6 +1,6 @@
 """A real model, learning: ``experiment=smollm_grpo`` from its first score to its last.
 
-Needs the package that carries the weights (docs/first-model.md). The run stays in
+Needs the package that carries the weights (docs/start/first-model.md). The run stays in
 ``runs/smollm_grpo`` (:mod:`benchmarks.score_gain`).
 """
 

@@ -1,4 +1,4 @@
-"""The plans that the pages of docs/ show are plans, and become the jobs that the pages speak of."""
+"""The plans that the pages show are valid and become the jobs that the pages describe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from pipeline.graph import Graph
 from pipeline.job_executor import ClusterConfig, job_resources
 from pipeline.plan import Plan, parse_plan
 from pipeline.resources import pool_resources, with_default_gpus
-from rlinf import package_paths
 from rlinf.config import RunConfig, validate
 from slurm.client import NodeType, Partition
+from tests.docs.figures import handwritten
 
 Compose = Callable[..., dict[str, Any]]
-NO_PLANS = {"kinds", "duty_cycle"}
-"""Keys of what else the pages show as YAML: problems of the simulator, site files."""
+NO_PLANS = {"kinds", "sbatch", "account"}
+"""Keys of other YAML on the pages: problems of the simulator, site files."""
+EXAMPLES = {"own-parts", "environment"}
+"""Pages whose YAML are files of the examples, which tests/test_extending.py runs."""
 PARTITIONS = {
     name: Partition(name, None, (NodeType(8, 64, 10**6, gpus),))
     for name, gpus in {
@@ -33,11 +35,9 @@ PARTITIONS = {
 
 
 def blocks() -> dict[str, dict[str, Any]]:
-    """The plans by page and place on it."""
+    """Return the plans by page and place on it."""
     found = {}
-    pages = sorted((package_paths.ROOT / "docs").glob("*.md"))
-    # What the pages of extensions show is run by tests/test_extending.py.
-    for page in [page for page in pages if not page.stem.startswith("extending")]:
+    for page in [page for page in handwritten() if page.stem not in EXAMPLES]:
         for number, text in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)):
             if not any(re.search(rf"\b{key}:", text) for key in NO_PLANS):
                 found[f"{page.stem}-{number}"] = yaml.safe_load(text)
@@ -47,18 +47,19 @@ def blocks() -> dict[str, dict[str, Any]]:
 PLANS = blocks()
 JOBS: dict[str, list[tuple[str, int, int]]] = {
     "elastic-pools-0": [("spot", 1, 1)] * 4 + [("h100", 1, 1)],
-    "elastic-pools-1": [("a100", 1, 1)] * 4 + [("h100", 1, 1)] * 3,
-    "elastic-pools-2": [("a100", 1, 1)] * 2 + [("h100", 1, 1)],
+    "elastic-pools-1": [("spot", 1, 1)] * 2 + [("h100", 1, 1)],
+    "elastic-pools-2": [("a100", 1, 1)] * 4 + [("h100", 1, 1)] * 3,
+    "elastic-pools-3": [("a100", 1, 1)] * 2 + [("h100", 1, 1)],
     "pools-0": [("local", 1, 0)],
     "pools-1": [("local", 1, 0)] * 4,
     "pools-2": [("local", 1, 0)] * 2,
     "pools-3": [("a100", 1, 4), ("h100", 1, 4)],
-    "pools-4": [("a100", 2, 1), ("h100", 2, 1)],
-    "pools-5": [("h100", 1, 1), ("h100", 2, 2), ("a100", 1, 2)],
-    "simulators-0": [("local", 1, 0)] * 2,
-    "simulators-1": [("a100", 1, 4)],
+    "pools-4": [("h100", 1, 1), ("h100", 2, 2), ("a100", 1, 2)],
+    "pools-5": [("a100", 2, 1), ("h100", 2, 1)],
+    "pools-6": [("local", 1, 0)] * 2,
+    "pools-7": [("a100", 1, 4)],
 }
-"""Partition, nodes and GPUs per node of the jobs that pages with pools speak of."""
+"""Partition, nodes and GPUs per node of the jobs of the plans with pools."""
 
 
 def jobs(plan: Plan) -> list[tuple[str | None, int, int]]:
@@ -73,7 +74,7 @@ def jobs(plan: Plan) -> list[tuple[str | None, int, int]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_on_a_page_becomes_the_jobs_that_the_page_speaks_of(
+def test_a_plan_on_a_page_becomes_the_jobs_that_the_page_describes(
     name: str, compose: Compose
 ) -> None:
     plan = parse_plan(PLANS[name], name)
@@ -83,7 +84,7 @@ def test_a_plan_on_a_page_becomes_the_jobs_that_the_page_speaks_of(
 
 def test_no_page_lost_its_plan() -> None:
     assert JOBS.keys() <= PLANS.keys()
-    train = parse_plan(PLANS["running-0"], "running").stage_plan("train")
+    train = parse_plan(PLANS["cluster-0"], "cluster").stage_plan("train")
     assert (train.partition, train.nodes, train.processes, train.gpus) == ("h100", 2, 4, 4)
 
 
