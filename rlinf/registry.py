@@ -2,7 +2,7 @@
 
 A registry maps a name in the configuration to ``module:attribute``. Listing names costs nothing;
 the module behind a name is imported by :meth:`Registry.get`. A name that holds ``:`` is such a
-target itself: ``reward.name=mypkg.rewards:Mine`` needs no entry anywhere (docs/extending.md).
+target itself: ``reward.name=mypkg.rewards:Mine`` needs no entry anywhere (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Taking the inventory: a handful of questions to Slurm, and the reading of its answers.
 
 The questions are asked once each, of the whole cluster; reading is pure and linear in the text, so
-that thousands of nodes are no matter. Formats are those of 20.11 to 25.x (docs/slurm.md).
+that thousands of nodes are no matter. Formats are those of 20.11 to 25.x (docs/howto/slurm.md).
 """
 
 from __future__ import annotations

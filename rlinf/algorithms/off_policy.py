@@ -56,7 +56,7 @@ class OffPolicyConfig(Section):
     """Share by which target networks move towards the critics after each step."""
     offline_data: Path | None = None
     """Transitions that were there before: an HDF5 file of columns, or a folder of trajectories
-    (docs/off-policy.md)."""
+    (docs/howto/off-policy.md)."""
     offline_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of each batch that is of the prior ones."""
     target_q_agg: QAggregation = "min"

@@ -114,7 +114,7 @@ class GymConfig(Section):
     refused."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, and the height and width of their pictures;
-    what a simulator calls them is in docs/simulators.md. They need a process, one at least. A
+    what a simulator calls them is in docs/howto/simulators.md. They need a process, one at least. A
     picture that is part of the observation itself is named here too."""
     video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that film the first ``evaluate.videos`` held-out episodes, with height and width of
@@ -152,7 +152,7 @@ class GymConfig(Section):
     """A sample of training begins where the same one of the iteration before ended: an episode that
     its horizon cut off goes on, with its return and length so far; if there is none, another one
     begins. So episodes may be longer than ``rollout.horizon``. False: every iteration begins all
-    anew. Of worlds that say what state they are in (docs/simulators.md)."""
+    anew. Of worlds that say what state they are in (docs/howto/simulators.md)."""
     ignore_terminations: bool = False
     """An episode goes on where the task says that it terminated, until the simulator's limit of
     time or ``rollout.horizon`` cuts it off; whether it was solved is still counted."""

@@ -1,7 +1,7 @@
 """Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
 
 One queue query serves all jobs of a round, ends are seen first by the manifest, and a job runs its
-stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-executor.md).
+stage directly instead of a second Snakemake (docs/explanation/decisions.md).
 """
 
 import json

@@ -26,7 +26,7 @@ Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
-interval that this makes (docs/cost-model.md)."""
+interval that this makes (docs/explanation/cost-model.md)."""
 
 
 @dataclass(frozen=True)
