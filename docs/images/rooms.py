@@ -98,7 +98,7 @@ ROOMS = {
         LIBRARY,
         "rlinf",
         [
-            "algorithms · rewards · envs · engines · models · trainers: the parts that users extend",
+            "algorithms · rewards · envs · engines · models · trainers: what users extend",
             "channels · weights · data · track: how records, tensors and numbers move",
             "config · registry · artifacts · verified I/O · errors",
         ],

@@ -38,7 +38,7 @@ SHORT_TEXT = [
     if not word.startswith(("++run.name", "iterations", "++algorithm."))
 ]
 SHORT_STEPS = [
-    "rollout.batch=4",
+    "rollout.batch_size=4",
     "rollout.horizon=16",
     "evaluate.samples=2",
     "++evaluate.horizon=16",

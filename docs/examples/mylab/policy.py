@@ -1,7 +1,6 @@
 """A linear policy and value function for vector observations and numbered actions."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,12 @@ class Linear(Policy):
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         return random.gumbel(size=(steps, self.spec["action"]["size"])).astype(np.float32)
 
-    def act(self, observations: Mapping[str, Tensor], noise: Any, temperature: float) -> Batch:
+    def act(self, observations: Batch, noise: Any, temperature: float) -> Batch:
         choice, value = self._heads(observations["observation"], temperature)
         action = (choice.logits if noise is None else choice.logits + noise).argmax(-1)
         return {"action": action, "logprob": choice.log_prob(action), "value": value}
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, records: list[Record]) -> Batch:
         length, names = max(map(len, records)), ("observations", "actions")
         batch = {name: pad_right([r.steps[name] for r in records], length) for name in names}
         return batch | {"mask": pad_right([np.ones(len(r), np.float32) for r in records], length)}

@@ -46,13 +46,9 @@ class Reversal(PromptEnvironment):
         prompts = [self._draw(random) for _ in range(count)]
         questions = self.encode([prompt.text for prompt in prompts])
         answers = self.encode([prompt.answer for prompt in prompts])
-        stop = self.tokenizer.eos_token_id
+        steps = [np.append(answer, self.tokenizer.eos_token_id) for answer in answers]
         return [
-            Record(
-                RecordId(step, i),
-                {"actions": np.append(answers[i], stop)},
-                {"prompt": questions[i]},
-            )
+            Record(RecordId(step, i), {"actions": steps[i]}, {"prompt": questions[i]})
             for i in range(count)
         ]
 
