@@ -2,8 +2,8 @@
 #
 #     snakemake -c2                                    four iterations of a small job, on this machine
 #     snakemake --profile slurm                        every stage a Slurm job
-#     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch=32
-#     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch: 32, horizon: 200}'
+#     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch_size=32
+#     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch_size: 32, horizon: 200}'
 #     snakemake -c2 --config run=cartpole_ppo          go on with a run as it is, and report
 #     snakemake --profile slurm --config experiment=arithmetic_grpo jobs=iteration
 #
