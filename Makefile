@@ -18,7 +18,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install env envs demo test test-slow test-gpu golden test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
+.PHONY: help install env envs demo test test-slow test-gpu golden docs test-browser browser renderer vulkan test-fast chaos lint format bench bench-learning equality wheel slurm-up slurm-down clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -136,6 +136,12 @@ equality: install  ## One update in every way, one answer of every engine: table
 	@set -e; for name in deepspeed megatron vllm sglang; do $(MAKE) -s env NAME=$$name; done
 	$(BIN)/python -m benchmarks.equality $(ARGS)
 
+docs: install  ## Write the generated pages and build the site in site/; a broken link fails
+	@$(MAKE) -s env NAME=docs
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(ENVS)/docs/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 wheel: install  ## Build dist/*.whl
 	rm -rf dist
 	$(BIN)/python -m build -q --wheel --no-isolation
@@ -147,4 +153,4 @@ slurm-down:  ## Stop the dev cluster
 	slurm/devcluster/down.sh
 
 clean:  ## Remove build products; runs are kept
-	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build site .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The combinations of algorithm, policy and task: ``docs/learning.md`` has the table.
+"""Which algorithm goes with which policy and task; ``docs/reference/algorithms.md`` sums it up.
 
 A combination that :func:`refusal` has nothing against is run by
 ``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the

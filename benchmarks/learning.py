@@ -5,7 +5,7 @@ some the same method of Stable-Baselines3 (Raffin et al., 2021) with the same ne
 and steps, where that is installed (``pip install --no-deps stable-baselines3``). Runs stay in
 ``runs/learning``: one that was cut off goes on, one that is finished is read. What
 Stable-Baselines3 did is kept in ``learning.json`` alone; it begins anew where it is not complete.
-``docs/learning.md`` has the table of what is in that file, and a picture of every row.
+``docs/explanation/figures.md`` has the table of what is in that file, and a picture of every row.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ from rlinf.replay.offline_data import VECTOR_COLUMNS
 CURVES = Path(__file__).parent / "learning.json"
 RUNS = package_paths.ROOT / "runs" / "learning"
 IMAGES = package_paths.ROOT / "docs" / "images"
-PAGE = package_paths.ROOT / "docs" / "learning.md"
-BEGIN, END = "<!-- begin: {} of python -m benchmarks.learning -->", "<!-- end: {} -->"
 EPISODES = 10
 """Episodes of an evaluation of Stable-Baselines3, from initial states that no training has."""
 
@@ -154,7 +152,7 @@ was learned."""
 def main() -> int:
     """Measure one row; what is known of it already is not measured again."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning")
-    parser.add_argument("--name", choices=sorted(ROWS), help="without it tables alone are made")
+    parser.add_argument("--name", choices=sorted(ROWS), help="default: print combinations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("ours", "theirs"))
     arguments = parser.parse_args()
@@ -162,17 +160,8 @@ def main() -> int:
         for whose in ("ours", "theirs") if arguments.only is None else (arguments.only,):
             measure(arguments.name, arguments.seed, whose)
         draw(arguments.name, curves())
-    put("rows", table(curves()))
-    if not arguments.name:
-        put("combinations", matrix(curves()))
+    sys.stdout.write(f"{table(curves())}\n" if arguments.name else f"{matrix(curves())}\n")
     return 0
-
-
-def put(part: str, text: str) -> None:
-    """Replace a part of the page that this module writes."""
-    begin, end = BEGIN.format(part), END.format(part)
-    before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def measure(name: str, seed: int, whose: str) -> None:

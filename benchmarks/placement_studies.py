@@ -1,8 +1,8 @@
 """``python -m benchmarks.placement_studies``: plans against each other on the studies, simulated.
 
-Prints the table of docs/simulator.md and draws its pictures. All speeds are derived from data
-sheets (``pipeline/planning/simulator/studies.py``); the figures say how placements compare, not how
-fast a cluster is.
+Prints the table of docs/explanation/cost-model.md and draws its pictures. All speeds are derived
+from data sheets (``pipeline/planning/simulator/studies.py``); the figures say how placements
+compare, not how fast a cluster is.
 """
 
 from __future__ import annotations

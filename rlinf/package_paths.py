@@ -2,7 +2,7 @@
 
 ``pipeline``, ``stages``, ``launchers`` and ``slurm`` are too generic for a user's site-packages, so
 a wheel keeps them, with ``configs`` and the Snakefile, in ``rlinf/_tree`` and entry points put that
-folder on the path (docs/decisions/0001-wheel-layout.md).
+folder on the path (docs/explanation/decisions.md).
 """
 
 from __future__ import annotations

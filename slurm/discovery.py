@@ -1,7 +1,7 @@
 """Discovery of the cluster's inventory: a few queries to Slurm and the parsers of its answers.
 
 Each query runs once for the whole cluster. Parsing is pure and linear in the text, so thousands of
-nodes are no problem. Formats are those of 20.11 to 25.x (docs/slurm.md).
+nodes are no problem. Formats are those of 20.11 to 25.x (docs/howto/slurm.md).
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from tests.pipeline.helpers import contents
 from tests.wheel import Installed, call
 
 EXAMPLES = package_paths.ROOT / "docs" / "examples"
-PAGES = [package_paths.ROOT / "docs" / name for name in ("extending.md", "extending-models.md")]
+NAMES = ("reward", "algorithm", "environment", "own-parts")
+PAGES = [package_paths.ROOT / "docs" / "howto" / f"{name}.md" for name in NAMES]
 PAGE = "".join(page.read_text() for page in PAGES)
 FILES = sorted(
     path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yaml") and path.is_file()
@@ -28,6 +29,7 @@ COMMANDS = [
     shlex.split(line)
     for shown in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     for line in shown.splitlines()
+    if "mylab." in line or "--config-dir" in line
 ]
 HERE = [words for words in COMMANDS if "cluster=slurm" not in words]
 JOBS = [words for words in COMMANDS if "cluster=slurm" in words]

@@ -1,4 +1,4 @@
-"""A run from Python, and what it made."""
+"""Start a run from Python and read what it produced."""
 
 import rlinf
 

@@ -17,8 +17,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 INK, SOFT, PAPER = "#24292f", "#6b7785", "#ffffff"
 ROLLOUT, TRAIN, DISK = "#2f7fb5", "#c8553d", "#57a773"
-PLAN = """grain: segment
-chunks: 4
+PLAN = """num_chunks: 4
 stages:
   rollout:
     partition: a100
@@ -81,23 +80,23 @@ def draw() -> plt.Figure:
         3.55, 3.9, "pool 0: one job on a100", weight="bold", color=ROLLOUT, fontsize=9, va="center"
     )
     for rank in range(2):
-        lines = ["rollout", "engine, weights", "inbox and board"]
+        lines = ["rollout", "engine, weights", "records in memory"]
         worker(axes, 3.55 + 1.45 * rank, 1.85, 1.3, f"rank {rank}", lines, ROLLOUT)
 
     box(axes, 7.75, 1.65, 3.0, 2.45, TRAIN, "#fbeeeb")
     axes.text(
         7.9, 3.9, "pool 1: one job on h100", weight="bold", color=TRAIN, fontsize=9, va="center"
     )
-    lines = ["reward, inference, train in turns", "trainer, optimizer", "inbox and board"]
+    lines = ["reward, inference, train in turns", "trainer, optimizer", "records in memory"]
     worker(axes, 7.9, 1.85, 2.7, "rank 0", lines, TRAIN)
 
     arrow(axes, (5.9, 4.65), (5.3, 4.1), SOFT, style="<|-|>", linestyle=(0, (4, 3)))
     arrow(axes, (8.0, 4.65), (8.6, 4.1), SOFT, style="<|-|>", linestyle=(0, (4, 3)))
-    axes.text(6.95, 4.38, "orders and reports", color=SOFT, fontsize=8, ha="center", va="center")
+    axes.text(6.95, 4.38, "commands and reports", color=SOFT, fontsize=8, ha="center", va="center")
 
     arrow(axes, (6.45, 2.62), (7.75, 2.62), ROLLOUT)
     axes.text(
-        7.1, 2.97, "trajectories\nin 4 parts", color=ROLLOUT, fontsize=8, ha="center", va="center"
+        7.1, 2.97, "trajectories\nin 4 chunks", color=ROLLOUT, fontsize=8, ha="center", va="center"
     )
     axes.text(7.1, 2.43, "socket", color=ROLLOUT, fontsize=8, ha="center", va="center")
 

@@ -53,7 +53,7 @@ ROOMS = {
         1.5,
         PIPELINE,
         "pipeline/pools",
-        ["executor  orders  renewal  leases", "generators  claims  scaling  routes"],
+        ["resident workers: orders, leases,", "work queue, autoscaling, routes"],
     ),
     "core": (
         4.9,
@@ -63,8 +63,8 @@ ROOMS = {
         PIPELINE,
         "pipeline",
         [
-            "flow (graph)  plan  needs  run  driver  committed  settle",
-            "metrics  lock  launch  notices  show",
+            "driver, graph of stages, plan, run state, resume",
+            "validation, health checks, metrics, job executor",
         ],
     ),
     "worker": (
@@ -74,7 +74,7 @@ ROOMS = {
         1.5,
         STAGES,
         "stages/worker",
-        ["main (orders, turns)  inbox  relays", "weights  groups  generate"],
+        ["device schedule, receiving and", "forwarding records, weights"],
     ),
     "stages": (
         4.9,
@@ -84,12 +84,12 @@ ROOMS = {
         STAGES,
         "stages",
         [
-            "flow: the one table of stages",
+            "flow: the table of stages",
             "warm_start rollout reward inference",
             "train sync evaluate · context, runner",
         ],
     ),
-    "launchers": (9.5, 2.5, 2.2, 1.5, JOBS, "launchers", ["local, submitit,", "together → slurm"]),
+    "launchers": (9.5, 2.5, 2.2, 1.5, JOBS, "launchers", ["local, submitit,", "hetjob → slurm"]),
     "rlinf": (
         0.3,
         0.3,
@@ -100,7 +100,7 @@ ROOMS = {
         [
             "algorithms · rewards · envs · engines · models · trainers: what users extend",
             "channels · weights · data · track: how records, tensors and numbers move",
-            "config · registry · artifacts · checked · errors",
+            "config · registry · artifacts · verified I/O · errors",
         ],
     ),
 }

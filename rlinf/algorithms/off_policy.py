@@ -56,7 +56,7 @@ class OffPolicyConfig(Section):
     """Fraction by which target networks move towards the critics after each step."""
     offline_data: Path | None = None
     """Dataset of existing transitions: an HDF5 file of columns, or a folder of trajectories
-    (docs/off-policy.md)."""
+    (docs/howto/off-policy.md)."""
     offline_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of each batch that comes from ``offline_data``."""
     target_q_agg: QAggregation = "min"

@@ -85,7 +85,7 @@ def intervened_episodes(trajectory: Record, first: int = 0) -> Iterator[Record]:
         if name not in steps:
             raise InputError(
                 f"{trajectory.identity}: the trajectory has no {name!r}; it says where a person "
-                "acted if its world does (docs/simulators.md, Franka)"
+                "acted if its world does (docs/howto/simulators.md, Franka)"
             )
     acted: np.ndarray = np.asarray(steps[INTERVENED]).reshape(len(trajectory), -1).max(1) != 0
     counts, done = loss_mask(trajectory), executed_actions(trajectory)

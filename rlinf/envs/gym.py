@@ -171,7 +171,7 @@ class GymConfig(Section):
     refused."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, with height and width of their images;
-    docs/simulators.md lists their names. They need at least one process. An image that is part of
+    docs/howto/simulators.md lists their names. They need at least one process. An image that is part of
     the observation itself is listed here too."""
     video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that record the first ``evaluate.videos`` evaluation episodes, with height and width
@@ -210,7 +210,7 @@ class GymConfig(Section):
     """A training sample begins where the same sample of the last iteration ended: an episode that
     its horizon truncated continues, with its return and length so far; otherwise a new one begins.
     So episodes may be longer than ``rollout.horizon``. False: every iteration starts new episodes.
-    Only for simulators that can save their state (docs/simulators.md)."""
+    Only for simulators that can save their state (docs/howto/simulators.md)."""
     ignore_terminations: bool = False
     """Continue an episode after the task terminated it, until the simulator's time limit or
     ``rollout.horizon`` truncates it. Success is still counted."""

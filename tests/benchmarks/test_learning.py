@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from benchmarks.learning import BEGIN, PAGE, cell, curves, goal_of, table, words_of, write_prior
+from benchmarks.learning import cell, goal_of, table, words_of, write_prior
 from benchmarks.learning_rows import ROWS
 from pipeline.commands.experiment import compose, run_experiment
 from pipeline.validate_config import validate_config
@@ -57,10 +57,6 @@ def test_the_table_says_what_was_reached_and_what_was_not() -> None:
     )
     assert "| 0.9 | 1,000 tokens |" in lines["`sums_grpo`"]
     assert "| not measured | |" in lines["`pendulum_iql`"]
-
-
-def test_the_page_has_the_table_of_what_was_measured() -> None:
-    assert f"{BEGIN.format('rows')}\n{table(curves())}\n" in PAGE.read_text()
 
 
 def test_a_cell_says_what_all_seeds_reached(

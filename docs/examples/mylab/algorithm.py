@@ -10,10 +10,10 @@ from rlinf.models.base import StepOutputs
 
 
 class LeaveOneOutConfig(PolicyGradientConfig):
-    """Keys of the section ``algorithm``: those of all such algorithms, and one more."""
+    """Keys of the section ``algorithm``: the common ones and ``scale``."""
 
     scale: float = 1.0
-    """Of the advantages."""
+    """Factor of the advantages."""
 
 
 class LeaveOneOut(PolicyGradient):
@@ -22,7 +22,7 @@ class LeaveOneOut(PolicyGradient):
     has_group_local_advantages = True
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
-        """A sample's total reward, less the mean of the others of its group: ``[N, T]``."""
+        """Return the total reward of a sample minus the mean of its group's others, ``[N, T]``."""
         scores = (batch.rewards * batch.mask).sum(-1)
         _, group = torch.unique(batch.groups, return_inverse=True)
         count = torch.bincount(group)[group]
@@ -34,5 +34,5 @@ class LeaveOneOut(PolicyGradient):
     def policy_loss(
         self, outputs: StepOutputs, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum over steps of ``weights`` times the loss; metrics are summed likewise."""
+        """Return the sum over steps of ``weights`` times the loss, and no metrics."""
         return -(weights * batch.require("advantages") * outputs.logprobs).sum(), {}

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.capabilities import ACTS
+from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.data.record import Record
-from rlinf.engines.base import NO_HOOKS, Engine, Hooks, Requests
+from rlinf.engines.base import NO_HOOKS, Engine, RequestReceiver, RolloutHooks
 from rlinf.models.base import copy_weights
 from rlinf.seeding import generator
 
 
 class OneByOne(Engine):
-    needs = frozenset({ACTS})
+    requires = frozenset({SINGLE_PASS_ACTIONS})
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._class, self._options, self._policy = policy, policy_config, None
@@ -33,24 +33,24 @@ class OneByOne(Engine):
 
     @torch.inference_mode()
     def generate(
-        self, requests: Requests, *, seed: int, stage: str, hooks: Hooks = NO_HOOKS
+        self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         for request in requests:
-            self.refreshed(hooks)
+            self.load_newer_weights(hooks)
             rows = [self._act(request, row, seed, stage) for row in range(len(request))]
             steps = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
             steps["sample"] = request.steps["sample"]
-            if hooks.newer is not None:
+            if hooks.newer_weights is not None:
                 steps["version"] = np.full(len(request), self.version)
             yield Record(request.identity, steps, info={"version": self.version})
 
     def _act(self, request: Record, row: int, seed: int, stage: str) -> dict[str, np.ndarray]:
-        """Columns ``[1, ...]`` of one sample, whose randomness nothing else has a part in."""
+        """Return columns ``[1, ...]`` of one sample, whose random numbers are its own."""
         info, sample = request.info, int(request.steps["sample"][row])
-        seen = {name: torch.tensor(column[[row]]) for name, column in request.steps.items()}
+        observations = {name: torch.tensor(column[[row]]) for name, column in request.steps.items()}
         noise = None
         if info["temperature"]:
             random = generator(seed, request.identity.iteration, stage, sample)
-            noise = torch.tensor(self._policy.noise(random, info["horizon"])[[info["time"]]])
-        found = self._policy.act(seen, noise, info["temperature"])
-        return {name: column.numpy() for name, column in found.items()}
+            noise = torch.tensor(self._policy.draw_noise(random, info["horizon"])[[info["time"]]])
+        outputs = self._policy.act(observations, noise, info["temperature"])
+        return {name: column.numpy() for name, column in outputs.items()}

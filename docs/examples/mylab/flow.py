@@ -1,19 +1,19 @@
-"""A flow with one more stage: rewards are divided by how often their group gave the same answer."""
+"""A flow with one more stage, which divides rewards by how often the group gave the same answer."""
 
 from collections import Counter
 from dataclasses import replace
 
 from rlinf.data.record import Record
-from stages.context import Context
-from stages.flow import Flow, Source, Stage, on_policy
+from stages.context import StageContext
+from stages.flow import Flow, InputSource, StageSpec, on_policy
 
-novelty = Stage(
-    inputs={"trajectories": Source("rollout"), "rewards": Source("reward")},
-    streams="rewards",
-    device=False,
-    whole=True,
-    like="train",
-    program="mylab.flow",
+novelty = StageSpec(
+    inputs={"trajectories": InputSource("rollout"), "rewards": InputSource("reward")},
+    output_stream="rewards",
+    uses_device=False,
+    single_process=True,
+    colocate_with="train",
+    module="mylab.flow",
 )
 stages = dict(on_policy.stages)
 train, sync = stages.pop("train"), stages.pop("sync")
@@ -21,7 +21,7 @@ novel = Flow(
     stages={
         **stages,
         "novelty": novelty,
-        "train": replace(train, inputs={**train.inputs, "rewards": Source("novelty")}),
+        "train": replace(train, inputs={**train.inputs, "rewards": InputSource("novelty")}),
         "sync": sync,
     },
     offline=on_policy.offline,
@@ -29,19 +29,19 @@ novel = Flow(
 )
 
 
-def run(ctx: Context) -> None:
-    """The program of the stage: inputs ``trajectories`` and ``rewards``, output ``rewards``."""
+def run(ctx: StageContext) -> None:
+    """Run the stage: inputs ``trajectories`` and ``rewards``, output ``rewards``."""
     if ctx.world.rank:
         return
-    output, shares = ctx.writer("rewards"), []
-    for samples in ctx.parts():
-        trajectories = ctx.records("trajectories", samples)
-        rewards = ctx.records("rewards", samples)
-        said = [(t.info["group"], t.info["text"]) for t in trajectories]
-        often = Counter(said)
-        for answer, old in zip(said, rewards, strict=True):
-            steps = {"rewards": old.steps["rewards"] / often[answer]}
+    output, shares = ctx.open_writer("rewards"), []
+    for samples in ctx.chunks():
+        trajectories = ctx.read_records("trajectories", samples)
+        rewards = ctx.read_records("rewards", samples)
+        answers = [(t.info["group"], t.info["text"]) for t in trajectories]
+        counts = Counter(answers)
+        for answer, old in zip(answers, rewards, strict=True):
+            steps = {"rewards": old.steps["rewards"] / counts[answer]}
             output.put(Record(old.identity, steps, info=old.info))
-        shares.append(len(often) / len(said))
+        shares.append(len(counts) / len(answers))
     output.close()
-    ctx.metric("unlike", sum(shares) / len(shares))
+    ctx.log_metric("distinct_fraction", sum(shares) / len(shares))

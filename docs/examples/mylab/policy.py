@@ -1,7 +1,6 @@
 """A linear policy and value function for vector observations and numbered actions."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from rlinf.capabilities import ACTS, OBSERVATIONS, VALUES
-from rlinf.data.batch import pad
+from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
+from rlinf.data.batch import pad_right
 from rlinf.data.record import Record
-from rlinf.models.base import Batch, Policy, Spec, StepOutputs
+from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.safetensors_io import load_tensors
 
 
 class Linear(Policy):
-    needs, offers = frozenset({OBSERVATIONS}), frozenset({ACTS, VALUES})
+    requires = frozenset({OBSERVATIONS})
+    provides = frozenset({SINGLE_PASS_ACTIONS, VALUE_ESTIMATES})
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.module = nn.Linear(spec["observation"], spec["action"]["size"] + 1)
 
     @classmethod
-    def create(cls, config: Any, spec: Spec, seed: int, folder: Path) -> None:
+    def create(cls, config: Any, spec: ModelSpec, seed: int, folder: Path) -> None:
         cls(spec).save(folder, {n: t.zero_() for n, t in cls(spec).module.state_dict().items()})
 
     @classmethod
@@ -38,18 +38,18 @@ class Linear(Policy):
         (folder / "spec.json").write_text(json.dumps(self.spec))
         save_file(tensors, folder / "weights.safetensors")
 
-    def noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
+    def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
         return random.gumbel(size=(steps, self.spec["action"]["size"])).astype(np.float32)
 
-    def act(self, observations: Mapping[str, Tensor], noise: Any, temperature: float) -> Batch:
+    def act(self, observations: Batch, noise: Any, temperature: float) -> Batch:
         choice, value = self._heads(observations["observation"], temperature)
         action = (choice.logits if noise is None else choice.logits + noise).argmax(-1)
         return {"action": action, "logprob": choice.log_prob(action), "value": value}
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, records: list[Record]) -> Batch:
         length, names = max(map(len, records)), ("observations", "actions")
-        batch = {name: pad([r.steps[name] for r in records], length) for name in names}
-        return batch | {"mask": pad([np.ones(len(r), np.float32) for r in records], length)}
+        batch = {name: pad_right([r.steps[name] for r in records], length) for name in names}
+        return batch | {"mask": pad_right([np.ones(len(r), np.float32) for r in records], length)}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         p, values = self._heads(batch["observations"], temperature)

@@ -16,6 +16,8 @@ from rlinf.trainers.base import Loss
 
 
 class PreferencesConfig(Section):
+    """Keys of the section ``algorithm`` besides its name."""
+
     beta: float = Field(default=0.1, gt=0)
     """Weight of the divergence from the reference policy."""
     steps: int = Field(default=2, gt=0)
@@ -37,8 +39,8 @@ class Preferences(Algorithm):
         for row, group in enumerate(batch.groups.tolist()):
             groups.setdefault(group, []).append(row)
         ranked = [sorted(rows, key=scores.__getitem__) for rows in groups.values()]
-        unlike = [rows for rows in ranked if scores[rows[0]] < scores[rows[-1]]]
-        chosen = [row for rows in unlike for row in (rows[-1], rows[0])]
+        unequal = [rows for rows in ranked if scores[rows[0]] < scores[rows[-1]]]
+        chosen = [row for rows in unequal for row in (rows[-1], rows[0])]
         pairs = [[row, row + 1] for row in range(0, len(chosen), 2)]
 
         def loss(policy: Policy, inputs: Batch, spans: list[StepSpan]) -> Loss:

@@ -1,4 +1,4 @@
-"""The task's score, less a price for every token of the answer."""
+"""Reward the task's score minus a price for every token of the answer."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from rlinf.rewards.base import Reward
 
 
 class BriefConfig(Section):
-    """Keys of the section ``reward``, beside its name."""
+    """Keys of the section ``reward`` besides its name."""
 
     price: float = Field(default=0.01, ge=0)
-    """Of a token."""
+    """Price of a token."""
 
 
 class Brief(Reward):

@@ -6,15 +6,15 @@ import numpy as np
 from pydantic import Field
 
 from rlinf.config import Section
-from rlinf.data.record import Identity, Record
-from rlinf.envs.base import Episodes, Extent
+from rlinf.data.record import Record, RecordId
+from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
-from rlinf.models.base import Spec
+from rlinf.models.base import ModelSpec
 from rlinf.seeding import generator
 
 
 class ReversalConfig(Section):
-    """Keys of the section ``task``, beside its name."""
+    """Keys of the section ``task`` besides its name."""
 
     digits: int = Field(default=3, ge=1, le=6)
 
@@ -23,32 +23,32 @@ class Reversal(PromptEnvironment):
     Config = ReversalConfig
 
     @classmethod
-    def describe(cls, config: ReversalConfig) -> Spec:
-        """What a new model must know: the characters that are its tokens."""
+    def model_spec(cls, config: ReversalConfig) -> ModelSpec:
+        """Return what a new model must know: the characters that are its tokens."""
         return {"alphabet": "0123456789>"}
 
     @classmethod
-    def extent(cls, config: ReversalConfig, processor: Any) -> Extent:
-        return Extent(longest_prompt=config.digits + 1)
+    def task_size(cls, config: ReversalConfig, processor: Any) -> TaskSize:
+        return TaskSize(max_prompt_tokens=config.digits + 1)
 
-    def prompts(self, episodes: Episodes) -> list[Prompt]:
-        """One for each start; randomness has an address, so any process draws the same."""
-        iteration = episodes.iteration if episodes.split == "train" else -1
-        where = (episodes.seed, "reversal", episodes.split, iteration + 1)
-        return [self._draw(generator(*where, int(start))) for start in episodes.starts]
+    def prompts(self, request: RolloutRequest) -> list[Prompt]:
+        """Return a prompt for each group; any process draws the same from the same address."""
+        iteration = request.iteration if request.split == "train" else -1
+        where = (request.seed, "reversal", request.split, iteration + 1)
+        return [self._draw(generator(*where, int(group))) for group in request.group_ids]
 
     def grade(self, response: str, answer: str) -> float:
         return float(response.strip() == answer)
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """What the warm start imitates; a task without any needs ``warm_start.max_steps=0``."""
+        """Return what the warm start imitates. Without any, set ``warm_start.max_steps=0``."""
         random = generator(seed, "reversal", "demonstration", step)
         prompts = [self._draw(random) for _ in range(count)]
-        asked = self.encode([prompt.text for prompt in prompts])
-        said = self.encode([prompt.answer for prompt in prompts])
-        stop = self.tokenizer.eos_token_id
+        questions = self.encode([prompt.text for prompt in prompts])
+        answers = self.encode([prompt.answer for prompt in prompts])
+        steps = [np.append(answer, self.tokenizer.eos_token_id) for answer in answers]
         return [
-            Record(Identity(step, i), {"actions": np.append(said[i], stop)}, {"prompt": asked[i]})
+            Record(RecordId(step, i), {"actions": steps[i]}, {"prompt": questions[i]})
             for i in range(count)
         ]
 

@@ -1,7 +1,7 @@
 """Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
 
 One query of the queue serves all jobs, the manifest shows first that a job has ended, and a job
-runs its stage directly instead of a second Snakemake (docs/decisions/0002-snakemake-executor.md).
+runs its stage directly instead of a second Snakemake (docs/explanation/decisions.md).
 """
 
 import json

@@ -27,7 +27,7 @@ Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
-resulting interval (docs/cost-model.md)."""
+resulting interval (docs/explanation/cost-model.md)."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ import numpy as np
 PACKAGES = ("pybullet", "gym", "hydra", "omegaconf", "cv2", "git", "quaternion", "scipy")
 ASSETS = {
     "folder": "a clone of the repository mees/calvin_env, with its folders calvin_env, conf, data",
-    "chains": "a JSON file of chains and their first states (docs/simulators.md says which)",
+    "chains": "a JSON file of chains and their first states (docs/howto/simulators.md says which)",
 }
 """Files and folders that no package brings, by their key of ``kwargs``."""
 ALL_CHAINS = "chains"

@@ -180,7 +180,7 @@ def test_recurrent_layers_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_the_page_of_families_is_what_the_code_does() -> None:
-    written = Path(__file__).parents[3] / "docs" / "families.md"
+    written = Path(__file__).parents[3] / "docs" / "reference" / "families.md"
     assert written.read_text() == page(), (
-        "python -m tests.rlinf.models.tiny_families > docs/families.md"
+        "python -m tests.rlinf.models.tiny_families > docs/reference/families.md"
     )

@@ -307,7 +307,7 @@ def all_families() -> list[str]:
 
 
 def page() -> str:
-    """Return ``docs/families.md``."""
+    """Return ``docs/reference/families.md``."""
     import transformers
 
     families = all_families()
@@ -317,6 +317,7 @@ def page() -> str:
     refused = len(families) - sum(counts.values())
     return (
         "# Families of language models\n\n"
+        "<!-- Written by tests/rlinf/models/tiny_families.py. Do not edit. -->\n\n"
         f"What `model.name=causal_lm` does with each of the {len(families)} types of causal "
         f"language models of transformers {transformers.__version__}.\n"
         f"{counts['padded']} are decoded padded, {counts['cohorts']} in cohorts, "
@@ -332,7 +333,7 @@ def page() -> str:
         "- **packed**: `trainer.packing` works; other families are trained padded on the right.\n\n"
         "A slow test makes a small random network of each family and sees that a sample does not "
         "depend on its neighbours and that engine and trainer agree to 1e-4. This page is written "
-        "by `python -m tests.rlinf.models.tiny_families > docs/families.md`.\n\n"
+        "by `python -m tests.rlinf.models.tiny_families > docs/reference/families.md`.\n\n"
         "| family | decoded | packed | note |\n|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
 
