@@ -1,4 +1,4 @@
-"""Where the workflow's files are: the checkout, or the copy of it that a wheel carries.
+"""Paths of the workflow's files: the checkout, or the copy of it that a wheel carries.
 
 ``pipeline``, ``stages``, ``launchers`` and ``slurm`` are too generic for a user's site-packages, so
 a wheel keeps them, with ``configs`` and the Snakefile, in ``rlinf/_tree`` and entry points put that

@@ -1,4 +1,4 @@
-"""How a process uses its machine: few threads that do not spin, and memory that stays.
+"""Tuning of a process to its machine: few threads that do not spin, and memory that stays.
 
 Small models become several times slower when threads spin at barriers on busy cores. A stage sets
 how many threads it uses from the configuration (``engine.threads``, ``trainer.cpu_threads``).

@@ -101,7 +101,7 @@ class StageInput:
 
 
 class DialogueFailure(NamedTuple):
-    """Why dialogues of one process failed."""
+    """Failures of the dialogues of one process."""
 
     error: str
     """The error that ended the last of them."""

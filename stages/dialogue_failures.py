@@ -56,7 +56,7 @@ class DialogueFailures:
 
     @property
     def failures(self) -> list[DialogueFailure]:
-        """Why they were lost; empty where none was."""
+        """Return the reasons of the losses; empty if there are none."""
         return [DialogueFailure(self._error, self._bugs == self._failed)] if self._failed else []
 
     def log_metrics(self, ctx: StageContext) -> None:

@@ -1,4 +1,4 @@
-"""What makes the output of a stage what it is."""
+"""The identity of a stage's output: configuration, inputs and code."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ _ADAPTER = TypeAdapter(CodeSnapshot)
 
 
 def read_code_snapshot(run: Path) -> CodeSnapshot | None:
-    """What a run's driver recorded; None before the first start.
+    """Return the code that a run's driver recorded; None before the first start.
 
     Raises:
         CodeIdentityError: damaged.
@@ -289,7 +289,7 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
 
 @lru_cache(maxsize=64)
 def _recorded(run: Path, stage: str, mark: tuple[int, ...]) -> CodeSnapshot:
-    """What a run's driver recorded, if this process has the same modules."""
+    """Return the code that a run's driver recorded, if this process has the same modules."""
     code = read_code_snapshot(run)
     assert code is not None
     for name in code.stages.get(stage, ()):

@@ -1,4 +1,4 @@
-"""Where a run keeps what: the one place that knows the names of folders and files."""
+"""The layout of a run folder: the one place that knows the names of folders and files."""
 
 from __future__ import annotations
 

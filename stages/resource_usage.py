@@ -1,4 +1,4 @@
-"""What a process, and those it started, use of the machine: processors, memory, a GPU.
+"""Resource usage of a process and its children: processors, memory, a GPU.
 
 A thread looks every few seconds while a stage computes. What it saw goes into the manifest's
 ``timing``: it differs between equal runs.

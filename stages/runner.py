@@ -318,7 +318,7 @@ class StageAttempt:
             self._fallbacks.update(report["fallbacks"])
 
     def _check_inputs(self) -> None:
-        """What came from memory must be what was committed.
+        """Check that inputs from memory equal the committed ones.
 
         Each rank has got weights on its own; records are the same for all, and rank 0 looks.
         """

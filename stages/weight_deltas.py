@@ -1,4 +1,4 @@
-"""What changed between two versions of the weights, a file beside the policy folder of the newer.
+"""Differences between two versions of the weights, a file beside the policy folder of the newer.
 
 For partitions that no network joins, or only a slow one: a worker that has the version before reads
 far less than the policy folder, where steps of the optimizer are small. The folder is always there

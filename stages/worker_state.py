@@ -137,7 +137,7 @@ class ActivityTracker:
                 self._doing[node].get_status = get_status
 
     def update(self, stage: str, done: int, total: int, unit: str) -> None:
-        """How far the present instance of a stage is: of one stage, one computes at a time."""
+        """Progress of the current stage instance: of one stage, one computes at a time."""
         with self._lock:
             now = [doing for doing in self._doing.values() if doing.stage == stage]
             for doing in now:
@@ -146,7 +146,7 @@ class ActivityTracker:
                     break
 
     def mark_computed(self, node: str) -> None:
-        """What is left is writing files."""
+        """Note that only writing files is left."""
         with self._lock:
             if node in self._doing:
                 self._doing[node].compute_s = time.time() - self._doing[node].started_at
@@ -157,7 +157,7 @@ class ActivityTracker:
             self._doing.pop(node, None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """As plain values, in the order in which they were ordered."""
+        """Return the stages as plain values, in the order of their orders."""
         with self._lock:
             return [
                 {

@@ -446,7 +446,7 @@ class _Columns:
         self._info = {name: _Info(group) for name, group in file.get("info", {}).items()}
 
     def records(self, start: int, stop: int) -> list[Record]:
-        """Those from one number up to another."""
+        """Return those from one number up to another."""
         steps = {n: _split(data, self._bounds[start : stop + 1]) for n, data in self._steps.items()}
         context = {n: _split(data, o[start : stop + 1]) for n, (data, o) in self._context.items()}
         info = {name: column.values(start, stop) for name, column in self._info.items()}
@@ -550,7 +550,7 @@ class _Info:
             self._is_integer, self._integers = group["whole"][:], group["integers"][:]
 
     def values(self, start: int, stop: int) -> list[Scalar]:
-        """Of the records from one number up to another."""
+        """Read the records from one number up to another."""
         if self._offsets is not None:
             texts = _split(self._data, self._offsets[start : stop + 1])
             return [bytes(text).decode() for text in texts]

@@ -71,7 +71,7 @@ class SharedMemoryRing:
         return len(self._room)
 
     def _fence(self) -> None:
-        """What was written before is seen before what is written after."""
+        """Order memory: earlier writes are visible before later ones."""
         if not STORES_IN_ORDER:
             for _ in range(2):
                 with self._barrier:
@@ -101,7 +101,7 @@ class RingWriter(SharedMemoryRing):
         return True
 
     def _place(self, size: int) -> int | None:
-        """Where so many bytes are free, if anywhere.
+        """Return the place at which so many bytes are free, or None.
 
         As near to the beginning as can be: what was read a moment ago is still in the cache.
         """
@@ -328,7 +328,7 @@ class SocketSink(MailboxPeer, RecordSink):
         super().__init__(pointer, own, _nothing, about=about, host=host, address=address)
 
     def put(self, record: Record) -> None:
-        """As the interface says.
+        """See the interface.
 
         Raises:
             DataError: the record cannot be sent or is larger than the host takes.
@@ -384,7 +384,7 @@ class SharedMemorySink(SocketSink):
             raise
 
     def put(self, record: Record) -> None:
-        """As the interface says.
+        """See the interface.
 
         Raises:
             DataError: the record cannot be sent or is larger than the whole segment.

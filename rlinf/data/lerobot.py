@@ -507,7 +507,7 @@ class LeRobotWriter:
             )
 
     def _places(self, length: int) -> dict[str, Any]:
-        """Where the pictures of the next episode are."""
+        """Return the place of the next episode's images."""
         found: dict[str, Any] = {}
         begin = self._frames - self._written
         for name in () if self._png else self._cameras:
@@ -602,7 +602,7 @@ class LeRobotWriter:
 
 
 class _Stats:
-    """Of a feature's numbers: least, largest, mean and deviation of each."""
+    """Return the least, largest, mean and deviation of a feature's numbers."""
 
     def __init__(self, channels: bool) -> None:
         self._channels, self._rows, self._items = channels, 0, 0
@@ -642,7 +642,7 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Record], **option
 
 
 def _feature(camera: str) -> str:
-    """What a column of pictures is called there."""
+    """Return the feature name of a column of images."""
     return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_COLUMN_PREFIX)
 
 

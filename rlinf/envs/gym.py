@@ -171,8 +171,8 @@ class GymConfig(Section):
     refused."""
     images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that are rendered at each step, by name, with height and width of their images;
-    docs/howto/simulators.md lists their names. They need at least one process. An image that is part of
-    the observation itself is listed here too."""
+    docs/howto/simulators.md lists their names. They need at least one process. An image that is
+    part of the observation itself is listed here too."""
     video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
     """Cameras that record the first ``evaluate.videos`` evaluation episodes, with height and width
     of their images; the policy does not see them. Cameras of ``images`` record in any case."""

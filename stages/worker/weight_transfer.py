@@ -137,7 +137,7 @@ class BroadcastGroups:
     def handle_message(
         self, out: str, number: int, message: GroupMessage, on_weights: WeightsCallback
     ) -> None:
-        """What is said of a group; called by the inbox alone. Returns at once.
+        """Handle a message about a group; called by the inbox alone. Returns at once.
 
         Args:
             ready: told of what arrived whole: output, version, attempt, tensors.
@@ -275,7 +275,7 @@ class _Member:
 
 
 def backend_device(backend: str) -> torch.device:
-    """Where buckets of a backend travel.
+    """Return the device on which buckets of a backend travel.
 
     Raises:
         WeightTransferError: this process has no such backend.
@@ -490,7 +490,7 @@ class _Coming:
     sums: dict[int, int] = field(default_factory=dict)
 
     def place(self, bucket: int) -> Tensor:
-        """Where it belongs; empty: there is no such bucket."""
+        """Return the place of a bucket; empty: there is no such bucket."""
         there = 0 <= bucket < self.layout.num_buckets
         return self.flat[self.layout.bucket_slice(bucket)] if there else self.flat[:0]
 

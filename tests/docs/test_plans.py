@@ -14,7 +14,6 @@ from pipeline.commands.experiment import run_experiment
 from pipeline.graph import Graph
 from pipeline.plan import Plan, parse_plan
 from pipeline.resources import job_resources, pool_resources, with_default_gpus
-from rlinf import package_paths
 from rlinf.config import RunConfig, validate
 from slurm.client import NodeType, Partition
 from tests.docs.figures import handwritten
