@@ -23,16 +23,16 @@ sys.setrecursionlimit(1_000_000)
 
 try:
     dry = workflow.output_settings.dryrun
-    run = described.prepare(config, begins=workflow.is_main_process, dry=dry)
+    run = described.prepare_workflow(config, is_driver=workflow.is_main_process, dry_run=dry)
     if workflow.is_main_process and not dry:
-        run.settle()
+        run.check_resumable()
 except RlinfError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
 
 
 onstart:
-    run.own()
+    run.acquire_lock()
 
 
 localrules:
@@ -87,7 +87,7 @@ for stage in run.offline:
             "{params.program} {params.argv:q} > {log:q} 2>&1"
 
 
-for stage in run.iterated:
+for stage in run.iteration_rules:
 
     rule:
         name:

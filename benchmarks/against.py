@@ -67,19 +67,19 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("rows", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        cwd=asked.other,
+        cwd=arguments.other,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
     points = json.loads(KEPT.read_text())["points"] if KEPT.exists() else []
     console = Console()
-    sides = {"here": package_paths.ROOT, "other": asked.other.resolve()}
-    for row in asked.rows:
-        for number in range(asked.rounds):
+    sides = {"here": package_paths.ROOT, "other": arguments.other.resolve()}
+    for row in arguments.rows:
+        for number in range(arguments.rounds):
             order = list(sides) if number % 2 else list(sides)[::-1]
             rows = {side: measured(sides[side], row) for side in order}
             for name in rows["here"].keys() & rows["other"].keys():
@@ -95,7 +95,7 @@ def main() -> None:
                 )
             KEPT.write_text(json.dumps({"points": points}, indent=1) + "\n")
             keep(rows["here"])
-            console.print(f"{row}, round {number + 1} of {asked.rounds}")
+            console.print(f"{row}, round {number + 1} of {arguments.rounds}")
     table = Table("row", "rounds", f"here over {commit}, median", "each")
     for name, each in sorted(ratios([p for p in points if p["commit"] == commit]).items()):
         table.add_row(

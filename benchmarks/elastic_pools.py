@@ -143,7 +143,7 @@ class ElasticRun:
         time.sleep(WINDOW_S)
         end = time.time()
 
-        def told() -> float:
+        def starts_per_s() -> float:
             self._wait(lambda: any(s > end for _, s, _, _ in self._generated()), "a later claim")
             parts = (
                 count * max(0.0, min(e, end) - max(s, begin)) / (e - s)
@@ -151,7 +151,7 @@ class ElasticRun:
             )
             return sum(parts) / (end - begin)
 
-        return told
+        return starts_per_s
 
     def _generated(self) -> Iterator[tuple[str, float, float, int]]:
         """Worker, begin, end and number of starts of every claim that is done."""

@@ -94,7 +94,7 @@ def compare(kept: ResultCache, keys: dict[str, str], place: Path) -> bool:
             if expected is None:
                 loaded = policy(place / "served")
                 expected = (loaded, right(loaded))
-            kept[key] = asdict(beside(*expected, said(name, place / "served")))
+            kept[key] = asdict(beside(*expected, generate_answers(name, place / "served")))
         result = EngineComparison(**kept[key])
         print(result.line(name), flush=True)
         good &= result.good
@@ -108,7 +108,7 @@ def _other(name: str) -> str | None:
     return cls.Config().server_python if issubclass(cls, ServerEngine) else ENGINES[name]
 
 
-def said(name: str, folder: Path) -> Answers:
+def generate_answers(name: str, folder: Path) -> Answers:
     """What an engine answers, which runs in the environment that it needs."""
     own = ENGINES[name]
     if own is None:
@@ -172,11 +172,11 @@ def right(policy: CausalLM) -> list[list[int]]:
     """The tokens that ``transformers.generate`` gives, one prompt after the other."""
     found = []
     for prompt in prompts():
-        asked = torch.from_numpy(prompt)[None]
+        input_ids = torch.from_numpy(prompt)[None]
         module: Any = policy.module
         whole = module.generate(
-            input_ids=asked,
-            attention_mask=torch.ones_like(asked),
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
             do_sample=False,
             max_new_tokens=HORIZON,
             pad_token_id=0,
@@ -186,18 +186,18 @@ def right(policy: CausalLM) -> list[list[int]]:
 
 
 def beside(
-    policy: CausalLM, expected: list[list[int]], said: dict[int, tuple[np.ndarray, np.ndarray]]
+    policy: CausalLM, expected: list[list[int]], answers: dict[int, tuple[np.ndarray, np.ndarray]]
 ) -> EngineComparison:
     """An engine's responses beside the right tokens and the policy's log-probabilities of what it
     answered."""
     tokens = others = 0
     gaps = []
     for number, prompt in enumerate(prompts()):
-        ours, logprobs = said[number]
+        ours, logprobs = answers[number]
         record = Record(RecordId(0, number), {"actions": ours}, {"prompt": prompt})
         with torch.no_grad():
-            judged = policy.evaluate(policy.collate([record]), 1.0).logprobs[0].numpy()
-        gaps.append(np.abs(judged[: len(ours)] - logprobs).max())
+            expected_logprobs = policy.evaluate(policy.collate([record]), 1.0).logprobs[0].numpy()
+        gaps.append(np.abs(expected_logprobs[: len(ours)] - logprobs).max())
         wanted = expected[number]
         same = next(
             (i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b),

@@ -98,14 +98,14 @@ def turns(engine: Any, place: Path) -> list[float]:
     }
     info: dict[str, Scalar] = {"horizon": LENGTH, "min_tokens": LENGTH, "temperature": 1.0}
     request = Record(RecordId(0, 0), steps, info=info)
-    asked = SegmentedRequest(request, SamplingParams.from_info(info), 7)
+    segmented = SegmentedRequest(request, SamplingParams.from_info(info), 7)
     bodies = [
-        engine.build_request(ResumableSample(asked, i).next_request("rollout"))
+        engine.build_request(ResumableSample(segmented, i).next_request("rollout"))
         for i in range(COUNT)
     ]
     (place / "bodies").write_text(json.dumps(bodies))
     python = resolve_interpreter(engine._config.server_python, "engine.server_python")
-    command = [python, "-c", CLIENT, str(engine._own_folder() / "http-0"), str(place / "bodies")]
+    command = [python, "-c", CLIENT, str(engine._shm_folder() / "http-0"), str(place / "bodies")]
     ratios = []
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -50,7 +50,8 @@ def measure() -> list[BenchmarkRow]:
 
 
 def lengths(case: str) -> np.ndarray:
-    """Tokens of each sample: 64, or geometric with mean :data:`MEAN_RESPONSE_TOKENS`, at most :data:`LONGEST`."""
+    """Return the tokens of each sample: 64, or drawn from a geometric distribution with mean
+    :data:`MEAN_RESPONSE_TOKENS`, at most :data:`LONGEST`."""
     count = PROMPTS * GROUP
     if case == "equal":
         return np.full(count, 64)
@@ -99,7 +100,7 @@ def engine_side(case: str, folder: Path) -> float:
     engine = TransformersEngine(TransformersConfig(ignore_eos=True), CausalLM, config)
     engine.load(folder / "model", 0)
     wanted = lengths(case)
-    asked = np.repeat(prompts(engine._module.config.vocab_size), GROUP, axis=0)
+    input_ids = np.repeat(prompts(engine._module.config.vocab_size), GROUP, axis=0)
 
     def generate(number: int) -> int:
         requests = LocalChannel()
@@ -107,7 +108,7 @@ def engine_side(case: str, folder: Path) -> float:
             rows = np.flatnonzero(wanted == length)
             steps = {
                 "sample": rows,
-                "prompt": asked[rows],
+                "prompt": input_ids[rows],
                 "prompt_length": np.full(len(rows), WIDTH),
             }
             info: dict[str, Any] = {"horizon": int(length), "temperature": 1.0}

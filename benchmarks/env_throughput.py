@@ -11,10 +11,12 @@ state. Its vector of Gymnasium hands observations over in shared memory, as is i
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,13 @@ import numpy as np
 from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record
+from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.cameras import CameraWrapper
-from rlinf.envs.gym import GymEnvironment
-from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.observations import read_observation
+from rlinf.models.actor_critic import MLPConfig, MLPPolicy
+from stages.rollout_loop import local_rollout_iter
 
 TASK, PROCESSES, ROUNDS = "HalfCheetah-v5", 2, 7
 COUNT, STEPS = 16, 400
@@ -79,15 +83,15 @@ def measure() -> list[BenchmarkRow]:
     with (
         closing(GymEnvironment(plain, None)) as ours,
         closing(SyncVectorEnv([bare] * COUNT)) as sync,
-        closing(AsyncVectorEnv([bare] * COUNT, context="spawn")) as apart,
+        closing(AsyncVectorEnv([bare] * COUNT, context="spawn")) as separate,
     ):
         actions = drawn(COUNT, STEPS)
-        found = rounds([(played, ours), (stepped, sync), (stepped, apart)], actions)
+        found = rounds([(played, ours), (stepped, sync), (stepped, separate)], actions)
     with (
         closing(GymEnvironment(pictured, None)) as ours,
-        closing(AsyncVectorEnv([seeing] * SEEN_COUNT, context="spawn")) as apart,
+        closing(AsyncVectorEnv([seeing] * SEEN_COUNT, context="spawn")) as separate,
     ):
-        rendered = rounds([(played, ours), (stepped, apart)], drawn(SEEN_COUNT, SEEN_STEPS))
+        rendered = rounds([(played, ours), (stepped, separate)], drawn(SEEN_COUNT, SEEN_STEPS))
     better = [mine / max(others) for mine, *others in found]
     return [
         median_row("env_vs_gym", better, "x", 1.5, "higher"),
@@ -136,10 +140,10 @@ def stepped(vector: Any, actions: np.ndarray) -> None:
 def played(environment: GymEnvironment, actions: np.ndarray) -> None:
     """Ours, recorded."""
     steps, count, _ = actions.shape
-    asked, answers = LocalChannel(), LocalChannel()
+    requests, answers = LocalChannel(), LocalChannel()
 
     def answer() -> None:
-        for request in asked:
+        for request in requests:
             sample = request.steps["sample"]
             reply = {"sample": sample, "action": actions[int(request.info["time"]), sample]}
             answers.put(Record(request.identity, reply, info={"version": 0}))
@@ -148,5 +152,54 @@ def played(environment: GymEnvironment, actions: np.ndarray) -> None:
     policy = threading.Thread(target=answer)
     policy.start()
     episodes = RolloutRequest(0, 0, "train", range(count), count, 1, steps, 1.0)
-    assert len(list(environment.simulate(episodes, asked, answers))) == count
+    assert len(list(environment.simulate(episodes, requests, answers))) == count
     policy.join()
+
+
+HIDDEN = (1152, 1152)
+BATCH, HORIZON, OVERLAP_ROUNDS = 256, 48, 7
+
+
+class TimedEngine(DirectEngine):
+    """The engine, which also counts its own seconds."""
+
+    seconds = 0.0
+
+    def _act(self, request: Record, seed: int, stage: str) -> dict[str, np.ndarray]:
+        start = time.perf_counter()
+        reply = super()._act(request, seed, stage)
+        self.seconds += time.perf_counter() - start
+        return reply
+
+
+def rollout(environment: GymEnvironment, engine: DirectEngine, iteration: int) -> float:
+    """Seconds of one iteration's rollout."""
+    episodes = RolloutRequest(0, iteration, "train", range(BATCH), BATCH, 1, HORIZON, 1.0)
+    start = time.perf_counter()
+    assert len(list(local_rollout_iter(environment, engine, episodes, "rollout"))) == BATCH
+    return time.perf_counter() - start
+
+
+def measure_overlap() -> list[BenchmarkRow]:
+    """Taking turns and overlapped, in turns."""
+    tasks = [GymConfig(id="HalfCheetah-v5", num_processes=n, double_buffer=bool(n)) for n in (0, 1)]
+    turns, beside = (GymEnvironment(task, None) for task in tasks)
+    policy = MLPConfig(hidden=HIDDEN)
+    engine = TimedEngine(DirectConfig(), MLPPolicy, policy)
+    with tempfile.TemporaryDirectory() as folder, closing(turns), closing(beside):
+        MLPPolicy.create(policy, GymEnvironment.read_spec(tasks[0]), 0, Path(folder))
+        engine.load(Path(folder), 0)
+        ratios, balances = [], []
+        for number in range(-1, OVERLAP_ROUNDS):
+            engine.seconds = 0.0
+            sequential = rollout(turns, engine, max(number, 0))
+            answering = engine.seconds
+            together = rollout(beside, engine, max(number, 0))
+            # The first round starts processes and makes simulators.
+            if number >= 0:
+                ratios.append(sequential / together)
+                balances.append((sequential - answering) / answering)
+    return [
+        median_row("embodied_overlap", ratios, "x", 1.6, "higher"),
+        median_row("embodied_balance", balances, "simulator s / policy s", None, "higher"),
+    ]

@@ -140,9 +140,9 @@ BATCH_SPLITS = [
 class UpdateComparison:
     """What came of a way and a cut."""
 
-    said: list[list[float]]
+    metrics: list[list[float]]
     """Loss and gradient norm of each step."""
-    said_differs: float
+    metrics_differ: float
     """Most that they differ by, over 1 and their size."""
     weights_differ: float
     """Most that a weight differs by after the last step."""
@@ -150,14 +150,14 @@ class UpdateComparison:
     def good(self, way: TrainerSetup) -> bool:
         """Whether it is the same up to rounding."""
         tolerance = OF_EXPERTS if way.mixture else TOLERANCE
-        return self.said_differs <= RELATIVE and self.weights_differ <= tolerance
+        return self.metrics_differ <= RELATIVE and self.weights_differ <= tolerance
 
     def line(self, way: TrainerSetup, cut: BatchSplit) -> str:
         """A row of the table, in Markdown."""
-        loss, norm = self.said[-1]
+        loss, norm = self.metrics[-1]
         return (
             f"| {way.name} | {cut.rows} | {cut.budget} | {loss:.7f} | {norm:.6f} "
-            f"| {self.said_differs:.0e} | {self.weights_differ:.1e} |"
+            f"| {self.metrics_differ:.0e} | {self.weights_differ:.1e} |"
             + ("" if self.good(way) else " differs")
         )
 
@@ -198,31 +198,31 @@ def compute(
     config = cls.Config.model_validate(options)
     model = CausalLMConfig() if way.mixture else MODEL
     trainer = cls(load(folder, model), config, OptimizerSection(lr=LR), world)
-    algorithm, said = GRPO(GRPOConfig(entropy_coeff=0.01)), []
+    algorithm, metrics = GRPO(GRPOConfig(entropy_coeff=0.01)), []
     for iteration in range(STEPS):
         learner = Learner(trainer, {"policy": LR}, iteration=iteration)
         algorithm.update(learner, [samples()])
-        said.append([learner.metrics["loss"], learner.metrics["grad_norm"]])
+        metrics.append([learner.metrics["loss"], learner.metrics["grad_norm"]])
     state = {name: tensor.clone() for name, tensor in trainer.full_state_dict(copy=True).items()}
     trainer.close()
-    return said, state
+    return metrics, state
 
 
-def computed(told: str, rank: int) -> None:
+def computed(task: str, rank: int) -> None:
     """One process of :func:`run`; the first tells its parent of each cut when it is there."""
-    told_folder, told_way, told_cuts, told_out = json.loads(told)
-    folder, way, out = Path(told_folder), TrainerSetup(**told_way), Path(told_out)
+    folder_name, way_fields, cut_fields, out_name = json.loads(task)
+    folder, way, out = Path(folder_name), TrainerSetup(**way_fields), Path(out_name)
     # Libraries print there, too.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     layout = ParallelLayout.model_validate(way.layout)
     meeting = out / "channels" / "group-e.json"
     world = ProcessGroupInfo(rank, way.processes, rank, rendezvous_file=meeting, layout=layout)
-    for number, cut in enumerate(told_cuts):
-        said, state = compute(folder, way, BatchSplit(**cut), world)
+    for number, cut in enumerate(cut_fields):
+        metrics, state = compute(folder, way, BatchSplit(**cut), world)
         if rank == 0:
             save_file(state, out / f"{number}.safetensors")
-            print(json.dumps(said), file=parent, flush=True)
+            print(json.dumps(metrics), file=parent, flush=True)
 
 
 def run(
@@ -239,14 +239,14 @@ def run(
         else resolve_interpreter(way.environment, "equality")
     )
     (out / "channels").mkdir(parents=True)
-    told = json.dumps([str(folder), asdict(way), [asdict(cut) for cut in cuts], str(out)])
+    task = json.dumps([str(folder), asdict(way), [asdict(cut) for cut in cuts], str(out)])
     logs = [out / f"{rank}.log" for rank in range(way.processes)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as stream:
             processes.append(
                 subprocess.Popen(
-                    [python, "-m", "benchmarks.equality", "--compute", told, "--rank", str(rank)],
+                    [python, "-m", "benchmarks.equality", "--compute", task, "--rank", str(rank)],
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                     cwd=ROOT,
                     stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
@@ -275,14 +275,14 @@ def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.kill()
 
 
-def compared(said: Any, weights: Any, right: tuple[Any, Any]) -> UpdateComparison:
+def compared(metrics: Any, weights: Any, right: tuple[Any, Any]) -> UpdateComparison:
     """What came of a way beside what came of the first."""
-    one, other = np.array(said), np.array(right[0])
+    one, other = np.array(metrics), np.array(right[0])
     if weights.keys() != right[1].keys():
-        return UpdateComparison(said, float("inf"), float("inf"))
+        return UpdateComparison(metrics, float("inf"), float("inf"))
     worst = torch.stack([(tensor - right[1][name]).abs().max() for name, tensor in weights.items()])
     return UpdateComparison(
-        said, float((np.abs(one - other) / (1 + np.abs(other))).max()), float(worst.max())
+        metrics, float((np.abs(one - other) / (1 + np.abs(other))).max()), float(worst.max())
     )
 
 
@@ -312,13 +312,13 @@ def updates(kept: ResultCache, keys: dict[tuple[str, BatchSplit], str], place: P
         folder = folders[way.mixture]
         if way.kind not in right:
             first = firsts[way.kind]
-            _, said, weights = next(
+            _, metrics, weights = next(
                 run(folder, first, BATCH_SPLITS[:1], place / f"right {first.name}")
             )
-            right[way.kind] = said, weights
+            right[way.kind] = metrics, weights
         try:
-            for cut, said, weights in run(folder, way, left, place / way.name):
-                result = compared(said, weights, right[way.kind])
+            for cut, metrics, weights in run(folder, way, left, place / way.name):
+                result = compared(metrics, weights, right[way.kind])
                 print(result.line(way, cut), flush=True)
                 kept[keys[way.name, cut]] = asdict(result)
                 good &= result.good(way)
@@ -347,8 +347,8 @@ def main() -> int:
         for way in TRAINER_SETUPS
         for cut in way.cuts
     }
-    kept, asked = ResultCache(FILE), engine_equality.keys()
-    kept.discard_others([*keys.values(), *asked.values()])
+    kept, engine_keys = ResultCache(FILE), engine_equality.keys()
+    kept.discard_others([*keys.values(), *engine_keys.values()])
     with tempfile.TemporaryDirectory() as name:
         good = updates(kept, keys, Path(name))
         print(
@@ -356,7 +356,7 @@ def main() -> int:
             f"for weights ({OF_EXPERTS:g} with experts), {RELATIVE:g} for loss and gradient norm, "
             "over 1 and their size"
         )
-        good &= engine_equality.compare(kept, asked, Path(name))
+        good &= engine_equality.compare(kept, engine_keys, Path(name))
     return int(not good)
 
 

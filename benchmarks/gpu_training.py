@@ -1,10 +1,11 @@
 """Tokens per second of training on a GPU, and their share of the matrix rate measured beside them.
 
 A Qwen2.5 of 1.5 billion parameters with random weights, FSDP2 on one device, computed in bfloat16;
-weights, gradients and moments in float32. FLOPs are those of :mod:`pipeline.planning.cost.model_shape`:
-of matrix products and causal attention, three times those of a forward pass; nothing is counted for
-computing anything again, nor for the head of tokens that are not predicted. The matrix rate is that
-of a product of two square matrices of bfloat16, which no training step reaches.
+weights, gradients and moments in float32. FLOPs are those of
+:mod:`pipeline.planning.cost.model_shape`: of matrix products and causal attention, three times
+those of a forward pass; nothing is counted for computing anything again, nor for the head of tokens
+that are not predicted. The matrix rate is that of a product of two square matrices of bfloat16,
+which no training step reaches.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ def measure() -> list[BenchmarkRow]:
     tokens, shares, speeds = ROWS * (PROMPT + ANSWER), list[float](), list[float]()
     for number in range(WARM + ROUNDS):
         rate = matrix_rate()
-        took = timed(lambda: learner.step(data, loss_from_steps(loss), lr=1e-6))
-        print(f"  {tokens / took:.0f} tokens/s, products at {rate / 1e12:.0f} TFLOP/s")
+        seconds = timed(lambda: learner.step(data, loss_from_steps(loss), lr=1e-6))
+        print(f"  {tokens / seconds:.0f} tokens/s, products at {rate / 1e12:.0f} TFLOP/s")
         if number >= WARM:
-            speeds.append(tokens / took)
-            shares.append(flops / took / rate)
+            speeds.append(tokens / seconds)
+            shares.append(flops / seconds / rate)
     return [
         median_row("gpu_train_tokens_per_s", speeds, "tokens/s", None, "higher"),
         median_row("gpu_train_mfu", shares, "", 0.45, "higher"),

@@ -105,7 +105,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
     """The five stages in one process, committed to disk as always."""
     from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
-    from pipeline.driver import InProcessExecutor
+    from pipeline.executors import InProcessExecutor
     from pipeline.graph import Graph
     from pipeline.resume import create_run
     from rlinf.artifacts import read_manifest

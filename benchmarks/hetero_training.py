@@ -64,23 +64,23 @@ def measure() -> list[BenchmarkRow]:
         for plan in alone.values():
             step.seconds(plan)  # the page cache and the filesystem are warm then
         known: dict[str, list[float]] = {kind: [] for kind in alone}
-        unequal, equal, ratios, apart = [], [], [], []
+        unequal, equal, ratios, separate = [], [], [], []
         for _ in range(ROUNDS):
             for kind, plan in alone.items():
                 known[kind].append(step.seconds(plan))
             median = {kind: statistics.median(every) for kind, every in known.items()}
             ratio = round(median["a100"] / median["h100"], 2)
-            mixed = MIXED | {"shares": {"h100": ratio, "a100": 1.0}}
+            mixed = MIXED | {"speed_weights": {"h100": ratio, "a100": 1.0}}
             both = sum(1 / every[-1] for every in known.values())
             ratios.append(ratio)
             unequal.append(1 / step.seconds(mixed) / both)
             equal.append(1 / step.seconds(MIXED) / both)
-            apart.append(step.beside(alone["a100"], alone["h100"]) / both)
+            separate.append(step.beside(alone["a100"], alone["h100"]) / both)
         step.check()
-    of_limit = [one / most for one, most in zip(unequal, apart, strict=True)]
+    of_limit = [one / most for one, most in zip(unequal, separate, strict=True)]
     return [
         median_row("hetero_efficiency", unequal, "of the sum", 0.92, "higher"),
-        median_row("hetero_apart", apart, "of the sum", None, "higher"),
+        median_row("hetero_apart", separate, "of the sum", None, "higher"),
         median_row("hetero_of_apart", of_limit, "x", None, "higher"),
         median_row("hetero_equal_shares", equal, "of the sum", None, "higher"),
         median_row("hetero_speed_ratio", ratios, "x", None, "higher"),
@@ -92,9 +92,9 @@ class HeteroStep:
 
     def __init__(self, root: Path) -> None:
         from launchers.submitit import SubmititLauncher
+        from pipeline.cluster_config import ClusterConfig
         from pipeline.commands.experiment import compose, prepare_run
         from pipeline.graph import Graph, StageNode
-        from pipeline.job_executor import ClusterConfig
         from rlinf.config import validate
         from slurm.client import SlurmClient
         from stages.layout import CONFIG_FILE
@@ -123,7 +123,7 @@ class HeteroStep:
         """Seconds of an optimizer step under a plan."""
         job, out = self._start(plan)
         self._wait(job)
-        return self._took(out)
+        return self._step_seconds(out)
 
     def beside(self, slow: dict[str, Any], quick: dict[str, Any]) -> float:
         """Steps per second of a job and of others, one after another, while it runs; together."""
@@ -133,12 +133,13 @@ class HeteroStep:
             others.append(self.seconds(quick))
         self._wait(job)
         # The last of them may have gone on alone.
-        return 1 / self._took(out) + 1 / statistics.median(others[:-1] or others)
+        return 1 / self._step_seconds(out) + 1 / statistics.median(others[:-1] or others)
 
     def _start(self, plan: dict[str, Any]) -> tuple[str, Path]:
         from pipeline.graph import StageNode
-        from pipeline.job_executor import job_resources, stage_job
+        from pipeline.job_executor import stage_job
         from pipeline.plan import parse_plan
+        from pipeline.resources import job_resources
 
         self._count += 1
         out = self._run.folder / f"step-{self._count}"
@@ -154,7 +155,7 @@ class HeteroStep:
         while self._launcher.client.queue()[job].state.is_active:
             time.sleep(0.2)
 
-    def _took(self, out: Path) -> float:
+    def _step_seconds(self, out: Path) -> float:
         manifest = read_manifest(out)
         if manifest is None:
             raise RuntimeError(f"train in {out} did not end well")

@@ -155,12 +155,12 @@ def main() -> int:
     parser.add_argument("--name", choices=sorted(ROWS), help="default: print combinations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("ours", "theirs"))
-    asked = parser.parse_args()
-    if asked.name:
-        for whose in ("ours", "theirs") if asked.only is None else (asked.only,):
-            measure(asked.name, asked.seed, whose)
-        draw(asked.name, curves())
-    sys.stdout.write(f"{table(curves())}\n" if asked.name else f"{matrix(curves())}\n")
+    arguments = parser.parse_args()
+    if arguments.name:
+        for whose in ("ours", "theirs") if arguments.only is None else (arguments.only,):
+            measure(arguments.name, arguments.seed, whose)
+        draw(arguments.name, curves())
+    sys.stdout.write(f"{table(curves())}\n" if arguments.name else f"{matrix(curves())}\n")
     return 0
 
 
@@ -257,7 +257,7 @@ def matrix(known: Known) -> str:
 
 def cell(algorithm: str, column: str, known: Known) -> str:
     """What the rows of a combination reached, means over seeds, or that it runs."""
-    said = gains(algorithm, column)
+    texts = gains(algorithm, column)
     for name, row in ROWS.items():
         if (row.algorithm, row.column) != (algorithm, column):
             continue
@@ -276,8 +276,8 @@ def cell(algorithm: str, column: str, known: Known) -> str:
             text = f"goal reached, not held: {row.task} {best:.4g} at best, {mean:.4g} at the end"
         else:
             text = f"{'learns' if reached else 'goal not reached'}: {row.task} {mean:.4g}"
-        said.append(text + of_source(name, known))
-    return "; ".join(said) or "runs"
+        texts.append(text + of_source(name, known))
+    return "; ".join(texts) or "runs"
 
 
 SOURCE_SHARE = 0.8

@@ -42,7 +42,7 @@ def measure() -> list[BenchmarkRow]:
         (folder / "channels").mkdir()
         command = [sys.executable, "-m", "benchmarks.load_memory", str(folder)]
         found = measure_peaks([[*command, str(rank)] for rank in range(PROCESSES)])
-        shares = [(peak - rest) / (int(said) + largest) for rest, peak, said in found]
+        shares = [(peak - rest) / (int(output) + largest) for rest, peak, output in found]
     print(f"  model of {whole / 4e9:.2f} billion parameters; each process: {shares}")
     return [median_row("load_memory_ratio", [max(shares)], "", 1.3, "lower")]
 

@@ -37,16 +37,16 @@ def run(way: str) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weight = (torch.randn(VOCABULARY, HIDDEN).mul_(0.02)).requires_grad_()
-    taken = torch.randint(VOCABULARY, (TOKENS,))
+    token_ids = torch.randint(VOCABULARY, (TOKENS,))
     # A first pass on a few rows: libraries load and allocate what they keep.
-    head_logprobs(hidden[:2], weight[:64], taken[:2] % 64, 1.0).sum().backward()
+    head_logprobs(hidden[:2], weight[:64], token_ids[:2] % 64, 1.0).sum().backward()
     hidden.grad = weight.grad = None
     print("ready", flush=True)
     sys.stdin.readline()
     if way == "parts":
-        loss = head_logprobs(hidden, weight, taken, 1.0).sum()
+        loss = head_logprobs(hidden, weight, token_ids, 1.0).sum()
     else:
-        chosen, entropy = token_logprobs(hidden @ weight.T, taken, 1.0, True)
+        chosen, entropy = token_logprobs(hidden @ weight.T, token_ids, 1.0, True)
         assert entropy is not None
         loss = chosen.sum() + entropy.sum()
     loss.backward()

@@ -44,7 +44,7 @@ def measure() -> list[BenchmarkRow]:
     spread = records(BEGIN, np.linspace(1, LONGEST - BEGIN, EVEN).astype(int), 1)
     one_batch = (EVEN * LONGEST,)
     equal = np.full(4 * GROUP, ANSWER)
-    together, apart = (records(SHARED, equal, group) for group in (GROUP, 1))
+    together, separate = (records(SHARED, equal, group) for group in (GROUP, 1))
     packed = (True, tailed, BUDGETS)
     return [
         median_row(
@@ -59,7 +59,7 @@ def measure() -> list[BenchmarkRow]:
         ),
         median_row(
             "shared_prefix_speedup",
-            ratios((True, apart, BUDGETS), (True, together, BUDGETS)),
+            ratios((True, separate, BUDGETS), (True, together, BUDGETS)),
             "",
             2.5,
             "higher",

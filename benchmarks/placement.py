@@ -16,9 +16,10 @@ from pathlib import Path
 
 from benchmarks.row import BenchmarkRow
 from benchmarks.slurm_jobs import start_dev_cluster
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import open_run, run_warm_start
 from pipeline.driver import Driver
-from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher
+from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, PlanningSources
 from pipeline.planning.planner.job_planner import build_plan
 from pipeline.planning.planner.plan_command import build_request, propose_plan
@@ -60,9 +61,9 @@ def measure() -> list[BenchmarkRow]:
         sources = PlanningSources(
             profile=str(root / "profile.json"), partitions=("a100", "h100", "gpu")
         )
-        asked = build_request(run.config, sources)
-        proposal = propose_plan(asked)
-        others = drawn(asked.stage_options(), [row.size + row.place for row in proposal.rows])
+        request = build_request(run.config, sources)
+        proposal = propose_plan(request)
+        others = drawn(request.stage_options(), [row.size + row.place for row in proposal.rows])
         # In turns, so that a machine that gets slower does so for all.
         chosen, theirs = [], []
         flow = flow_of(run.config)
@@ -109,5 +110,5 @@ def iteration_s(run: Run, plan: Plan, root: Path, name: str) -> float:
     made = clone_run(run, plan, root / "runs", name, ITERATIONS)
     cluster = validate(ClusterConfig, run.config.cluster, "cluster")
     executor = JobExecutor(made, create_launcher(cluster, plan), plan, cluster)
-    Driver(made, executor, max_retries=cluster.retries).drive()
+    Driver(made, executor, max_retries=cluster.max_retries).drive()
     return measure_times(made)["iteration"].median_s

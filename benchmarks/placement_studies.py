@@ -51,16 +51,18 @@ def plans(study: PlacementStudy) -> list[StudyPlan]:
     singles = [study.only(kind) for kind in study.gpus]
     stages = range(len(problem.stages))
     together = (tuple(stages),)
-    apart = tuple((s,) for s in stages)
+    separate_pools = tuple((s,) for s in stages)
     everything = tuple(kind.gpus for kind in problem.kinds)
-    even = tuple(tuple(kind.gpus // len(apart) for kind in problem.kinds) for _ in apart)
+    even = tuple(
+        tuple(kind.gpus // len(separate_pools) for kind in problem.kinds) for _ in separate_pools
+    )
     alone = [(s, Placement(together, ((s.problem.kinds[0].gpus,),), 1)) for s in singles]
     planned = [(s, solve(s.problem)[0].placement) for s in singles]
     return [
         StudyPlan("collocated, one kind", *min(alone, key=_predicted)),
         StudyPlan("planned, one kind", *min(planned, key=_predicted)),
         StudyPlan("collocated, all kinds", study, Placement(together, (everything,), 1)),
-        StudyPlan("disaggregated evenly", study, _best_grain(by_hand, apart, even)),
+        StudyPlan("disaggregated evenly", study, _best_grain(by_hand, separate_pools, even)),
         StudyPlan("planned", study, solve(problem)[0].placement),
     ]
 

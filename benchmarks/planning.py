@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 
 from benchmarks.row import BenchmarkRow, median_row
+from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import PlacementProblem
 from pipeline.planning.planner.search import solve
+from pipeline.planning.simulator import simulate
+from pipeline.planning.simulator.studies import STUDIES
+from tests.pipeline.planning.cost.shapes import LLAMA_3_8B, LLAMA_3_70B, many_tables
 from tests.pipeline.planning.planner.problems import (
     OBJECTIVES,
     embodied_case,
     exhaustive,
     public_case,
+    random_placement,
     random_problem,
 )
 
@@ -50,8 +56,8 @@ def measure() -> list[BenchmarkRow]:
 def overlap(actor_s: float) -> float:
     """What simulators and policy side by side, then training on all of their GPUs, are quicker than
     the best plan whose pools share none."""
-    apart = solve(embodied_case(actor_s, beside=False))[0].cost
-    return apart / solve(embodied_case(actor_s))[0].cost
+    exclusive_cost = solve(embodied_case(actor_s, beside=False))[0].cost
+    return exclusive_cost / solve(embodied_case(actor_s))[0].cost
 
 
 def seconds(problem: PlacementProblem) -> float:
@@ -59,3 +65,43 @@ def seconds(problem: PlacementProblem) -> float:
     start = time.perf_counter()
     solve(problem, alternatives=3)
     return time.perf_counter() - start
+
+
+def measure_rate_tables() -> list[BenchmarkRow]:
+    """40 tables, 4,096 GPUs of 8 kinds and 5 stages, of a model of 8 B and one of 70 B in turns."""
+    seconds = []
+    for shape in (LLAMA_3_8B, LLAMA_3_70B) * 5:
+        start = time.perf_counter()
+        many_tables(shape)
+        seconds.append(time.perf_counter() - start)
+    return [median_row("rate_tables_4096x8_s", seconds, "s", 1, "lower")]
+
+
+def measure_simulator() -> list[BenchmarkRow]:
+    """Hundreds of random placements without disturbances; the largest study with all of them."""
+    differences = []
+    for seed in range(1000):
+        problem = random_problem(seed, (12, 8), 1 + seed % 5)
+        placement = random_placement(problem, seed)
+        predicted = float(Predictor(problem).predict(placement).total_s)
+        if math.isfinite(predicted):
+            differences.append(
+                abs(simulate(problem, placement, iterations=3).mean_s / predicted - 1)
+            )
+    median, worst = statistics.median(differences), max(differences)
+    study = STUDIES["70b-4096"]
+    placement = solve(study.problem)[0].placement
+    scenario = study.scenario("all")
+    times = []
+    for seed in range(10):
+        start = time.perf_counter()
+        simulate(study.problem, placement, scenario, iterations=100, seed=seed)
+        times.append(time.perf_counter() - start)
+    count = len(differences)
+    return [
+        BenchmarkRow("simulator_vs_formula", round(worst, 6), "share", 0.05, "lower", count, 0.0),
+        BenchmarkRow(
+            "simulator_vs_formula_median", round(median, 6), "share", 0.05, "lower", count, 0.0
+        ),
+        median_row("simulate_4096_s", times, "s", 5, "lower"),
+    ]

@@ -72,7 +72,7 @@ def run_ours(settings: dict[str, int], root: str) -> list[float]:
     """The stages in one process, and simulators beside it."""
     from benchmarks.run_helpers import run_node
     from pipeline.commands.experiment import compose
-    from pipeline.driver import InProcessExecutor
+    from pipeline.executors import InProcessExecutor
     from pipeline.graph import Graph
     from pipeline.resume import create_run
     from rlinf.config import RunConfig, validate

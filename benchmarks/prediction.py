@@ -143,14 +143,14 @@ def advance(minutes: float) -> bool:
                 options = ProfileOptions(("a100", "h100"), minutes=MINUTES, processes=1)
                 profile_run(run, options, run_warm_start).save(root / name)
         sources = PlanningSources(profile=str(root / PROFILE), partitions=("a100", "h100", "gpu"))
-        asked = build_request(run.config, sources)
-        for number, (what, plan) in enumerate(plans(asked)):
+        request = build_request(run.config, sources)
+        for number, (what, plan) in enumerate(plans(request)):
             points = kept(WORK / POINTS.name)
             if any((p.experiment, p.plan) == (experiment, what) for p in points):
                 continue
             if time.monotonic() > end:
                 return False
-            found = point(run, asked, experiment, what, plan, root, f"plan-{number}")
+            found = point(run, request, experiment, what, plan, root, f"plan-{number}")
             keep([*points, found], WORK / POINTS.name)
             print(
                 f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
@@ -173,12 +173,12 @@ def keep(points: list[PredictionPoint], path: Path) -> None:
     write_atomic(path, json.dumps([asdict(p) for p in points], indent=1) + "\n")
 
 
-def plans(asked: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
+def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
     """What is run: the best plan of jobs, others drawn at random, and pools."""
-    flow, rng = flow_of(asked.config), random.Random(seed)
-    yield "jobs, the best", propose_plan(asked).plan
+    flow, rng = flow_of(request.config), random.Random(seed)
+    yield "jobs, the best", propose_plan(request).plan
     fitting = {
-        s: [o for o in every if o.count <= CORES] for s, every in asked.stage_options().items()
+        s: [o for o in every if o.count <= CORES] for s, every in request.stage_options().items()
     }
     for number in range(DRAWN):
         drawn = [rng.choice(every) for every in fitting.values()]
@@ -200,10 +200,10 @@ def plans(asked: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
 
 
 def point(
-    run: Run, asked: PlanRequest, experiment: str, what: str, plan: Plan, root: Path, name: str
+    run: Run, request: PlanRequest, experiment: str, what: str, plan: Plan, root: Path, name: str
 ) -> PredictionPoint:
     """A plan predicted, then run."""
-    proposal = assess_plan(asked, plan, what)
+    proposal = assess_plan(request, plan, what)
     forecast = proposal.forecast
     made = clone_run(run, proposal.plan, root / "runs", name, ITERATIONS[plan.execution])
     drive(made)

@@ -53,8 +53,8 @@ def measure_peaks(commands: Sequence[Sequence[str]]) -> list[tuple[int, int, str
                 raise RuntimeError("a process failed")
             peaks = [max(p, memory_bytes(q.pid)) for p, q in zip(peaks, processes, strict=True)]
             time.sleep(POLL_INTERVAL_S)
-        said = [process.communicate()[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return list(zip(before, peaks, said, strict=True))
+    return list(zip(before, peaks, outputs, strict=True))

@@ -31,8 +31,8 @@ def measure() -> list[BenchmarkRow]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.rollout_memory", folder]
         found = measure_peaks([[*command, str(rank)] for rank in range(RANKS)])
-    shares = [(peak - rest) / int(said) for rest, peak, said in found]
-    print(f"  {[int(said) / 1e6 for *_, said in found]} MB each; each rank: {shares}")
+    shares = [(peak - rest) / int(output) for rest, peak, output in found]
+    print(f"  {[int(output) / 1e6 for *_, output in found]} MB each; each rank: {shares}")
     return [median_row("embodied_records_ratio", [max(shares)], "", 1.2, "lower")]
 
 
@@ -44,8 +44,7 @@ def run(folder: Path, rank: int) -> None:
     from rlinf.channels.record_files import RecordFileWriter
     from rlinf.engines.direct import DirectConfig, DirectEngine
     from rlinf.envs.base import RolloutRequest
-    from rlinf.envs.gym import GymEnvironment
-    from rlinf.envs.gym_config import GymConfig
+    from rlinf.envs.gym import GymConfig, GymEnvironment
     from rlinf.models.actor_critic import CNNConfig, CNNPolicy
     from stages.rollout_loop import local_rollout_iter
 

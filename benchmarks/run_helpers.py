@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.driver import InProcessExecutor, stage_call
+from pipeline.executors import InProcessExecutor, stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.run import Run
 from rlinf import package_paths

@@ -129,10 +129,10 @@ def step(ranks: list[subprocess.Popen[str]]) -> float:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.stdout.readline() for process in ranks if process.stdout is not None]
-    if not all(said):
+    line = [process.stdout.readline() for process in ranks if process.stdout is not None]
+    if not all(line):
         raise RuntimeError("a process failed; what it said is above")
-    return max(map(float, said))
+    return max(map(float, line))
 
 
 def records() -> list[Record]:

@@ -23,7 +23,11 @@ from rlinf.artifacts import read_manifest
 from rlinf.weights.buckets import BucketLayout
 from rlinf.weights.delta import WeightSnapshot, compute_delta
 from rlinf.weights.shared_weights import SharedWeightsReader, SharedWeightsWriter
+from stages.factory import WEIGHTS
 from stages.layout import offline_folder, stage_folder
+from stages.live_store import LiveStore
+from stages.worker.record_transfer import SHARED_MEMORY, SOCKET, RecordReceiver, RecordSender
+from stages.worker.weight_transfer import WeightPublisher, WeightReceiver
 
 WARM_START_STEPS = 200
 DEMO_ITERATIONS, SMALL_ITERATIONS = 12, 6
@@ -151,3 +155,70 @@ def follow(name: str, count: int, done: Connection) -> None:
         with view:
             version = view.version
             done.send(version)
+
+
+TENSORS, ELEMENTS, ROUNDS, WARM = 64, 1 << 20, 9, 2
+"""256 MiB of float32."""
+WAYS = (SOCKET, "gloo", SHARED_MEMORY)
+
+
+class WeightWorker:
+    """What a resident worker has to send and take weights."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        torch.set_num_threads(1)
+        self.board = LiveStore()
+        self._outbox = RecordSender(folder, name=name)
+        self.publisher = WeightPublisher(self._outbox)
+        takers = {WEIGHTS: WeightReceiver(self.board, self.publisher).handle_record}
+        self._inbox = RecordReceiver(folder, name, self.board, takers)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self._outbox.close()
+        self._inbox.close()
+
+
+def measure_transfers() -> list[BenchmarkRow]:
+    """Rows of this module."""
+    context = multiprocessing.get_context("spawn")
+    generator = torch.Generator().manual_seed(0)
+    state = {f"{i}": torch.randn(ELEMENTS, generator=generator) for i in range(TENSORS)}
+    size = sum(tensor.nbytes for tensor in state.values())
+    elapsed: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as root:
+        ours, theirs = context.Pipe()
+        count = (ROUNDS + WARM) * len(WAYS)
+        taker = context.Process(target=take, args=(Path(root), count, theirs), daemon=True)
+        source = WeightWorker(Path(root), "source")
+        taker.start()
+        try:
+            assert ours.recv() == "ready"
+            for number in range(count):
+                way, out = WAYS[number % len(WAYS)], f"sync/{number}"
+                source.publisher.subscribe(out, {"taker": way})
+                start = time.perf_counter()
+                source.publisher.publish(out, "data", number, {WEIGHTS: state})
+                assert ours.recv() == number
+                if number >= WARM * len(WAYS):
+                    elapsed[way].append(time.perf_counter() - start)
+        finally:
+            source.close()
+            taker.join(30)
+            taker.kill()
+    ratios = [a / b for a, b in zip(elapsed[SOCKET], elapsed["gloo"], strict=True)]
+    rates = {way: [size / 1e9 / seconds for seconds in elapsed[way]] for way in WAYS}
+    return [
+        median_row("weights_gloo_vs_socket", ratios, "x", None, "higher"),
+        *(median_row(f"weights_{way}_gb_s", rates[way], "GB/s", None, "higher") for way in WAYS),
+    ]
+
+
+def take(folder: Path, count: int, done: Connection) -> None:
+    """Tell of each version once it is here."""
+    worker = WeightWorker(folder, "taker")
+    done.send("ready")
+    for number in range(count):
+        worker.board.output(f"sync/{number}").wait_for_attempt(lambda: False)
+        done.send(number)
+    worker.close()

@@ -1,8 +1,8 @@
 """What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
 
 An instance is pickled by submitit, or in a heterogeneous job an argument of this module
-(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when Slurm
-restarts the job, the same call runs again and goes on from files.
+(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when
+Slurm restarts the job, the same call runs again and goes on from files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModuleCall:
         rank = set_torchrun_variables(self.shares)
         # A warning while the module and its libraries are still read, which takes long on a shared
         # filesystem, is no failure: nothing was begun.
-        _on_warning(_asked_to_stop)
+        _on_warning(_exit_for_requeue)
         code = run_module(self.module, self.argv)
         _on_warning(signal.SIG_IGN)
         sys.stdout.flush()
@@ -84,14 +84,14 @@ class ModuleCall:
         note = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code, "rank": rank}))
-        if note.exists() and (code == 0 or _agreed(note)):
+        if note.exists() and (code == 0 or _has_conclusive_code(note)):
             # A rank that met bad input says more than those that failed because it ended.
             temporary.unlink()
         else:
             temporary.replace(note)
 
 
-def _agreed(note: Path) -> bool:
+def _has_conclusive_code(note: Path) -> bool:
     """Whether a rank has noted an exit code that says why the job failed."""
     try:
         return json.loads(note.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
@@ -104,7 +104,7 @@ def _on_warning(handler: Any) -> None:
         signal.signal(number, handler)
 
 
-def _asked_to_stop(number: int, frame: FrameType | None) -> None:
+def _exit_for_requeue(number: int, frame: FrameType | None) -> None:
     raise SystemExit(EXIT_REQUEUE)
 
 
@@ -208,8 +208,8 @@ def node_attributes(host: str) -> set[str]:
     """All that Slurm says of a node: its GPUs' names and its features are among the words."""
     lines = _scontrol("node", host, "-o").splitlines()
     # Around that line a wrapper of scontrol may print words of its own.
-    said = [line for line in lines if line.lstrip().startswith("NodeName=")]
-    return set(re.split(r"[\s,:=()]+", " ".join(said)))
+    node_lines = [line for line in lines if line.lstrip().startswith("NodeName=")]
+    return set(re.split(r"[\s,:=()]+", " ".join(node_lines)))
 
 
 def _scontrol(*what: str) -> str:

@@ -349,17 +349,17 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
     Raises:
         PlanError: an option is given for one and not for a later one.
     """
-    said: dict[str, str] = {}
+    first_keys: dict[str, str] = {}
     for key, needs in components:
         own = _options(submitit_parameters(key, needs))
-        for option, before in said.items():
+        for option, before in first_keys.items():
             if option not in own:
                 raise PlanError(
                     f"plan: {before} and {key} are one heterogeneous job, where the first one's "
                     f"--{option} of sbatch would hold for the other too: say it for both, in the "
                     "plan or the site file"
                 )
-        said |= {option: key for option in own if option not in said}
+        first_keys |= {option: key for option in own if option not in first_keys}
 
 
 def _firsts(jobs: Sequence[JobSpec]) -> list[int]:

@@ -175,17 +175,18 @@ class SubmissionQueue:
             counted = {identity for identity, job in queue.items() if quota.counts(job)}
             if quota.max_jobs < needs.count(quota) + len(counted & {current_job_id()}):
                 raise PlanError(
-                    f"{first.job.name}: {quota.description} is {quota.max_jobs}, which leaves no place for "
-                    "the jobs of a run; start the driver outside of a job, or use another account "
-                    "or QOS"
+                    f"{first.job.name}: {quota.description} is {quota.max_jobs}, which "
+                    "leaves no place for the jobs of a run; start the driver outside of a job, or "
+                    "use another account or QOS"
                 )
-            taken = len(counted) + sum(
+            occupied = len(counted) + sum(
                 quota in self.quotas.quotas_for(other) for other in self._since
             )
-            places = max(quota.max_jobs - taken, 0) // needs.count(quota)
+            places = max(quota.max_jobs - occupied, 0) // needs.count(quota)
             if not places:
                 first.warn_once(
-                    f"{first.job.name} waits to be submitted: {quota.description} is {quota.max_jobs}"
+                    f"{first.job.name} waits to be submitted: {quota.description} is "
+                    f"{quota.max_jobs}"
                 )
             room = min(room, places)
         return room
@@ -247,7 +248,7 @@ class JobNote:
     name: str = ""
     key: str = ""
     mark: str = ""
-    """Word in the comment of a job whose id is not known yet (:func:`launchers.sbatch.with_tag`)."""
+    """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.with_tag`."""
 
     def find_ids(self, client: SlurmClient) -> list[str]:
         """Return the job's id; of one without, those that the queue has for its mark.

@@ -93,7 +93,7 @@ class SubmititLauncher:
         try:
             self._backlog.add(units)
         except SlurmUnresponsiveError as error:
-            self._endure(error)
+            self._tolerate_silence(error)
         for entry in entries:
             if entry.refusal is not None:
                 self._drop([entry for entry in entries if not entry.was_submitted_before])
@@ -121,17 +121,17 @@ class SubmititLauncher:
         try:
             self._cancel([])
             queue = self.client.queue()
-            found |= self._judged_by(queue, unknown)
+            found |= self._statuses_from_queue(queue, unknown)
             self._last.update(found)
             self._backlog.submit_ready(queue)
             self._silent_since = None
         except SlurmError as error:
-            self._endure(error)
+            self._tolerate_silence(error)
             waits = JobStatus(JobState.PENDING, None, "Slurm does not answer")
             found |= {n: self._last.get(n, waits) for n in unknown if n not in found}
         return found
 
-    def _endure(self, error: SlurmError) -> None:
+    def _tolerate_silence(self, error: SlurmError) -> None:
         """Slurm does not answer: its controller may be restarting.
 
         Raises:
@@ -144,7 +144,7 @@ class SubmititLauncher:
         if now - self._silent_since > self.no_answer_timeout_s:
             raise error
 
-    def _judged_by(
+    def _statuses_from_queue(
         self, queue: Mapping[str, QueuedJob], names: Collection[str]
     ) -> dict[str, JobStatus]:
         """Statuses by the queue and, of jobs that are not there, by accounting."""
@@ -161,14 +161,14 @@ class SubmititLauncher:
                     JobState.PENDING, None, entry.last_warning or "waits behind other jobs"
                 )
             elif is_active_in(queue, entry.id):
-                found[name] = self._judged(entry, queue[entry.id])
+                found[name] = self._check_pending(entry, queue[entry.id])
                 self._missing.pop(entry.id, None)
             else:
                 ended[name] = entry.id
         accounts = self.client.accounting(ended.values()) if ended else {}
         for name, identity in ended.items():
             entry = self._watched[name]
-            found[name] = self._end(entry, queue.get(identity), accounts.get(identity))
+            found[name] = self._final_status(entry, queue.get(identity), accounts.get(identity))
         return found
 
     def cancel(self, ids: Collection[str]) -> None:
@@ -183,7 +183,7 @@ class SubmititLauncher:
             queue = self.client.queue()
             self._cancel([identity for identity in ids if is_active_in(queue, identity)])
         except SlurmUnresponsiveError as error:
-            self._endure(error)
+            self._tolerate_silence(error)
 
     def close(self) -> None:
         """Jobs go on without the driver; the next one finds them by their notes."""
@@ -211,9 +211,9 @@ class SubmititLauncher:
         try:
             self._cancel([entry.id for entry in entries if entry.id is not None])
         except SlurmUnresponsiveError as error:
-            self._endure(error)
+            self._tolerate_silence(error)
 
-    def _judged(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
+    def _check_pending(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
         """The status of a job in the queue; gives up one that does not start by itself."""
         why = (
             diagnose_pending(status.reason, str(entry.id))
@@ -241,7 +241,7 @@ class SubmititLauncher:
         entry.final_status = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, reason, status.partition)
         return entry.final_status
 
-    def _end(
+    def _final_status(
         self, entry: PendingSubmission, queued: JobStatus | None, account: JobStatus | None
     ) -> JobStatus:
         """The status of a job that is no longer active in the queue."""
@@ -251,12 +251,16 @@ class SubmititLauncher:
         code, rank = _exit_note(entry.job, identity)
         status = account if account is not None and not account.state.is_active else queued
         if status is None and code is None:
-            if self._lately_gone(identity):
+            if self._is_recently_missing(identity):
                 return JobStatus(JobState.RUNNING, None, "no longer in the queue")
             return JobStatus(JobState.VANISHED, None, "neither queue nor accounting knows this job")
         if status is None:
             status = JobStatus(JobState.FAILED if code else JobState.DONE)
-        if status.state is JobState.DONE and code in (None, 0) and self._lately_gone(identity):
+        if (
+            status.state is JobState.DONE
+            and code in (None, 0)
+            and self._is_recently_missing(identity)
+        ):
             # The manifest of a job that ended well may show late on a network filesystem.
             return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
         if status.state is JobState.CANCELLED or (code is None and "+" not in identity):
@@ -272,7 +276,7 @@ class SubmititLauncher:
             status.node,
         )
 
-    def _lately_gone(self, identity: str) -> bool:
+    def _is_recently_missing(self, identity: str) -> bool:
         """Whether a job has been missing in the queue for no longer than its grace."""
         since = self._missing.setdefault(identity, time.monotonic())
         return time.monotonic() - since < self.unknown_job_timeout_s

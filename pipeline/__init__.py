@@ -1,1 +1,1 @@
-"""From an experiment to its stages: flow, plan, run state, driver, report."""
+"""From an experiment to its stages: graph, plan, run state, driver, pools, commands, report."""

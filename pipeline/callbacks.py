@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on, and what trackers are told."""
+"""Callbacks of the driver: progress bars and log lines, trackers, and a command at the end of a
+run."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS_FILE, TRACKED_FILE
 
 WARM_START_PROGRAM = "stages.warm_start"
-"""Program of the stage that section ``run_warm_start`` is of."""
+"""Program of the stage that the section ``warm_start`` configures."""
 PROGRESS_INTERVAL_S = 10.0
-"""Seconds between two lines about how far a stage is, where there is no terminal."""
+"""Seconds between two progress lines of a stage without a terminal."""
 LAUNCHER_DESCRIPTIONS = {
     "inprocess": "stages run in this process",
     "local": "stages run as processes of this machine",
@@ -54,12 +55,12 @@ log = logging.getLogger("rlinf")
 
 
 class ProgressCallback:
-    """Progress bars on a terminal, plain log lines elsewhere."""
+    """Shows progress bars on a terminal, and plain log lines elsewhere."""
 
     def __init__(self, run: Run, launcher: str = "inprocess") -> None:
         self._run = run
         self._where = LAUNCHER_DESCRIPTIONS[launcher]
-        self._said = time.monotonic()
+        self._logged_at = time.monotonic()
         self._terminal = create_console(stderr=True)
         self._bars: Progress | None = None
         self._score: float | None = None
@@ -81,8 +82,8 @@ class ProgressCallback:
             )
             self._bars.start()
             total = self._run.config.iterations
-            self._whole: TaskID = self._bars.add_task("iterations", total=total, note="")
-            self._part: TaskID = self._bars.add_task("", total=None, note="", visible=False)
+            self._iterations_task: TaskID = self._bars.add_task("iterations", total=total, note="")
+            self._stage_task: TaskID = self._bars.add_task("", total=None, note="", visible=False)
         else:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -111,22 +112,27 @@ class ProgressCallback:
         log.propagate = True
 
     def on_stage_progress(self, stage: str, done: int, total: int, what: str) -> None:
-        """Progress inside a stage."""
+        """Show the progress within a stage."""
         if self._bars is not None:
             self._bars.update(
-                self._part, description=stage, completed=done, total=total, note=what, visible=True
+                self._stage_task,
+                description=stage,
+                completed=done,
+                total=total,
+                note=what,
+                visible=True,
             )
-        elif time.monotonic() - self._said > PROGRESS_INTERVAL_S:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._logged_at > PROGRESS_INTERVAL_S:
+            self._logged_at = time.monotonic()
             log.info("%s: %d of %d %s", stage, done, total, what)
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._bars is not None:
-            self._bars.update(self._whole, completed=len(rows))
+            self._bars.update(self._iterations_task, completed=len(rows))
 
     def on_node_start(self, node: StageNode) -> None:
         settings = self._run.config.warm_start
-        if self._fine_tunes(node) and settings.max_steps:
+        if self._is_warm_start(node) and settings.max_steps:
             if settings.eval_generation:
                 log.info(
                     "warm start: fine-tuning until the held-out score is %g, %d steps at most",
@@ -137,17 +143,22 @@ class ProgressCallback:
                 log.info("warm start: %d steps of fine-tuning", settings.max_steps)
         if self._bars is not None:
             self._bars.update(
-                self._part, description=node.stage, completed=0, total=None, note="", visible=True
+                self._stage_task,
+                description=node.stage,
+                completed=0,
+                total=None,
+                note="",
+                visible=True,
             )
 
-    def _fine_tunes(self, node: StageNode) -> bool:
+    def _is_warm_start(self, node: StageNode) -> bool:
         return flow_of(self._run.config).module_of(node.stage) == WARM_START_PROGRAM
 
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
         if node.stage == EVALUATE:
             self._score = manifest.metrics["score"]
             log.info("version %d: held-out score %.3f", node.iteration, self._score)
-        elif self._fine_tunes(node):
+        elif self._is_warm_start(node):
             for name, what in (("score", "score"), ("eval_loss", "loss")):
                 if name in manifest.metrics:
                     log.info(
@@ -160,30 +171,32 @@ class ProgressCallback:
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
         # A flow without rewards, which learns from a data set, has none.
         score = metrics.get("reward/score")
-        said = "" if score is None else f"score {score:.3f}"
+        summary = "" if score is None else f"score {score:.3f}"
         if self._bars is not None:
             held_out = "" if self._score is None else f", held-out {self._score:.3f}"
-            self._bars.update(self._whole, completed=iteration + 1, note=f"{said}{held_out}")
+            self._bars.update(
+                self._iterations_task, completed=iteration + 1, note=f"{summary}{held_out}"
+            )
         else:
             total = self._run.config.iterations
-            log.info("iteration %d of %d: %s", iteration + 1, total, said or "done")
+            log.info("iteration %d of %d: %s", iteration + 1, total, summary or "done")
 
 
 class TrackerCallback:
     """Forwards the metrics of each finished iteration to the configured trackers, once.
 
-    What they were told is noted in the run first, so that a driver that starts again, or makes a
-    damaged result again as it was, does not tell it twice.
+    A digest of the metrics is written to the run first. A restarted driver, or one that rebuilds a
+    damaged result, therefore does not log the same metrics twice.
     """
 
     def __init__(self, run: Run) -> None:
         self._sinks = open_trackers(run.config.log, run.folder, run.config)
         self._file = run.folder / TRACKED_FILE
         old = not self._file.exists() and (run.folder / METRICS_FILE).exists()
-        self._told = set[str]() if old else _lines(self._file)
-        if old:  # its trackers were told by a program that did not note it
+        self._logged = set[str]() if old else _lines(self._file)
+        if old:  # an earlier version logged its metrics without recording them
             for values in read_metrics(run.folder):
-                self._note(values["iteration"] + 1, _numbers(values))
+                self._record(values["iteration"] + 1, _numbers(values))
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         for values in rows:
@@ -199,23 +212,23 @@ class TrackerCallback:
         self._log(iteration + 1, _numbers(metrics))
 
     def close(self) -> None:
-        """The driver ends: what trackers still hold is written."""
+        """Flush and close the trackers."""
         for sink in self._sinks:
             sink.close()
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        if self._note(step, metrics):
+        if self._record(step, metrics):
             for sink in self._sinks:
                 sink.log(step, metrics)
 
-    def _note(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether this is news."""
+    def _record(self, step: int, metrics: dict[str, float]) -> bool:
+        """Record metrics; returns whether they are new."""
         if not self._sinks:
             return False
         mark = json_digest([step, metrics])
-        if mark in self._told:
+        if mark in self._logged:
             return False
-        self._told.add(mark)
+        self._logged.add(mark)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{mark}\n")
         return True
@@ -236,24 +249,25 @@ NOTIFY_TIMEOUT_S = 60.0
 
 
 def check_notify_command(command: Sequence[str]) -> None:
-    """See that the command is there.
+    """Check that the command exists.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     if command and shutil.which(command[0]) is None:
         raise ConfigError(
-            f"cluster.notify_command: no command {command[0]!r} here; give its path, then its words: "
-            "[/home/me/bin/tell, --quietly]"
+            f"cluster.notify_command: no command {command[0]!r} here; give its path, then its "
+            "words: [/home/me/bin/tell, --quietly]"
         )
 
 
 @contextlib.contextmanager
 def notify_at_end(name: str, command: Sequence[str]) -> Iterator[None]:
-    """Run the command when what is inside ends, unless somebody just stopped it.
+    """Call the command when the block ends, unless the user stopped the run.
 
     Args:
-        name: of the run.
+        name: name of the run.
+        command: ``cluster.notify_command``; empty: none.
     """
     try:
         yield

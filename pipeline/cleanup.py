@@ -1,4 +1,4 @@
-"""Removing what killed processes left behind: shared memory, and temporary files of runs."""
+"""Removal of files that killed processes left: shared memory and temporary files of runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rlinf.errors import InputError
 from stages.layout import CONFIG_FILE
 
 TEMPORARY_NAME = re.compile(r"\..+\.(\d+\.)?[0-9a-f]{8}(\.clock-[0-9a-f]{8})?")
-"""Names of files that become others once they are whole."""
+"""Names of temporary files that are renamed when they are complete."""
 MIN_AGE_S = 600.0
-"""A file that is being written is younger."""
+"""Younger files may still be in use."""
 
 
 def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """What can go, with its bytes: of this user, on this node and in these runs.
+    """Yield files that can be removed, with their size: of this user, on this node and in these
+    runs.
 
     Raises:
-        InputError: one of them is no run directory.
+        InputError: a folder is no run directory.
     """
     folders = [folder.expanduser().absolute() for folder in runs]
     for folder in folders:
@@ -38,7 +39,7 @@ def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def temporary_files(run: Path) -> Iterator[Path]:
-    """Files of a run that were never finished."""
+    """Yield temporary files of a run that were never completed."""
     # Jobs of an earlier driver may remove folders meanwhile, which os.walk passes over.
     for folder, _, names in os.walk(run):
         for name in names:
@@ -51,13 +52,13 @@ def temporary_files(run: Path) -> Iterator[Path]:
 
 
 def remove_orphans(run: Path) -> None:
-    """Remove what earlier drivers of a run never finished; for the one that has its lock."""
+    """Remove unfinished files of earlier drivers. The caller must own the driver lock."""
     for path in [*lock.orphaned_lock_files(run), *temporary_files(run)]:
         path.unlink(missing_ok=True)
 
 
 def clean_up(runs: Iterable[Path], *, dry_run: bool) -> list[str]:
-    """Remove it, or only say what would be removed; returns a line for each."""
+    """Remove all orphans, or only list them; returns one line per file."""
     lines, total = [], 0
     for path, size in orphans(runs):
         lines.append(f"{size / 1e6:10.1f} MB  {path}")

@@ -1,4 +1,4 @@
-"""The terminal that tables and notes are printed on."""
+"""Output to the terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from rich.console import Console
 
 
 def create_console(*, stderr: bool = False) -> Console:
-    """A console that prints texts as they are: names, reasons and model output may hold brackets,
-    which rich would take for markup."""
+    """Return a console without markup: names, reasons and model output may contain brackets, which
+    rich would interpret."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def format_duration(seconds: float) -> str:
-    """``45 s``, ``4 min 34 s``, ``25 min``, ``3 h 5 min``: no more figures than matter."""
+    """Return a duration with two significant units: ``45 s``, ``4 min 34 s``, ``25 min``, ``3 h 5
+    min``."""
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     whole = round(seconds)

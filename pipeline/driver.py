@@ -1,21 +1,20 @@
-"""The project's own driver: walks the graph, starts stages, notices ends, goes on after a crash.
+"""The driver: walks the stage graph, starts stages, collects their results, resumes after a crash.
 
-All state is in the run directory. What is finished is decided by manifests alone: their key must be
-the digest of the configuration and of the inputs they were made from.
+All state is in the run directory. Only manifests decide what is finished: the key of a manifest
+must be the digest of the configuration, the code and the inputs of its stage.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.cleanup import remove_orphans
-from pipeline.executors import Outcome
+from pipeline.executors import InProcessExecutor, Outcome, StageExecutor, stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.lock import RunLock
 from pipeline.metrics import MetricsLog
@@ -30,94 +29,24 @@ from rlinf.errors import (
     EXIT_REQUEUE,
     InputError,
     RequeueRequested,
-    RlinfError,
     RunLockedError,
     StageError,
     short_reason,
 )
 from stages.flow import EVALUATE
 from stages.layout import CONFIG_FILE
-from stages.runner import StageCall, load_config, run_stage
-from stages.worker_state import WorkerState
+from stages.runner import load_config
 
 DAMAGE_CHECK_INTERVAL_S = 2.0
-"""How often inputs of what runs are looked after."""
+"""Interval between checks that the inputs of running stages are intact."""
 log = logging.getLogger("rlinf")
 
 
-class StageExecutor(Protocol):
-    """Starts stage calls and says how they ended."""
-
-    supports_streaming: bool
-    """Whether a stage may be started before its inputs are committed."""
-
-    @property
-    def interrupt_note(self) -> str:
-        """What an interrupted driver leaves behind, for the person that interrupted it."""
-
-    def start(self, node: StageNode, call: StageCall) -> None:
-        """Begin an attempt at a node."""
-
-    def poll(self) -> dict[StageNode, Outcome]:
-        """Attempts that ended since the last call; may wait a little for one."""
-
-    def stop(self, *, keep_jobs: bool = False) -> None:
-        """Cancel what runs; called when the driver ends for whatever reason.
-
-        Args:
-            leave: it to another driver, which is there or will be.
-        """
-
-
-@dataclass
-class InProcessExecutor:
-    """Runs stages in the driver's own process; engines and trainers stay loaded between them."""
-
-    run: Run
-    worker_state: WorkerState = field(default_factory=WorkerState)
-    should_stop: Callable[[], bool] = lambda: False
-    supports_streaming: bool = False
-    interrupt_note: str = "the stage under way begins anew"
-    _ended: dict[StageNode, Outcome] = field(default_factory=dict)
-
-    def start(self, node: StageNode, call: StageCall) -> None:
-        try:
-            run_stage(
-                call,
-                config=self.run.config,
-                worker_state=self.worker_state,
-                should_stop=self.should_stop,
-            )
-            outcome = Outcome(0)
-        except RlinfError as error:
-            outcome = Outcome(error.exit_code, str(error), error)
-        except Exception as error:  # retried by policy, then raised as it is
-            log.warning("%s", traceback.format_exc())
-            outcome = Outcome(1, str(error), error)
-        self._ended[node] = outcome
-
-    def poll(self) -> dict[StageNode, Outcome]:
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def stop(self, *, keep_jobs: bool = False) -> None:
-        self.worker_state.close()
-
-
-def stage_call(run: Run, graph: Graph, node: StageNode) -> StageCall:
-    """The call that makes the output of a node."""
-    inputs = {
-        name: graph.output_folder(run.folder, source) for name, source in graph.inputs(node).items()
-    }
-    out = graph.output_folder(run.folder, node)
-    return StageCall(node.stage, run.folder / CONFIG_FILE, out, node.iteration, inputs)
-
-
 class RunCallback(Protocol):
-    """Is told what happens: progress bars, trackers."""
+    """The interface of callbacks, such as progress bars and trackers."""
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Metrics of the iterations that are finished when the driver begins."""
+        """Receive the metrics of the iterations that are finished when the driver starts."""
 
     def on_node_start(self, node: StageNode) -> None: ...
 
@@ -128,76 +57,76 @@ class RunCallback(Protocol):
 
 @dataclass
 class Driver:
-    """Takes a run from where it is to its end."""
+    """Runs all unfinished nodes of a run with an executor."""
 
     run: Run
     executor: StageExecutor
     callbacks: list[RunCallback] = field(default_factory=list)
     max_retries: int = 2
-    """Further attempts at a stage that failed for no stated reason."""
+    """Number of retries of a stage that failed for an unknown reason."""
     offline_only: bool = False
-    """Whether to run the stages before the first iteration only."""
+    """Whether to run only the offline stages, before the first iteration."""
     on_mismatch: OnMismatch = OnMismatch.ERROR
-    """What to do about results of another configuration or other code."""
+    """Handling of results of another configuration or other code."""
     max_lookahead: int = 16
-    """Nodes beyond the first unfinished one that may start once their inputs are there."""
+    """Number of nodes beyond the first unfinished one that may start if their inputs exist."""
 
     def __post_init__(self) -> None:
         self.graph = Graph(self.run.config)
         self.max_lookahead += len(self.graph.flow.stages) * self.run.config.rollout.staleness
-        self._committed = RunState(self.run, self.graph)
-        self._done = self._committed.done
+        self._state = RunState(self.run, self.graph)
+        self._done = self._state.done
         self._failures: dict[StageNode, int] = {}
         self._running: set[StageNode] = set()
-        self._looked = 0.0
-        self._left_out = False
-        self._written = MetricsLog(self.run.folder)
+        self._checked_at = 0.0
+        self._has_warned = False
+        self._metrics = MetricsLog(self.run.folder)
 
     def drive(self) -> None:
-        """Run every node that is not done.
+        """Run every unfinished node.
 
         Raises:
             RunLockedError: another driver owns the run.
-            InputError: a stage was given something it cannot use.
-            StageError: a stage failed more often than ``retries`` allows.
+            InputError: a stage cannot use its input.
+            StageError: a stage failed more than ``max_retries`` times.
             RequeueRequested: the allocation of this process is about to end.
         """
         with self.run.lock() as lock:
-            leave = True
+            keep_jobs = True
             try:
                 self._recover()
                 self._loop(lock)
-                leave = False
+                keep_jobs = False
             except RunLockedError:
-                raise  # another driver has the run
+                raise  # another driver owns the run
             except (InputError, StageError, KeyboardInterrupt):
-                leave = False  # nobody goes on with it before something has changed
+                keep_jobs = False  # a new attempt needs a change first
                 raise
             finally:
-                self.executor.stop(keep_jobs=leave)
+                self.executor.stop(keep_jobs=keep_jobs)
 
     def _recover(self) -> None:
         self._refuse_changed()
         remove_orphans(self.run.folder)
-        check_resumable(self._committed, self.on_mismatch)
+        check_resumable(self._state, self.on_mismatch)
         if self._done:
             count = len(
                 {n.iteration for n in self._done if n.stage == self.graph.flow.publish_stage}
             )
             log.info("resuming after iteration %d of %d", count, self.graph.iterations)
-        rows = self._written.rewrite()
-        for listener in self.callbacks:
-            listener.on_resume(rows)
+        rows = self._metrics.rewrite()
+        for callback in self.callbacks:
+            callback.on_resume(rows)
 
     def _refuse_changed(self) -> None:
-        """See that the run is what it was when it was opened, before this driver owned it.
+        """Check that the configuration of the run did not change before this driver owned it.
 
         Raises:
-            RunLockedError: another start changed its configuration since.
+            RunLockedError: another start changed it.
         """
         frozen = load_config(self.run.folder / CONFIG_FILE).semantic_values()
         own = self.run.config.semantic_values()
-        # A start may end after fewer iterations than the run has.
+        # A start may run fewer iterations than the run has.
         found = config_differences(own, {**frozen, "iterations": own["iterations"]})
         if found:
             raise RunLockedError(
@@ -216,9 +145,9 @@ class Driver:
             for node in window:
                 if node in self._running or node in self._done or not self._ready(node):
                     continue
-                manifest = self._committed.lookup(node)
+                manifest = self._state.lookup(node)
                 if manifest is not None:
-                    # A job of an earlier driver committed it since.
+                    # A job of an earlier driver has committed it.
                     self._finish(node, manifest)
                 else:
                     self._start(node)
@@ -226,18 +155,18 @@ class Driver:
                         continue
                     break
             if not self._running and not any(node in self._done for node in window):
-                raise StageError(f"{window[0].name}: its inputs can never be there")
+                raise StageError(f"{window[0].name}: its inputs can never be ready")
             lock.check()
             ended = self.executor.poll()
-            self._tell_of_requeued([n for n, o in ended.items() if o.exit_code == EXIT_REQUEUE])
+            self._log_requeued([n for n, o in ended.items() if o.exit_code == EXIT_REQUEUE])
             for node, outcome in ended.items():
                 self._running.discard(node)
-                window += self._settle(node, outcome)
-            window += self._found_damaged()
+                window += self._process_outcome(node, outcome)
+            window += self._damaged_inputs()
             window.sort(key=lambda node: (node.iteration, node.stage == EVALUATE))
 
     def _next(self, nodes: Iterator[StageNode], count: int) -> list[StageNode]:
-        """So many further nodes; whole iterations for an executor that knows what comes next."""
+        """Return up to ``count`` further nodes, in whole iterations for a streaming executor."""
         found: list[StageNode] = []
         last = self.graph.flow.publish_stage
         while len(found) < count or (
@@ -249,39 +178,38 @@ class Driver:
             if node in self._done:
                 continue
             if is_skipped(self.graph, self.run.folder, node):
-                if not self._left_out:
+                if not self._has_warned:
                     log.warning(
-                        "%s is left out, as are all evaluations of weights that the retention "
+                        "%s is skipped, as are all evaluations of weights that the retention "
                         "policy has removed (retention.keep_every keeps some)",
                         node.name,
                     )
-                self._left_out = True
+                self._has_warned = True
                 continue
             found.append(node)
         return found
 
     def _ready(self, node: StageNode) -> bool:
-        # What is on disk already may be right: that is seen once its inputs are there.
-        live = self.executor.supports_streaming and node not in self._committed.unverified
+        # An unverified result may be valid; that is decided once its inputs are committed.
+        live = self.executor.supports_streaming and node not in self._state.unverified
         return all(
             source in self._done or (live and source in self._running)
             for source in self.graph.inputs(node).values()
         )
 
     def _start(self, node: StageNode) -> None:
-        # A launcher that watches for a manifest must not take that of another attempt, made of
-        # other inputs, for the end of this job.
-        self._committed.clear_for(node)
+        # A launcher that watches for a manifest must not see one of an attempt with other inputs.
+        self._state.clear_for(node)
         call = stage_call(self.run, self.graph, node)
-        for listener in self.callbacks:
-            listener.on_node_start(node)
+        for callback in self.callbacks:
+            callback.on_node_start(node)
         self._running.add(node)
         self.executor.start(node, call)
 
-    def _settle(self, node: StageNode, outcome: Outcome) -> list[StageNode]:
-        """Account for an ended attempt; returns nodes that must run again."""
+    def _process_outcome(self, node: StageNode, outcome: Outcome) -> list[StageNode]:
+        """Process the outcome of an attempt; returns nodes that must run again."""
         if outcome.exit_code == 0:
-            manifest = self._committed.lookup(node)
+            manifest = self._state.lookup(node)
             if manifest is not None:
                 self._finish(node, manifest)
                 return []
@@ -291,11 +219,11 @@ class Driver:
                 raise outcome.error
             return []
         if outcome.exit_code == EXIT_BAD_INPUT:
-            gone = self._gone(node)
+            missing = self._missing_inputs(node)
             sources = self.graph.inputs(node).values()
             if not all(source in self._done or source in self._running for source in sources):
-                # Another stage found it damaged first: it is made again, and this one waits.
-                return gone
+                # Another stage reported the damage first; this node waits until it is rebuilt.
+                return missing
             raise outcome.error or InputError(f"{node.name}: {outcome.reason}")
         self._failures[node] = self._failures.get(node, 0) + 1
         if self._failures[node] > self.max_retries:
@@ -303,62 +231,62 @@ class Driver:
                 f"{node.name} failed {self._failures[node]} times: {outcome.reason}"
             )
         if outcome.exit_code == EXIT_BAD_ARTIFACT:
-            return self._withdrawn(node, outcome.reason)
+            return self._rebuild_inputs(node, outcome.reason)
         log.warning("%s failed (%s); trying again", node.name, short_reason(outcome.reason))
         return []
 
     @staticmethod
-    def _tell_of_requeued(nodes: list[StageNode]) -> None:
-        """One line, however many a pool had been given."""
+    def _log_requeued(nodes: list[StageNode]) -> None:
+        """Log one line for all nodes that were requeued together."""
         if nodes:
             more = f" and {len(nodes) - 1} more" if nodes[1:] else ""
-            log.info("%s%s: asked to be started again", nodes[0].name, more)
+            log.info("%s%s: requeued", nodes[0].name, more)
 
-    def _withdrawn(self, node: StageNode, reason: str) -> list[StageNode]:
-        """The nodes whose damaged output was withdrawn and must be made again."""
+    def _rebuild_inputs(self, node: StageNode, reason: str) -> list[StageNode]:
+        """Return the nodes whose damaged output was withdrawn and that must run again."""
         log.warning("%s: %s; rebuilding it", node.name, reason)
-        return self._gone(node)
+        return self._missing_inputs(node)
 
-    def _found_damaged(self) -> list[StageNode]:
-        """The same of inputs that stages under way still wait for.
+    def _damaged_inputs(self) -> list[StageNode]:
+        """Return damaged inputs of running stages, which must run again.
 
-        Not whoever finds damage ends with it: a generator hands its claim back, and everybody waits
+        A worker that finds damage may continue: a generator requeues its work item, and all wait
         for the weights.
         """
-        if time.monotonic() - self._looked < DAMAGE_CHECK_INTERVAL_S:
+        if time.monotonic() - self._checked_at < DAMAGE_CHECK_INTERVAL_S:
             return []
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         again = []
         for node in self._running:
             sources = self._done.keys() & self.graph.inputs(node).values()
             if not all((self._folder(source) / MANIFEST).exists() for source in sources):
-                again += self._gone(node)
+                again += self._missing_inputs(node)
         for source in again:
-            log.warning("%s was found damaged; rebuilding it", source.name)
+            log.warning("%s is damaged; rebuilding it", source.name)
         return again
 
-    def _gone(self, node: StageNode) -> list[StageNode]:
-        """Inputs of a node that are there no more, or not whole."""
-        gone = []
+    def _missing_inputs(self, node: StageNode) -> list[StageNode]:
+        """Return the inputs of a node that are missing or damaged."""
+        missing = []
         for source in self.graph.inputs(node).values():
-            if source in self._done and self._committed.lookup(source) is None:
+            if source in self._done and self._state.lookup(source) is None:
                 del self._done[source]
-                gone.append(source)
+                missing.append(source)
                 (self._folder(source) / "pruned").unlink(missing_ok=True)
-        return gone
+        return missing
 
     def _folder(self, node: StageNode) -> Path:
         return self.graph.output_folder(self.run.folder, node)
 
     def _finish(self, node: StageNode, manifest: Manifest) -> None:
         self._done[node] = manifest.content
-        for listener in self.callbacks:
-            listener.on_node_end(node, manifest)
+        for callback in self.callbacks:
+            callback.on_node_end(node, manifest)
         metrics = (
-            self._written.append(node.iteration)
+            self._metrics.append(node.iteration)
             if node.stage == self.graph.flow.publish_stage
             else None
         )
         if metrics is not None:
-            for listener in self.callbacks:
-                listener.on_iteration_end(node.iteration, metrics)
+            for callback in self.callbacks:
+                callback.on_iteration_end(node.iteration, metrics)

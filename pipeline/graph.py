@@ -1,5 +1,5 @@
-"""A flow (:mod:`stages.flow`) unrolled over a number of iterations: the graph that every driver
-walks, Snakemake included."""
+"""The stage graph: a flow (:mod:`stages.flow`) unrolled over the iterations of a run. All drivers,
+Snakemake included, walk it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from stages.layout import offline_folder, stage_folder
 
 
 class StageNode(NamedTuple):
-    """A stage instance: a stage of one iteration, or an offline stage."""
+    """A node of the graph: a stage of one iteration, or an offline stage."""
 
     stage: str
     iteration: int
 
     @property
     def name(self) -> str:
-        """Readable and unique: ``rollout/3``."""
+        """A readable and unique name, such as ``rollout/3``."""
         return f"{self.stage}/{self.iteration}"
 
 
 class Graph:
-    """A flow unrolled for one run."""
+    """The stage graph of one run."""
 
     def __init__(self, config: RunConfig) -> None:
-        """
+        """Unroll the flow of a configuration.
+
         Raises:
             ConfigError: unknown flow.
         """
@@ -38,7 +39,7 @@ class Graph:
         self._staleness = config.rollout.staleness
 
     def inputs(self, node: StageNode) -> dict[str, StageNode]:
-        """The nodes a node reads, by input name."""
+        """Return the nodes whose outputs a node reads, by input name."""
         found = {}
         for name, source in self.flow.all_stages[node.stage].inputs.items():
             lag = self._staleness if source.stale else 0
@@ -54,7 +55,7 @@ class Graph:
         return found
 
     def edges(self) -> dict[str, set[str]]:
-        """The names of the inputs between each two stages, by edge: ``rollout -> reward``."""
+        """Return the names of the inputs along each edge, by edge (``rollout -> reward``)."""
         found: dict[str, set[str]] = {}
         for target, stage in {**self.flow.stages, EVALUATE: self.flow.evaluate}.items():
             for name, source in stage.inputs.items():
@@ -62,17 +63,17 @@ class Graph:
         return found
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether a version of the weights is to be evaluated."""
+        """Return whether a version of the weights is evaluated."""
         ends = version in (0, self.iterations)
         return ends or (self._every > 0 and version % self._every == 0)
 
     def offline_nodes(self) -> Iterator[StageNode]:
-        """The nodes that come before the first iteration."""
+        """Yield the nodes before the first iteration."""
         for stage in self.flow.offline:
             yield StageNode(stage, 0)
 
     def nodes(self) -> Iterator[StageNode]:
-        """All nodes in an order in which they can run one after the other."""
+        """Yield all nodes in topological order."""
         yield from self.offline_nodes()
         for version in range(self.iterations + 1):
             if version:
@@ -82,7 +83,7 @@ class Graph:
                 yield StageNode(EVALUATE, version)
 
     def output_folder(self, run: Path, node: StageNode) -> Path:
-        """Output folder of a node."""
+        """Return the output folder of a node."""
         if node.stage in self.flow.offline:
             return offline_folder(run, node.stage)
         return stage_folder(run, *node)

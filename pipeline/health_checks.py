@@ -1,7 +1,8 @@
-"""What a run's own metrics say against it: that it learns nothing, or that its grader fails.
+"""Health checks: warnings derived from the metrics of a run, such as no gradient or a failing
+grader.
 
-Each notice is one sentence (what, since when, what to do) and is shown once: in the driver's log
-when it first holds, in ``rlinf status`` and in the report.
+Each warning is one sentence (problem, since when, remedy). It is shown once in the driver's log,
+and in ``rlinf status`` and the report.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rlinf.artifacts import Manifest
 from stages.layout import METRICS_FILE
 
 PATIENCE = 3
-"""Consecutive iterations without a gradient before that is said: one small batch may lack one."""
+"""Consecutive iterations without a gradient before a warning; one small batch may have none."""
 MetricsRow = Mapping[str, Any]
 """Metrics of one finished iteration, named ``stage/metric``; see :mod:`pipeline.metrics`."""
 
@@ -27,16 +28,16 @@ log = logging.getLogger("rlinf")
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """Something that a person should know about a run."""
+    """A warning about a run."""
 
     kind: str
-    """Names the rule; a run has at most one notice of each."""
+    """Name of the rule; a run has at most one warning of each kind."""
     text: str
 
 
 @dataclass(frozen=True)
 class HealthRule:
-    """When a notice is due, and its words."""
+    """A condition on metrics, and the text of its warning."""
 
     kind: str
     condition: Callable[[MetricsRow], bool]
@@ -44,7 +45,7 @@ class HealthRule:
     advice: str
     patience: int = PATIENCE
     only_groups: bool = False
-    """Whether it is about algorithms that compare the samples of a group only."""
+    """Whether the rule applies only to algorithms that compare the samples of a group."""
 
 
 def _is(name: str, value: float) -> Callable[[MetricsRow], bool]:
@@ -89,10 +90,10 @@ NO_LEARNING_RULES = (
         "every step was left out because its gradient overflowed float16, so that the weights do "
         "not change",
         "the loss scale is halved each time and ends this by itself where the gradient is finite; "
-        "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 does without",
+        "a lower trainer.initial_loss_scale ends it sooner, trainer.param_dtype=bfloat16 avoids it",
     ),
 )
-"""The first that holds of an iteration is the cause of the ones behind it."""
+"""Ordered by cause: the first rule that applies to an iteration explains the later ones."""
 GRADER_RULES = tuple(
     HealthRule(name, _some(f"reward/{name}"), what, advice, patience=1)
     for name, what, advice in (
@@ -128,12 +129,12 @@ GRADER_RULES = tuple(
 def evaluate_rules(
     rows: Sequence[MetricsRow], *, needs_groups: bool, iterations: int
 ) -> list[HealthWarning]:
-    """The notices of a run, from the metrics of its finished iterations.
+    """Return the warnings of a run from the metrics of its finished iterations.
 
     Args:
-        rows: in the order of iterations, each with its number under ``iteration`` (from 0).
+        rows: metrics in the order of iterations, each with its number (from 0) under ``iteration``.
         needs_groups: whether the algorithm compares the samples of a group.
-        iterations: how many the run will have; a shorter run needs less patience.
+        iterations: number of iterations of the run; a shorter run needs less patience.
     """
     found: list[HealthWarning] = []
     if not rows:
@@ -142,14 +143,14 @@ def evaluate_rules(
     causes = [next((rule.kind for rule in rules if rule.condition(row)), "") for row in rows]
     for rule in NO_LEARNING_RULES:
         since = _streak([cause == rule.kind for cause in causes], min(rule.patience, iterations))
-        found += _notice(rule, rows, since)
+        found += _warning(rule, rows, since)
     for rule in GRADER_RULES:
-        found += _notice(rule, rows, _streak([rule.condition(row) for row in rows], rule.patience))
+        found += _warning(rule, rows, _streak([rule.condition(row) for row in rows], rule.patience))
     return found
 
 
 def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
-    """First and last position of the first run of at least ``patience`` true values."""
+    """Return the first and last index of the first run of at least ``patience`` true values."""
     start = 0
     for at, held in enumerate([*holds, False]):
         if not held:
@@ -159,7 +160,7 @@ def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
     return None
 
 
-def _notice(
+def _warning(
     rule: HealthRule, rows: Sequence[MetricsRow], span: tuple[int, int] | None
 ) -> Iterator[HealthWarning]:
     if span is None:
@@ -174,12 +175,12 @@ def _notice(
 
 
 def run_warnings(run: Run) -> list[str]:
-    """The notices of a run as it is on disk, from ``metrics.jsonl``."""
-    return [notice.text for notice in _of(run, read_metrics_rows(run))]
+    """Return the warnings of a run on disk, from ``metrics.jsonl``."""
+    return [notice.text for notice in _warnings_of(run, read_metrics_rows(run))]
 
 
 def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
-    """Rows of ``metrics.jsonl``; a line that a crash left unfinished is left out."""
+    """Return the rows of ``metrics.jsonl``, without a line that a crash left incomplete."""
     try:
         text = (run.folder / METRICS_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -195,7 +196,7 @@ def read_metrics_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _of(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
+def _warnings_of(run: Run, rows: Sequence[MetricsRow]) -> list[HealthWarning]:
     needs_groups = any(map(has_equal_groups, rows)) and _needs_groups(run)
     return evaluate_rules(rows, needs_groups=needs_groups, iterations=run.config.iterations)
 
@@ -209,16 +210,17 @@ def _needs_groups(run: Run) -> bool:
 
 
 class HealthCheckCallback:
-    """Tells the driver's log each notice when it first holds; those of earlier drivers are told."""
+    """Logs each warning when its rule first applies. Warnings of earlier drivers are not
+    repeated."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._rows: list[MetricsRow] = []
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = [*rows]
-        self._told = {notice.kind for notice in _of(self._run, self._rows)}
+        self._logged = {notice.kind for notice in _warnings_of(self._run, self._rows)}
 
     def on_node_start(self, node: StageNode) -> None: ...
 
@@ -226,7 +228,7 @@ class HealthCheckCallback:
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
         self._rows.append(metrics)
-        for notice in _of(self._run, self._rows):
-            if notice.kind not in self._told:
-                self._told.add(notice.kind)
+        for notice in _warnings_of(self._run, self._rows):
+            if notice.kind not in self._logged:
+                self._logged.add(notice.kind)
                 log.warning("%s", notice.text)

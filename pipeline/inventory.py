@@ -1,4 +1,4 @@
-"""``rlinf inventory``: what the cluster has, asked of Slurm or read from a file."""
+"""``rlinf inventory``: the partitions of the cluster, from Slurm or from a saved file."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from slurm.site import SiteConfig, load_site
 
 
 def load_or_survey(source: Path | None, site: Path | None) -> Inventory:
-    """The inventory of a file, or of this cluster, with what a site file says.
+    """Load a saved inventory, or query Slurm, and apply a site file.
 
-    A saved inventory keeps what was said of it then, unless a site file is given now.
+    A saved inventory keeps its site settings, unless a site file is given.
 
     Raises:
-        PlanError: the file or the site file is missing or wrong.
+        PlanError: the file or the site file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
     """
     known = load_site(site) if site is not None else None
     if source is not None:
         saved = load_inventory(source)
-        return saved if known is None or site is None else _with(saved, known, site)
+        return saved if known is None or site is None else _with_site(saved, known, site)
     try:
-        taken = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
+        surveyed = discover_inventory(SlurmClient(), datetime.now(UTC).replace(microsecond=0))
     except SlurmError as error:
         raise SlurmError(f"{error}; or read a saved inventory with --from FILE") from None
     return (
-        taken.with_site_settings(SiteConfig())
+        surveyed.with_site_settings(SiteConfig())
         if known is None or site is None
-        else _with(taken, known, site)
+        else _with_site(surveyed, known, site)
     )
 
 
-def _with(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
-    """What a site file says, of partitions that are there."""
+def _with_site(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
+    """Apply a site file to the partitions of an inventory."""
     known.check_partitions(inventory.partitions, path)
     return inventory.with_site_settings(known)
 
@@ -50,10 +50,10 @@ def _with(inventory: Inventory, known: SiteConfig, path: Path) -> Inventory:
 def show_inventory(
     saved: Path | None, save: Path | None, site: Path | None, *, as_json: bool
 ) -> None:
-    """Print the inventory as a table or as JSON, and save it where that is asked for.
+    """Print the inventory as a table or as JSON, and optionally save it.
 
     Raises:
-        PlanError: a file is missing or wrong.
+        PlanError: a file is missing or invalid.
         SlurmError: Slurm is not installed or does not answer.
         InputError: the file cannot be written.
     """
@@ -70,9 +70,9 @@ def show_inventory(
 
 
 def inventory_table(inventory: Inventory) -> Table:
-    """A row for each group of like nodes, at home in 80 columns: names are folded, numbers not."""
-    taken = inventory.created_at.strftime("%Y-%m-%d %H:%M:%S %Z")
-    title = f"Slurm {inventory.slurm_version}, {taken}"
+    """Return a table with one row per group of equal nodes. It fits 80 columns: only names wrap."""
+    surveyed = inventory.created_at.strftime("%Y-%m-%d %H:%M:%S %Z")
+    title = f"Slurm {inventory.slurm_version}, {surveyed}"
     out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for heading in ("partition", "GPUs a node"):
         out.add_column(f"\n\n{heading}", overflow="fold")
@@ -80,7 +80,7 @@ def inventory_table(inventory: Inventory) -> Table:
     for heading in (*numbers, "\npre-\nempt", "\njobs\nwait", "\ntheir\nGPUs"):
         out.add_column(heading, no_wrap=True, justify="right")
     for name, partition in inventory.partitions.items():
-        whole = (
+        partition_cells = (
             _limit(partition.time_limit_min),
             "yes" if inventory.is_preemptible(name) else "no",
             str(partition.queued_jobs),
@@ -89,9 +89,11 @@ def inventory_table(inventory: Inventory) -> Table:
         first = f"{name}{'*' if partition.is_default else ''}"
         first += "" if partition.is_available else " (closed)"
         if not partition.groups:
-            out.add_row(first, "", "0/0", "", "", "", *whole)
+            out.add_row(first, "", "0/0", "", "", "", *partition_cells)
         for i, group in enumerate(partition.groups):
-            out.add_row(first if i == 0 else "", *_group(group), *(whole if i == 0 else ()))
+            out.add_row(
+                first if i == 0 else "", *_group(group), *(partition_cells if i == 0 else ())
+            )
     return out
 
 

@@ -1,9 +1,9 @@
-"""The right to drive a run: a file in its folder that says which process has it.
+"""The driver lock: a file in the run folder that names the process that drives the run.
 
-The file is created whole, by ``link``, and only its holder, or the process that takes over from a
-dead one, changes it. Whether a holder lives is asked of the system where it runs in the same boot
-of the same machine; elsewhere it is alive as long as it touches the file. How long ago that was is
-told by the filesystem's clock: a file is made there, and the two times are compared.
+The file is created atomically with ``link``. Only its owner, or the process that replaces a dead
+owner, changes it. On the same boot of the same machine the operating system tells whether the owner
+is alive; elsewhere the owner is alive as long as it touches the file. Ages are measured with the
+clock of the filesystem: a new file is created there and the two times are compared.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LOCK_FILE = "driver.json"
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
 ACQUIRE_TIMEOUT_S = 5.0
-"""How long to try while others start too."""
+"""How long to retry while other drivers start too."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process that drives a run, or did."""
+    """A process that drives or drove a run."""
 
     host: str
     pid: int
@@ -43,24 +43,24 @@ class LockOwner:
     boot_id: str = ""
     pid_namespace: int = 0
     start_ticks: int = 0
-    """When it began, since boot."""
+    """Start time of the process, in clock ticks since boot."""
     job: str = ""
-    """Id of the Slurm job it is, if it is one."""
+    """Id of the Slurm job, if the process is one."""
 
     @classmethod
     def current(cls) -> LockOwner:
-        """This process."""
+        """Return the description of this process."""
         token = secrets.token_hex(8)
         place = (boot_id(), pid_namespace(), own_start_time(), current_job_id() or "")
         return cls(socket.gethostname(), os.getpid(), token, *place)
 
     @classmethod
     def read(cls, path: Path) -> LockOwner:
-        """Whose lock file this is.
+        """Read the owner from a lock file.
 
         Raises:
-            OSError: it is not there, or cannot be read.
-            ValueError: it is damaged.
+            OSError: the file does not exist or cannot be read.
+            ValueError: the file is damaged.
         """
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -76,57 +76,59 @@ class LockOwner:
 
 
 class RunLock:
-    """The right to drive a run, held by this process.
+    """The driver lock of a run, owned by this process.
 
     Raises:
-        RunLockedError: another driver has it.
+        RunLockedError: another driver owns the run.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._mine = LockOwner.current()
-        _take(path, self._mine)
-        self._beaten, self._lost = time.monotonic(), False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+        self._owner = LockOwner.current()
+        _acquire(path, self._owner)
+        self._last_beat, self._is_lost = time.monotonic(), False
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """See that it is still ours; looks at the file only if no heartbeat was due to.
+        """Check that this process still owns the lock. It reads the file only if a heartbeat is
+        overdue.
 
         Raises:
-            RunLockedError: this process stood still for so long that another took over.
+            RunLockedError: this process was suspended for so long that another one replaced it.
         """
-        if time.monotonic() - self._beaten > STALE_S / 2:
+        if time.monotonic() - self._last_beat > STALE_S / 2:
             self._beat()
-        if self._lost:
+        if self._is_lost:
             raise RunLockedError(
                 f"{self._path.parent}: another driver took over while this one stood still; "
                 "it goes on with the run and its jobs (rlinf status shows it)"
             )
 
     def release(self) -> None:
-        self._over.set()
+        self._released.set()
         self._thread.join()
-        with contextlib.suppress(OSError), _written(self._path, self._mine) as mine:
-            _change(self._path, self._mine.token, mine, remove=True)
+        with contextlib.suppress(OSError), _written(self._path, self._owner) as owner_file:
+            _change(self._path, self._owner.token, owner_file, remove=True)
 
-    def _work(self) -> None:
-        while not self._over.wait(HEARTBEAT_S) and not self._lost:
+    def _send_heartbeats(self) -> None:
+        while not self._released.wait(HEARTBEAT_S) and not self._is_lost:
             self._beat()
 
     def _beat(self) -> None:
         # A file that is damaged, or cannot be read now, is nobody else's.
         with contextlib.suppress(OSError, ValueError):
-            self._lost = self._lost or LockOwner.read(self._path).token != self._mine.token
-        if not self._lost:
+            self._is_lost = self._is_lost or LockOwner.read(self._path).token != self._owner.token
+        if not self._is_lost:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
-        self._beaten = time.monotonic()
+        self._last_beat = time.monotonic()
 
 
 def living_owner(path: Path) -> LockOwner | None:
-    """The living owner noted in a lock file, if there is one; a damaged file is logged."""
+    """Return the owner in a lock file if its process is alive, else None; a damaged file is
+    logged."""
     try:
         owner = LockOwner.read(path)
     except OSError:
@@ -138,20 +140,20 @@ def living_owner(path: Path) -> LockOwner | None:
 
 
 def orphaned_lock_files(folder: Path) -> list[Path]:
-    """Files in a run's folder that drivers left when they died; they can go."""
+    """Return lock files in a run folder that dead drivers left; they can be removed."""
     found = []
     for path in [*folder.glob(f".{LOCK_FILE}.*"), *folder.glob(f"{LOCK_FILE}.stale*")]:
         with contextlib.suppress(FileNotFoundError):
-            if _gone(path):
+            if _is_dead(path):
                 found.append(path)
     return found
 
 
 def file_age_s(path: Path) -> float:
-    """Seconds since a file was touched, by the clock of its filesystem.
+    """Return the seconds since a file was touched, by the clock of its filesystem.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
     """
     probe = path.with_name(f".{path.name}.clock-{secrets.token_hex(4)}")
     touched = path.stat().st_mtime
@@ -166,9 +168,9 @@ def file_age_s(path: Path) -> float:
         return time.time() - touched
 
 
-def _take(path: Path, mine: LockOwner) -> None:
+def _acquire(path: Path, new_owner: LockOwner) -> None:
     deadline = time.monotonic() + ACQUIRE_TIMEOUT_S
-    with _written(path, mine) as written:
+    with _written(path, new_owner) as written:
         while not _linked(written, path):
             with contextlib.suppress(FileNotFoundError):
                 # What is replaced is what was judged, not what another made of it since.
@@ -192,17 +194,17 @@ def _take(path: Path, mine: LockOwner) -> None:
             time.sleep(0.01)
 
 
-def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool:
-    """Replace, or remove, a lock file that has a token; false where another was first.
+def _change(path: Path, token: str, owner_file: Path, *, remove: bool = False) -> bool:
+    """Replace or remove a lock file with a given token; returns False if another process was first.
 
-    Who wants to has to make a file named after the token first, which one can: of all that saw the
-    same dead owner one replaces it, and none replaces a new one. Who dies before it is through is
-    replaced there in the same way.
+    A process must first create a claim file named after the token. Only one can, so of all
+    processes that saw the same dead owner one replaces it, and none replaces a new owner. A process
+    that dies on the way is replaced in the same manner.
     """
     claim = path.with_name(f".{LOCK_FILE}.{token}")
-    if not _linked(mine, claim):
+    if not _linked(owner_file, claim):
         other = _token(claim)
-        if not _gone(claim, other) or not _change(claim, other, mine):
+        if not _is_dead(claim, other) or not _change(claim, other, owner_file):
             return False
     try:
         if _token(path) != token:
@@ -211,7 +213,7 @@ def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool
             path.unlink()
         else:
             # By another name of it: the claim is the same file, of which a rename does nothing.
-            with _written(path, LockOwner.read(mine)) as new:
+            with _written(path, LockOwner.read(owner_file)) as new:
                 new.replace(path)
         return True
     except FileNotFoundError:
@@ -222,7 +224,7 @@ def _change(path: Path, token: str, mine: Path, *, remove: bool = False) -> bool
 
 @contextlib.contextmanager
 def _written(path: Path, owner: LockOwner) -> Iterator[Path]:
-    """A file beside the lock that says whose it is, whole."""
+    """Write a temporary file beside the lock that describes an owner."""
     temporary = path.with_name(f".{LOCK_FILE}.new-{secrets.token_hex(8)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -244,7 +246,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def _token(path: Path) -> str:
-    """Of a lock file; that of a damaged one is made of which file it is."""
+    """Return the token of a lock file. A damaged file gets one from its inode and time."""
     damaged = _damaged_token(path)
     try:
         return LockOwner.read(path).token
@@ -257,8 +259,8 @@ def _damaged_token(path: Path) -> str:
     return f"damaged-{about.st_ino}-{about.st_mtime_ns}"
 
 
-def _gone(path: Path, token: str | None = None) -> bool:
-    """Whether who wrote a file, with this token, is gone."""
+def _is_dead(path: Path, token: str | None = None) -> bool:
+    """Return whether the process that wrote a file (with this token, if given) is dead."""
     try:
         owner = LockOwner.read(path)
         return token in (None, owner.token) and not _alive(path, owner)

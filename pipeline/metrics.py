@@ -1,7 +1,6 @@
 """Metrics of a run, read from its manifests.
 
-``metrics.jsonl`` holds what equal runs have in common, so equal runs have equal files;
-``timings.jsonl`` holds when and where.
+Equal runs have equal ``metrics.jsonl``; hosts and times are in ``timings.jsonl``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from stages.runner import read_config_values
 
 
 def iterations(run: Path) -> list[int]:
-    """Iterations that have a folder, ascending."""
+    """Return the iterations that have a folder, ascending."""
     folder = run / "it"
     if not folder.is_dir():
         return []
@@ -31,12 +30,13 @@ def iterations(run: Path) -> list[int]:
 
 
 def stage_manifest(run: Path, stage: str, iteration: int) -> Manifest | None:
-    """That of a stage of an iteration, or of an evaluation."""
+    """Return the manifest of a stage of an iteration, or of an evaluation; None if absent or
+    damaged."""
     return folder_manifest(stage_folder(run, stage, iteration))
 
 
 def folder_manifest(out: Path) -> Manifest | None:
-    """The manifest of an output folder; None when absent or damaged."""
+    """Return the manifest of an output folder; None if absent or damaged."""
     try:
         return read_manifest(out)
     except ArtifactError:
@@ -44,7 +44,7 @@ def folder_manifest(out: Path) -> Manifest | None:
 
 
 def run_flow(run: Path) -> Flow:
-    """The flow of a run directory.
+    """Return the flow of a run directory.
 
     Raises:
         ConfigError: its configuration is damaged.
@@ -61,7 +61,7 @@ def _flow_in(path: Path, mark: int) -> Flow:
 
 
 def busy_s(run: Path, stage: str, iteration: int) -> float:
-    """Seconds that the busiest worker of a stage instance computed; 0 without a manifest."""
+    """Return the computing seconds of the busiest worker of a stage; 0 without a manifest."""
     manifest = stage_manifest(run, stage, iteration)
     seconds: dict[str, float] = defaultdict(float)
     for span in manifest.timing["spans"] if manifest is not None else ():
@@ -71,14 +71,15 @@ def busy_s(run: Path, stage: str, iteration: int) -> float:
 
 
 def iteration_metrics(run: Path, iteration: int) -> dict[str, Any] | None:
-    """Metrics of one finished iteration, named ``stage/metric``; None before it is finished."""
+    """Return the metrics of a finished iteration, named ``stage/metric``; None before it is
+    finished."""
     return metrics_row(
         iteration, (stage_manifest(run, stage, iteration) for stage in run_flow(run).stages)
     )
 
 
 def metrics_row(iteration: int, manifests: Iterable[Manifest | None]) -> dict[str, Any] | None:
-    """The same of manifests that were read; None if one is missing."""
+    """Return the metrics in the manifests of an iteration; None if one manifest is missing."""
     values: dict[str, Any] = {"iteration": iteration}
     for manifest in manifests:
         if manifest is None:
@@ -89,49 +90,49 @@ def metrics_row(iteration: int, manifests: Iterable[Manifest | None]) -> dict[st
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Rows of all finished iterations."""
+    """Return one row of metrics per finished iteration."""
     rows = (iteration_metrics(run, iteration) for iteration in iterations(run))
     return [values for values in rows if values is not None]
 
 
 def rewrite_metrics(run: Path) -> list[dict[str, Any]]:
-    """Write both files anew from the manifests; returns the rows."""
+    """Rewrite ``metrics.jsonl`` and ``timings.jsonl`` from the manifests; returns the rows."""
     return MetricsLog(run).rewrite()
 
 
 class MetricsLog:
-    """Both files of a run that goes on: each finished iteration once, in order."""
+    """Writer of ``metrics.jsonl`` and ``timings.jsonl``: each finished iteration once, in order."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._known: dict[int, str] = {}
-        """Digest of what is there of each iteration."""
+        self._digests: dict[int, str] = {}
+        """Digest of the written lines by iteration."""
 
     def rewrite(self) -> list[dict[str, Any]]:
-        """Write all anew from the manifests; returns the rows."""
+        """Rewrite both files from the manifests; returns the rows."""
         rows = read_metrics(self._run)
         timings = {i: self._timings(i) for i in iterations(self._run)}
         write_atomic(self._run / METRICS_FILE, "".join(_line(values) for values in rows))
         write_atomic(self._run / TIMINGS_FILE, "".join(timings.values()))
-        self._known = {r["iteration"]: json_digest([r, timings[r["iteration"]]]) for r in rows}
+        self._digests = {r["iteration"]: json_digest([r, timings[r["iteration"]]]) for r in rows}
         return rows
 
     def append(self, iteration: int) -> dict[str, Any] | None:
-        """Add a finished iteration; returns its row, or None when it is there as it is.
+        """Append a finished iteration; returns its row, or None if the same row is written already.
 
-        One that was made again, or is not the newest, is put in its place.
+        A recomputed iteration, or one that is not the newest, gets its place in order.
         """
         values = iteration_metrics(self._run, iteration)
         if values is None:
             return None
         timings = self._timings(iteration)
         mark = json_digest([values, timings])
-        if self._known.get(iteration) == mark:
+        if self._digests.get(iteration) == mark:
             return None
-        if self._known and iteration <= max(self._known):
+        if self._digests and iteration <= max(self._digests):
             self.rewrite()
             return values
-        self._known[iteration] = mark
+        self._digests[iteration] = mark
         for name, text in ((METRICS_FILE, _line(values)), (TIMINGS_FILE, timings)):
             with (self._run / name).open("a", encoding="utf-8") as file:
                 file.write(text)

@@ -1,21 +1,32 @@
-"""What the job of a pool asks for: worked out from the stages of the plan that it holds."""
+"""Resources that the jobs of stages and pools request, from the plan and the cluster section."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan, device_keys
-from rlinf.channels.process_group import DATA_PARALLEL_ONLY
-from rlinf.errors import PlanError
+from rlinf.channels.curve_sockets import INTERFACE_VARIABLE
+from rlinf.channels.process_group import DATA_PARALLEL_ONLY, LAYOUT_VARIABLE
+from rlinf.config import RunConfig
+from rlinf.errors import ConfigError, PlanError
+from rlinf.interpreters import configured_interpreter, resolve_interpreter, set_interpreters
+from slurm.jobs import JobResources
+from stages.flow import Flow
 
+if TYPE_CHECKING:
+    from slurm.job_limits import Quotas
+
+JobRequests = dict[str, list[JobResources]]
+"""Resource requests by key of the plan. With several alternatives, any one is sufficient."""
 COUNTED_FEATURE = re.compile(r"\*(\d+)")
-"""In a constraint: of how many nodes a feature is asked."""
+"""The number of nodes with a feature, in a constraint."""
 
 
 class PartitionInfo(Protocol):
-    """What is read of a partition, as Slurm tells it or an inventory has it."""
+    """The properties of a partition that this module reads, from Slurm or from an inventory."""
 
     @property
     def is_default(self) -> bool: ...
@@ -24,50 +35,52 @@ class PartitionInfo(Protocol):
 
 
 def pool_resources(plan: Plan, number: int, slot: int | None = None) -> tuple[StagePlan, ...]:
-    """What the job of a pool asks for: of all that its stages say the most, where its devices are.
+    """Return the resources of the job of a pool: the maximum over its stages, one per component.
 
-    It has as many nodes as its devices fill. Several kinds of devices are components of a
-    heterogeneous job, unless a constraint that counts nodes has one partition give them all.
+    The job has as many nodes as its devices fill. Several kinds of devices become components of a
+    heterogeneous job, unless a constraint with node counts gets them all from one partition.
 
     Args:
-        slot: which worker of an elastic pool; where that has several kinds of devices, each kind
-            has its turn as often as it has devices.
+        number: index of the pool in the plan.
+        slot: index of a worker of an elastic pool. Workers cycle through the kinds of devices,
+            weighted by their number.
 
     Raises:
-        PlanError: the devices of a kind do not fill their nodes, are not one for each process, or
-            its stages say otherwise, or that they run on others.
+        PlanError: the devices do not fill whole nodes or do not match the processes, or the stages
+            of the pool contradict each other or the pool.
     """
     pool = plan.pools[number]
     _check_device(plan, number)
     stages = {f"plan.stages.{name}": plan.stage_plan(name) for name in pool.stages}
-    needs = _most(stages, _guests(plan, number))
+    needs = _maximum(stages, _colocated_stages(plan, number))
     if pool.workers is not None:
-        kinds = [kind for kind, count in pool.gpus.items() for _ in range(count)]
+        kinds = [kind for kind, size in pool.gpus.items() for _ in range(size)]
         kind = kinds[(slot or 0) % len(kinds)]
         return (needs.model_copy(update=_device(kind, stages)),)
-    key, held = f"plan.pools[{number}].gpus", sum(pool.gpus.values())
+    key, count = f"plan.pools[{number}].gpus", sum(pool.gpus.values())
     if needs.gpus > needs.processes:
         raise PlanError(
-            f"{key}: {_named(pool.gpus)}, but its stages ask for {needs.gpus} GPUs and "
+            f"{key}: {_format_devices(pool.gpus)}, but its stages ask for {needs.gpus} GPUs and "
             f"{needs.processes} processes per node; each process has one, so give a stage that "
             f"runs on all of them processes: {needs.gpus}"
         )
     if len(pool.gpus) == 1 or COUNTED_FEATURE.search(needs.constraint or ""):
-        parts = [_alike(needs, stages, pool.gpus, key)]
+        parts = [_ordinary_job(needs, stages, pool.gpus, key)]
     else:
-        parts = list(_unlike(needs, stages, pool.gpus, key))
+        parts = list(_hetjob_components(needs, stages, pool.gpus, key))
     for part in parts:
         _check_counts(part, key)
-    if isinstance(needs.speed_weights, tuple) and len(needs.speed_weights) != held:
+    if isinstance(needs.speed_weights, tuple) and len(needs.speed_weights) != count:
         raise PlanError(
-            f"{key}: {_named(pool.gpus)}, but its stages give shares to {len(needs.speed_weights)} "
-            "processes; each device has one process, and each process one share"
+            f"{key}: {_format_devices(pool.gpus)}, but its stages give speed_weights for "
+            f"{len(needs.speed_weights)} processes; each device has one process, and each process "
+            "one weight"
         )
     return tuple(parts)
 
 
-def _guests(plan: Plan, number: int) -> dict[str, StagePlan]:
-    """What is said of stages that run in a pool though none names them, by name."""
+def _colocated_stages(plan: Plan, number: int) -> dict[str, StagePlan]:
+    """Return the stage plans of colocated stages, which run in a pool without being named there."""
     named = {stage for pool in plan.pools for stage in pool.stages}
     here = [
         stage for stage, home in plan.stage_pools().items() if home == number and stage not in named
@@ -76,41 +89,41 @@ def _guests(plan: Plan, number: int) -> dict[str, StagePlan]:
 
 
 def _check_device(plan: Plan, number: int) -> None:
-    """See that what stages say of where they run is where their pool is.
+    """Check that the stages of a pool name the partitions and GPU types of the pool.
 
     Raises:
-        PlanError: it is elsewhere, or another GPU.
+        PlanError: a stage names another partition or GPU type.
     """
-    pool, held = plan.pools[number], f"pools[{number}].gpus"
+    pool, pool_key = plan.pools[number], f"pools[{number}].gpus"
     kinds = [kind.partition(":") for kind in pool.gpus]
     partitions, types = {name for name, _, _ in kinds}, {gpu for _, _, gpu in kinds}
     named = {stage: plan.stages[stage] for stage in pool.stages if stage in plan.stages}
-    for stage, own in (named | _guests(plan, number)).items():
-        for key, said, there in (
+    for stage, own in (named | _colocated_stages(plan, number)).items():
+        for key, value, available in (
             ("partition", own.partition, partitions),
-            # A kind without a type leaves it to the stages.
+            # A kind without a type accepts any type of a stage.
             ("gpu_type", own.gpu_type, types - {""} if "" not in types else ()),
         ):
-            if said is not None and there and said not in there:
+            if value is not None and available and value not in available:
                 raise PlanError(
-                    f"plan.stages.{stage}.{key}: {said}, but it runs in plan.{held}: "
-                    f"{_named(pool.gpus)}; the pool says where: leave {key} out, name "
-                    f"another kind in {held}, or give {stage} a pool of its own"
+                    f"plan.stages.{stage}.{key}: {value}, but it runs in plan.{pool_key}: "
+                    f"{_format_devices(pool.gpus)}; the pool decides: leave {key} out, name "
+                    f"another kind in {pool_key}, or give {stage} a pool of its own"
                 )
 
 
-def _most(stages: Mapping[str, StagePlan], guests: Mapping[str, StagePlan]) -> StagePlan:
-    """What one job needs that holds several stages; their order does not matter.
+def _maximum(stages: Mapping[str, StagePlan], colocated: Mapping[str, StagePlan]) -> StagePlan:
+    """Return the resources of one job that runs several stages, in any order.
 
-    Memory, CPUs, GPUs and time are the most that one of them says. Where one says nothing of them,
-    or of a constraint or shares, it is content with what the others say.
+    GPUs, CPUs, memory and time are the maximum over the stages. A stage that does not set a
+    resource, a constraint or speed weights accepts the value of the others.
 
     Args:
-        stages: by key of the plan.
-        guests: further ones, of which CPUs, memory and time count where they are said.
+        stages: stage plans by key of the plan.
+        colocated: further stages, whose CPUs, memory and time count if they are set.
 
     Raises:
-        PlanError: two of them say what no job can have at once.
+        PlanError: two stages contradict each other.
     """
     size = max(stage.nodes * stage.processes for stage in stages.values())
     largest = {k: stage for k, stage in stages.items() if stage.nodes * stage.processes == size}
@@ -118,77 +131,76 @@ def _most(stages: Mapping[str, StagePlan], guests: Mapping[str, StagePlan]) -> S
         **{name: _one(name, largest) for name in ("nodes", "processes")},
         "gpus": _largest("gpus", stages),
         **{
-            name: _largest(name, {**stages, **guests})
+            name: _largest(name, {**stages, **colocated})
             for name in ("cpus", "mem_mb", "time_limit_min")
         },
         **{name: _one(name, stages) for name in ("constraint", "speed_weights")},
-        # An order to the pool says the layout of its stage; those of engine and trainer may differ.
+        # Each order contains the layout of its stage; engine and trainer may differ.
         "layout": DATA_PARALLEL_ONLY,
     }
     return next(iter(largest.values())).model_copy(update=update)
 
 
 def _largest(name: str, stages: Mapping[str, StagePlan]) -> int | None:
-    said = [getattr(stage, name) for stage in stages.values()]
-    return max((value for value in said if value is not None), default=None)
+    values = [getattr(stage, name) for stage in stages.values()]
+    return max((value for value in values if value is not None), default=None)
 
 
 def _one(name: str, stages: Mapping[str, StagePlan]) -> Any:
-    """The one value of a key that the stages say; None: none says any."""
+    """Return the value of a key that all stages agree on; None if none sets it."""
     return _agreed({f"{key}.{name}": getattr(stage, name) for key, stage in stages.items()})
 
 
 def _device(kind: str, stages: Mapping[str, StagePlan]) -> dict[str, str | None]:
-    """See :func:`pipeline.plan.device_keys`, of stages that share the devices."""
-    found = {key: device_keys(kind, stage) for key, stage in stages.items()}
-    types = {f"{key}.gpu_type": keys["gpu_type"] for key, keys in found.items()}
-    return next(iter(found.values())) | {"gpu_type": _agreed(types)}
+    """Return :func:`device_keys` for stages that share the devices of a kind."""
+    devices = {key: device_keys(kind, stage) for key, stage in stages.items()}
+    types = {f"{key}.gpu_type": keys["gpu_type"] for key, keys in devices.items()}
+    return next(iter(devices.values())) | {"gpu_type": _agreed(types)}
 
 
-def _agreed(said: Mapping[str, Any]) -> Any:
-    values = {key: value for key, value in said.items() if value is not None}
+def _agreed(by_key: Mapping[str, Any]) -> Any:
+    values = {key: value for key, value in by_key.items() if value is not None}
     first = next(iter(values), None)
     other = next((key for key in values if values[key] != values[str(first)]), None)
     if other is not None:
         raise PlanError(
             f"{first}: {values[str(first)]}, but {other}: {values[other]}; the stages of a pool "
-            "share one job, so say the same of both, or give them pools of their own"
+            "share one job; set both to the same value, or give them separate pools"
         )
     return None if first is None else values[first]
 
 
-def _alike(
-    needs: StagePlan, stages: Mapping[str, StagePlan], held: Mapping[str, int], key: str
+def _ordinary_job(
+    needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> StagePlan:
-    """What a pool asks for whose devices are nodes of one partition, in an ordinary job."""
-    if len({kind.partition(":")[0] for kind in held}) > 1:
+    """Return the resources of a pool whose devices are nodes of one partition: an ordinary job."""
+    if len({kind.partition(":")[0] for kind in devices}) > 1:
         raise PlanError(
-            f"{key}: {_named(held)} are of several partitions, but constraint "
+            f"{key}: {_format_devices(devices)} are of several partitions, but constraint "
             f"{needs.constraint!r} counts the nodes of one job in one of them; name it with each "
             "kind (gpu:a100), or leave the constraint out"
         )
-    count = sum(held.values())
-    nodes, left = divmod(count, needs.processes)
-    if left or needs.nodes not in (1, nodes):
+    nodes, remainder = divmod(sum(devices.values()), needs.processes)
+    if remainder or needs.nodes not in (1, nodes):
         raise PlanError(
-            f"{key}: {_named(held)}, but its stages ask for {needs.nodes} x {needs.processes} "
-            "(nodes, and processes of each); make the two agree"
+            f"{key}: {_format_devices(devices)}, but its stages ask for {needs.nodes} x "
+            f"{needs.processes} (nodes x processes per node); make the two agree"
         )
-    of_kinds = [_device(kind, stages) for kind in held]
-    # A request for GPUs of one type would leave the nodes of the other kinds out.
+    of_kinds = [_device(kind, stages) for kind in devices]
+    # A request for GPUs of one type would exclude the nodes of the other kinds.
     types = {keys["gpu_type"] for keys in of_kinds}
     place = of_kinds[0] if len(types) == 1 else of_kinds[0] | {"gpu_type": None}
     return needs.model_copy(update=place | {"nodes": nodes})
 
 
-def _unlike(
-    needs: StagePlan, stages: Mapping[str, StagePlan], held: Mapping[str, int], key: str
+def _hetjob_components(
+    needs: StagePlan, stages: Mapping[str, StagePlan], devices: Mapping[str, int], key: str
 ) -> Iterator[StagePlan]:
-    """What the components of a pool's heterogeneous job ask for, one for each kind of device."""
-    for kind, count in held.items():
+    """Yield the components of the heterogeneous job of a pool, one per kind of device."""
+    for kind, count in devices.items():
         processes = min(count, needs.processes)
-        nodes, left = divmod(count, processes)
-        if left:
+        nodes, remainder = divmod(count, processes)
+        if remainder:
             raise PlanError(
                 f"{key}: {count} {kind} do not fill nodes of {needs.processes}, the processes per "
                 "node of its stages"
@@ -198,10 +210,11 @@ def _unlike(
 
 
 def _check_counts(needs: StagePlan, key: str) -> None:
-    """See that a constraint that counts nodes, ``[h100*1&a100*1]``, counts those of the job."""
+    """Check that the node counts of a constraint (``[h100*1&a100*1]``) match the nodes of the
+    job."""
     text = needs.constraint or ""
     counted = sum(map(int, COUNTED_FEATURE.findall(text)))
-    # Alternatives (|) are counted one by one. Without brackets further nodes may be of any kind.
+    # Counts of alternatives (|) do not add up. Without brackets further nodes may be of any kind.
     wrong = counted > needs.nodes or (text.startswith("[") and counted < needs.nodes)
     if counted and wrong and "|" not in text:
         raise PlanError(
@@ -210,24 +223,24 @@ def _check_counts(needs: StagePlan, key: str) -> None:
         )
 
 
-def _named(held: Mapping[str, int]) -> str:
-    return " and ".join(f"{count} {kind}" for kind, count in held.items())
+def _format_devices(devices: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {kind}" for kind, count in devices.items())
 
 
 def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
-    """The plan, with a GPU for each process of pools that hold some and do not say how many.
+    """Return the plan with one GPU per process in pools on GPU partitions that do not set ``gpus``.
 
     Args:
-        partitions: of the cluster; only those with GPUs can give any.
+        partitions: the partitions of the cluster by name.
     """
     stages = dict(plan.stages)
     for pool in plan.pools:
-        said = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
+        parts = [plan.defaults, *(plan.stages[name] for name in pool.stages if name in plan.stages)]
         names = [kind.partition(":")[0] for kind in pool.gpus]
-        here = [partitions[name] for name in names if name in partitions]
-        if any("gpus" in part.model_fields_set for part in said) or not here:
+        known = [partitions[name] for name in names if name in partitions]
+        if any("gpus" in part.model_fields_set for part in parts) or not known:
             continue
-        if all(partition.gpus for partition in here):
+        if all(partition.gpus for partition in known):
             for name in pool.stages:
                 own = stages.get(name, StagePlan())
                 update = {"gpus": plan.stage_plan(name).processes}
@@ -236,12 +249,12 @@ def with_default_gpus(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Pl
 
 
 def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
-    """The plan, with the cluster's default partition for each stage that names none.
+    """Return the plan with the cluster's default partition for stages that name none.
 
     Args:
-        partitions: of the cluster.
+        partitions: the partitions of the cluster by name.
     """
-    # Slurm's module is read where a cluster was asked alone.
+    # Imported lazily: only plans for Slurm need the client.
     from slurm.client import default_partition
 
     default = default_partition(partitions)
@@ -253,3 +266,159 @@ def with_default_partition(plan: Plan, partitions: Mapping[str, PartitionInfo]) 
         for stage in unnamed
     }
     return plan.model_copy(update={"stages": {**plan.stages, **named}})
+
+
+def plan_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
+    """Return the resources of all jobs of a plan: one job per stage, or the jobs of its pools."""
+    if plan.pools:
+        return pool_job_requests(plan, cluster)
+    stages = plan.flow.all_stages
+    return {f"stages.{name}": [job_resources(plan.stage_plan(name), cluster)] for name in stages}
+
+
+def pool_job_requests(plan: Plan, cluster: ClusterConfig) -> JobRequests:
+    """Return the resources of the jobs of all pools, which run at the same time.
+
+    Each component of a heterogeneous job counts as a job in Slurm's limits. An elastic pool can
+    continue with any one worker, so its different workers are alternatives.
+    """
+    requests: JobRequests = {}
+    for number, pool in enumerate(plan.pools):
+        for slot in range(pool.workers or 1):
+            parts = pool_resources(plan, number, slot)
+            several = zip(pool.gpus, parts, strict=False)
+            named = [("", parts[0])] if len(parts) == 1 else [(f" on {k}", p) for k, p in several]
+            for suffix, part in named:
+                alternatives = requests.setdefault(f"pools[{number}]{suffix}", [])
+                needs = job_resources(part, cluster)
+                if needs not in alternatives:
+                    alternatives.append(needs)
+    return requests
+
+
+def check_quotas(
+    plan: Plan, jobs: JobRequests, quotas: Quotas, driver: JobResources | None = None
+) -> None:
+    """Check that accounting allows the jobs of a plan, one by one and concurrently.
+
+    Args:
+        jobs: see :func:`plan_job_requests`.
+        driver: resources of the driver's job, which runs beside all of them.
+
+    Raises:
+        PlanError: a quota is exceeded; the message names the key of the plan and the limit.
+    """
+    for key, alternatives in jobs.items():
+        for needs in alternatives:
+            quotas.check(needs, key)
+    driver_jobs = {} if driver is None else {"cluster.driver": [driver]}
+    for concurrent in [jobs] if plan.pools else [{key: value} for key, value in jobs.items()]:
+        quotas.check_concurrent({**driver_jobs, **concurrent})
+
+
+def check_hetjobs(plan: Plan, cluster: ClusterConfig) -> None:
+    """Check that the components of heterogeneous jobs can be combined.
+
+    Raises:
+        PlanError: Slurm cannot combine their options.
+    """
+    from launchers.sbatch import check_hetjob_options
+
+    jobs = []
+    for number in [n for n, pool in enumerate(plan.pools) if pool.workers is None]:
+        key, parts = f"pools[{number}]", pool_resources(plan, number)
+        jobs.append(
+            [(f"{key} on {part.partition}", job_resources(part, cluster)) for part in parts]
+        )
+    for components in [[part for job in jobs for part in job]] if plan.hetjob else jobs:
+        check_hetjob_options(components)
+
+
+def job_resources(
+    plan: StagePlan, cluster: ClusterConfig, interpreter: str | None = None
+) -> JobResources:
+    """Return the resources of a stage job: the plan's numbers and the settings of the site file.
+
+    Args:
+        interpreter: Python of the job; see :func:`stage_interpreter`.
+    """
+    from slurm.site import load_site
+
+    extra: dict[str, Any] = {}
+    if cluster.site:
+        site = load_site(cluster.site)
+        extra = site.settings_for(plan.partition).resource_arguments()
+        extra["env"] = {**extra.get("env", {}), **set_interpreters(site.interpreters)}
+    network = {INTERFACE_VARIABLE: cluster.bind_interface} if cluster.bind_interface else {}
+    layout = {LAYOUT_VARIABLE: str(plan.layout)} if plan.layout.parallel_dims() else {}
+    env = {**extra.pop("env", {}), **network, **layout, **cluster.env}
+    if plan.constraint is not None:
+        extra["constraint"] = plan.constraint
+    return base_resources(plan, interpreter=interpreter, env=env, **extra)
+
+
+def base_resources(plan: StagePlan, **further: Any) -> JobResources:
+    """Return the resources of a job by the numbers of the plan alone.
+
+    Args:
+        further: other fields, such as settings of the site file.
+    """
+    return JobResources(
+        partition=plan.partition,
+        nodes=plan.nodes,
+        tasks_per_node=plan.processes,
+        gpus_per_node=plan.gpus,
+        gpu_type=plan.gpu_type,
+        speed_weights=plan.speed_weights,
+        cpus_per_task=plan.cpus,
+        mem_mb=plan.mem_mb,
+        time_limit_min=plan.time_limit_min,
+        **further,
+    )
+
+
+def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None:
+    """Return the Python interpreter of a process that runs some stages; None means this one.
+
+    Raises:
+        ConfigError: it does not exist, or the stages need different ones.
+    """
+    interpreters: dict[str | None, str] = {}
+    for stage in stages:
+        entry = flow.all_stages[stage]
+        # The warm start depends on both; it saves the state of the trainer.
+        depends = [name for name in ("trainer", "engine") if name in entry.config_sections]
+        section = entry.holds or next(iter(depends), None)
+        name = None if section is None else configured_interpreter(config, section)
+        if section is not None:
+            path = None if name is None else resolve_interpreter(name, f"{section}.python")
+            interpreters.setdefault(path, f"{section}.python of {stage}")
+    if len(interpreters) > 1:
+        raise ConfigError(
+            f"{' and '.join(interpreters.values())}: one process cannot run them under two "
+            "interpreters; name the same, or give these stages pools or jobs of their own"
+        )
+    return next(iter(interpreters), None)
+
+
+def resolve_plan(plan: Plan, cluster: ClusterConfig) -> Plan:
+    """Return the plan with defaults that depend on the cluster (partition, GPUs per process).
+
+    Raises:
+        SlurmError: Slurm is not installed or does not answer.
+    """
+    if cluster.launcher != "slurm" or not (plan.pools or cluster.site):
+        return plan
+    from slurm.client import SlurmClient
+
+    return resolve_for(plan, SlurmClient().partitions())
+
+
+def resolve_for(plan: Plan, partitions: Mapping[str, PartitionInfo]) -> Plan:
+    """Return the plan with defaults from known partitions."""
+    # The default partition is named, because the site file may have settings for it.
+    return (
+        with_default_gpus(plan, partitions)
+        if plan.pools
+        else with_default_partition(plan, partitions)
+    )

@@ -1,4 +1,4 @@
-"""The run directory: created once, then everything is read from it."""
+"""The run directory: created once; everything else is read from it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[RunLock]:
-        """Be the only driver of this run.
+        """Own the run as its only driver.
 
-        The owner writes a heartbeat. An owner on this host counts as gone when its process is; on
-        another host when its heartbeat has stopped for a minute (:mod:`pipeline.lock`).
+        The owner writes a heartbeat. An owner on this host is dead if its process is; on another
+        host if its heartbeat stopped for a minute (:mod:`pipeline.lock`).
 
         Raises:
             RunLockedError: another driver owns the run.
@@ -50,7 +50,7 @@ class Run:
 
 @contextlib.contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Say of what cannot be written in a run directory where to put the run instead.
+    """Turn write errors in a run directory into an error that names ``run.root``.
 
     Raises:
         InputError: an ``OSError`` was raised within.

@@ -1,4 +1,5 @@
-"""What a run has finished: decided by manifests alone, never by what a driver remembers."""
+"""The state of a run: which stages are finished. Only manifests decide it, never the memory of a
+driver."""
 
 from __future__ import annotations
 
@@ -25,20 +26,21 @@ from stages.identity import CodeSnapshot, Ledger, read_ledger, stage_key
 from stages.retention import RetentionPolicy
 
 ARCHIVE = "set-aside"
-"""Folder of a run for results that were made anew: by time, then as in the run."""
+"""Folder in a run for replaced results, by time; its structure is that of the run."""
 log = logging.getLogger("rlinf")
 
 
 def has_results(run: Path) -> bool:
-    """Whether a stage of a run was ever committed, if only to be withdrawn or set aside since."""
+    """Return whether a stage was ever committed, even if its output was withdrawn or archived
+    since."""
     patterns = (f"*/{MANIFEST}*", f"it/*/*/{MANIFEST}*", f"{EVALUATE}/*/{MANIFEST}*")
     found = (path for pattern in patterns for path in run.glob(pattern))
     return (run / ARCHIVE).exists() or next(found, None) is not None
 
 
 def is_skipped(graph: Graph, run: Path, node: StageNode) -> bool:
-    """Whether a node is an evaluation, not made, of weights that retention has removed: iterations
-    would have to be made again for it."""
+    """Return whether a node is an unfinished evaluation of weights that the retention policy
+    removed. Its iteration would have to run again for it."""
     if node.stage != EVALUATE or (graph.output_folder(run, node) / MANIFEST).exists():
         return False
     return any(
@@ -48,24 +50,24 @@ def is_skipped(graph: Graph, run: Path, node: StageNode) -> bool:
 
 @dataclass
 class RunState:
-    """The nodes known to be done.
+    """The finished nodes of a run.
 
-    A result counts if its key is the digest of the configuration, the code, and the inputs it is to
-    be made from. One that is in the ledger of what was kept counts if its inputs are still there.
+    A result is valid if its key is the digest of the configuration, the code and its inputs. An
+    accepted result (see the ledger) is valid if its inputs still exist.
     """
 
     run: Run
     graph: Graph
     done: dict[StageNode, str] = field(default_factory=dict)
-    """With the digests of their contents; manifests of a long run would fill the memory."""
+    """Content digest by finished node. The manifests of a long run would not fit in memory."""
     mismatched: list[StageNode] = field(default_factory=list)
-    """Made by another configuration or other code; they stay until somebody says what to do."""
+    """Results of another configuration or other code, until the user decides."""
     unverified: set[StageNode] = field(default_factory=set)
-    """Right if the inputs that are made anew turn out to be what they were."""
+    """Results that are valid if their recomputed inputs have the same content as before."""
     code: CodeSnapshot = field(init=False)
     ledger: Ledger = field(init=False)
     archive_folder: Path = field(init=False)
-    """Where this start puts what it makes anew."""
+    """Folder to which this start moves replaced results."""
 
     def __post_init__(self) -> None:
         self.code = CodeSnapshot.from_checkout(self.run.config)
@@ -74,57 +76,58 @@ class RunState:
         self.archive_folder = self.run.folder / ARCHIVE / time.strftime("%Y-%m-%dT%H-%M-%S")
 
     def lookup(self, node: StageNode) -> Manifest | None:
-        """The valid manifest of a node whose inputs are all done; a damaged one is withdrawn."""
+        """Return the valid manifest of a node whose inputs are all done. A damaged output is
+        withdrawn."""
         if any(source not in self.done for source in self.graph.inputs(node).values()):
             return None
-        manifest = self._whole(node)
-        return manifest if manifest is not None and self._counts(node, manifest) else None
+        manifest = self._read_intact(node)
+        return manifest if manifest is not None and self._is_valid(node, manifest) else None
 
     def scan(self, *, accept_mismatches: bool = True) -> None:
-        """Find all that is done, and what cannot count.
+        """Find all finished nodes and all mismatched results.
 
         Args:
-            kept: whether results that were kept earlier count.
+            accept_mismatches: whether results in the ledger of accepted mismatches are valid.
         """
         self.done.clear()
         self.mismatched.clear()
         self.unverified.clear()
         self.ledger = read_ledger(self.run.folder) if accept_mismatches else Ledger()
         for node in self.graph.nodes():
-            manifest = self._whole(node)
+            manifest = self._read_intact(node)
             if manifest is None:
                 continue
             there = all(source in self.done for source in self.graph.inputs(node).values())
-            if there and self._counts(node, manifest):
+            if there and self._is_valid(node, manifest):
                 self.done[node] = manifest.content
-            elif self._own(node, manifest):
+            elif self._is_same_code_and_config(node, manifest):
                 self.unverified.add(node)
             else:
                 self.mismatched.append(node)
 
     def nodes_to_redo(self) -> list[StageNode]:
-        """What has to go, so that the run becomes what a fresh one of its configuration would be.
+        """Return the nodes that must run again to get the results of a fresh run.
 
-        That is what is stale, data that the retention policy removed though it would stay in a
-        fresh run, and removed data that something else is made anew from. After :meth:`recover`
-        without what was kept.
+        These are mismatched results, pruned outputs that a fresh run would retain, and pruned
+        outputs that other recomputed nodes need. Call :meth:`scan` without accepted mismatches
+        first.
         """
         last = RetentionPolicy(self.run.config, self.run.folder, self.graph.iterations - 1)
         known = {*self.done, *self.unverified}
-        gone = set(self.mismatched)
+        removed = set(self.mismatched)
         for node in known:
             stays = node.stage in self.graph.flow.stages and last.should_keep(*node)
             if stays and is_pruned(self._folder(node)):
-                gone.add(node)
+                removed.add(node)
         for node in reversed(list(self.graph.nodes())):
-            if node in known and node not in gone:
+            if node in known and node not in removed:
                 continue
             sources = self.graph.inputs(node).values()
-            gone.update(s for s in sources if s in known and is_pruned(self._folder(s)))
-        return _in_order(gone)
+            removed.update(s for s in sources if s in known and is_pruned(self._folder(s)))
+        return _in_order(removed)
 
     def dependents(self, removed: Iterable[StageNode]) -> list[StageNode]:
-        """What goes, and what is committed and was made of that."""
+        """Return removed nodes and all committed nodes that depend on them."""
         found = set(removed)
         for node in self.graph.nodes():
             if node in self.unverified and not found.isdisjoint(self.graph.inputs(node).values()):
@@ -132,9 +135,9 @@ class RunState:
         return _in_order(found)
 
     def outputs_outside_graph(self) -> list[Path]:
-        """Committed outputs that the graph of the configuration does not have, sorted.
+        """Return the committed outputs that are not in the graph of the configuration, sorted.
 
-        They are of more iterations, of other evaluations or of another flow.
+        They belong to further iterations, other evaluations or another flow.
         """
         run, wanted = self.run.folder, set(map(self._folder, self.graph.nodes()))
         patterns = (f"it/*/*/{MANIFEST}", f"{EVALUATE}/*/{MANIFEST}", f"*/{MANIFEST}")
@@ -142,36 +145,39 @@ class RunState:
         return sorted(found - wanted)
 
     def manifest_keys(self, nodes: Iterable[StageNode]) -> Iterator[tuple[str, str]]:
-        """Names of nodes with the keys they were committed under."""
+        """Yield names of nodes with the keys under which they were committed."""
         for node in nodes:
-            manifest = self._whole(node)
+            manifest = self._read_intact(node)
             if manifest is not None:
                 yield node.name, manifest.key
 
     def clear_for(self, node: StageNode) -> None:
-        """See that a node can be committed: what was made of other inputs is set aside.
+        """Make room for the output of a node: a result of other inputs is archived.
 
         Raises:
-            ConflictingOutputError: what is there was made by another configuration or other code.
+            ConflictingOutputError: another configuration or other code committed the present
+                output.
         """
-        manifest = self._whole(node)
+        manifest = self._read_intact(node)
         if manifest is None:
             return
-        if not self._own(node, manifest):
+        if not self._is_same_code_and_config(node, manifest):
             raise ConflictingOutputError(
-                f"{node.name}: a job with another configuration or other code committed it while "
-                "this run goes on; it stays. Start the run again to be told what differs"
+                f"{node.name}: a job with another configuration or other code committed it during "
+                "this run; it stays. Start the run again to see the differences"
             )
         where = self.archive(node)
-        log.warning("%s was made of other inputs than there are now; it is in %s", node.name, where)
+        log.warning(
+            "%s was computed from other inputs than the present ones; it is in %s", node.name, where
+        )
 
     def archive(self, node: StageNode) -> Path:
-        """Move an output out of the way, whole; returns where it is."""
+        """Move the output of a node to the archive; returns its new path."""
         self.unverified.discard(node)
         return self.archive_path(self._folder(node))
 
     def archive_path(self, folder: Path) -> Path:
-        """Move a folder or file of the run out of the way, whole; returns where it is."""
+        """Move a folder or file of the run to the archive; returns its new path."""
         target = self.archive_folder / folder.relative_to(self.run.folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         number = 1
@@ -181,21 +187,21 @@ class RunState:
         folder.rename(target)
         return target
 
-    def _counts(self, node: StageNode, manifest: Manifest) -> bool:
+    def _is_valid(self, node: StageNode, manifest: Manifest) -> bool:
         contents = {name: self.done[source] for name, source in self.graph.inputs(node).items()}
         if manifest.key == self._key(node, contents):
             return True
-        # The configuration that it is kept under may take other outputs than it was made of.
+        # The configuration that accepted it may name other inputs than those it was computed from.
         return self.ledger.accepts(manifest) and (
             manifest.inputs == contents
             or set(self.done.values()).issuperset(manifest.inputs.values())
         )
 
-    def _own(self, node: StageNode, manifest: Manifest) -> bool:
-        """Whether configuration and code are the same, whatever it was made of."""
+    def _is_same_code_and_config(self, node: StageNode, manifest: Manifest) -> bool:
+        """Return whether configuration and code match, regardless of the inputs."""
         return self.ledger.accepts(manifest) or manifest.key == self._key(node, manifest.inputs)
 
-    def _whole(self, node: StageNode) -> Manifest | None:
+    def _read_intact(self, node: StageNode) -> Manifest | None:
         folder, manifest = self._folder(node), None
         try:
             manifest = read_manifest(folder)
@@ -206,8 +212,8 @@ class RunState:
             if manifest is not None and any(
                 path.name == PRUNED_MARKER for path in folder.iterdir()
             ):
-                # Pools of an earlier driver prune on. Listed, for that a file was not there a
-                # moment ago is what a network filesystem remembers.
+                # Pools of an earlier driver still prune. The folder is listed, because network
+                # filesystems cache the absence of a file.
                 return manifest
             log.warning("%s; it will be rebuilt", error)
             withdraw_manifest(error.manifest, error.data)

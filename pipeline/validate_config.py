@@ -1,4 +1,4 @@
-"""Checks of a whole configuration before anything is written or submitted."""
+"""Validation of a complete configuration before anything is written or submitted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.job_executor import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.resources import pool_resources
 from rlinf.algorithms import algorithms
@@ -70,315 +70,14 @@ from stages.runner import load_config
 log = logging.getLogger("rlinf")
 
 
-def check_separate_policy(config: RunConfig, plan: Plan) -> None:
-    """See that there are simulators, where the plan places the policy apart from them.
-
-    Raises:
-        PlanError: there are none, or a stage that has them cannot ask for answers.
-    """
-    acts = plan.flow.rollout_stage
-    for part in plan.flow.separate_policy if acts is not None else ():
-        if OBSERVATIONS not in environments.get(config.task.name).provides:
-            raise PlanError(
-                f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
-                f"could be placed apart from; leave {part} out"
-            )
-        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
-        homes = plan.stage_pools()
-        if homes[EVALUATE] == homes[str(acts)]:
-            try:
-                import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
-                )
-            except ConfigError as error:
-                raise PlanError(
-                    f"{error}; or name {EVALUATE} in another pool than {acts}, where it has "
-                    "simulators and policy"
-                ) from None
-
-
-class ConfigComponent(NamedTuple):
-    """A part of the run, and all that could stand in its place."""
-
-    section: str
-    name: str
-    registry: Registry
-
-    @property
-    def key(self) -> str:
-        return f"{self.section}.name"
-
-
-def check_components(config: RunConfig) -> None:
-    """See that what each part needs is offered by another one (:mod:`rlinf.capabilities`).
-
-    Raises:
-        ConfigError: a need is not met; names the parts of the same kind that would fit.
-    """
-    parts = [
-        ConfigComponent("task", config.task.name, environments),
-        ConfigComponent("model", config.model.name, policies),
-        ConfigComponent("engine", config.engine.name, engines),
-        ConfigComponent("reward", config.reward.name, rewards),
-        ConfigComponent("algorithm", config.algorithm.name, algorithms),
-    ]
-    flow = flow_of(config)
-    offered = {word for part in parts for word in part.registry.get(part.name).provides}
-    offered |= flow.provides
-    if config.rollout.group_size > 1:
-        offered.add(SAMPLE_GROUPS)
-    sources = (source for stage in flow.all_stages.values() for source in stage.inputs.values())
-    if config.rollout.staleness and any(source.stale for source in sources):
-        offered.add(STALE_ROLLOUTS)
-    for part in parts:
-        missing = part.registry.get(part.name).requires - offered
-        if missing:
-            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
-            raise ConfigError(
-                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
-                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
-                + (f"; here fits: {', '.join(others)}" if others else "")
-            )
-    if missing := flow.requires - offered:
-        raise ConfigError(
-            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
-        )
-    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
-        raise ConfigError(
-            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
-            "set it to 0"
-        )
-    if config.warm_start.eval_samples and EVAL_DEMONSTRATIONS not in offered:
-        raise ConfigError(
-            f"warm_start.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
-            "take the loss of; set it to 0"
-        )
-
-
-def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
-    try:
-        needs: frozenset[str] = registry.get(name).requires
-    except (RlinfError, ImportError):
-        return False
-    return needs <= offered
-
-
-def check_episode_carryover(config: RunConfig) -> None:
-    """See that episodes can go on over iterations, where they are to.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if not carries_over_episodes(config):
-        return
-    if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
-        raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; choose "
-            "flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
-        )
-    if config.rollout.group_size > 1:
-        raise ConfigError(
-            "task.carry_over_episodes: the samples of a group would begin alike in the first iteration "
-            "alone; set rollout.group_size=1, or task.carry_over_episodes=false"
-        )
-
-
-def check_group_starts(config: RunConfig, alike: bool) -> None:
-    """See that the samples of a group can be compared.
-
-    Args:
-        alike: whether those of a start begin alike.
-
-    Raises:
-        ConfigError: they begin in different states.
-    """
-    if config.rollout.group_size > 1 and not alike:
-        others = "; algorithm=ppo needs no groups"
-        raise ConfigError(
-            f"rollout.group_size: {config.rollout.group_size}, but the samples of a group would "
-            "begin in different states and could not be compared: in this simulator a seed does "
-            "not say where an episode begins; set rollout.group_size=1"
-            + (others if algorithms.get(config.algorithm.name).requires & {SAMPLE_GROUPS} else "")
-        )
-
-
-def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
-    """See that a score on held-out problems is of problems that are not trained on. A run that
-    only evaluates may have one file for both.
-
-    Args:
-        overlap: held-out problems that are training problems too, and all held-out ones.
-        options: of the task; ``allow_train_test_overlap`` lets all of them be trained on.
-
-    Raises:
-        DataError: all of them are, and the run trains.
-    """
-    both, count = overlap
-    if not both or not (config.iterations or config.warm_start.max_steps):
-        return
-    if both == count and not getattr(options, "allow_train_test_overlap", False):
-        raise DataError(
-            f"task.test: the same problems as in task.train: all {count} held-out ones are there, "
-            "so that their score would say nothing of other problems. Name other ones, or set "
-            "task.allow_train_test_overlap=true where that is wanted"
-        )
-    log.warning(
-        "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
-        "is of problems that were trained on",
-        both,
-        count,
-    )
-
-
-def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that steps of an episode that the horizon cut off are not learned from as worth nothing.
-
-    Raises:
-        ConfigError: rewards come at the end of an episode alone, several episodes follow one
-            another in a sample, and no values say what the last of them is worth.
-    """
-    judged_at_ends = EPISODE_REWARDS in rewards.get(config.reward.name).provides
-    values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
-    if not judged_at_ends or values or config.rollout.group_size > 1:
-        return
-    if OBSERVATIONS in environments.get(config.task.name).provides:
-        raise ConfigError(
-            f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
-            f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as worth 0, beside scores below or above it; set "
-            "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
-            "algorithm=ppo"
-        )
-
-
-def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that turns have rewards of their own, where they are to be compared.
-
-    Raises:
-        ConfigError: the task has no turns, or the reward gives them none.
-    """
-    if not algorithm.needs_turns:
-        return
-    if TURNS not in environments.get(config.task.name).provides:
-        raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
-            "no turns apart; set it to trajectory"
-        )
-    if TURN_REWARDS not in rewards.get(config.reward.name).provides:
-        raise ConfigError(
-            f"algorithm.advantage_level: turn compares rewards of turns, and reward "
-            f"{config.reward.name!r} gives one number for a whole dialogue; set "
-            "reward=environment, which takes what the task gives for each message, or "
-            "algorithm.advantage_level=trajectory"
-        )
-
-
-def check_eval_samples(config: RunConfig, tasks: int) -> None:
-    """See that held-out scores are of all tasks alike.
-
-    Args:
-        tasks: among how many starts are shared out.
-
-    Raises:
-        ConfigError: some would have more held-out starts than others, or none.
-    """
-    if config.evaluate.samples % tasks:
-        nearest = max(config.evaluate.samples // tasks, 1) * tasks
-        raise ConfigError(
-            f"evaluate.samples: {config.evaluate.samples} starts are not as many of each of "
-            f"{tasks} tasks; set {nearest}"
-        )
-
-
-def check_replay(
-    config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
-) -> None:
-    """See that an algorithm that learns from transitions can, and does so in every iteration.
-
-    Args:
-        options: of the trainer.
-
-    Raises:
-        ConfigError: it cannot, or would not.
-    """
-    if TRANSITION_REPLAY not in algorithm.requires:
-        return
-    if not trainer.supports_batches:
-        raise ConfigError(
-            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
-            "trainer=fsdp"
-        )
-    collects = NO_ROLLOUTS not in flow_of(config).provides
-    if not collects and getattr(algorithm.config, "updates", 1) is None:
-        raise ConfigError(
-            "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
-            f"flow={config.flow} collects none; say how many an iteration has"
-        )
-    values_prior = ACTION_VALUES in algorithm.requires and bool(
-        getattr(algorithm.config, "prior", 0)
-    )
-    if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
-        raise ConfigError(
-            "algorithm.offline_data: prior transitions have the rewards that a simulator gave their "
-            f"steps, from which reward={config.reward.name} does not come, and values would be of "
-            "two kinds; set reward=environment (reward.scale multiplies both), or leave "
-            "algorithm.offline_data out"
-        )
-    dtype = getattr(options, "param_dtype", "float32")
-    if ACTION_VALUES in algorithm.requires and dtype != "float32":
-        raise ConfigError(
-            f"trainer.param_dtype: the critics of {config.algorithm.name!r} compute in float32, "
-            f"not in {dtype}; set trainer.param_dtype=float32"
-        )
-
-
-def warn_about_precision(config: RunConfig, options: Any) -> None:
-    """Say so where most updates may be rounded away.
-
-    Args:
-        options: of the trainer.
-    """
-    half = getattr(config.model, "dtype", "float32") == "bfloat16"
-    if half and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
-        log.warning(
-            "model.dtype=bfloat16: weights and moments are trained in it, and most steps at small "
-            "rates are rounded away; trainer.param_dtype=bfloat16 computes in it alone"
-        )
-
-
-def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, options: Any) -> None:
-    """See that the value head learns, where there is one that has to.
-
-    Args:
-        model: the options of the policy.
-        options: of the trainer.
-
-    Raises:
-        ConfigError: adapters alone are trained, or nothing learns from values of actions.
-    """
-    if (
-        getattr(model, "value_level", "chunk") == "action"
-        and VALUE_ESTIMATES not in algorithm.requires
-    ):
-        raise ConfigError(
-            f"model.value_level: action is for an algorithm with values (ppo, async_ppo), and "
-            f"{config.algorithm.name!r} has none; set it to chunk"
-        )
-    if VALUE_ESTIMATES in algorithm.requires and getattr(options, "lora", None) is not None:
-        raise ConfigError(
-            f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
-            "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
-        )
-
-
 def validate_config(config: RunConfig) -> None:
-    """Validate every part by its own section, then what must fit together.
+    """Validate each component by its own section, then the combination.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: a key is invalid; the message names it.
         DataError: a file of the task or model is missing or malformed.
         PlanError: the site file is missing or malformed.
-        MissingPackageError: a part needs a package that is not installed.
+        MissingPackageError: a component needs a package that is not installed.
     """
     policy, model_options = policy_class(config)
     environment, task_options = environment_class(config)
@@ -423,9 +122,9 @@ def validate_config(config: RunConfig) -> None:
     samples = config.rollout.batch_size * config.rollout.group_size
     if samples % algorithm.minibatches:
         raise ConfigError(
-            f"algorithm.minibatches: {samples} samples (rollout.batch_size {config.rollout.batch_size} x "
-            f"rollout.group_size {config.rollout.group_size}) cannot be cut into "
-            f"{algorithm.minibatches} equal minibatches"
+            f"algorithm.minibatches: {samples} samples (rollout.batch_size "
+            f"{config.rollout.batch_size} x rollout.group_size {config.rollout.group_size}) "
+            f"cannot be cut into {algorithm.minibatches} equal minibatches"
         )
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
@@ -445,9 +144,9 @@ def validate_config(config: RunConfig) -> None:
 
 
 def complete_config(config: RunConfig) -> RunConfig:
-    """The configuration with the keys of the task that are read from its environment.
+    """Return the configuration with the keys of the task that its environment provides.
 
-    What is given is compared with the environment too, before a run directory is made for it.
+    Given keys are compared with the environment too, before a run directory is created.
 
     Raises:
         ConfigError: a key is wrong, or cannot be read here.
@@ -468,7 +167,7 @@ def complete_config(config: RunConfig) -> RunConfig:
 
 
 def _is_frozen(config: RunConfig) -> bool:
-    """Return whether the run is there with this very task, which was compared when it was made."""
+    """Return whether the run exists with this very task, which was compared when it was created."""
     try:
         frozen = load_config(config.run.folder / CONFIG_FILE)
     except ConfigError:  # there is none, or it is damaged
@@ -483,7 +182,7 @@ def check_interpreters(
     generates: tuple[str, ...],
     trains: tuple[str, ...],
 ) -> None:
-    """See that interpreters which are named are there and have what runs under them.
+    """Check that configured interpreters exist and have the modules that run under them.
 
     Args:
         simulates: modules that the simulator processes import.
@@ -491,8 +190,9 @@ def check_interpreters(
         trains: optional packages of the trainer.
 
     Raises:
-        ConfigError: one is not, has not, or would have to run stages of the driver's process.
-        MissingPackageError: no interpreter is named, and the own one lacks an optional package.
+        ConfigError: an interpreter or module is missing, or stages of the driver's process would
+            need another interpreter.
+        MissingPackageError: no interpreter is configured, and this one lacks an optional package.
     """
     for section, modules in (("task", simulates), ("engine", generates), ("trainer", trains)):
         stages = section != "task"
@@ -511,13 +211,13 @@ def check_interpreters(
 
 
 def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
-    """See that the warm start, which trains, can generate where its samples are scored.
+    """Check that the warm start can generate, if its held-out samples are scored.
 
     Args:
         generates: optional packages of the engine.
 
     Raises:
-        ConfigError: the interpreter that it runs under lacks one.
+        ConfigError: the interpreter of the trainer lacks one.
     """
     if not (generates and config.warm_start.max_steps and config.warm_start.eval_generation):
         return
@@ -528,18 +228,18 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
         lacking = missing_modules(name, "trainer.python", generates)
     if lacking:
         raise ConfigError(
-            f"warm_start.eval_generation: the process that trains generates the held-out samples, and its "
-            f"interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; set "
-            f"trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, or "
-            "warm_start.eval_generation=false"
+            "warm_start.eval_generation: the process that trains generates the held-out samples, "
+            f"and its interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; "
+            f"set trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, "
+            "or warm_start.eval_generation=false"
         )
 
 
 def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
-    """See that there is something to film held-out episodes by, where that is wanted.
+    """Check that the task has a camera, if held-out episodes are recorded.
 
     Raises:
-        ConfigError: no camera.
+        ConfigError: it has no camera.
         MissingPackageError: PyAV is not installed.
     """
     if config.evaluate.videos:
@@ -552,10 +252,10 @@ def check_videos(config: RunConfig, films: tuple[str, ...]) -> None:
 
 
 def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
-    """See that learning rates and the like are of groups of parameters that the policy has.
+    """Check that optimizer settings name parameter groups of the policy.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a group does not exist.
     """
     for key in ("group_lr", "group_clip_grad"):
         for name in getattr(config.optimizer, key):
@@ -567,7 +267,7 @@ def check_parameter_groups(config: RunConfig, groups: tuple[str, ...]) -> None:
 
 
 def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
-    """See that the engine draws tokens, where something is said of how.
+    """Check that the engine samples tokens, if sampling settings are given.
 
     Raises:
         ConfigError: its steps are whole actions.
@@ -584,10 +284,10 @@ def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
 
 
 def check_layouts(config: RunConfig, plan: Plan) -> None:
-    """See that engine and trainer can share a model as the plan has it, and its processes suffice.
+    """Check that engine and trainer support the parallel layouts of the plan with its processes.
 
     Raises:
-        ConfigError: they cannot, do not, or a pool would keep one part in two layouts.
+        ConfigError: they do not, or a pool would need one component in two layouts.
     """
     of = plan.stage_pools() if plan.pools else {}
     needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
@@ -642,10 +342,10 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
 
 
 def check_tracker(name: str, key: str, config: RunConfig) -> None:
-    """See that a tracker is there and can begin, without starting it.
+    """Check that a tracker exists and can be initialised, without starting it.
 
     Raises:
-        ConfigError: unknown, or it lacks a login.
+        ConfigError: the tracker is unknown, or lacks a login.
         MissingPackageError: its package is not installed.
     """
     tracker = trackers.get(name, key)
@@ -658,10 +358,10 @@ def check_tracker(name: str, key: str, config: RunConfig) -> None:
 
 
 def check_flow(flow: Flow, key: str) -> None:
-    """See that each stage has a program, and inputs that are there when it runs.
+    """Check that each stage has a program, and that its inputs exist when it runs.
 
     Raises:
-        ConfigError: it has not; names the stage.
+        ConfigError: a stage does not; the message names it.
     """
     if not flow.stages or not flow.offline:
         raise ConfigError(
@@ -686,10 +386,10 @@ def check_flow(flow: Flow, key: str) -> None:
 
 
 def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
-    """See that a cap of what is drawn anew is given where something is, and there alone.
+    """Check that ``rollout.max_resamples`` is set if and only if the flow resamples groups.
 
     Raises:
-        ConfigError: it is not, or the algorithm keeps whatever is drawn.
+        ConfigError: it is not, or the algorithm accepts every group.
     """
     flow = flow_of(config)
     redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
@@ -699,21 +399,22 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
         )
     if not redraws and config.rollout.max_resamples is not None:
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set flow=dynamic_sampling"
+            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
+            "flow=dynamic_sampling"
         )
     # Groups of two whose samples scored the same: the usual scores, and such as no task has.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
     if redraws and algorithm.select_samples(scores, groups).all():
         raise ConfigError(
-            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose samples all "
-            "scored the same, so that nothing would be drawn anew; set algorithm=dapo, or "
-            "algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
+            f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
+            "samples all scored the same, so that nothing would be drawn anew; set algorithm=dapo, "
+            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
             "flow=on_policy without rollout.max_resamples"
         )
 
 
 def check_device(name: str, key: str) -> None:
-    """See that this machine has a device.
+    """Check that this machine has a device.
 
     Raises:
         ConfigError: it has not.
@@ -728,10 +429,10 @@ def check_device(name: str, key: str) -> None:
 
 
 def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
-    """See that stop strings are either texts or special tokens, which no decoded text shows.
+    """Check that each stop string is either plain text or one special token.
 
     Raises:
-        ConfigError: one mixes them, so that no engine would ever find it.
+        ConfigError: a stop string mixes them, so that no engine would ever match it.
     """
     for key, section in (("rollout", config.rollout), ("evaluate", config.evaluate)):
         for text in () if section.sampling is None else section.sampling.stop:
@@ -743,43 +444,43 @@ def check_stop_strings(config: RunConfig, chat_format: ChatFormat) -> None:
 
 
 def check_context(context: int | None, positions: int | None) -> None:
-    """See that an engine is not asked for longer samples than the model takes.
+    """Check that the engine's context does not exceed the positions of the model.
 
     Raises:
-        ConfigError: it is; vLLM would not start.
+        ConfigError: it does; vLLM would not start.
     """
     if context is not None and positions is not None and context > positions:
         raise ConfigError(
-            f"engine.max_model_len: {context} is more than the {positions} positions of the model; set "
-            f"it to {positions} or less, or leave it out"
+            f"engine.max_model_len: {context} is more than the {positions} positions of the model; "
+            f"set it to {positions} or less, or leave it out"
         )
 
 
 def check_sizes(config: RunConfig, extent: TaskSize, positions: int | None) -> None:
-    """See that there are as many problems as are asked, and room for the answers.
+    """Check that there are enough problems, and that prompts and responses fit the model.
 
     Raises:
-        ConfigError: there are not.
+        ConfigError: there are too few problems or positions.
     """
     held_out = config.evaluate.horizon or config.rollout.horizon
-    for key, asked, there, file in (
+    for key, requested, available, file in (
         ("rollout.batch_size", config.rollout.batch_size, extent.train, "task.train"),
         ("evaluate.samples", config.evaluate.samples, extent.test, "task.test"),
     ):
-        if there is not None and asked > there:
+        if available is not None and requested > available:
             raise ConfigError(
-                f"{key}: {asked} different problems are asked at once, and {file} has {there} that "
-                f"can be used; set {key}={there} or less"
+                f"{key}: {requested} different problems are asked at once, and {file} has "
+                f"{available} that can be used; set {key}={available} or less"
             )
-    asks: Iterable[tuple[str, int]] = (
+    horizons: Iterable[tuple[str, int]] = (
         ("rollout.horizon", config.rollout.horizon),
         ("evaluate.horizon", held_out),
     )
-    for key, horizon in asks:
+    for key, horizon in horizons:
         if positions is not None and extent.max_prompt_tokens + horizon > positions:
             raise ConfigError(
-                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones do "
-                f"not fit into the {positions} positions of the model; lower it"
+                f"{key}: prompts of up to {extent.max_prompt_tokens} tokens and {horizon} new ones "
+                f"do not fit into the {positions} positions of the model; lower it"
                 + _or_model(config.model.model_extra or {})
             )
 
@@ -788,3 +489,304 @@ def _or_model(options: dict[str, Any]) -> str:
     if not options.get("path"):
         return " or raise model.max_position_embeddings"
     return " or task.max_prompt_length, or raise model.max_model_len as far as config.json allows"
+
+
+def check_separate_policy(config: RunConfig, plan: Plan) -> None:
+    """Check that the task has simulators, if the plan places the policy separately from them.
+
+    Raises:
+        PlanError: it has none, or a stage with simulators cannot query a policy server.
+    """
+    acts = plan.flow.rollout_stage
+    for part in plan.flow.separate_policy if acts is not None else ():
+        if OBSERVATIONS not in environments.get(config.task.name).provides:
+            raise PlanError(
+                f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
+                f"could be placed apart from; leave {part} out"
+            )
+        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
+        homes = plan.stage_pools()
+        if homes[EVALUATE] == homes[str(acts)]:
+            try:
+                import_user_attribute(
+                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
+                )
+            except ConfigError as error:
+                raise PlanError(
+                    f"{error}; or name {EVALUATE} in another pool than {acts}, where it has "
+                    "simulators and policy"
+                ) from None
+
+
+class ConfigComponent(NamedTuple):
+    """A component of the run, with the registry of its alternatives."""
+
+    section: str
+    name: str
+    registry: Registry
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.name"
+
+
+def check_components(config: RunConfig) -> None:
+    """Check that each component provides what the others require (:mod:`rlinf.capabilities`).
+
+    Raises:
+        ConfigError: a requirement is not met; the message names alternatives that would fit.
+    """
+    parts = [
+        ConfigComponent("task", config.task.name, environments),
+        ConfigComponent("model", config.model.name, policies),
+        ConfigComponent("engine", config.engine.name, engines),
+        ConfigComponent("reward", config.reward.name, rewards),
+        ConfigComponent("algorithm", config.algorithm.name, algorithms),
+    ]
+    flow = flow_of(config)
+    offered = {word for part in parts for word in part.registry.get(part.name).provides}
+    offered |= flow.provides
+    if config.rollout.group_size > 1:
+        offered.add(SAMPLE_GROUPS)
+    sources = (source for stage in flow.all_stages.values() for source in stage.inputs.values())
+    if config.rollout.staleness and any(source.stale for source in sources):
+        offered.add(STALE_ROLLOUTS)
+    for part in parts:
+        missing = part.registry.get(part.name).requires - offered
+        if missing:
+            others = [name for name in part.registry.names() if _fits(part.registry, name, offered)]
+            raise ConfigError(
+                f"{part.key}: {part.name!r} needs {sorted(missing)[0]}, which no part of this run "
+                f"offers ({', '.join(f'{p.section} {p.name}' for p in parts if p != part)})"
+                + (f"; here fits: {', '.join(others)}" if others else "")
+            )
+    if missing := flow.requires - offered:
+        raise ConfigError(
+            f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
+        )
+    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
+            "set it to 0"
+        )
+    if config.warm_start.eval_samples and EVAL_DEMONSTRATIONS not in offered:
+        raise ConfigError(
+            f"warm_start.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
+            "take the loss of; set it to 0"
+        )
+
+
+def _fits(registry: Registry, name: str, offered: set[str]) -> bool:
+    try:
+        needs: frozenset[str] = registry.get(name).requires
+    except (RlinfError, ImportError):
+        return False
+    return needs <= offered
+
+
+def check_episode_carryover(config: RunConfig) -> None:
+    """Check that episodes can continue across iterations, if configured.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if not carries_over_episodes(config):
+        return
+    if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
+        raise ConfigError(
+            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; "
+            "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
+        )
+    if config.rollout.group_size > 1:
+        raise ConfigError(
+            "task.carry_over_episodes: the samples of a group would begin alike in the first "
+            "iteration alone; set rollout.group_size=1, or task.carry_over_episodes=false"
+        )
+
+
+def check_group_starts(config: RunConfig, alike: bool) -> None:
+    """Check that the samples of a group can be compared.
+
+    Args:
+        alike: whether the samples of a group start in the same state.
+
+    Raises:
+        ConfigError: they start in different states.
+    """
+    if config.rollout.group_size > 1 and not alike:
+        others = "; algorithm=ppo needs no groups"
+        raise ConfigError(
+            f"rollout.group_size: {config.rollout.group_size}, but the samples of a group would "
+            "begin in different states and could not be compared: in this simulator a seed does "
+            "not say where an episode begins; set rollout.group_size=1"
+            + (others if algorithms.get(config.algorithm.name).requires & {SAMPLE_GROUPS} else "")
+        )
+
+
+def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], options: Any) -> None:
+    """Check that held-out problems are not training problems. A run that only evaluates may use one
+    file for both.
+
+    Args:
+        overlap: number of held-out problems that are training problems, and of all held-out ones.
+        options: options of the task; ``allow_train_test_overlap`` permits a complete overlap.
+
+    Raises:
+        DataError: all held-out problems are training problems, and the run trains.
+    """
+    both, count = overlap
+    if not both or not (config.iterations or config.warm_start.max_steps):
+        return
+    if both == count and not getattr(options, "allow_train_test_overlap", False):
+        raise DataError(
+            f"task.test: the same problems as in task.train: all {count} held-out ones are there, "
+            "so that their score would not measure generalization. Name other ones, or set "
+            "task.allow_train_test_overlap=true"
+        )
+    log.warning(
+        "task.test: %d of %d held-out problems are training problems (task.train) too; their score "
+        "is of problems that were trained on",
+        both,
+        count,
+    )
+
+
+def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
+    """Check that steps of a truncated episode do not count as reward 0.
+
+    Raises:
+        ConfigError: rewards come only at the end of an episode, a sample contains several episodes,
+            and no value function estimates the return of the last one.
+    """
+    rewards_at_end = EPISODE_REWARDS in rewards.get(config.reward.name).provides
+    values = algorithm.requires & {VALUE_ESTIMATES, ACTION_VALUES, TRANSITION_REPLAY}
+    if not rewards_at_end or values or config.rollout.group_size > 1:
+        return
+    if OBSERVATIONS in environments.get(config.task.name).provides:
+        raise ConfigError(
+            f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
+            f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
+            "their steps would count as worth 0, beside scores below or above it; set "
+            "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
+            "algorithm=ppo"
+        )
+
+
+def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
+    """Check that turns have rewards of their own, if advantages are per turn.
+
+    Raises:
+        ConfigError: the task has no turns, or the reward is one number per dialogue.
+    """
+    if not algorithm.needs_turns:
+        return
+    if TURNS not in environments.get(config.task.name).provides:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
+            "no turns apart; set it to trajectory"
+        )
+    if TURN_REWARDS not in rewards.get(config.reward.name).provides:
+        raise ConfigError(
+            f"algorithm.advantage_level: turn compares rewards of turns, and reward "
+            f"{config.reward.name!r} gives one number for a whole dialogue; set "
+            "reward=environment, which takes what the task gives for each message, or "
+            "algorithm.advantage_level=trajectory"
+        )
+
+
+def check_eval_samples(config: RunConfig, tasks: int) -> None:
+    """Check that every task has the same number of held-out samples.
+
+    Args:
+        tasks: number of tasks.
+
+    Raises:
+        ConfigError: the samples cannot be divided equally.
+    """
+    if config.evaluate.samples % tasks:
+        nearest = max(config.evaluate.samples // tasks, 1) * tasks
+        raise ConfigError(
+            f"evaluate.samples: {config.evaluate.samples} starts are not as many of each of "
+            f"{tasks} tasks; set {nearest}"
+        )
+
+
+def check_replay(
+    config: RunConfig, algorithm: Algorithm, trainer: type[Trainer], options: Any
+) -> None:
+    """Check that an off-policy algorithm can learn from transitions in every iteration.
+
+    Args:
+        options: options of the trainer.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if TRANSITION_REPLAY not in algorithm.requires:
+        return
+    if not trainer.supports_batches:
+        raise ConfigError(
+            f"trainer.name: {config.trainer.name!r} takes no batches of transitions; set "
+            "trainer=fsdp"
+        )
+    collects = NO_ROLLOUTS not in flow_of(config).provides
+    if not collects and getattr(algorithm.config, "updates", 1) is None:
+        raise ConfigError(
+            "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
+            f"flow={config.flow} collects none; say how many an iteration has"
+        )
+    values_prior = ACTION_VALUES in algorithm.requires and bool(
+        getattr(algorithm.config, "prior", 0)
+    )
+    if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
+        raise ConfigError(
+            "algorithm.offline_data: prior transitions have the rewards that a simulator gave "
+            f"their steps, from which reward={config.reward.name} does not come, and values would "
+            "be of two kinds; set reward=environment (reward.scale multiplies both), or leave "
+            "algorithm.offline_data out"
+        )
+    dtype = getattr(options, "param_dtype", "float32")
+    if ACTION_VALUES in algorithm.requires and dtype != "float32":
+        raise ConfigError(
+            f"trainer.param_dtype: the critics of {config.algorithm.name!r} compute in float32, "
+            f"not in {dtype}; set trainer.param_dtype=float32"
+        )
+
+
+def warn_about_precision(config: RunConfig, options: Any) -> None:
+    """Log a warning if most weight updates may be rounded away.
+
+    Args:
+        options: options of the trainer.
+    """
+    half = getattr(config.model, "dtype", "float32") == "bfloat16"
+    if half and config.trainer.name == "fsdp" and getattr(options, "lora", None) is None:
+        log.warning(
+            "model.dtype=bfloat16: weights and moments are trained in it, and most steps at small "
+            "rates are rounded away; trainer.param_dtype=bfloat16 computes in it alone"
+        )
+
+
+def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, options: Any) -> None:
+    """Check that the value head is trained if the algorithm needs one.
+
+    Args:
+        model: options of the policy.
+        options: options of the trainer.
+
+    Raises:
+        ConfigError: only adapters are trained, or no algorithm uses action-level values.
+    """
+    if (
+        getattr(model, "value_level", "chunk") == "action"
+        and VALUE_ESTIMATES not in algorithm.requires
+    ):
+        raise ConfigError(
+            f"model.value_level: action is for an algorithm with values (ppo, async_ppo), and "
+            f"{config.algorithm.name!r} has none; set it to chunk"
+        )
+    if VALUE_ESTIMATES in algorithm.requires and getattr(options, "lora", None) is not None:
+        raise ConfigError(
+            f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
+            "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
+        )

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from rlinf.errors import ConfigError, did_you_mean
+from rlinf.renamed_keys import RENAMED_KEYS
 
 S = TypeVar("S", bound="Section")
 
@@ -49,6 +50,8 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         if problem["type"] == "extra_forbidden":
             owner = _owner(section, path[:-1])
             hint = did_you_mean(path[-1], owner.model_fields) if owner else ""
+            if owner and RENAMED_KEYS.get(key) in owner.model_fields:
+                hint = f"; it is {RENAMED_KEYS[key]!r} now"
             if where == "algorithm" and path[-1] in OptimizerSection.model_fields:
                 hint = f"; it is optimizer.{path[-1]}"
             raise ConfigError(f"{key}: unknown key{hint}") from None
@@ -391,7 +394,7 @@ def json_digest(values: Any) -> str:
 
 
 REDACTED = "(not shown)"
-FULLY_REDACTED_KEYS = frozenset({"env", "notify"})
+FULLY_REDACTED_KEYS = frozenset({"env", "notify_command"})
 """Keys whose values are hidden one by one: variables of processes, and the words of a command."""
 SECRET_KEY = re.compile(r"(?:^|[_\W])(?:token|secret|passw(?:or)?d|api_?key|credentials?)$", re.I)
 """Keys of texts that are secrets; a number under such a key is none."""

@@ -46,7 +46,7 @@ CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm says that a job is to end."""
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
-_SILENT = re.compile(
+_NO_ANSWER = re.compile(
     "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"
     "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
     re.IGNORECASE,
@@ -59,7 +59,7 @@ _PARTITION_LINE = re.compile(
 which all readers of Slurm's answers pass over."""
 _STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
-_GONE = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
+_ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class SlurmClient:
 
     def accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """What accounting knows of jobs; empty where there is no accounting."""
-        asked = sorted({parent_job_id(identity) for identity in ids})
+        job_ids = sorted({parent_job_id(identity) for identity in ids})
         try:
-            found = parse_accounting(self.run(*SACCT_JOBS, ",".join(asked)))
+            found = parse_accounting(self.run(*SACCT_JOBS, ",".join(job_ids)))
         except SlurmError:
             return {}
         # Elements that were cancelled while they waited may stand under the id of their array only.
@@ -181,7 +181,7 @@ class SlurmClient:
         except SlurmError as error:
             if len(ids) > 1:
                 self._cancel_singly(ids)
-            elif not _GONE.search(str(error)):
+            elif not _ALREADY_ENDED.search(str(error)):
                 raise
 
     def _cancel_singly(self, ids: Collection[str]) -> None:
@@ -273,8 +273,8 @@ def run_command(command: Sequence[str], *, return_stderr: bool = False) -> str:
             f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
         ) from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise classify_failure(said)(f"{' '.join(command)}: {said}")
+        message = done.stderr.strip() or done.stdout.strip()
+        raise classify_failure(message)(f"{' '.join(command)}: {message}")
     return done.stderr if return_stderr else done.stdout
 
 
@@ -286,7 +286,7 @@ def classify_failure(message: str) -> type[SlurmError]:
     """
     lines = message.splitlines()
     lines = [line for line in lines if re.search("error|fatal", line, re.IGNORECASE)] or lines
-    return SlurmUnresponsiveError if any(map(_SILENT.search, lines)) else SlurmError
+    return SlurmUnresponsiveError if any(map(_NO_ANSWER.search, lines)) else SlurmError
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
@@ -422,7 +422,7 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
             only where the answer holds several numbers, to tell which of them is the job.
 
     Raises:
-        UnreadableSubmission: it holds no id, or several that cannot be told apart; shows the answer.
+        UnreadableSubmission: it holds no id, or several ambiguous ones; shows the answer.
         SlurmError: the queue was asked and did not answer.
     """
     found = _candidates(answer)
@@ -440,9 +440,9 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
 def _candidates(answer: str) -> list[str]:
     """Return what may be the id: by the whole sentence, else numbers alone on their line."""
     lines = [line.strip() for line in _ESCAPE.sub("", answer).splitlines()]
-    said = [match[1] for line in lines if (match := _SENTENCE.search(line))]
+    message = [match[1] for line in lines if (match := _SENTENCE.search(line))]
     alone = [match[1] for line in lines if (match := _PARSABLE.fullmatch(line))]
-    return list(dict.fromkeys(said or alone))
+    return list(dict.fromkeys(message or alone))
 
 
 def _shown(answer: str) -> str:

@@ -132,7 +132,10 @@ def query_slurm(client: SlurmClient) -> SlurmOutput:
 
 
 def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
-    """Answers to :data:`SACCTMGR_QOS` and, for this user, :data:`SACCTMGR_ASSOCIATIONS`; None: no accounting."""
+    """Return the answers to :data:`SACCTMGR_QOS` and, for this user, :data:`SACCTMGR_ASSOCIATIONS`.
+
+    Returns None without accounting.
+    """
     user = f"user={_user()}"
     try:
         return client.run(*SACCTMGR_QOS), client.run(
@@ -265,10 +268,10 @@ def parse_pending(text: str) -> dict[str, PendingDemand]:
             continue
         partitions, nodes, whole, per_node, _ = parts
         amount = _gpus_of_tres(whole) or _gpus_of_tres(per_node)
-        asked = sum(amount.values()) * (1 if "gres/gpu" in whole else max(_number(nodes), 1))
+        requested = sum(amount.values()) * (1 if "gres/gpu" in whole else max(_number(nodes), 1))
         for partition in partitions.split(","):
             jobs[partition] += 1
-            wanted[partition] += asked
+            wanted[partition] += requested
     return {name: PendingDemand(count, wanted[name]) for name, count in jobs.items()}
 
 
@@ -355,8 +358,8 @@ def group_nodes(
             if fitness == "idle":
                 idle_gpus += count
             elif fitness == "part" and not whole_nodes:
-                taken = used.get(node.name, {kind: count})
-                idle_gpus += max(count - taken.get(kind, sum(taken.values())), 0)
+                in_use = used.get(node.name, {kind: count})
+                idle_gpus += max(count - in_use.get(kind, sum(in_use.values())), 0)
         common = set.intersection(*({*_words(text)} for text in {node.features for node in nodes}))
         groups.append(
             NodeGroup(
@@ -382,8 +385,8 @@ def _shape(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
     """GPU type, count, and the features that tell the GPU."""
     kinds = _gpus(gres)
     kind = min(kinds, key=lambda name: (-kinds[name], name), default="")
-    told = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
-    return kind, kinds.get(kind, 0), tuple(told)
+    gpu_features = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
+    return kind, kinds.get(kind, 0), tuple(gpu_features)
 
 
 @functools.lru_cache(maxsize=4096)

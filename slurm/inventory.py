@@ -6,9 +6,8 @@ An inventory is taken by :mod:`slurm.discovery`, saved as JSON, and read where S
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AwareDatetime, Field, model_validator
 
@@ -81,8 +80,8 @@ class NodeGroup(Section):
     def description(self) -> str:
         """What its nodes are, in words; differs between the groups of a partition."""
         gpu = self.gpu_type or ("gpu" if self.gpus_per_node else "no GPU")
-        told = [feature for feature in self.features if gpus.is_gpu_feature(feature)]
-        parts = [f"{self.gpus_per_node} x {gpu}" if self.gpus_per_node else gpu, *told]
+        gpu_features = [feature for feature in self.features if gpus.is_gpu_feature(feature)]
+        parts = [f"{self.gpus_per_node} x {gpu}" if self.gpus_per_node else gpu, *gpu_features]
         return ", ".join([*parts, f"{self.cpus_per_node} CPUs", f"{self.mem_mb_per_node} MiB"])
 
 
@@ -115,7 +114,7 @@ class PartitionInventory(Section):
     """GPUs they ask for."""
 
     @model_validator(mode="after")
-    def _told_apart(self) -> PartitionInventory:
+    def _distinct_groups(self) -> PartitionInventory:
         kinds = [group.description for group in self.groups]
         if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             raise ValueError(f"two groups of like nodes ({twice}); make them one")
@@ -257,48 +256,30 @@ def load_inventory(path: Path) -> Inventory:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _described(group: NodeGroup, said: HardwareSettings) -> NodeGroup:
+def _described(group: NodeGroup, hardware: HardwareSettings) -> NodeGroup:
     """A group with everything a site file may say, and nothing left of another one."""
     gpu = gpus.find_gpu(group.gpu_type, group.features) if group.gpus_per_node else None
-    if said.gpu_model is not None and group.gpus_per_node:
-        named = gpus.find_gpu(said.gpu_model)
+    if hardware.gpu_model is not None and group.gpus_per_node:
+        named = gpus.find_gpu(hardware.gpu_model)
         # A partition may mix GPUs; the site's word settles only what GRES leaves open.
         if gpu is None or (named is not None and named.family == gpu.family):
             gpu = named
-    memory = said.gpu_memory_gib or (gpu.memory_gib if gpu else None)
+    memory = hardware.gpu_memory_gib or (gpu.memory_gib if gpu else None)
     return group.model_copy(
         update={
             "gpu_model": gpu.name if gpu else "",
             "gpu_memory_gib": memory if group.gpus_per_node else None,
-            "intra_node_bandwidth_bytes_per_s": _bytes_per_s(said.intra_node_bandwidth_gb_per_s),
-            "inter_node_bandwidth_bytes_per_s": _bytes_per_s(said.inter_node_bandwidth_gb_per_s),
-            "cost_per_gpu_hour": said.cost_per_gpu_hour if group.gpus_per_node else None,
-            "slowdown": said.slowdown,
+            "intra_node_bandwidth_bytes_per_s": _bytes_per_s(
+                hardware.intra_node_bandwidth_gb_per_s
+            ),
+            "inter_node_bandwidth_bytes_per_s": _bytes_per_s(
+                hardware.inter_node_bandwidth_gb_per_s
+            ),
+            "cost_per_gpu_hour": hardware.cost_per_gpu_hour if group.gpus_per_node else None,
+            "slowdown": hardware.slowdown,
         }
     )
 
 
 def _bytes_per_s(gb_per_s: float | None) -> float | None:
     return None if gb_per_s is None else gb_per_s * GIGA
-
-
-_RULES = (
-    "available",
-    "time_limit_min",
-    "preempt_mode",
-    "priority_tier",
-    "qos",
-    "allowed_qos",
-    "denied_qos",
-    "allowed_accounts",
-    "denied_accounts",
-    "max_nodes_per_job",
-)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return ",".join(map(str, value)) or "none"
-    return str(value)

@@ -205,13 +205,13 @@ class Quotas:
         Raises:
             PlanError: accounting never allows all of them at once; names them and the limit.
         """
-        asked: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
+        requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, ways in jobs.items():
-            taken = [shares for needs in ways for shares in self.shared_limits(needs)]
+            shares_by_partition = [shares for needs in ways for shares in self.shared_limits(needs)]
             # A job that can run without counting against a limit does not.
-            for limit in set(taken[0]).intersection(*taken[1:]):
-                asked[limit][key] = min(way[limit] for way in taken)
-        for limit, amounts in asked.items():
+            for limit in set(shares_by_partition[0]).intersection(*shares_by_partition[1:]):
+                requested[limit][key] = min(way[limit] for way in shares_by_partition)
+        for limit, amounts in requested.items():
             total = sum(amounts.values())
             if len(amounts) > 1 and total > limit.maximum:
                 raise PlanError(
@@ -278,12 +278,12 @@ def read_quotas(client: SlurmClient) -> Quotas:
         build_partition(record)
         for record in parse_partition_records(client.run(*SCONTROL_PARTITIONS))
     ]
-    told = query_accounting(client) if enforces_limits(settings) else None
+    accounting = query_accounting(client) if enforces_limits(settings) else None
     return Quotas(
         cluster=settings.get("ClusterName", ""),
         max_array_size=_array_size(settings),
         max_jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
-        limits=parse_limits(*told) if told else AccountingLimits(),
+        limits=parse_limits(*accounting) if accounting else AccountingLimits(),
         **_of_partitions({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
     )
 
@@ -360,8 +360,8 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
     wall = _wall(hierarchy)
     if wall is not None and (needs.time_limit_min or 0) > wall[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows {wall[0]}; "
-            "lower it (a stage that runs out of time is requeued and goes on)"
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows "
+            f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
         for limits, whom in (("per_job", "a job"), ("in_all", "all jobs together")):
@@ -447,7 +447,8 @@ def _chosen(
         names = default_partition(partitions)
         if names is None:
             raise PlanError(
-                f"{where}.partition: this cluster has no default partition{did_you_mean('', partitions)}"
+                f"{where}.partition: this cluster has no default partition"
+                f"{did_you_mean('', partitions)}"
             )
     for name in partition_names(names):
         if name not in partitions:
@@ -494,15 +495,15 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
                 f"{where}.gpu_type: {at} has no GPU {kind!r}{did_you_mean(kind, there)}"
             )
     left = list(groups)
-    for key, asked, has in (
+    for key, requested, has in (
         ("gpus", gpus, lambda group: _gpus(group, kind)),
         ("cpus", cpus, lambda group: group.cpus or math.inf),
         ("mem_mb", mem_mb, lambda group: group.mem_mb or math.inf),
     ):
         most = max(map(has, groups), default=math.inf)
-        if asked > most:
-            raise PlanError(f"{where}.{key}: {asked} asked, nodes of {at} have {most}")
-        left = [group for group in left if asked <= has(group)]
+        if requested > most:
+            raise PlanError(f"{where}.{key}: {requested} asked, nodes of {at} have {most}")
+        left = [group for group in left if requested <= has(group)]
     fit = sum(group.count for group in left)
     if needs.nodes > fit:
         each = [f"{gpus} {kind or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]

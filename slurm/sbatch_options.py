@@ -176,7 +176,7 @@ def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionV
     """Return further sbatch options of the driver's job under their long names.
 
     Raises:
-        ValueError: as :func:`check_site_options`; or the job has a key of its own for it, or no use.
+        ValueError: as :func:`check_site_options`; or the option has its own key, or no use here.
     """
     for key, value in values.items():
         name = option_name(key)

@@ -67,7 +67,7 @@ class PartitionSettings(HardwareSettings):
     """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
     env: EnvironmentVariables = {}
     sbatch: dict[str, OptionValue] = {}
-    """Further sbatch options by long name, which :func:`slurm.sbatch_options.check_site_options` checks.
+    """Further sbatch options by long name, see :func:`slurm.sbatch_options.check_site_options`.
 
     They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
     """

@@ -195,7 +195,9 @@ def get_engine(
                     tensors = resident.weight_deltas.read(ctx, name)
                 state = entry.content_id
             if tensors is not None:
-                engine.load_state(policy_class(ctx.config)[0].served(tensors.items()), version)
+                engine.load_state(
+                    policy_class(ctx.config)[0].engine_weights(tensors.items()), version
+                )
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)

@@ -148,6 +148,7 @@ INFRASTRUCTURE = (
     "rlinf.models.checkpoint_tensors",
     "rlinf.verified_io",
     "rlinf.registry",
+    "rlinf.renamed_keys",
     "rlinf.device_memory",
     "rlinf.safetensors_io",
     "rlinf.threads",

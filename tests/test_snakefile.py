@@ -79,7 +79,7 @@ def test_one_job_can_be_a_whole_iteration(tmp_path: Path) -> None:
 
 def test_each_rule_has_the_processes_of_its_own_stage(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text("stages: {train: {processes: 2, shares: [1, 3]}}")
+    plan.write_text("stages: {train: {processes: 2, speed_weights: [1, 3]}}")
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=two"]
     words += ["rollout={batch: 2, horizon: 16}", "evaluate={samples: 2}", f"plan={plan}"]
     done = snakemake("-c2", "--config", *words, "algorithm__minibatches=1")

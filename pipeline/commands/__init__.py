@@ -1,1 +1,1 @@
-"""What a person starts: the commands and what each of them does."""
+"""The commands of ``rlinf`` and their implementation."""

@@ -47,7 +47,7 @@ Keep = Annotated[
 
 
 class ExecutionMode(StrEnum):
-    """How long a job lasts."""
+    """Execution of a plan: as jobs or in pools."""
 
     jobs = "stage"
     pools = "segment"
@@ -72,7 +72,8 @@ def run(
 ) -> None:
     """Compose an experiment and run it (the same as python -m rlinf.launch).
 
-    Hydra's own options are taken too: -m for a sweep, --config-dir for a folder of your own.
+    Hydra's own options are accepted too: -m for a sweep, --config-dir for your own configuration
+    folder.
     """
     if dry_run:
         from pipeline.commands.submit import write_dry_run as write
@@ -97,7 +98,7 @@ def resume(
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Go on with a run from what is on disk, with other settings if overrides are given."""
+    """Resume a run from its committed results, with changed settings if overrides are given."""
     from pipeline.commands.experiment import drive, reopen_run
     from pipeline.resume import OnMismatch
     from pipeline.run import Run
@@ -130,17 +131,17 @@ def submit(
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Check an experiment, or a run to go on with, and put its driver into a small Slurm job."""
+    """Check an experiment, or a run to resume, and submit its driver as a small Slurm job."""
     from pipeline.commands import submit as submission
     from pipeline.resume import OnMismatch
 
-    asked = {
+    options = {
         "partition": partition,
         "time_limit_min": time_limit_min,
         "mem_mb": mem_mb,
         "mail": mail,
     }
-    driver = {key: value for key, value in asked.items() if value is not None}
+    driver = {key: value for key, value in options.items() if value is not None}
     choice = OnMismatch.from_flags(redo=redo, keep=keep)
     lines = (
         submission.write_dry_run(what, driver)
@@ -152,7 +153,7 @@ def submit(
 
 @app.command()
 def stop(folder: RunFolder) -> None:
-    """End the driver, pools and jobs of a run, wherever they are; it can be resumed."""
+    """Stop the driver, pools and jobs of a run, wherever they are. The run can be resumed."""
     from pipeline.commands.stop import stop_run as end
 
     for line in end(folder) or ["nothing of this run was there"]:
@@ -165,7 +166,7 @@ def status(
     folder: RunFolder,
     watch: Annotated[bool, typer.Option(help="Refresh until the run is finished")] = False,
 ) -> None:
-    """Where a run is: iteration, stage, jobs, rates, time left."""
+    """Show the state of a run: iteration, stage, jobs, rates, time left."""
     from pipeline.commands.status import show_status
 
     show_status(folder, watch=watch)
@@ -176,11 +177,11 @@ def scale(
     folder: RunFolder,
     wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
 ) -> None:
-    """Ask for more or fewer workers of an elastic pool, while the run goes on or before it does."""
+    """Request more or fewer workers of an elastic pool, before or during a run."""
     from pipeline.pools.autoscaler import request_scale as ask
     from pipeline.run import Run
 
-    typer.echo(f"{ask(Run.open(folder), wish)} workers asked for")
+    typer.echo(f"{ask(Run.open(folder), wish)} workers requested")
 
 
 @app.command()
@@ -190,7 +191,7 @@ def report(
         bool, typer.Option("--png", help="Write the main charts as pictures too")
     ] = False,
 ) -> None:
-    """Write report.html anew."""
+    """Rewrite report.html."""
     from pipeline.metrics import rewrite_metrics
     from pipeline.report import write_report
     from pipeline.run import Run
@@ -242,8 +243,8 @@ def demonstrations(
         typer.Option("--intervened", help="Of trajectories: those episodes that a person acted in"),
     ] = False,
 ) -> None:
-    """Write demonstrations of LeRobot's format as trajectories, or trajectories in that format; or,
-    with --intervened, of trajectories the episodes that a person acted in, for algorithm.offline_data."""
+    """Convert LeRobot demonstrations to trajectories, or trajectories to LeRobot; with
+    --intervened, extract the episodes in which a person acted, for algorithm.offline_data."""
     from pipeline.commands.demonstrations import convert_demonstrations, extract_interventions
 
     if intervened:
@@ -257,7 +258,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A .gguf file, or a package that carries one")],
     to: Annotated[Path, typer.Argument(help="New folder for the model")],
 ) -> None:
-    """Make a model folder, as model.path takes it, of a GGUF file."""
+    """Convert a GGUF file to a model folder for model.path."""
     from rlinf.models.gguf import convert_gguf
 
     convert_gguf(source, to)
@@ -343,14 +344,15 @@ def plan(
         "plan.yaml"
     ),
 ) -> None:
-    """Choose where every stage runs; explain it; write plan.yaml and plan.html."""
+    """Choose where every stage runs, explain it, and write plan.yaml and plan.html."""
     from pipeline.commands.experiment import load_configuration
     from pipeline.planning.planner.plan_command import run_plan
 
     usual = Path("profile.json")
     found = profile or (usual if usual.exists() else None)
     sources = planning_sources(found, source, site, partition, pin)
-    run_plan(load_configuration(what), sources, out, objective, what_if or (), check, execution.value)
+    config = load_configuration(what)
+    run_plan(config, sources, out, objective, what_if or (), check, execution.value)
 
 
 @app.command()
@@ -362,7 +364,8 @@ def clean(
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing")
     ] = False,
 ) -> None:
-    """Remove what killed processes left: shared memory of this node, temporary files of runs."""
+    """Remove files that killed processes left: shared memory of this node, temporary files of
+    runs."""
     from pipeline.cleanup import clean_up as remove
 
     for line in remove(folders or [], dry_run=dry_run):
@@ -382,7 +385,8 @@ def replan(
     objective: Annotated[str | None, typer.Option(help="As before by default")] = None,
     apply: Annotated[bool, typer.Option(help="Replace the run's plan")] = False,
 ) -> None:
-    """Compare predicted with actual times of a run, and plan again with what it has taught."""
+    """Compare predicted with actual times of a run, and plan again with the measured
+    corrections."""
     from pipeline.planning.planner.plan_command import run_replan
     from pipeline.run import Run
 
@@ -397,7 +401,7 @@ def planning_sources(
     partitions: list[str] | None,
     pins: list[str] | None,
 ) -> Any:
-    """Where the planner's facts come from, by paths that hold from anywhere."""
+    """Return the inputs of the planner with absolute paths."""
     from pipeline.plan import PlanningSources
 
     def whole(path: Path | None) -> str | None:
@@ -469,7 +473,7 @@ def simulate(
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """Entry point; errors are one line, their exit code as in ``rlinf.errors``."""
+    """Run the command line. An error is one line; ``rlinf.errors`` lists exit codes."""
     package_paths.add_to_sys_path()
     process_tuning.tune_process()
     try:

@@ -1,4 +1,4 @@
-"""Demonstrations from one format into the other: of LeRobot, and ours."""
+"""Conversion of demonstrations between LeRobot's format and trajectories."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TRAJECTORY_FILES = "trajectories-*.h5"
 
 
 def extract_interventions(source: Path, to: Path) -> str:
-    """Write the episodes of trajectories in which a person acted as trajectories, in which actions
-    are those that were carried out (:mod:`rlinf.data.episodes`).
+    """Write the episodes in which a person acted, with the executed actions
+    (:mod:`rlinf.data.episodes`).
 
     Args:
-        source: a folder with ``trajectories-*.h5`` as rollouts write them.
+        source: a folder with ``trajectories-*.h5`` of rollouts.
         to: a new folder.
 
     Returns:
-        What was written, in words.
+        A summary of what was written.
 
     Raises:
-        InputError: the target holds something, or the trajectories do not say where a person acted.
+        InputError: the target is not empty, or the trajectories do not record interventions.
         DataError: there are no trajectories, or a person acted in none of them.
     """
     if to.exists() and any(to.iterdir()):
@@ -50,20 +50,20 @@ def extract_interventions(source: Path, to: Path) -> str:
 def convert_demonstrations(
     source: Path, to: Path, *, fps: int, task: str, png: bool, solved: bool
 ) -> str:
-    """Write a data set of LeRobot as trajectories, or trajectories as such a data set.
+    """Convert a LeRobot data set to trajectories, or trajectories to a LeRobot data set.
 
     Args:
-        source: a folder of a data set, or one with ``trajectories-*.h5`` as rollouts write them.
+        source: the folder of a data set, or one with ``trajectories-*.h5`` of rollouts.
         to: a new folder.
-        fps, task, png: of what is written for LeRobot; see :class:`lerobot_writer.Writer`.
-        solved: of what is read from there; see :class:`lerobot.Dataset`.
+        fps, task, png: settings of a written LeRobot data set.
+        solved: whether every episode of a LeRobot source solved its task.
 
     Returns:
-        What was written, in words.
+        A summary of what was written.
 
     Raises:
-        InputError: the target holds something.
-        DataError: the source is neither, or lacks something.
+        InputError: the target is not empty.
+        DataError: the source has neither format, or is incomplete.
     """
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: exists and is not empty")
@@ -78,7 +78,8 @@ def convert_demonstrations(
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(
-            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with {TRAJECTORY_FILES}"
+            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with "
+            f"{TRAJECTORY_FILES}"
         )
     try:
         count = lerobot.write_lerobot_dataset(

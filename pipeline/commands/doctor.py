@@ -1,4 +1,5 @@
-"""``rlinf doctor``: is this place fit to run on? Each check says what it found and what to do."""
+"""``rlinf doctor``: checks of this machine, the cluster and simulators. Each finding has a
+remedy."""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ from pipeline.commands.experiment import compose_words
 from pipeline.console import create_console
 from rlinf import package_paths
 from rlinf.config import RunConfig, validate
-from rlinf.envs.gym import GymEnvironment, create_simulator_process
-from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
 from rlinf.errors import ConfigError, RlinfError
 from rlinf.interpreters import missing_modules, resolve_interpreter
@@ -41,7 +41,7 @@ class Finding:
 
 
 def show_findings(found: Iterable[Finding]) -> int:
-    """Print findings; 0 when none is a failure."""
+    """Print findings; returns 0 if none is a failure, else 1."""
     table = Table(title="rlinf doctor", title_justify="left", show_header=False)
     failed = False
     for finding in found:
@@ -71,7 +71,7 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
-    """All checks, in order; those on compute nodes only where Slurm answers."""
+    """Yield the findings of all checks, in order. Compute nodes are checked if Slurm answers."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} ({sys.executable})")
     yield from check_packages()
     usable = yield from check_storage(folder)
@@ -89,7 +89,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Optional packages that are missing, with the extra that brings them."""
+    """Yield missing optional packages, with the extra that installs them."""
     missing: dict[str, list[str]] = {}
     for package, extra in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -102,7 +102,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_storage(folder: Path) -> Generator[Finding, None, bool]:
-    """Whether the run folder can be written, and how fast a synced write and a rename are."""
+    """Check that the run folder is writable, and time a synced write and a rename."""
     folder = folder.expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +120,16 @@ def check_storage(folder: Path) -> Generator[Finding, None, bool]:
     except OSError as error:
         yield Finding("fail", "run folder", f"{folder}: {error.strerror}; choose another run.root")
         return False
-    middle = sorted(times)[2]
-    level: Literal["ok", "warn"] = "ok" if middle < SLOW_FSYNC_S else "warn"
-    yield Finding(level, "run folder", f"{folder}: write, sync and rename in {middle * 1e3:.1f} ms")
+    median_s = sorted(times)[2]
+    level: Literal["ok", "warn"] = "ok" if median_s < SLOW_FSYNC_S else "warn"
+    yield Finding(
+        level, "run folder", f"{folder}: write, sync and rename in {median_s * 1e3:.1f} ms"
+    )
     return True
 
 
 def describe_partition(partition: Partition) -> Finding:
-    """A partition in one line."""
+    """Return one line that describes a partition."""
     gpus = ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in partition.gpus.items())
     limit = "unlimited" if partition.time_limit_min is None else f"{partition.time_limit_min} min"
     text = f"{partition.nodes} nodes, {gpus or 'no GPUs'} a node, {limit}"
@@ -135,7 +137,7 @@ def describe_partition(partition: Partition) -> Finding:
 
 
 def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Finding]:
-    """One short job per partition: is the folder shared, how late do renames show, same Python?"""
+    """Run one short job per partition: shared folder, delay of renames, Python version."""
     for name, partition in partitions.items():
         if not partition.is_available:
             continue
@@ -144,7 +146,7 @@ def check_nodes(folder: Path, partitions: dict[str, Partition]) -> Iterator[Find
 
 
 def probe_partition(name: str, probe: Path) -> Finding:
-    """Let a node of a partition answer through the run folder."""
+    """Run a job on one node of a partition, which answers through the run folder."""
     what = f"node of {name}"
     code = (
         "import json,os,socket,sys,time;p=sys.argv[1];"
@@ -153,7 +155,7 @@ def probe_partition(name: str, probe: Path) -> Finding:
     )
     command = ["srun", "-p", name, "-n1", "-c1", "-t", "2", "--mem=500", "--immediate=30", "-Q"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, sys.executable, "-c", code, str(probe)],
             capture_output=True,
             text=True,
@@ -163,38 +165,41 @@ def probe_partition(name: str, probe: Path) -> Finding:
         )
     except subprocess.TimeoutExpired:
         return Finding("warn", what, f"no free node within {PROBE_TIMEOUT_S:.0f} s; not checked")
-    if done.returncode:
-        first = (done.stderr.strip().splitlines() or ["unknown error"])[-1]
-        busy = "Unable to allocate" in done.stderr or "immediate" in done.stderr.lower()
+    if process.returncode:
+        first = (process.stderr.strip().splitlines() or ["unknown error"])[-1]
+        busy = "Unable to allocate" in process.stderr or "immediate" in process.stderr.lower()
         return Finding("warn" if busy else "fail", what, first)
-    seen = time.time()
+    finished_at = time.time()
     while not probe.exists():
-        if time.time() - seen > RENAME_TIMEOUT_S:
+        if time.time() - finished_at > RENAME_TIMEOUT_S:
             return Finding("fail", what, "its files do not show here: run.root is not shared")
         time.sleep(0.02)
-    late = time.time() - seen
+    delay_s = time.time() - finished_at
     answer = json.loads(probe.read_text())
     probe.unlink()
     if answer["python"] != sys.version.split()[0]:
         return Finding("fail", what, f"{answer['host']} runs Python {answer['python']}")
-    return Finding("ok", what, f"{answer['host']}: same Python, a rename shows after {late:.2f} s")
+    return Finding(
+        "ok", what, f"{answer['host']}: same Python, a rename shows after {delay_s:.2f} s"
+    )
 
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 NVIDIA_SMI_TIMEOUT_S = 30.0
 WITHOUT_RT = ("V100", "A30", "A100", "A800", "H100", "H200", "H800", "H20", "B200", "GB200")
-"""Data-centre GPUs that have no cores for ray tracing, which NVIDIA's renderer needs."""
+"""Data-centre GPUs without ray-tracing cores, which NVIDIA's renderer needs."""
 
 
 def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
-    """Checks of the simulator of ``task=NAME``: interpreter, packages, GPU, files; and where none
-    of these is missing, an episode that begins, with its pictures.
+    """Check the simulator of ``task=NAME``: interpreter, packages, GPU and files. If nothing is
+    missing, start an episode with its images.
 
     Args:
+        task: name of the task.
         overrides: further keys, such as ``task.kwargs.folder=...``.
 
     Raises:
-        ConfigError: there is no such task, or it steps no simulator.
+        ConfigError: the task does not exist, or has no simulator.
     """
     config = validate(RunConfig, compose_words([f"task={task}", *overrides]))
     cls, options = environment_class(config)
@@ -213,7 +218,7 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
 
 
 def _packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Finding]:
-    """Whether the interpreter is there and finds what the simulator consists of."""
+    """Check that the interpreter exists and has the packages of the simulator."""
     name = options.python or sys.executable
     try:
         path = resolve_interpreter(name, "task.python")
@@ -231,7 +236,7 @@ def _packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Find
 
 
 def _install(name: str, needs: SimulatorRequirements) -> str:
-    """How packages are had that are not there."""
+    """Return how to install missing packages."""
     if needs.install:
         return f"; install them there: {needs.install}"
     made = (package_paths.ROOT / "configs" / "environments" / f"{name}.txt").is_file()
@@ -242,36 +247,36 @@ def _gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
     if not needs.gpu:
         return
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-        here = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+        gpus = [line.strip() for line in output.stdout.splitlines() if line.strip()]
     except (OSError, subprocess.SubprocessError):
-        here = []
-    if not here:
+        gpus = []
+    if not gpus:
         text = f"none here (nvidia-smi names none); it needs {needs.gpu}"
         yield Finding("fail", "GPU", f"{text}. Ask on a node that has one: srun --gpus=1 ...")
-    elif "RTX" in needs.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in here):
-        yield Finding("fail", "GPU", f"{here[0]} has no RT cores; it needs {needs.gpu}")
+    elif "RTX" in needs.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in gpus):
+        yield Finding("fail", "GPU", f"{gpus[0]} has no RT cores; it needs {needs.gpu}")
     else:
-        yield Finding("ok", "GPU", "; ".join(here))
+        yield Finding("ok", "GPU", "; ".join(gpus))
 
 
 def _episode(options: GymConfig) -> Finding:
-    """Whether an episode begins as the configuration says."""
-    begun = time.perf_counter()
+    """Check that an episode starts as configured."""
+    started_at = time.perf_counter()
     try:
         differing = GymEnvironment.spec_mismatches(options, GymEnvironment.read_spec(options))
         if differing:
             return Finding("fail", "episode", "; ".join(differing))
-        with contextlib.closing(create_simulator_process(options)) as process:
-            seen = process.reset([0], [0])
+        with contextlib.closing(create_simulator_process(options)) as simulator:
+            observations = simulator.reset([0], [0])
     except RlinfError as error:
         lines = str(error).strip().splitlines()
         return Finding(
             "fail", "episode", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
         )
-    shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in seen.items())
+    shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in observations.items())
     pictures = "" if options.images else "; no pictures asked (task.images), no renderer tried"
-    took = time.perf_counter() - begun
-    return Finding("ok", "episode", f"begins after {took:.1f} s: {shapes}{pictures}")
+    duration_s = time.perf_counter() - started_at
+    return Finding("ok", "episode", f"begins after {duration_s:.1f} s: {shapes}{pictures}")

@@ -1,8 +1,8 @@
-"""The driver of a run as a small Slurm job of its own, and what runs in it.
+"""The driver of a run as a small Slurm job.
 
-``python -m pipeline.commands.driver_job RUN`` is the driver. Its job is requeued before its limit
-and when its node is lost, as those of stages are, and also when the driver was killed. The next
-life finds pools and jobs by their notes in the run directory, as any driver does.
+The job runs ``python -m pipeline.commands.driver_job RUN``. It is requeued before its time limit,
+when its node is lost, and when the driver was killed. The restarted driver finds pools and jobs by
+their notes in the run directory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_restarting, with_tag
 from launchers.submission_queue import JOB_NOTE, read_job_note, write_job_note
-from pipeline.job_executor import ClusterConfig, check_quotas, job_resources, plan_job_requests
+from pipeline.cluster_config import ClusterConfig
 from pipeline.lock import LOCK_FILE, RunLock, living_owner
 from pipeline.plan import Plan, StagePlan
+from pipeline.resources import check_quotas, job_resources, plan_job_requests
 from pipeline.run import Run, explain_write_errors
 from rlinf import process_tuning
 from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmUnresponsiveError
@@ -32,11 +33,12 @@ from stages.layout import DRIVER_JOB_FOLDER
 
 DEFAULT_TIME_LIMIT_MIN = 24 * 60
 START_LOCK = "starts.json"
-"""In the driver's folder: which process makes or changes the run, or submits its driver."""
+"""Lock file in the driver's folder, for processes that create or change the run or submit its
+driver."""
 
 
 def driver_job(run: Run, needs: JobResources) -> JobSpec:
-    """The job that drives a run."""
+    """Return the job that drives a run."""
     return JobSpec(
         f"driver/{run.folder.name}",
         (str(run.folder), "--iterations", str(run.config.iterations)),
@@ -48,25 +50,24 @@ def driver_job(run: Run, needs: JobResources) -> JobSpec:
 
 
 def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) -> JobResources:
-    """What the job asks for.
+    """Return the resources of the driver's job.
 
     Raises:
-        PlanError: the cluster does not have it, or accounting does not allow it beside the jobs of
-            the plan.
-        SlurmError: Slurm is not there or does not answer.
+        PlanError: the cluster lacks them, or accounting does not allow them beside the plan's jobs.
+        SlurmError: Slurm is not installed or does not answer.
     """
-    asked, partitions = cluster.driver, client.partitions()
+    settings, partitions = cluster.driver, client.partitions()
     # By its name, for what the site file says of it.
-    partition = asked.partition or default_partition(partitions)
+    partition = settings.partition or default_partition(partitions)
     own = StagePlan(
         partition=partition,
-        cpus=asked.cpus,
-        mem_mb=asked.mem_mb,
-        time_limit_min=asked.time_limit_min or _time_min(partition, partitions),
+        cpus=settings.cpus,
+        mem_mb=settings.mem_mb,
+        time_limit_min=settings.time_limit_min or _default_time_limit_min(partition, partitions),
     )
-    needs = _small(job_resources(own, cluster), cluster, partitions)
+    needs = _without_large_job_settings(job_resources(own, cluster), cluster, partitions)
     quotas = read_quotas(client)
-    longest = quotas.max_minutes(needs) if asked.time_limit_min is None else None
+    longest = quotas.max_minutes(needs) if settings.time_limit_min is None else None
     if longest is not None and needs.time_limit_min is not None:
         needs = replace(needs, time_limit_min=min(needs.time_limit_min, longest[0]))
     try:
@@ -79,32 +80,32 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
     return needs
 
 
-def _small(
+def _without_large_job_settings(
     needs: JobResources, cluster: ClusterConfig, partitions: Mapping[str, Partition]
 ) -> JobResources:
-    """Return what the driver asks for without what a site file says for larger jobs.
+    """Return the resources without settings of the site file for larger jobs.
 
-    QOS, constraint and reservation are kept where the site file says them of the driver's own
-    partition and that has no GPUs; those of the defaults may be for GPUs.
+    QOS, constraint and reservation stay if the site file sets them for the driver's own partition
+    and that has no GPUs; defaults may be meant for GPUs.
     """
-    asked, site = cluster.driver, PartitionSettings()
+    settings, site = cluster.driver, PartitionSettings()
     found = partitions.get(needs.partition or "")
     if cluster.site is not None and found is not None and not found.gpus:
         site = load_site(cluster.site).overrides_for(needs.partition)
-    mail = {} if asked.mail is None else {"mail-user": asked.mail, "mail-type": "END,FAIL"}
+    mail = {} if settings.mail is None else {"mail-user": settings.mail, "mail-type": "END,FAIL"}
     return replace(
         needs,
-        account=asked.account or needs.account,
-        qos=asked.qos or site.qos,
-        constraint=asked.constraint or site.constraint,
-        reservation=asked.reservation or site.reservation,
-        exclude=asked.exclude or needs.exclude,
-        sbatch={**portable_options(needs.sbatch), **mail, **asked.sbatch},
+        account=settings.account or needs.account,
+        qos=settings.qos or site.qos,
+        constraint=settings.constraint or site.constraint,
+        reservation=settings.reservation or site.reservation,
+        exclude=settings.exclude or needs.exclude,
+        sbatch={**portable_options(needs.sbatch), **mail, **settings.sbatch},
     )
 
 
-def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
-    """A day, or less where the partition, or one of a list, allows no more."""
+def _default_time_limit_min(partition: str | None, partitions: dict[str, Partition]) -> int:
+    """Return one day, or the limit of the partition (or of one in a list) if it is lower."""
     names = partition_names(partition or "")
     chosen = [p for p in partitions.values() if p.name in names]
     limits = [p.time_limit_min for p in chosen if p.time_limit_min is not None]
@@ -113,13 +114,12 @@ def _time_min(partition: str | None, partitions: dict[str, Partition]) -> int:
 
 @contextlib.contextmanager
 def start_lock(run: Run) -> Iterator[None]:
-    """Be the only one who makes or changes a run, or submits a driver for it.
+    """Lock the creation or change of a run, and the submission of its driver.
 
-    Whoever is refused has written nothing. A folder that was made for a start which failed before
-    it wrote anything is removed again.
+    A refused process has written nothing. An empty folder of a failed start is removed.
 
     Raises:
-        RunLockedError: another process is at it, or the run has a driver.
+        RunLockedError: another process has the lock, or the run has a driver.
         InputError: no permission to write there.
     """
     at = run.folder / DRIVER_JOB_FOLDER
@@ -143,13 +143,13 @@ def start_lock(run: Run) -> Iterator[None]:
 
 
 def submit_driver_job(job: JobSpec) -> str:
-    """Submit the driver of a run and note its id, which is returned; within :func:`starting`.
+    """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
-    The mark of the job is noted first: should this process end before it has noted the id, the job
-    is found by its mark.
+    The mark of the job is written first, so that the job is found even if this process ends before
+    it has written the id.
 
     Raises:
-        SlurmError: sbatch refused it.
+        SlurmError: sbatch refused the job.
     """
     mark = new_tag()
     write_job_note(job, mark=mark)
@@ -165,10 +165,10 @@ def submit_driver_job(job: JobSpec) -> str:
 
 
 def check_not_driven(run: Run) -> None:
-    """See that a run has no driver.
+    """Check that a run has no driver.
 
     Raises:
-        RunLockedError: it has one, or the job of one.
+        RunLockedError: it has a driver or a driver job.
     """
     owner = living_owner(run.folder / LOCK_FILE)
     if owner is not None:
@@ -180,10 +180,10 @@ def check_not_driven(run: Run) -> None:
 
 
 def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, QueuedJob] | None:
-    """The job that drives a run and how it is, where there is one that waits or runs.
+    """Return id and state of the pending or running driver job of a run, if there is one.
 
     Raises:
-        SlurmError: one was submitted, and Slurm does not answer.
+        SlurmError: a job was submitted, and Slurm does not answer.
     """
     last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
     if last is None:
@@ -191,21 +191,21 @@ def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, Q
     client = client or SlurmClient()
     ids = last.find_ids(client)
     queue = client.queue() if ids else {}
-    there = ((i, queue[i]) for i in ids if i in queue and queue[i].state.is_active)
-    return next(there, None)
+    active = ((i, queue[i]) for i in ids if i in queue and queue[i].state.is_active)
+    return next(active, None)
 
 
 def last_driver_job_id(run: Run) -> str | None:
-    """The id of the driver's job that was submitted last; None where it has none, or not yet."""
+    """Return the id of the last submitted driver job; None if there is none, or no id yet."""
     last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
     return None if last is None else last.id or None
 
 
 def check_no_driver_job(run: Run) -> None:
-    """Let no other driver begin while there is a job to drive the run, which may only wait.
+    """Check that no other job, even a pending one, drives the run.
 
     Raises:
-        RunLockedError: there is.
+        RunLockedError: there is one.
     """
     last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
     if last is None or last.id == current_job_id():
@@ -219,7 +219,7 @@ def check_no_driver_job(run: Run) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Drive; returns the exit code."""
+    """Drive a run; returns the exit code."""
     from pipeline.commands.experiment import drive
 
     process_tuning.tune_process()

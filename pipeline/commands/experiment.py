@@ -1,4 +1,5 @@
-"""From a composed configuration to a finished run: what every way of starting one calls."""
+"""From overrides to a finished run: compose, validate, create or reopen, and drive. All commands
+and the Python API use these functions."""
 
 from __future__ import annotations
 
@@ -16,16 +17,18 @@ from pipeline.callbacks import (
     check_notify_command,
     notify_at_end,
 )
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.driver_job import check_no_driver_job, start_lock
 from pipeline.commands.stop import StopRequest, cancel_run_jobs
-from pipeline.driver import Driver, InProcessExecutor, RunCallback, StageExecutor
+from pipeline.driver import Driver, RunCallback
+from pipeline.executors import InProcessExecutor, StageExecutor
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
-from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher, resolve_plan
+from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, load_plan
 from pipeline.pools.executor import PoolExecutor
 from pipeline.report import write_report
-from pipeline.resources import pool_resources
+from pipeline.resources import pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run
 from pipeline.run_record import read_run_record
@@ -49,17 +52,254 @@ from stages.runner import read_config_values
 from stages.worker_state import WorkerState
 
 
-def reopen_run(
-    folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
-) -> Run:
-    """Open a run with another configuration, as ``rlinf run`` would with the run's first command.
+def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
+    """Validate a composed configuration, and create or reopen its run directory.
 
     Args:
-        words: overrides of what is frozen.
+        on_mismatch: handling of results that it would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: nothing was written.
-        RunLockedError: a driver is at work there, or another process starts the run.
+        RunLockedError: the run has a driver, or another process is starting it.
+    """
+    from pipeline.resume import create_run  # it loads algorithms, as the checks do
+
+    config, plan = validate_experiment(values, current_job_resources())
+    with start_lock(Run(config.run.folder, config)):
+        return create_run(config, plan.to_dict(), on_mismatch)
+
+
+def validate_experiment(
+    values: Mapping[str, Any], driver: JobResources | None = None
+) -> tuple[RunConfig, Plan]:
+    """Return a composed configuration and its plan after all checks; nothing is written.
+
+    Args:
+        driver: resources of the job in which the driver will run; None: the driver is no job, or
+            they are unknown.
+
+    Raises:
+        ConfigError, DataError, PlanError: they are invalid.
+    """
+    # They load engines and trainers, which a driver has no use for.
+    from pipeline.validate_config import (
+        check_layouts,
+        check_separate_policy,
+        complete_config,
+        validate_config,
+    )
+
+    config = complete_config(validate(RunConfig, values))
+    validate_config(config)
+    plan = load_plan(config)
+    cluster = validate(ClusterConfig, config.cluster, "cluster")
+    if cluster.network_interface is not None:
+        interface_address(cluster.network_interface)
+    plan = resolve_plan(plan, cluster)
+    check_notify_command(cluster.notify_command)
+    if plan.execution == "segment" and cluster.launcher == "inprocess":
+        raise PlanError(
+            "plan: execution: segment: pools are processes of their own; add cluster=local (this "
+            "machine) or cluster=slurm"
+        )
+    plan.check_transports(Graph(config).edges())
+    check_separate_policy(config, plan)
+    for number in range(len(plan.pools)):
+        pool_resources(plan, number)
+    check_layouts(config, plan)
+    if cluster.launcher != "inprocess":
+        create_launcher(cluster, plan, driver).close()
+    return config, plan
+
+
+def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Path:
+    """Run a composed configuration to its end; returns the path of the report."""
+    with translate_resource_errors(), translate_user_errors():
+        return drive(prepare_run(values, on_mismatch))
+
+
+def open_run(words: Sequence[str]) -> Run:
+    """Open a run directory, with overrides if any follow, or prepare the run of an experiment.
+
+    Raises:
+        ConfigError, DataError, PlanError: nothing was written.
+    """
+    if not is_run_folder(words):
+        return prepare_run(compose_words(words))
+    folder, further = Path(words[0]), words[1:]
+    if not further:
+        return Run.open(folder)
+    pass
+
+    return reopen_run(folder, further)
+
+
+def load_configuration(words: Sequence[str]) -> RunConfig:
+    """Return the validated configuration of a run directory or experiment, without creating a run.
+
+    Raises:
+        ConfigError, DataError: it is invalid.
+    """
+    if is_run_folder(words) and not words[1:]:
+        return Run.open(Path(words[0])).config
+    from pipeline.validate_config import complete_config, validate_config
+
+    pass
+
+    values = (
+        apply_overrides(Path(words[0]), words[1:]) if is_run_folder(words) else compose_words(words)
+    )
+    config = complete_config(validate(RunConfig, values))
+    validate_config(config)
+    return config
+
+
+def is_run_folder(words: Sequence[str]) -> bool:
+    """Return whether words start with a run directory, which overrides may follow."""
+    return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
+
+
+def compose_words(words: Sequence[str]) -> dict[str, Any]:
+    """Compose the overrides of a command; returns plain values.
+
+    Raises:
+        ConfigError: Hydra cannot compose them.
+    """
+    return compose([force_add(word) for word in words])
+
+
+def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose a configuration with Hydra; returns plain values.
+
+    Args:
+        searchpath: folders of further configuration files.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    return compose_from(package_paths.ROOT / "configs", "config", overrides, searchpath)
+
+
+def compose_from(
+    folder: Path, name: str, overrides: Sequence[str], searchpath: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Compose a configuration from the file ``name`` of a folder.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
+            path = [f"hydra.searchpath=[{further}]"] if further else []
+            whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
+        # Names of runs may be made of files that were chosen: hydra:runtime.choices.
+        HydraConfig.instance().set_config(whole)
+        values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise to_config_error(error) from None
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def drive(
+    run: Run, overrides: Mapping[str, Any] | None = None, on_mismatch: OnMismatch = OnMismatch.ERROR
+) -> Path:
+    """Drive a run to its end and write the report; returns its path.
+
+    Args:
+        overrides: keys of the ``cluster`` section that differ this time.
+        on_mismatch: handling of results that this program would not reproduce.
+
+    Raises:
+        MismatchError: there are such results, and ``on_mismatch`` is ERROR.
+    """
+    cluster = cluster_config(run, overrides)
+    with (
+        translate_resource_errors(),
+        translate_user_errors(),
+        notify_at_end(run.folder.name, cluster.notify_command),
+    ):
+        _drive(run, cluster, on_mismatch, offline=False)
+        return write_report(run.folder)
+
+
+def run_warm_start(run: Run) -> None:
+    """Run the offline stages, unless they are finished."""
+    with translate_resource_errors(), translate_user_errors():
+        _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
+
+
+def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """Return the cluster section of a run, with keys that differ this time.
+
+    Raises:
+        ConfigError: a key is wrong.
+    """
+    return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
+
+
+def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: bool) -> None:
+    check_no_driver_job(run)
+    with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
+        stop = StopRequest(run.folder, flag.is_set)
+        executor: StageExecutor
+        if cluster.launcher == "inprocess":
+            executor = InProcessExecutor(
+                run, WorkerState(on_progress=console.on_stage_progress), stop
+            )
+        else:
+            plan = resolve_plan(Plan.from_run(run.folder), cluster)
+            launcher = create_launcher(cluster, plan, current_job_resources())
+            if plan.execution == "segment":
+                executor = PoolExecutor(
+                    run, launcher, plan, cluster, stop, console.on_stage_progress
+                )
+            else:
+                executor = JobExecutor(run, launcher, plan, cluster, stop)
+        trackers = TrackerCallback(run)
+        listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
+        try:
+            Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
+            idle = isinstance(executor, PoolExecutor) and not executor.has_started
+            if idle and cluster.launcher == "slurm" and not offline:
+                # All was done before: pools of a driver that died at the end still wait for one.
+                for line in cancel_run_jobs(run.folder):
+                    log.info("left by another driver: %s", line)
+        except KeyboardInterrupt:
+            raise InterruptedByUser(
+                f"interrupted; {executor.interrupt_note}, and all that was committed stays. "
+                f"Go on with: rlinf resume {run.folder}"
+            ) from None
+        except RequeueRequested:
+            if stop.is_requested:
+                raise RunStopped(
+                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                ) from None
+            raise
+        finally:
+            trackers.close()
+
+
+def reopen_run(
+    folder: Path, words: Sequence[str], on_mismatch: OnMismatch = OnMismatch.ERROR
+) -> Run:
+    """Open a run with overrides, as ``rlinf run`` would with the run's first command.
+
+    Args:
+        words: overrides of the frozen configuration.
+
+    Raises:
+        ConfigError, DataError, PlanError, MismatchError: nothing was written.
+        RunLockedError: the run has a driver, or another process is starting it.
     """
     from pipeline.resume import create_run  # it loads algorithms, as the checks do
 
@@ -71,15 +311,16 @@ def reopen_run(
 def validate_overrides(
     folder: Path, words: Sequence[str], driver: JobResources | None = None
 ) -> tuple[RunConfig, Plan, bool]:
-    """Return the checked configuration and plan of a run with overrides; nothing is written.
+    """Return the validated configuration and plan of a run with overrides; nothing is written.
 
-    The plan is that of the run, unless an override names another one; the last value says so.
+    The plan is that of the run, unless an override names another one; the third value tells whether
+    one does.
 
     Args:
-        driver: see :func:`pipeline.commands.experiment.validate_experiment`.
+        driver: see :func:`validate_experiment`.
 
     Raises:
-        ConfigError, DataError, PlanError: they cannot be used.
+        ConfigError, DataError, PlanError: they are invalid.
     """
     values = apply_overrides(folder, words)
     chosen = any(_key(word) == "plan" for word in words)
@@ -96,10 +337,10 @@ def validate_overrides(
 def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """Return the frozen values of a run with overrides.
 
-    ``SECTION=NAME`` puts the file of that name in the place of the whole section.
+    ``SECTION=NAME`` replaces the whole section by the file of that name.
 
     Raises:
-        ConfigError: an override cannot be composed, or is about which run this is.
+        ConfigError: an override cannot be composed, or would change the identity of the run.
     """
     folder = Run.open(folder).folder
     for word in words:
@@ -135,7 +376,7 @@ def _is_group(word: str) -> bool:
 
 
 def _literal(value: Any) -> Any:
-    """Values in which nothing is an interpolation: they were resolved when they were frozen."""
+    """Escape interpolations: frozen values were resolved before."""
     if isinstance(value, Mapping):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -144,240 +385,3 @@ def _literal(value: Any) -> Any:
 
 
 log = logging.getLogger("rlinf")
-
-
-def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
-    """Validate a composed configuration and make (or reopen) its run directory.
-
-    Args:
-        choice: what to do about results that it would not make the same.
-
-    Raises:
-        ConfigError, DataError, PlanError, MismatchError: nothing was written.
-        RunLockedError: a driver is at work there, or another process starts the run.
-    """
-    from pipeline.resume import create_run  # it loads algorithms, as the checks do
-
-    config, plan = validate_experiment(values, current_job_resources())
-    with start_lock(Run(config.run.folder, config)):
-        return create_run(config, plan.to_dict(), on_mismatch)
-
-
-def validate_experiment(
-    values: Mapping[str, Any], driver: JobResources | None = None
-) -> tuple[RunConfig, Plan]:
-    """A composed configuration and its plan, after all checks; nothing is written.
-
-    Args:
-        driver: what the job asks for in which the driver will run; None: in none, or it is not
-            known yet.
-
-    Raises:
-        ConfigError, DataError, PlanError: they cannot be used.
-    """
-    # They load engines and trainers, which a driver has no use for.
-    from pipeline.validate_config import (
-        check_layouts,
-        check_separate_policy,
-        complete_config,
-        validate_config,
-    )
-
-    config = complete_config(validate(RunConfig, values))
-    validate_config(config)
-    plan = load_plan(config)
-    cluster = validate(ClusterConfig, config.cluster, "cluster")
-    if cluster.interface is not None:
-        interface_address(cluster.interface)
-    plan = resolve_plan(plan, cluster)
-    check_notify_command(cluster.notify)
-    if plan.execution == "segment" and cluster.launcher == "inprocess":
-        raise PlanError(
-            "plan: execution: segment: pools are processes of their own; add cluster=local (this "
-            "machine) or cluster=slurm"
-        )
-    plan.check_transports(Graph(config).edges())
-    check_separate_policy(config, plan)
-    for number in range(len(plan.pools)):
-        pool_resources(plan, number)
-    check_layouts(config, plan)
-    if cluster.launcher != "inprocess":
-        create_launcher(cluster, plan, driver).close()
-    return config, plan
-
-
-def run_experiment(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Path:
-    """Run a composed configuration to its end; returns the path of the report."""
-    with translate_resource_errors(), translate_user_errors():
-        return drive(prepare_run(values, on_mismatch))
-
-
-def open_run(words: Sequence[str]) -> Run:
-    """The run of a directory, with overrides if any follow, or of the experiment that they compose.
-
-    Raises:
-        ConfigError, DataError, PlanError: nothing was written.
-    """
-    if not is_run_folder(words):
-        return prepare_run(compose_words(words))
-    folder, further = Path(words[0]), words[1:]
-    if not further:
-        return Run.open(folder)
-    pass
-
-    return reopen_run(folder, further)
-
-
-def load_configuration(words: Sequence[str]) -> RunConfig:
-    """The checked configuration of the same; no run directory is made.
-
-    Raises:
-        ConfigError, DataError: it cannot be used.
-    """
-    if is_run_folder(words) and not words[1:]:
-        return Run.open(Path(words[0])).config
-    from pipeline.validate_config import complete_config, validate_config
-
-    pass
-
-    values = (
-        apply_overrides(Path(words[0]), words[1:]) if is_run_folder(words) else compose_words(words)
-    )
-    config = complete_config(validate(RunConfig, values))
-    validate_config(config)
-    return config
-
-
-def is_run_folder(words: Sequence[str]) -> bool:
-    """Whether words begin with a run directory, which overrides may follow."""
-    return bool(words) and "=" not in words[0] and not words[0].startswith(("+", "~", "-"))
-
-
-def compose_words(words: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a command's overrides, as plain values.
-
-    Raises:
-        ConfigError: Hydra cannot compose it.
-    """
-    return compose([force_add(word) for word in words])
-
-
-def compose(overrides: Sequence[str], searchpath: Sequence[str] = ()) -> dict[str, Any]:
-    """The configuration Hydra composes, as plain values.
-
-    Args:
-        searchpath: folders of further configuration files.
-
-    Raises:
-        ConfigError: Hydra cannot compose it.
-    """
-    return compose_from(package_paths.ROOT / "configs", "config", overrides, searchpath)
-
-
-def compose_from(
-    folder: Path, name: str, overrides: Sequence[str], searchpath: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The same, beginning with the file ``name`` of a folder.
-
-    Raises:
-        ConfigError: Hydra cannot compose it.
-    """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
-            further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
-            path = [f"hydra.searchpath=[{further}]"] if further else []
-            whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
-        # Names of runs may be made of files that were chosen: hydra:runtime.choices.
-        HydraConfig.instance().set_config(whole)
-        values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
-        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise to_config_error(error) from None
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def drive(
-    run: Run, overrides: Mapping[str, Any] | None = None, on_mismatch: OnMismatch = OnMismatch.ERROR
-) -> Path:
-    """Take a run from where it is to its end and write the report.
-
-    Args:
-        overrides: keys of the ``cluster`` section that differ this time.
-        choice: what to do about results that this program would not make the same.
-
-    Raises:
-        MismatchError: there are some, and nobody chose.
-    """
-    cluster = cluster_config(run, overrides)
-    with (
-        translate_resource_errors(),
-        translate_user_errors(),
-        notify_at_end(run.folder.name, cluster.notify),
-    ):
-        _drive(run, cluster, on_mismatch, offline=False)
-        return write_report(run.folder)
-
-
-def run_warm_start(run: Run) -> None:
-    """Run the stages before the first iteration, unless that is done."""
-    with translate_resource_errors(), translate_user_errors():
-        _drive(run, cluster_config(run), OnMismatch.ERROR, offline=True)
-
-
-def cluster_config(run: Run, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
-    """The cluster section of a run, with keys that differ this time.
-
-    Raises:
-        ConfigError: a key is wrong.
-    """
-    return validate(ClusterConfig, {**run.config.cluster, **(overrides or {})}, "cluster")
-
-
-def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: bool) -> None:
-    check_no_driver_job(run)
-    with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
-        stop = StopRequest(run.folder, flag.is_set)
-        executor: StageExecutor
-        if cluster.launcher == "inprocess":
-            executor = InProcessExecutor(
-                run, WorkerState(on_progress=console.on_stage_progress), stop
-            )
-        else:
-            plan = resolve_plan(Plan.from_run(run.folder), cluster)
-            launcher = create_launcher(cluster, plan, current_job_resources())
-            if plan.execution == "segment":
-                executor = PoolExecutor(
-                    run, launcher, plan, cluster, stop, console.on_stage_progress
-                )
-            else:
-                executor = JobExecutor(run, launcher, plan, cluster, stop)
-        trackers = TrackerCallback(run)
-        listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
-        try:
-            Driver(run, executor, listeners, cluster.retries, offline, choice).drive()
-            idle = isinstance(executor, PoolExecutor) and not executor.has_started
-            if idle and cluster.launcher == "slurm" and not offline:
-                # All was done before: pools of a driver that died at the end still wait for one.
-                for line in cancel_run_jobs(run.folder):
-                    log.info("left by another driver: %s", line)
-        except KeyboardInterrupt:
-            raise InterruptedByUser(
-                f"interrupted; {executor.interrupt_note}, and all that was committed stays. "
-                f"Go on with: rlinf resume {run.folder}"
-            ) from None
-        except RequeueRequested:
-            if stop.is_requested:
-                raise RunStopped(
-                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
-                ) from None
-            raise
-        finally:
-            trackers.close()

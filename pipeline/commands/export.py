@@ -1,4 +1,4 @@
-"""Taking weights out of a run."""
+"""Export of weights from a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from stages.retention import best_weights
 
 
 def weight_versions(run: Path) -> dict[int, Path]:
-    """Versions of the weights still on disk: 0 before the first iteration, n after n iterations."""
+    """Return the versions of the weights on disk: 0 before the first iteration, n after n
+    iterations."""
     found, flow = {}, run_flow(run)
     if read_manifest(initial := offline_folder(run, flow.initial_stage)) is not None:
         found[0] = initial

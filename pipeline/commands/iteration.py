@@ -1,7 +1,7 @@
 """The stages of an iteration in one process: ``python -m pipeline.commands.iteration --run F ...``.
 
-For workflows whose jobs would otherwise be many and short. Engine and trainer stay loaded from one
-stage to the next; every stage commits by itself, so one that was committed is not computed again.
+This avoids many short jobs in a workflow. Engine and trainer stay loaded between stages; every
+stage commits its output, so a committed one is not computed again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.driver import InProcessExecutor, stage_call
+from pipeline.executors import InProcessExecutor, stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.run import Run
 from rlinf import process_tuning
@@ -21,7 +21,7 @@ from slurm.stop_signals import StopFlag
 
 
 def run_iteration(run: Run, iteration: int) -> int:
-    """Run the stages of an iteration in their order; returns the exit code of the first to fail."""
+    """Run the stages of an iteration in order; returns the exit code of the first failure, or 0."""
     graph = Graph(run.config)
     with StopFlag() as stop:
         executor = InProcessExecutor(run, should_stop=stop.is_set)
@@ -39,7 +39,7 @@ def run_iteration(run: Run, iteration: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code (see ``rlinf.errors``)."""
+    """Run the program; returns the exit code (see ``rlinf.errors``)."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.commands.iteration", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""What a run made, for a notebook: metrics, trajectories and weights of its committed outputs."""
+"""The results of a run for notebooks: metrics, trajectories and weights of committed outputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
 from rlinf.data.lazy_array import to_array
 from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError
 from stages.flow import EVALUATE
 from stages.layout import stage_folder
@@ -26,36 +27,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResults:
-    """A run directory, read. Nothing is kept in memory: a run that goes on shows what it has now.
+    """A reader of a run directory. It caches nothing, so a running run shows its latest results.
 
     Iterations count from 0. Version 0 of the weights is that before the first iteration, version
-    ``n`` that after ``n`` of them.
+    ``n`` that after ``n`` iterations.
     """
 
     folder: Path
     """The run directory, absolute."""
     config: RunConfig
-    """As it was frozen."""
+    """The frozen configuration."""
 
     @classmethod
     def open(cls, folder: str | Path) -> RunResults:
-        """Those of a run directory.
+        """Open a run directory.
 
         Raises:
-            ConfigError: it is none, or its configuration cannot be read.
+            ConfigError: it is no run directory, or its configuration cannot be read.
         """
         run = Run.open(Path(folder))
         return cls(run.folder, run.config)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each finished iteration: ``iteration``, and metrics named ``stage/metric``.
+        """Return one row per finished iteration: ``iteration``, and metrics named ``stage/metric``.
 
-        ``pandas.DataFrame(run.metrics())`` is a table of them.
+        ``pandas.DataFrame(run.metrics())`` makes a table of them.
         """
         return metrics.read_metrics(self.folder)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """A row for each version that was evaluated: ``version``, ``score`` and what else there is.
+        """Return one row per evaluated version: ``version``, ``score`` and further metrics.
 
         ``score`` is the mean of the task's own measure over held-out samples.
         """
@@ -63,24 +64,23 @@ class RunResults:
         read = ((version, stage_manifest(self.folder, EVALUATE, version)) for version in found)
         return [{"version": n, **manifest.metrics} for n, manifest in read if manifest is not None]
 
-    def trajectories(self, iteration: int | None = None) -> Iterator[Record]:
-        """Samples of one iteration, or of all that retention keeps, by (iteration, sample).
+    def trajectories(self, iteration: int | None = None) -> Iterator[Trajectory]:
+        """Yield the samples of one iteration, or of all that retention keeps, in their order.
 
-        A record has ``identity``, and by name ``steps`` (arrays ``[T, ...]``, such as ``actions``
-        and ``logprobs``), ``context`` (arrays of the whole sample) and ``info`` (texts, numbers).
         Bytes are compared with their committed checksums as they are read.
 
         Raises:
-            InputError: the iteration has none, or retention removed them; says which are there.
+            InputError: the iteration has none, or the retention policy removed them.
             ArtifactError: they are damaged on disk.
         """
-        return self.records("trajectories", iteration)
+        return map(Trajectory.from_record, self.records("trajectories", iteration))
 
     def records(self, channel: str, iteration: int | None = None) -> Iterator[Record]:
-        """The same of any channel: ``rewards`` ``[T]`` with ``info["score"]``, ``logprobs``, ...
+        """Yield the records of any channel: ``rewards`` ``[T]`` with ``info["score"]``,
+        ``logprobs``, ...
 
         Raises:
-            InputError: no stage of the run's flow makes such records; else as for trajectories.
+            InputError: no stage of the flow produces such records; else as for trajectories.
             ArtifactError: they are damaged on disk.
         """
         flow = run_flow(self.folder)
@@ -97,14 +97,15 @@ class RunResults:
         return self._records(channel, [outputs[i] for i in there if iteration in (None, i)])
 
     def versions(self) -> list[int]:
-        """Versions of the weights on disk, ascending; ``retention`` says which are kept."""
+        """Return the versions of the weights on disk, ascending (see ``retention``)."""
         return sorted(weight_versions(self.folder))
 
     def weights(self, version: int | None = None) -> dict[str, Tensor]:
-        """All tensors of a version by the policy's names, on the CPU; by default of the newest.
+        """Return all tensors of a version by the policy's names, on the CPU; by default the newest
+        version.
 
         Raises:
-            InputError: it is not on disk; says which are.
+            InputError: the version is not on disk; the message lists the versions.
             ArtifactError: it is damaged on disk.
         """
         from stages.factory import WEIGHTS, policy_class  # it loads torch
@@ -129,7 +130,8 @@ class RunResults:
 
 
 def _verified(out: Path) -> Path:
-    """The data folder of an output whose files are all there; their readers check the bytes."""
+    """Return the data folder of an output after checking that all files exist. Readers verify
+    bytes."""
     manifest = read_manifest(out)
     assert manifest is not None, "listed as committed"
     verify_output(out, manifest, checksums=False)

@@ -1,4 +1,4 @@
-"""``rlinf status``: where a run is, read from its files and one look at the queue."""
+"""``rlinf status``: the state of a run, from its files and one query of the queue."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from stages.retention import BestWeights, best_weights
 from stages.runner import DISK_FALLBACKS
 
 REFRESH_INTERVAL_S = 2.0
-"""Between two looks at the files of a run."""
+"""Seconds between two reads of the run's files."""
 QUEUE_INTERVAL_S = 30.0
 RECENT_ITERATIONS = 10
-"""Iterations that are looked at for how things go."""
+"""Number of iterations over which rates are computed."""
 
 
 @dataclass
 class RunStatus:
-    """What the table shows."""
+    """The content of the status table."""
 
     name: str
     finished: int
@@ -56,40 +56,40 @@ class RunStatus:
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     pools: PoolsStatus | None = None
-    """Of a run of grain ``segment`` that goes on."""
+    """State of the pools, if the run uses pools and is running."""
     disk_fallbacks: dict[str, int] = field(default_factory=dict)
-    """Of the newest iterations: how many inputs were to come by memory and were read from disk, by
-    edge; of elastic generators by claim."""
+    """Number of inputs of recent iterations that were read from disk instead of memory, by edge;
+    for elastic generators by work item."""
     accepted_mismatches: tuple[LedgerEntry, ...] = ()
-    """Results that count though configuration or code is another now."""
+    """Accepted results of another configuration or other code."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last iteration at the median pace of the last ten."""
+        """Seconds to the last iteration at the median pace of recent iterations."""
         if self.iteration_s is None:
             return None
         return self.iteration_s * (self.total - self.finished)
 
 
 class CachedQueueClient(SlurmClient):
-    """Asks for the queue every :data:`QUEUE_INTERVAL_S` at most; others wait for the controller too."""
+    """A Slurm client that queries the queue at most every :data:`QUEUE_INTERVAL_S`."""
 
-    _known: dict[str, QueuedJob] | None = None
-    _asked = 0.0
+    _cached: dict[str, QueuedJob] | None = None
+    _queried_at = 0.0
 
     def queue(self) -> dict[str, QueuedJob]:
-        if self._known is None or time.monotonic() - self._asked > QUEUE_INTERVAL_S:
-            self._known, self._asked = super().queue(), time.monotonic()
-        return self._known
+        if self._cached is None or time.monotonic() - self._queried_at > QUEUE_INTERVAL_S:
+            self._cached, self._queried_at = super().queue(), time.monotonic()
+        return self._cached
 
 
 def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
-    """Look at a run.
+    """Read the state of a run.
 
     Args:
-        client: whom to ask of jobs.
+        client: Slurm client to query jobs.
 
     Raises:
         ConfigError: not a run directory.
@@ -130,7 +130,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         versions=sorted(weight_versions(run.folder)),
         jobs=_jobs(run, client, finished),
         warnings=run_warnings(run),
-        disk_fallbacks=_fell(run, graph, synced[-RECENT_ITERATIONS:]),
+        disk_fallbacks=_count_disk_fallbacks(run, graph, synced[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
         accepted_mismatches=read_ledger(run.folder).entries,
         best=best_weights(run.config, run.folder),
@@ -138,7 +138,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
 
 
 def show_status(folder: Path, *, watch: bool) -> None:
-    """Print the status, or keep it on the screen until the run is finished."""
+    """Print the status, or refresh it until the run is finished."""
     console = create_console()
     if not watch:
         console.print(status_view(read_status(folder)))
@@ -154,13 +154,13 @@ def show_status(folder: Path, *, watch: bool) -> None:
 
 
 def status_view(status: RunStatus) -> Group:
-    """All there is to show."""
+    """Return the status table and, with pools, the table of pools."""
     pools = [] if status.pools is None else [pool_table(status.pools)]
     return Group(status_table(status), *pools)
 
 
 def status_table(status: RunStatus) -> Table:
-    """The status as a table."""
+    """Return the status as a table."""
     out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
     out.add_row("iteration", f"{status.finished} of {status.total}")
     out.add_row("stage", status.stage)
@@ -192,12 +192,12 @@ def status_table(status: RunStatus) -> Table:
 
 
 def format_best(best: BestWeights) -> str:
-    """The best weights for a person: score, version, and where they are."""
+    """Return score, version and path of the best weights, as text."""
     where = "removed by the retention policy" if best.folder is None else str(best.folder)
     return f"{best.score:.3f} of version {best.version}: {where}"
 
 
-def _fell(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
+def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
     found: Counter[str] = Counter()
     nodes = [StageNode(stage, i) for i in iterations for stage in graph.flow.stages]
     for node in nodes + [StageNode(EVALUATE, i + 1) for i in iterations]:
@@ -230,14 +230,15 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
     try:
         found = find_driver_job(run, client)
     except RlinfError as error:
-        return f"job {last_driver_job_id(run) or 'without an id'}, of which Slurm says nothing now ({error})"
+        job = last_driver_job_id(run) or "without an id"
+        return f"job {job}, of which Slurm says nothing now ({error})"
     if found is None:
         return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 
 def _jobs(run: Run, client: SlurmClient, finished: int) -> list[tuple[str, str, str, str, str]]:
-    """Jobs noted for unfinished outputs, with their state in the queue."""
+    """Return the jobs of unfinished outputs, with their state in the queue."""
     flow = flow_of(run.config)
     folders = [offline_folder(run.folder, stage) for stage in flow.offline]
     folders += [stage_folder(run.folder, stage, finished) for stage in flow.stages]

@@ -1,7 +1,7 @@
-"""``rlinf stop``: end all that belongs to a run, wherever it is; the run can be resumed.
+"""``rlinf stop``: stop all processes and jobs of a run. The run can be resumed.
 
-A driver of this host is sent TERM, one in a job has its job cancelled, and one elsewhere sees a
-file that names it. Jobs are found by the notes beside their outputs, with a driver or without.
+A driver on this host gets SIGTERM, the job of a driver is cancelled, and a driver elsewhere sees a
+file with its token. Jobs are found by the notes beside their outputs, with or without a driver.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from slurm.client import SlurmClient
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_CHECK_INTERVAL_S = 2.0
-"""How often a driver looks for the file."""
+"""Seconds between two checks for the stop file."""
 STOP_TIMEOUT_S = 75.0
-"""How long a driver has to end: longer than the heartbeat of a dead one counts."""
+"""How long to wait for a driver: longer than the heartbeat of a dead one is valid."""
 KILL_AFTER_S = 30.0
-"""After which one on this host is killed."""
+"""Seconds after which a driver on this host is killed."""
 
 
 class StopRequest:
-    """Whether the driver in this process is to stop: its job ends, or ``rlinf stop`` named it."""
+    """A callable that tells whether this driver must stop: its job ends, or ``rlinf stop`` named
+    it."""
 
     def __init__(self, run: Path, ends: Callable[[], bool]) -> None:
-        self._run, self._ends = run, ends
-        self._looked = 0.0
+        self._run, self._is_job_ending = run, ends
+        self._checked_at = 0.0
         self.is_requested = False
 
     def __call__(self) -> bool:
-        if time.monotonic() - self._looked > STOP_CHECK_INTERVAL_S:
-            self._look()
-        if not self.is_requested and self._ends():
-            self._look()  # the signal may come of rlinf stop
+        if time.monotonic() - self._checked_at > STOP_CHECK_INTERVAL_S:
+            self._check_file()
+        if not self.is_requested and self._is_job_ending():
+            self._check_file()  # the signal may come of rlinf stop
             return True
         return self.is_requested
 
-    def _look(self) -> None:
-        self._looked = time.monotonic()
+    def _check_file(self) -> None:
+        self._checked_at = time.monotonic()
         with contextlib.suppress(OSError):
             named = (self._run / STOP_FILE).read_text().strip()
             self.is_requested = bool(named) and named == _token(self._run)
 
 
 def stop_run(folder: Path) -> list[str]:
-    """End all that belongs to a run; says what that was, a line each.
+    """Stop all processes and jobs of a run; returns one line for each.
 
     Raises:
         ConfigError: not a run directory.
@@ -66,10 +67,10 @@ def stop_run(folder: Path) -> list[str]:
 
 
 def cancel_run_jobs(run: Path) -> list[str]:
-    """Cancel what stages and pools of a run that nobody drives have in the queue.
+    """Cancel the queued and running jobs of a run without a driver; returns one line for each.
 
     Raises:
-        SlurmError: there is some, and Slurm does not answer.
+        SlurmError: there are jobs, and Slurm does not answer.
     """
     client = SlurmClient()
     jobs = {identity: job.name for job in _jobs(run) for identity in job.find_ids(client)}
@@ -81,15 +82,15 @@ def cancel_run_jobs(run: Path) -> list[str]:
 
 
 def _stop_driver(run: Run) -> list[str]:
-    said = []
+    lines = []
     owner, job = living_owner(run.folder / LOCK_FILE), find_driver_job(run)
     if owner is not None:
         write_atomic(run.folder / STOP_FILE, owner.token)
     if job is not None:
         SlurmClient().cancel([job[0]])
-        said.append(f"job {job[0]} (driver) cancelled")
+        lines.append(f"job {job[0]} (driver) cancelled")
     if owner is None:
-        return said
+        return lines
     what = f"driver (process {owner.pid} on {owner.host})"
     here = owner.host == socket.gethostname() and not owner.job
     began, killed = time.monotonic(), False
@@ -101,16 +102,16 @@ def _stop_driver(run: Run) -> list[str]:
             killed = True
         if time.monotonic() - began > STOP_TIMEOUT_S:
             return [
-                *said,
+                *lines,
                 f"{what} does not answer; it stops once it sees {run.folder / STOP_FILE}",
             ]
         time.sleep(0.1)
     (run.folder / STOP_FILE).unlink(missing_ok=True)
-    return [*said, f"{what} {'killed' if killed else 'stopped'}"]
+    return [*lines, f"{what} {'killed' if killed else 'stopped'}"]
 
 
 def _token(run: Path) -> str | None:
-    """Of the driver that has the run, or had it last."""
+    """Return the token of the present or last driver of a run."""
     try:
         return str(json.loads((run / LOCK_FILE).read_text())["token"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -123,7 +124,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _jobs(run: Path) -> Iterator[JobNote]:
-    """The jobs noted beside outputs that are not there yet."""
+    """Yield the jobs of outputs that do not exist yet."""
     for pattern in (f"{POOLS_FOLDER}/*/*", "it/*/*", "evaluate/*", "*"):
         for note in run.glob(f"{pattern}/{JOB_NOTE}"):
             if note.parent.name == DRIVER_JOB_FOLDER or (note.parent / MANIFEST).exists():

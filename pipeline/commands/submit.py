@@ -1,4 +1,4 @@
-"""``rlinf submit``: the checks of ``rlinf run`` here, the driver itself in a job; and dry runs."""
+"""``rlinf submit``: run the checks here and submit the driver as a job; also dry runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import batch_script, restarting_script
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.driver_job import driver_job, driver_resources, start_lock
 from pipeline.commands.driver_job import submit_driver_job as submit_job
 from pipeline.commands.experiment import (
@@ -21,16 +22,10 @@ from pipeline.commands.experiment import (
     validate_overrides,
 )
 from pipeline.graph import Graph
-from pipeline.job_executor import (
-    ClusterConfig,
-    job_resources,
-    resolve_plan,
-    stage_interpreter,
-    stage_job,
-)
+from pipeline.job_executor import stage_job
 from pipeline.plan import Plan
 from pipeline.pools.leases import PoolState, pool_job, pool_states
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources, resolve_plan, stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable, create_run
 from pipeline.run import Run
 from pipeline.run_state import RunState
@@ -45,19 +40,19 @@ from stages.runner import StageCall
 def submit_run(
     words: Sequence[str], driver: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR
 ) -> list[str]:
-    """Put the driver of a run into a job; says what was done, a line each.
+    """Submit the driver of a run as a job; returns one line per action.
 
     Args:
-        words: a run directory to go on with and overrides of its configuration, or overrides that
-            compose an experiment.
+        words: a run directory with overrides of its configuration, or overrides that compose an
+            experiment.
         driver: keys of ``cluster.driver`` that differ from the configuration.
-        choice: what to do about results that would not be made the same.
+        on_mismatch: handling of results that the run would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, RunLockedError, MismatchError: nothing was submitted.
         SlurmError: Slurm does not answer, or refused the job.
     """
-    run, plan, chosen = _found(words)
+    run, plan, chosen = _run_and_plan(words)
     cluster = _cluster(run, driver)
     needs = driver_resources(cluster, plan, SlurmClient())
     with start_lock(run):
@@ -67,22 +62,25 @@ def submit_run(
         else:
             run = create_run(run.config, plan.to_dict() if chosen else None, on_mismatch)
         identity = submit_job(driver_job(run, needs))
-    said = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
+    lines = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
     if cluster.launcher != "slurm":
-        said.append(f"cluster={cluster.launcher}: the stages run inside that job, and have no more")
-    return [*said, f"rlinf status {run.folder}, rlinf stop {run.folder}"]
+        lines.append(
+            f"cluster={cluster.launcher}: the stages run inside that job, and have no more"
+        )
+    return [*lines, f"rlinf status {run.folder}, rlinf stop {run.folder}"]
 
 
 def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:
-    """Write what would be submitted, beside where the run would be; says what, a line each.
+    """Write the sbatch scripts, configuration and plan beside the run directory; returns one line
+    each.
 
     Args:
-        driver: as for :func:`submit`; None: the driver would be a process here.
+        driver: as for :func:`submit_run`; None: the driver would be a process here.
 
     Raises:
-        ConfigError, DataError, PlanError, SlurmError: as :func:`submit`.
+        ConfigError, DataError, PlanError, SlurmError: as :func:`submit_run`.
     """
-    run, plan, _ = _found(words)
+    run, plan, _ = _run_and_plan(words)
     cluster = _cluster(run, driver or {})
     if driver is None and cluster.launcher != "slurm":
         raise ConfigError(
@@ -108,8 +106,8 @@ def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> lis
     return [f"{to}: {CONFIG_FILE}, {PLAN_FILE}, {names}", "nothing was submitted"]
 
 
-def _found(words: Sequence[str]) -> tuple[Run, Plan, bool]:
-    """The run, whose directory may not be there yet, its plan, and whether that is a new one."""
+def _run_and_plan(words: Sequence[str]) -> tuple[Run, Plan, bool]:
+    """Return the run (its directory may not exist yet), its plan, and whether the plan is new."""
     if not is_run_folder(words):
         config, plan = validate_experiment(compose_words(words))
         return Run(config.run.folder, config), plan, True
@@ -128,7 +126,7 @@ def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
 
 
 def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
-    """The first job of every stage."""
+    """Yield the first job of every stage."""
     graph = Graph(run.config)
     seen: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):
@@ -147,7 +145,7 @@ def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str,
 
 
 def _pools(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
-    """The jobs of all pools: those that start together in one script."""
+    """Yield the jobs of all pools; pools of a heterogeneous job share one script."""
     states = pool_states(plan)
     for state in [state for state in states if state.slot is not None]:
         number = state.number

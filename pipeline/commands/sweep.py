@@ -1,4 +1,4 @@
-"""A sweep as a whole: its points are checked before the first starts, and compared at the end."""
+"""Sweeps: all points are validated before the first one starts, and compared at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.report.comparison import ComparedRun, write_comparison
 from rlinf.errors import ConfigError, InputError, RlinfError
 
 NAMING_KEYS = ("run.name", "run.suffix", "run.root", "hydra")
-"""Keys that say where a point goes and how it is started, not what it is."""
+"""Keys that name the run of a point or its launcher; they do not define it."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,25 @@ class SweepPoint:
 
     folder: Path
     varied: str
-    """The overrides in which it differs from other points."""
+    """Overrides that differ between points, as text."""
     name: str = "runs"
-    """``run.name``, of which the folder's name is made."""
+    """``run.name``, from which the folder is derived."""
 
     @property
     def page(self) -> Path:
-        """Where a sweep that begins with this point is compared, beside what Hydra keeps of it."""
+        """Path of the comparison page of a sweep that starts with this point."""
         return self.folder.parent / "sweeps" / self.name / "comparison.html"
 
 
 def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[SweepPoint]:
-    """The points of a sweep over the values on the command line, in Hydra's order.
+    """Return the points of a sweep over the values on the command line, in Hydra's order.
 
     Args:
         words: overrides, without options.
-        searchpath: further folders of configuration files.
+        searchpath: folders of further configuration files.
 
     Raises:
-        ConfigError, DataError, PlanError: a point cannot be run, or two would be the same run;
+        ConfigError, DataError, PlanError: a point is invalid, or two points are the same run;
             nothing was written or submitted.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -58,28 +58,28 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
         raise ConfigError(str(error)) from None
     keys = _varied(batch)
     found: list[SweepPoint] = []
-    taken: dict[Path, int] = {}
+    used: dict[Path, int] = {}
     for number, overrides in enumerate(batch):
-        values = _split(overrides)
+        values = _by_key(overrides)
         shown = ", ".join(f"{key.split('.')[-1]}={values[key]}" for key in keys if key in values)
         try:
             config, _ = validate_experiment(compose(overrides, searchpath))
         except InputError as error:
             raise ConfigError(f"point {number} of the sweep ({shown}): {error}") from None
         folder = config.run.folder
-        if folder in taken:
+        if folder in used:
             raise ConfigError(
-                f"run.suffix: points {taken[folder]} and {number} of the sweep would both be "
+                f"run.suffix: points {used[folder]} and {number} of the sweep would both be "
                 f"{folder}; give run.suffix the keys that differ, as in "
                 "run.suffix='-${seed}'"
             )
-        taken[folder] = number
+        used[folder] = number
         found.append(SweepPoint(folder, shown, config.run.name))
     return found
 
 
 def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
-    """What is to be said of each point: what was varied, how far it came, its scores."""
+    """Return a summary of each point: varied overrides, progress and scores."""
     found = []
     for point in swept:
         status = _status(point.folder)
@@ -96,7 +96,7 @@ def compare_points(swept: Sequence[SweepPoint]) -> list[ComparedRun]:
 
 
 def show_sweep(swept: Sequence[SweepPoint]) -> None:
-    """Print a table of the runs, where each one's report is, and write the page of all."""
+    """Print a table of the runs with the paths of their reports, and write the comparison page."""
     console, runs = create_console(), compare_points(swept)
     out = Table(title=f"sweep of {len(runs)} runs", title_justify="left", box=SIMPLE_HEAD)
     out.add_column("run", justify="right")
@@ -116,16 +116,16 @@ def show_sweep(swept: Sequence[SweepPoint]) -> None:
         console.print(f"comparison: {page}", soft_wrap=True)
 
 
-def _split(overrides: Sequence[str]) -> dict[str, str]:
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
     parts = (word.lstrip("+").partition("=") for word in overrides)
     return {key: value for key, _, value in parts}
 
 
 def _varied(batch: Sequence[Sequence[str]]) -> list[str]:
-    """The keys whose values differ between points, in the order they were given."""
+    """Return the keys whose values differ between points, in the given order."""
     values: dict[str, set[str]] = {}
     for overrides in batch:
-        for key, value in _split(overrides).items():
+        for key, value in _by_key(overrides).items():
             values.setdefault(key, set()).add(value)
     return [
         key for key, seen in values.items() if len(seen) > 1 and not key.startswith(NAMING_KEYS)

@@ -1,4 +1,5 @@
-"""What the Snakefile needs: the graph of a run as inputs, outputs, arguments and resources."""
+"""The Snakemake workflow: the graph of a run as inputs, outputs, arguments and resources of
+rules."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any
 
 from pipeline.commands.driver_job import check_no_driver_job
 from pipeline.commands.experiment import compose, prepare_run
-from pipeline.driver import stage_call
+from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
-from pipeline.job_executor import stage_interpreter
 from pipeline.lock import LOCK_FILE, RunLock
 from pipeline.plan import Plan, StagePlan
+from pipeline.resources import stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run
 from pipeline.run_state import RunState, is_skipped
@@ -29,10 +30,10 @@ from stages.flow import EVALUATE
 from stages.layout import CONFIG_FILE, PLAN_FILE
 
 DEFAULT_EXPERIMENT = "arithmetic_short"
-"""What a bare ``snakemake`` runs: every stage of a few iterations, each a process of its own."""
+"""Experiment of a bare ``snakemake``: a few iterations, each stage a process."""
 RUNS = Path("runs")
 ITERATION = "iteration"
-"""The rule that stands for all stages of an iteration, with ``jobs=iteration``."""
+"""Name of the rule for all stages of an iteration, with ``jobs=iteration``."""
 
 log = logging.getLogger("rlinf")
 
@@ -40,19 +41,19 @@ log = logging.getLogger("rlinf")
 def prepare_workflow(
     settings: Mapping[str, Any], *, is_driver: bool = True, dry_run: bool = False
 ) -> Workflow:
-    """The workflow of ``--config experiment=... key=value``, or of an existing run: ``run=NAME``.
+    """Prepare the workflow of ``--config experiment=... key=value``, or of a run: ``run=NAME``.
 
-    Keys are those of the configuration with ``__`` for a dot, which Snakemake allows in no key, or
-    sections as YAML: ``rollout__batch=32`` or ``rollout='{batch: 32}'``. With ``jobs=iteration``
-    the stages of an iteration are one job.
+    Keys are those of the configuration with ``__`` instead of dots, which Snakemake forbids, or
+    sections as YAML: ``rollout__batch_size=32`` or ``rollout='{batch_size: 32}'``. With
+    ``jobs=iteration`` the stages of an iteration are one job.
 
     Args:
-        begins: False in a job of the workflow, whose run is there and has its driver.
-        dry: nothing is written into a run that is there.
+        is_driver: False in a job of the workflow, whose run exists and has a driver.
+        dry_run: write nothing into an existing run.
 
     Raises:
         ConfigError, DataError, PlanError: nothing was written.
-        RunLockedError: a driver is at work there.
+        RunLockedError: the run has a driver.
     """
     chosen = dict(settings)
     choice = OnMismatch.from_flags(
@@ -87,13 +88,13 @@ def prepare_workflow(
 
 
 def _folder(name: str) -> Path:
-    """The run directory of a path, or of a name below ``runs``."""
+    """Return the run directory of a path, or of a name in ``runs``."""
     path = Path(name).expanduser()
     return RUNS / name if not path.exists() and (RUNS / name).is_dir() else path
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Overrides of nested sections, with dots."""
+    """Yield dotted overrides of nested sections."""
     for key, value in values.items():
         dotted = above + key.replace("__", ".")
         if isinstance(value, Mapping):
@@ -103,18 +104,19 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 class Workflow:
-    """One run, seen as rules."""
+    """The rules of one run."""
 
     def __init__(self, run: Run, on_mismatch: OnMismatch, *, by_iteration: bool = False) -> None:
-        """
+        """Read the plan of a run.
+
         Args:
             by_iteration: one job for all stages of an iteration.
 
         Raises:
-            PlanError: a stage has several processes, which one job of one process cannot be; or the
-                plan places the policy of rollouts apart.
+            PlanError: a stage has several processes, which one job of one process cannot run; or
+                the plan places the policy of rollouts separately.
         """
-        self._run, self._choice = run, on_mismatch
+        self._run, self._on_mismatch = run, on_mismatch
         self._lock: RunLock | None = None
         self.folder = run.folder
         self._graph = Graph(run.config)
@@ -143,48 +145,49 @@ class Workflow:
         self.python = shlex.quote(sys.executable)
 
     def check_resumable(self) -> None:
-        """See that what is committed is this configuration's, as Snakemake takes it to be.
+        """Check that the committed results match the configuration, because Snakemake sees only
+        files.
 
         Raises:
-            MismatchError: it is not, and nobody chose what to do.
-            RunLockedError: results are to be set aside or kept, and a driver is at work there.
+            MismatchError: they do not match, and neither redo nor keep is set.
+            RunLockedError: results must be archived or accepted, and the run has a driver.
         """
-        if self._choice is not OnMismatch.ERROR:
+        if self._on_mismatch is not OnMismatch.ERROR:
             self.acquire_lock()
         if self._plan.execution == "segment":
             log.warning(
-                "the plan has pools (execution: segment), which Snakemake does not use: every stage "
-                "becomes a job; rlinf run gives them to the pools"
+                "the plan has pools, which Snakemake does not use: every stage becomes a job; "
+                "rlinf run gives them to the pools"
             )
         committed = RunState(self._run, self._graph)
-        check_resumable(committed, self._choice)
-        if self._choice is OnMismatch.RECOMPUTE:
-            # Snakemake looks at files alone, and would take these for finished.
+        check_resumable(committed, self._on_mismatch)
+        if self._on_mismatch is OnMismatch.RECOMPUTE:
+            # Snakemake checks only that files exist, and would treat these as finished.
             for node in list(committed.unverified):
                 committed.archive(node)
         if not all(Path(target).exists() for target in self.targets()):
-            # Nor does it make what a file that is there was made of.
+            # Snakemake does not rebuild the inputs of an existing file.
             Path(self.report).unlink(missing_ok=True)
 
     def acquire_lock(self) -> None:
-        """Be the run's driver until this process ends.
+        """Own the driver lock of the run until this process ends.
 
         Raises:
-            RunLockedError: it has another.
+            RunLockedError: another driver owns it.
         """
         if self._lock is None:
             self._lock = RunLock(self.folder / LOCK_FILE)
             atexit.register(self._lock.release)
 
     def output(self, stage: str) -> str:
-        """The manifest of a stage; with ``{i}`` where there is one per iteration."""
+        """Return the manifest of a stage, with ``{i}`` for the iteration."""
         node = StageNode(self._last if stage == ITERATION else stage, 0)
         if stage in self.offline:
             return str(self._manifest(node))
         return str(self._manifest(node)).replace("/0000/", "/{i}/")
 
     def inputs(self, stage: str) -> Callable[[Any], dict[str, str]]:
-        """An input function: the manifests a stage reads, by name."""
+        """Return an input function: the manifests that a stage reads, by name."""
 
         def function(wildcards: Any) -> dict[str, str]:
             number = int(getattr(wildcards, "i", 0))
@@ -196,14 +199,14 @@ class Workflow:
                 for source in self._graph.inputs(StageNode(part, number)).values():
                     offline = source.stage in self.offline
                     if offline or source.iteration != number:
-                        whole = source if offline else StageNode(self._last, source.iteration)
-                        found[f"{whole.stage}_{whole.iteration}"] = str(self._manifest(whole))
+                        target = source if offline else StageNode(self._last, source.iteration)
+                        found[f"{target.stage}_{target.iteration}"] = str(self._manifest(target))
             return found
 
         return function
 
     def argv(self, stage: str) -> Callable[[Any], list[str]]:
-        """A params function: the arguments after ``python -m`` and :meth:`module`."""
+        """Return a params function: the arguments after ``python -m`` and :meth:`module`."""
 
         def function(wildcards: Any) -> list[str]:
             node = StageNode(stage, int(getattr(wildcards, "i", 0)))
@@ -214,14 +217,14 @@ class Workflow:
         return function
 
     def module(self, stage: str) -> str:
-        """The program of a stage's rule."""
+        """Return the module that a rule runs."""
         return "pipeline.commands.iteration" if stage == ITERATION else "stages"
 
     def program(self, stage: str) -> str:
-        """What comes before the arguments in the shell command of a stage's rule.
+        """Return the start of the shell command of a rule, before the arguments.
 
-        A parameter of the rule: Snakemake evaluates the text of a command when a job runs, when the
-        loop that made the rules has long ended.
+        It is a parameter of the rule, because Snakemake evaluates commands when a job runs, after
+        the loop that defines the rules.
         """
         plan = self._needs(stage)
         module = self.module(stage)
@@ -237,19 +240,19 @@ class Workflow:
         return f"{speeds}{layout}{python} {ranks}"
 
     def _interpreter(self, stage: str) -> str | None:
-        """The Python that a rule's stages need; None: this one."""
+        """Return the Python interpreter of a rule's stages; None: this one."""
         flow = self._graph.flow
         return stage_interpreter(
             self._run.config, flow, *(flow.stages if stage == ITERATION else [stage])
         )
 
     def log(self, stage: str) -> str:
-        """Log file of a stage's rule."""
+        """Return the log file of a rule."""
         name = f"{stage}-{{i}}" if stage in self.iteration_rules else stage
         return str(self.folder / "logs" / "snakemake" / f"{name}.log")
 
     def resources(self, stage: str) -> dict[str, Any]:
-        """What the plan gives a stage, in the words of Snakemake and its Slurm plugin."""
+        """Return the resources of a stage under the names of Snakemake and its Slurm plugin."""
         plan = self._needs(stage)
         kind = f"{plan.gpu_type}:" if plan.gpu_type else ""
         values = {
@@ -267,7 +270,8 @@ class Workflow:
         return {name: value for name, value in values.items() if value is not None}
 
     def _needs(self, stage: str) -> StagePlan:
-        """What a rule's job needs; that of an iteration what its stages need one after another."""
+        """Return the resources of a rule's job; for an iteration, the maximum over its stages and
+        their total time."""
         if stage != ITERATION:
             return self._plan.stage_plan(stage)
         parts = [self._plan.stage_plan(part) for part in self._graph.flow.stages]
@@ -282,7 +286,7 @@ class Workflow:
         return largest.model_copy(update=update)
 
     def targets(self) -> list[str]:
-        """The manifests a finished run has and nothing else depends on."""
+        """Return the manifests of a finished run on which no other rule depends."""
         last = self._graph.iterations
         newest = StageNode(self._graph.flow.publish_stage, last - 1)
         nodes = [StageNode(EVALUATE, v) for v in range(last + 1) if self._graph.is_evaluated(v)]

@@ -1,1 +1,1 @@
-"""Resident pools as the driver keeps them: jobs, leases, orders, claims of generators."""
+"""Resident pools: their jobs, leases, orders and work queues, as seen by the driver."""

@@ -1,4 +1,5 @@
-"""How many workers an elastic pool should have: as a person asked, or as many as still pay."""
+"""The number of workers of an elastic pool: set by the user, or scaled automatically with the
+load."""
 
 from __future__ import annotations
 
@@ -28,33 +29,34 @@ log = logging.getLogger("rlinf")
 SCALE = "scale.json"
 SCALE_REQUEST = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
 MIN_GAIN = 0.05
-"""The share of an iteration's time that one more worker must save."""
+"""Share of an iteration's time that one more worker must save."""
 MAX_LOSS = 0.02
-"""The share that one fewer may cost; less than :data:`MIN_GAIN`, so that none comes and goes."""
+"""Share that one worker less may cost; smaller than :data:`MIN_GAIN`, so that the number does not
+oscillate."""
 
 
 @dataclass(frozen=True)
 class IterationLoad:
-    """What the stages of an iteration cost."""
+    """The measured cost of the stages of an iteration."""
 
     fixed_s: float
-    """Of rollout, on every worker, however many there are."""
+    """Rollout seconds on every worker, independent of their number."""
     work_s: float
-    """Of rollout, on one worker; n workers share it."""
+    """Rollout seconds on one worker, which n workers divide."""
     other_stages_s: float
-    """Of all other stages."""
+    """Seconds of all other stages."""
     overlaps: bool
-    """They run beside the next rollout (staleness)."""
+    """Whether they overlap with the next rollout (staleness)."""
 
     def iteration_s(self, workers: int) -> float:
-        """Seconds of an iteration with so many workers."""
+        """Return the seconds of an iteration with a number of workers."""
         rollout = self.fixed_s + self.work_s / workers
         return max(rollout, self.other_stages_s) if self.overlaps else rollout + self.other_stages_s
 
     def target_workers(self, workers: int, least: int, most: int) -> int:
-        """How many workers to have next: not more than twice as many as now.
+        """Return the next number of workers, at most twice the present one.
 
-        From one call to the next the number only rises or only falls while the load stays the same.
+        Under a constant load the number changes in one direction only.
         """
         most = min(most, 2 * workers)
         best = max(workers, least)
@@ -65,19 +67,20 @@ class IterationLoad:
         return min(best, most)
 
     def _saved(self, workers: int) -> float:
-        """The share of an iteration's time that one worker more than these saves."""
+        """Return the share of an iteration's time that one further worker saves."""
         now = self.iteration_s(workers)
         return (now - self.iteration_s(workers + 1)) / now if now else 0.0
 
 
 def target_size(run: Path, plan: Plan, number: int) -> int:
-    """How many workers a pool is to have: as was asked for last, or as the plan says."""
-    return _said(run, number)[0] or plan.pools[number].workers or 1
+    """Return the target number of workers of a pool: the last request, or the number in the
+    plan."""
+    return _read_target(run, number)[0] or plan.pools[number].workers or 1
 
 
 def is_autoscaled(run: Path, plan: Plan, number: int) -> bool:
-    """Whether the number of a pool's workers follows the load."""
-    return plan.pools[number].max_workers is not None and not _said(run, number)[1]
+    """Return whether the number of workers follows the load."""
+    return plan.pools[number].max_workers is not None and not _read_target(run, number)[1]
 
 
 def autoscale(
@@ -88,10 +91,10 @@ def autoscale(
     generators: RolloutScheduler,
     iteration: int,
 ) -> None:
-    """Have as many generators as pay after what an iteration cost, if that is left to us.
+    """Set the number of generators after an iteration, if the pool is autoscaled.
 
     Args:
-        slots: one for each worker of the elastic pool; none: there is none.
+        slots: one entry per worker of the elastic pool; empty without one.
     """
     first = next(iter(slots), None)
     if first is None or not is_autoscaled(run.folder, plan, first.number):
@@ -122,14 +125,14 @@ def autoscale(
 
 
 def request_scale(run: Run, request: str) -> int:
-    """Ask for more or fewer workers, as in ``rollout+2``; the driver sees to it.
+    """Request more or fewer workers, as in ``rollout+2``. The driver applies the request.
 
     Returns:
-        The number asked for; with ``=auto`` the present one.
+        The requested number; the present one with ``=auto``.
 
     Raises:
-        InputError: not such a wish, or fewer than one worker would be left.
-        PlanError: the run has no elastic pool of that name, or none that may scale by itself.
+        InputError: the request is malformed, or leaves less than one worker.
+        PlanError: the run has no elastic pool of that name, or it cannot be autoscaled.
     """
     found = SCALE_REQUEST.fullmatch(request)
     if found is None:
@@ -143,19 +146,19 @@ def request_scale(run: Run, request: str) -> int:
         save_target(run.folder, number, now, by_hand=False)
         return now
     change = int(found["number"])
-    asked = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
-    if asked < 1:
+    requested = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
+    if requested < 1:
         raise InputError(f"{request}: a pool keeps at least one worker, and there are {now}")
-    save_target(run.folder, number, asked, by_hand=True)
-    return asked
+    save_target(run.folder, number, requested, by_hand=True)
+    return requested
 
 
 def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
-    """Put down how many workers a pool is to have; a number put down by hand stays."""
+    """Save the target number of workers of a pool. A number set by the user is final."""
     folder = run / POOLS_FOLDER
     folder.mkdir(exist_ok=True)
-    said = {"workers": workers, "by_hand": by_hand, "time": time.time()}
-    write_atomic(folder / SCALE, json.dumps({**_read(run), str(number): said}))
+    saved = {"workers": workers, "by_hand": by_hand, "time": time.time()}
+    write_atomic(folder / SCALE, json.dumps({**_read_targets(run), str(number): saved}))
 
 
 def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
@@ -171,16 +174,16 @@ def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
     raise PlanError(f"{folder}: no pool of its plan holds {name!r}")
 
 
-def _said(run: Path, number: int) -> tuple[int | None, bool]:
-    """The number of workers that was put down last, if any, and whether by hand."""
+def _read_target(run: Path, number: int) -> tuple[int | None, bool]:
+    """Return the last saved number of workers, if any, and whether the user set it."""
     try:
-        said = _read(run)[str(number)]
-        return max(1, int(said["workers"])), bool(said["by_hand"])
+        saved = _read_targets(run)[str(number)]
+        return max(1, int(saved["workers"])), bool(saved["by_hand"])
     except (ValueError, KeyError, TypeError):
         return None, False
 
 
-def _read(run: Path) -> dict[str, Any]:
+def _read_targets(run: Path) -> dict[str, Any]:
     try:
         content = json.loads((run / POOLS_FOLDER / SCALE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

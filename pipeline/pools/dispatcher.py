@@ -1,4 +1,5 @@
-"""What a stage is ordered with: where its inputs come from, and which worker sends what to whom."""
+"""Dispatch of stages to pools: their orders, the sources of their inputs, and who sends what to
+whom."""
 
 from __future__ import annotations
 
@@ -24,24 +25,27 @@ from stages.worker.messages import StageOrder, WorkerOrder
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
-"""To how many a worker sends by socket; more would share its link, fewer make longer ways."""
+"""Number of receivers per sender by socket: more would share its link, fewer make longer paths."""
 Hosts = Mapping[str, str | None]
-"""By worker its node; None: not known."""
+"""Node by worker; None if unknown."""
 Routes = dict[str, dict[str, str]]
-"""By sender: to whom, and by which way."""
+"""Receivers and their transport, by sender."""
 
 
 def route_tree(
     source: str, host: str | None, receivers: Hosts, *, use_shared_memory: bool, turn: int = 0
 ) -> Routes:
-    """From one worker to all takers, of which some pass on what they get.
+    """Return a tree of routes from one worker to all receivers, some of which forward the data.
 
-    It crosses to each node once: the first worker there sends it to the others of the node, and
-    on to further nodes.
+    The data crosses to each node once. The first worker there sends it to the others on its node,
+    and on to further nodes.
 
     Args:
-        near: whether those on one node may use its memory.
-        turn: of several sources each has another one, so that each taker passes on some.
+        source: the sending worker.
+        host: its node; None if unknown.
+        receivers: node by receiver.
+        use_shared_memory: whether workers on one node may use shared memory.
+        turn: different for each of several sources, so that the receivers share the forwarding.
     """
     names = [worker for worker in receivers if worker != source]
     first = turn % len(names) if names else 0
@@ -62,34 +66,35 @@ def route_tree(
 
 
 def _pass_on(routes: Routes, source: str, workers: Sequence[str]) -> None:
-    """A tree of sockets."""
+    """Add a tree of sockets."""
     senders = [source, *workers]
     for number, worker in enumerate(workers):
         routes[senders[number // FAN_OUT]][worker] = SOCKET
 
 
 BATCH_WAIT_S = 0.5
-"""How long orders of an iteration wait for the rest of it."""
+"""How long orders of an iteration wait for the other stages of the iteration."""
 Send = Callable[[str, WorkerOrder], None]
-"""Sends a worker an order."""
+"""Sends an order to a worker."""
 
 
 class StageDispatcher:
-    """Orders the stages that wait, in every pool that is there.
+    """Sends the orders of waiting stages to every pool with an active lease.
 
     Args:
-        pools: those of the run; the list changes as generators come and go.
-        generators: told of stages that they take part in.
+        pools: pools of the run. The list changes as generators join and leave.
+        generators: scheduler of rollouts in elastic pools.
+        send: sends an order to a worker.
     """
 
     def __init__(
         self, run: Run, plan: Plan, pools: list[PoolState], generators: RolloutScheduler, send: Send
     ) -> None:
-        self._run, self._plan, self._pools, self._send_to = run, plan, pools, send
+        self._run, self._plan, self._pools, self._send = run, plan, pools, send
         self._generators = generators
         self._graph = Graph(run.config)
         self._flow = self._graph.flow
-        self._places = {stage: i for i, stage in enumerate(self._flow.stages)}
+        self._order_of = {stage: i for i, stage in enumerate(self._flow.stages)}
         self._of = {stage: pools[number] for stage, number in plan.stage_pools().items()}
         self._layouts = {stage: plan.stage_plan(stage).layout for stage in self._of}
         environment = environments.get(run.config.task.name)
@@ -97,7 +102,9 @@ class StageDispatcher:
         self._large = environment.max_step_bytes(task) >= LARGE_ROW_BYTES
         self._elastic = any(pool.slot is not None for pool in pools)
         self._ranks_of: dict[str, Sequence[int]] = {
-            stage: range(1 if self._gathered(stage) or plan.is_single_process(stage) else pool.size)
+            stage: range(
+                1 if self._is_collected(stage) or plan.is_single_process(stage) else pool.size
+            )
             for stage, pool in self._of.items()
         }
         acts = str(self._flow.rollout_stage)
@@ -108,18 +115,18 @@ class StageDispatcher:
                 self._ranks_of[EVALUATE] = pool.stage_ranks[acts]
             self._ranks_of.update(pool.stage_ranks)
         self.policy_pools = PolicyPools(plan, self._of, self._ranks_of, send)
-        self._late = self._after_parts()
+        self._after_chunks = self._stages_after_chunks()
         self._live: dict[StageNode, dict[str, StageNode]] = {}
-        """Of a stage that was ordered: inputs that come from memory, and their makers."""
+        """Live inputs and the nodes that produce them, by dispatched node."""
         self._subscribed: dict[StageNode, set[tuple[str, str, str]]] = defaultdict(set)
-        """Of a stage that was ordered: inputs, the workers told to send them, and to which."""
+        """Inputs with their senders and receivers that were connected, by dispatched node."""
 
     def pool_of(self, node: StageNode) -> PoolState:
-        """The pool where a stage is ordered."""
+        """Return the pool that runs a stage."""
         return self._of[node.stage]
 
     def dispatch(self) -> None:
-        """Order what waits, and have its inputs sent."""
+        """Dispatch waiting stages, and connect their live inputs."""
         for pool in self._pools:
             member = pool.active_lease
             if member is None or not pool.waiting:
@@ -127,25 +134,25 @@ class StageDispatcher:
             nodes = sorted(pool.waiting, key=self.position)
             if member.size > 1 and time.monotonic() - pool.last_queued_at < BATCH_WAIT_S:
                 # All ranks must know all stages of an iteration when the first of them begins.
-                last = max(pool.stages, key=lambda stage: self._places.get(stage, -1))
+                last = max(pool.stages, key=lambda stage: self._order_of.get(stage, -1))
                 whole = {node.iteration for node in nodes if node.stage == last}
-                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._places]
-            self._decide(pool, member, [n for n in nodes if self.policy_pools.is_ready(n)])
+                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._order_of]
+            self._decide_sources(pool, member, [n for n in nodes if self.policy_pools.is_ready(n)])
         for pool in self._pools:
             member = pool.active_lease
             if member is not None:
-                self._send(pool, member)
+                self._send_orders(pool, member)
         self._subscribe()
 
     def end_attempt(self, node: StageNode) -> None:
-        """An attempt has ended."""
+        """Forget an attempt that ended."""
         self._live.pop(node, None)
         self._subscribed.pop(node, None)
         self.policy_pools.end_attempt(node)
 
-    def resend(self, maker: Lease, taker: Lease) -> None:
-        """A connection broke: what was sent by it is sent again."""
-        ends = (maker.name, taker.name)
+    def resend(self, producer: Lease, receiver: Lease) -> None:
+        """Send again what was sent over a broken connection."""
+        ends = (producer.name, receiver.name)
         for marks in self._subscribed.values():
             for mark in list(marks):
                 # Takers pass on: the tree is made anew.
@@ -154,53 +161,59 @@ class StageDispatcher:
                     marks.discard(mark)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
-        """Where a stage stands in the order of turns (:mod:`stages.device_schedule`)."""
+        """Return the position of a stage in the device schedule (:mod:`stages.device_schedule`)."""
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
-        if node.stage not in self._places:
+        if node.stage not in self._order_of:
             # Just before the rollout with the same weights: it must hold up none with older ones.
             return (node.iteration + self._run.config.rollout.staleness, 0, -1)
         sources = self._flow.stages[node.stage].inputs
         whole = not self._flow.stream_channels & set(sources) and any(
-            not s.lag and s.stage in self._places for s in sources.values()
+            not s.lag and s.stage in self._order_of for s in sources.values()
         )
-        late = whole or node.stage in self._late
-        return (node.iteration, self._plan.num_chunks if late else 0, self._places[node.stage])
+        late = whole or node.stage in self._after_chunks
+        return (node.iteration, self._plan.num_chunks if late else 0, self._order_of[node.stage])
 
-    def _after_parts(self) -> frozenset[str]:
-        """Stages whose turns come after all parts of the batch: they have all processes of a pool
-        whose earlier stages have some each, and would hold these up; and what waits for them."""
+    def _stages_after_chunks(self) -> frozenset[str]:
+        """Return stages that run after all chunks of the batch.
+
+        They use all ranks of a pool whose earlier stages use some each, and would block these; or
+        they depend on such a stage.
+        """
         late = set[str]()
         for stage, spec in self._flow.stages.items():
-            earlier = list(self._flow.stages)[: self._places[stage]]
+            earlier = list(self._flow.stages)[: self._order_of[stage]]
             sides = [
-                s for pool in self._plan.pools for s in pool.stage_ranks if self._shares(s, stage)
+                s
+                for pool in self._plan.pools
+                for s in pool.stage_ranks
+                if self._share_ranks(s, stage)
             ]
-            first = [s for s in sides if s in self._places]
+            first = [s for s in sides if s in self._order_of]
             among = stage not in sides and bool(first) and set(first) <= set(earlier)
             waits = any(s.stage in late and not s.lag for s in spec.inputs.values())
             if among or waits:
                 late.add(stage)
         return frozenset(late)
 
-    def _shares(self, a: str, b: str) -> bool:
-        """Whether two stages have processes in common."""
+    def _share_ranks(self, a: str, b: str) -> bool:
+        """Return whether two stages share ranks."""
         return self._of[a] is self._of[b] and bool({*self._ranks_of[a]} & {*self._ranks_of[b]})
 
     def num_chunks(self, stage: str) -> int:
-        """In how many parts a stage takes and makes its batch.
+        """Return the number of chunks in which a stage processes its batch.
 
-        Where nothing else has turns among them the engine is given the whole batch at once, and
-        what it makes is passed on as it comes: parts would be decoded one after another, each with
-        its own tail.
+        If no other stage shares the devices, the engine gets the whole batch at once and emits
+        samples as they finish. Chunks would be decoded one after another, each with its own long
+        tail.
         """
-        others = [s for s in self._flow.stages if s not in self._late and s != stage]
-        alone = not any(self._shares(stage, other) for other in others)
+        others = [s for s in self._flow.stages if s not in self._after_chunks and s != stage]
+        alone = not any(self._share_ranks(stage, other) for other in others)
         whole = stage == self._flow.elastic_stage and alone
         return 1 if whole or self.policy_pools.needs_policy(stage) else self._plan.num_chunks
 
-    def _decide(self, pool: PoolState, member: Lease, nodes: list[StageNode]) -> None:
-        """Settle where the inputs of stages come from that are about to be ordered."""
+    def _decide_sources(self, pool: PoolState, member: Lease, nodes: list[StageNode]) -> None:
+        """Decide where the inputs of stages come from before they are dispatched."""
         for node in nodes:
             if node in self._live:
                 continue
@@ -210,87 +223,94 @@ class StageDispatcher:
                     # It is read from disk. To hold the rollout before would keep its trajectories
                     # in memory until this one has ended.
                     continue
-                held, maker = member.assigned, pool
+                held, producer = member.assigned, pool
                 if (
                     name == WEIGHTS
                     and (policy := self.policy_pools.serving_lease(node)) is not None
                 ):
-                    held, maker = policy[1].assigned, policy[0]
-                here = source in held or source in maker.waiting
+                    held, producer = policy[1].assigned, policy[0]
+                here = source in held or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
                 ):
                     # Ranks of one pool have each their own records: the plan may have them read.
-                    here = here and self._sent_live(source, node)
+                    here = here and self._is_streamed(source, node)
                 published = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 sent = name in self._flow.stream_channels or (
-                    published and not self._by_rows(source, node)
+                    published and not self._reads_own_rows(source, node)
                 )
-                if here or (sent and self._under_way(source) and self._sent_live(source, node)):
+                if here or (
+                    sent and self._is_in_progress(source) and self._is_streamed(source, node)
+                ):
                     live[name] = source
             self._live[node] = live
 
-    def _under_way(self, node: StageNode) -> bool:
-        """Whether a pool makes it now or soon."""
+    def _is_in_progress(self, node: StageNode) -> bool:
+        """Return whether a pool is computing a node or will do so soon."""
         return any(
             node in pool.waiting or any(node in m.assigned for m in pool.leases)
             for pool in self._pools
         )
 
     def _subscribe(self) -> None:
-        """Tell the maker of an input which workers elsewhere wait for it; again if they changed.
+        """Tell producers which workers in other pools wait for their output; again if these
+        changed.
 
-        Those that come late are sent what was made before.
+        A late receiver gets what was produced before.
         """
         members = self._members()
         for target, live in self._live.items():
             for name, source in live.items():
-                maker = next((m for m in members if source in m.assigned), None)
-                if maker is None:
+                producer = next((m for m in members if source in m.assigned), None)
+                if producer is None:
                     continue
                 # One worker has it in its memory; so has each rank its own part of what is
                 # no stream.
-                takers = [
-                    taker
-                    for taker in self._takers(source, target, name)
-                    if (name, maker.name, taker.name) not in self._subscribed[target]
+                receivers = [
+                    receiver
+                    for receiver in self._receivers(source, target, name)
+                    if (name, producer.name, receiver.name) not in self._subscribed[target]
                     and (
-                        maker is not taker
-                        or (name in self._flow.stream_channels and maker.size > 1)
+                        producer is not receiver
+                        or (name in self._flow.stream_channels and producer.size > 1)
                     )
                 ]
-                self._subscribed[target].update((name, maker.name, m.name) for m in takers)
-                to = {w: host for m in takers for w, host in self._hosts(target, m, name).items()}
+                self._subscribed[target].update((name, producer.name, m.name) for m in receivers)
+                to = {
+                    w: host for m in receivers for w, host in self._hosts(target, m, name).items()
+                }
                 out = self._relative(self._graph.output_folder(self._run.folder, source))
-                for source_rank, worker, ways in self._routes(source, target, name, maker, to):
-                    self._send_to(
+                for source_rank, worker, ways in self._routes(source, target, name, producer, to):
+                    self._send(
                         worker,
                         messages.SendOutput(
                             output=out, channel=name, transports=ways, producer=source_rank
                         ),
                     )
 
-    def _takers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
-        """The members that compute a stage; of a rollout in claims all those that may generate, and
-        of the weights of one that asks the one that answers."""
+    def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
+        """Return the leases that receive an input: those that compute the stage, all generators of
+        an elastic rollout, or the lease that serves its policy."""
         if name == WEIGHTS and (policy := self.policy_pools.serving_lease(target)) is not None:
             return [policy[1]]
-        if not self._gathers(target):
+        if not self._only_collects(target):
             return [member for member in self._members() if target in member.assigned]
-        if source.stage != self._flow.publish_stage or not self._sent_live(source, target):
+        if source.stage != self._flow.publish_stage or not self._is_streamed(source, target):
             return []
         pools = [pool for pool in self._pools if pool.slot is not None or pool.also_generates]
         return [member for pool in pools if (member := pool.active_lease) is not None]
 
-    def _hosts(self, target: StageNode, taker: Lease, name: str) -> dict[str, str | None]:
-        """The workers of a member that take an input of a stage, and where they are."""
+    def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
+        """Return the workers of a lease that receive an input of a stage, with their nodes."""
         if name == WEIGHTS and self.policy_pools.needs_policy(target.stage):
-            return taker.hosts(self.policy_pools.ranks())
-        return taker.hosts(range(taker.size) if self._gathers(target) else self._ranks(target))
+            return receiver.hosts(self.policy_pools.ranks())
+        return receiver.hosts(
+            range(receiver.size) if self._only_collects(target) else self._ranks(target)
+        )
 
-    def _gathers(self, node: StageNode) -> bool:
-        """Whether what others generate is only gathered where this is ordered."""
+    def _only_collects(self, node: StageNode) -> bool:
+        """Return whether a node only collects what elastic generators produce."""
         return self._elastic and node.stage == self._flow.elastic_stage
 
     def _routes(
@@ -298,47 +318,47 @@ class StageDispatcher:
         source: StageNode,
         target: StageNode,
         name: str,
-        maker: Lease,
-        takers: Mapping[str, str | None],
+        producer: Lease,
+        receivers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """The maker, the sender, and the takers with the way to each.
+        """Yield the producer, the sender, and its receivers with their transport.
 
-        Records come from all ranks of the maker that speak, weights from its rank 0 alone.
+        Records come from all primary ranks of the producer, weights from its rank 0.
         """
         records = name in self._flow.stream_channels
         usual = SOCKET if records else SHARED_MEMORY
         way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
-        if not takers:
+        if not receivers:
             return
         if way in WEIGHT_TRANSPORTS and name == WEIGHTS:
-            first = maker.primary_worker
-            yield first, first, dict.fromkeys(takers, way)
+            first = producer.primary_worker
+            yield first, first, dict.fromkeys(receivers, way)
             return
         near = way == SHARED_MEMORY
         ranks = self._ranks(source)
         speakers = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
-        makers = list(maker.hosts(ranks).items())
+        producers = list(producer.hosts(ranks).items())
         for turn, rank in enumerate(speakers if records else [0]):
-            first, host = makers[rank]
+            first, host = producers[rank]
             for sender, to in route_tree(
-                first, host, takers, use_shared_memory=near, turn=turn
+                first, host, receivers, use_shared_memory=near, turn=turn
             ).items():
                 yield first, sender, to
 
-    def _by_rows(self, source: StageNode, node: StageNode) -> bool:
-        """Whether several processes share its model: each reads its rows of the published files,
-        unless the plan says how the whole is to come."""
+    def _reads_own_rows(self, source: StageNode, node: StageNode) -> bool:
+        """Return whether several processes share the model of a node. Each then reads its rows of
+        the published files, unless the plan names a transport."""
         shares = self._flow.all_stages[node.stage].holds == "trainer" and len(self._ranks(node)) > 1
         return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
-    def _sent_live(self, source: StageNode, node: StageNode) -> bool:
+    def _is_streamed(self, source: StageNode, node: StageNode) -> bool:
         large = self._large and source.stage == self._flow.rollout_stage
         usual = "file" if large else "socket"
         way = self._plan.transports.get(f"{source.stage} -> {node.stage}", usual)
         return way not in COMMITTED_TRANSPORTS
 
-    def _send(self, pool: PoolState, member: Lease) -> None:
-        """Order all stages whose inputs are settled."""
+    def _send_orders(self, pool: PoolState, member: Lease) -> None:
+        """Send the orders of all stages whose inputs are decided."""
         ready = [
             node for node in pool.waiting if node in self._live and self.policy_pools.is_ready(node)
         ]
@@ -346,12 +366,12 @@ class StageDispatcher:
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
             # A generator that waited for weights could not generate what they are made from.
-            nodes = [node for node in nodes if not self._to_come(node)]
+            nodes = [node for node in nodes if not self._has_pending_inputs(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
-            gathers = self._gathers(node)
-            apart = gathers or self.policy_pools.needs_policy(node.stage)
+            gathers = self._only_collects(node)
+            from_disk = gathers or self.policy_pools.needs_policy(node.stage)
             order = StageOrder(
                 node=node.name,
                 stage=node.stage,
@@ -364,7 +384,7 @@ class StageDispatcher:
                 layout=str(self._layout(node)),
                 inputs={
                     # The gatherer, and who asks, need of the weights only that they are committed.
-                    name: (self._relative(folder), name in self._live[node] and not apart)
+                    name: (self._relative(folder), name in self._live[node] and not from_disk)
                     for name, folder in call.inputs.items()
                 },
                 receives_trajectories=gathers,
@@ -383,31 +403,32 @@ class StageDispatcher:
             for worker in member.workers(ranks):
                 orders[worker].append(order)
         for worker, stages in orders.items():
-            self._send_to(worker, messages.RunStages(stages=tuple(stages)))
+            self._send(worker, messages.RunStages(stages=tuple(stages)))
 
-    def _to_come(self, node: StageNode) -> bool:
-        """Whether an input of a stage is still being made."""
+    def _has_pending_inputs(self, node: StageNode) -> bool:
+        """Return whether an input of a node is still being computed."""
         sources = set(self._graph.inputs(node).values())
         given = {other for member in self._members() for other in member.assigned}
         return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
 
     def primary_worker(self, node: StageNode, member: Lease) -> str:
-        """The worker that says for all that a stage went well."""
+        """Return the worker that reports the success of a node for all ranks."""
         return member.workers(self._ranks(node))[0]
 
     def _ranks(self, node: StageNode) -> Sequence[int]:
-        """Those of its pool that compute a stage."""
+        """Return the ranks of the pool that compute a node."""
         return self._ranks_of[node.stage]
 
-    def _gathered(self, stage: str) -> bool:
-        """Whether one process gathers what workers that come and go make of it."""
+    def _is_collected(self, stage: str) -> bool:
+        """Return whether one process collects what elastic workers produce for a stage."""
         return self._elastic and self._flow.all_stages[stage].elastic
 
     def _layout(self, node: StageNode) -> ParallelLayout:
         return self._layouts[node.stage] if len(self._ranks(node)) > 1 else DATA_PARALLEL_ONLY
 
     def _turn(self, node: StageNode) -> tuple[int, int, int]:
-        """Where it takes its turns: after all parts of its batch where it reads them from disk."""
+        """Return the position of a node in the device schedule: after all chunks if it reads its
+        batch from disk."""
         iteration, part, place = self.position(node)
         streams = self._flow.stream_channels & set(self._graph.inputs(node))
         return (

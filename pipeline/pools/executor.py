@@ -1,8 +1,8 @@
-"""Resident pools: one job per pool, whose workers take orders for many iterations.
+"""Execution in resident pools: one job per pool, whose workers take orders for many iterations.
 
-Pools are jobs of their own that find the driver through the run directory, in whatever order they
-start. A stage may be ordered before its inputs are committed: those made in the same pool stay in
-its memory, records made in another are sent while they are made. All else is read from disk.
+Pool jobs find the driver through the run directory, in whatever order they start. A stage may be
+dispatched before its inputs are committed: inputs from the same pool stay in memory, and records
+from other pools are streamed. Everything else is read from disk.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from launchers.launcher import Launcher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.executors import Outcome
 from pipeline.graph import Graph, StageNode
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import autoscale
 from pipeline.pools.dispatcher import StageDispatcher
@@ -65,7 +65,7 @@ log = logging.getLogger("rlinf")
 
 @dataclass
 class PoolExecutor:
-    """Gives the stages of a run to resident workers."""
+    """An executor that dispatches stages to resident workers."""
 
     run: Run
     launcher: Launcher
@@ -84,11 +84,11 @@ class PoolExecutor:
         self._pools = pool_states(self.plan)
         settings = self.run.config.rollout
         self._generators = RolloutScheduler(
-            self.run.folder, settings.batch_size, self.cluster.retries
+            self.run.folder, settings.batch_size, self.cluster.max_retries
         )
-        self._held: dict[StageNode, Outcome] = {}
-        """Successes of stages whose inputs have not been reported yet."""
-        self._looked = self._told = 0.0
+        self._unreported: dict[StageNode, Outcome] = {}
+        """Outcomes that wait for the outcomes of their inputs."""
+        self._polled_at = self._reported_at = 0.0
         self._controller: Controller | None = None
         self._orders = StageDispatcher(
             self.run, self.plan, self._pools, self._generators, self._send
@@ -97,8 +97,8 @@ class PoolExecutor:
             self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
         )
 
-    def _begin(self) -> None:
-        """Call the pools in: not before there is work, nor while another driver has the run."""
+    def _start_pools(self) -> None:
+        """Start the pools: not before there is work, nor while another driver owns the run."""
         self.has_started = True
         (self.run.folder / POOLS_FOLDER).mkdir(exist_ok=True)
         self._controller = Controller(
@@ -116,59 +116,61 @@ class PoolExecutor:
 
     def start(self, node: StageNode, call: StageCall) -> None:
         if self._controller is None:
-            self._begin()
+            self._start_pools()
         pool = self._orders.pool_of(node)
         pool.waiting[node] = call
         pool.last_queued_at = time.monotonic()
 
     def poll(self) -> dict[StageNode, Outcome]:
-        """Outcomes that have come in; waits a little for one."""
+        """Return new outcomes; blocks briefly."""
         if self.should_stop():
             raise RequeueRequested("the driver was asked to stop; resume the run to go on")
         if self._controller is None:
             return {}
         self._orders.dispatch()
-        self._claim()
+        self._assign_work()
         ended: dict[StageNode, Outcome] = {}
         for event in self._control.poll_events(EVENT_WAIT_S):
             if isinstance(event, PeerReport):
                 try:
-                    said = read_report(event.content)
+                    report = read_report(event.content)
                 except DataError as error:
                     raise StageError(
                         f"{event.worker} sent a report that makes no sense ({error}): its "
                         f"program is broken or of another version; its log says more"
                     ) from None
-                self._reported(event.worker, said, ended)
+                self._on_report(event.worker, report, ended)
             elif isinstance(event, PeerJoined):
-                self._joined(event)
+                self._on_joined(event)
             elif isinstance(event, PeerLost):
-                self._lost(event, ended)
-        if time.monotonic() - self._looked > self.launcher.poll_interval_s:
-            self._looked = time.monotonic()
-            self._look(ended)
-            self._committed_meanwhile(self._pools, ended)
+                self._on_lost(event, ended)
+        if time.monotonic() - self._polled_at > self.launcher.poll_interval_s:
+            self._polled_at = time.monotonic()
+            self._poll_jobs(ended)
+            self._finish_committed(self._pools, ended)
         # Before the last of them is known to have left, and what it committed is ordered again.
-        self._committed_meanwhile([pool for pool in self._pools if pool.finishing], ended)
+        self._finish_committed([pool for pool in self._pools if pool.finishing], ended)
         self._renewal.cancel_ended(self._control)
         self._renewal.renew_leases()
-        if time.monotonic() - self._told > STATUS_INTERVAL_S:
+        if time.monotonic() - self._reported_at > STATUS_INTERVAL_S:
             self._renewal.scale()
-        self._tell()
-        busy = {node for member in self._members() for node in member.assigned}
+        self._report_progress()
+        busy = {node for lease in self._leases() for node in lease.assigned}
         busy |= {node for pool in self._pools for node in pool.waiting}
-        self._held.update(ended)
+        self._unreported.update(ended)
         free: dict[StageNode, Outcome] = {}
-        for node in sorted(self._held, key=self._orders.position):
+        for node in sorted(self._unreported, key=self._orders.position):
             # A success waits for those it was made from, which may be reported after it.
-            if self._held[node].exit_code or not busy & set(self._graph.inputs(node).values()):
-                free[node] = self._held.pop(node)
+            if self._unreported[node].exit_code or not busy & set(
+                self._graph.inputs(node).values()
+            ):
+                free[node] = self._unreported.pop(node)
             else:
                 busy.add(node)
         return free
 
     def stop(self, *, keep_jobs: bool = False) -> None:
-        """Let the pools go, or leave them to the next driver, for which they wait a while."""
+        """Dismiss the pools, or leave them to the next driver, for which they wait a while."""
         try:
             if not keep_jobs and self._controller is not None:
                 self._dismiss()
@@ -178,61 +180,62 @@ class PoolExecutor:
             self.launcher.close()
 
     def _dismiss(self) -> None:
-        members = self._members()
+        leases = self._leases()
         try:
-            for member in members:
-                for worker in member.workers():
+            for lease in leases:
+                for worker in lease.workers():
                     self._send(worker, ShutDown())
             deadline = time.monotonic() + LEAVE_TIMEOUT_S
-            while any(m.worker_info for m in members) and time.monotonic() < deadline:
+            while any(m.worker_info for m in leases) and time.monotonic() < deadline:
                 for event in self._control.poll_events(EVENT_WAIT_S):
-                    found = self._member(event.worker)
+                    found = self._lease_of(event.worker)
                     if isinstance(event, PeerReport):
                         with contextlib.suppress(DataError):
-                            if isinstance(said := read_report(event.content), WorkItemEnded):
-                                self._generators.on_report(event.worker, said)
+                            if isinstance(report := read_report(event.content), WorkItemEnded):
+                                self._generators.on_report(event.worker, report)
                     elif isinstance(event, PeerLost) and found is not None:
                         found[1].worker_info.pop(rank_of(event.worker), None)
         finally:
-            over = [*members, *self._renewal.ending_leases]
-            self.launcher.cancel([member.job for member in over])
+            over = [*leases, *self._renewal.ending_leases]
+            self.launcher.cancel([lease.job for lease in over])
             (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
-    def _members(self) -> list[Lease]:
-        return [member for pool in self._pools for member in pool.leases]
+    def _leases(self) -> list[Lease]:
+        return [lease for pool in self._pools for lease in pool.leases]
 
     # Generators
 
-    def _claim(self) -> None:
-        """Keep all generators busy."""
-        members = [m for pool in self._slots() if (m := pool.active_lease) is not None]
-        workers = [m.primary_worker for m in members if not m.assigned]
+    def _assign_work(self) -> None:
+        """Assign work to all generators."""
+        leases = [m for pool in self._slots() if (m := pool.active_lease) is not None]
+        workers = [m.primary_worker for m in leases if not m.assigned]
         for worker, order in self._generators.next_orders(workers, self._helpers()):
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
-        """Workers that generate beside their stages, and the earliest iteration these are of."""
+        """Return workers that generate beside their own stages, with the earliest iteration of
+        these."""
         helpers = {}
         for pool in self._pools:
-            member = pool.active_lease
-            if pool.also_generates and member is not None:
-                nodes = member.assigned | pool.waiting.keys()
+            lease = pool.active_lease
+            if pool.also_generates and lease is not None:
+                nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._orders.position(node)[0] for node in nodes}
-                for worker in member.workers():
+                for worker in lease.workers():
                     # What its newest weights come of is computed, and only to be committed.
                     done = self._generators.weights_iteration(worker)
                     left = (iteration for iteration in iterations if iteration > done)
                     helpers[worker] = min(left, default=sys.maxsize)
         return helpers
 
-    def _over(self, node: StageNode) -> None:
-        """An attempt has ended: whatever generators still do for it is in vain."""
+    def _end_attempt(self, node: StageNode) -> None:
+        """End an attempt: generators drop their work for it."""
         self._orders.end_attempt(node)
         for worker in self._generators.end_rollout(node):
-            self._drop(worker)
+            self._drop_work(worker)
 
-    def _drop(self, worker: str) -> None:
-        """Have a generator forget its claims; others get them, and it gets new ones."""
+    def _drop_work(self, worker: str) -> None:
+        """Tell a generator to drop its work items. They are requeued, and it gets new ones."""
         self._generators.on_worker_lost(worker)
         self._send(worker, CancelWork())
 
@@ -241,195 +244,195 @@ class PoolExecutor:
 
     # Workers and their jobs
 
-    def _member(self, worker: str) -> tuple[PoolState, Lease] | None:
+    def _lease_of(self, worker: str) -> tuple[PoolState, Lease] | None:
         for pool in self._pools:
-            for member in pool.leases:
-                if worker in member.workers():
-                    return pool, member
+            for lease in pool.leases:
+                if worker in lease.workers():
+                    return pool, lease
         return None
 
-    def _joined(self, event: PeerJoined) -> None:
-        found = self._member(event.worker)
+    def _on_joined(self, event: PeerJoined) -> None:
+        found = self._lease_of(event.worker)
         if found is not None:
             found[1].add_worker(event.about)
             if found[0].slot is not None or found[0].also_generates:
                 # It may still do what an earlier driver asked for.
-                self._drop(event.worker)
+                self._drop_work(event.worker)
         else:
             # A lease that an earlier driver had already renewed.
             self._send(event.worker, ShutDown())
 
-    def _reported(self, worker: str, said: WorkerReport, ended: dict[StageNode, Outcome]) -> None:
-        found = self._member(worker)
-        match said:
+    def _on_report(
+        self, worker: str, report: WorkerReport, ended: dict[StageNode, Outcome]
+    ) -> None:
+        found = self._lease_of(worker)
+        match report:
             case WorkItemEnded():
-                done = self._generators.on_report(worker, said)
+                done = self._generators.on_report(worker, report)
                 if found is not None and done:
                     found[0].failures, found[1].num_finished = 0, found[1].num_finished + 1
             case WeightsAvailable():
-                self._generators.on_weights(worker, said.output, said.attempt, said.iteration)
+                self._generators.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
-                taker = self._member(said.worker)
+                taker = self._lease_of(report.worker)
                 if found is not None and taker is not None:
                     self._orders.resend(found[1], taker[1])
             case CollectedPrompts() | StageEnded():
-                stage, _, iteration = said.node.partition("/")
+                stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
                 if found is None or node not in found[1].assigned:
                     return
-                if isinstance(said, CollectedPrompts):
-                    self._generators.on_collected(node, said.starts)
-                elif said.exit_code or worker == self._orders.primary_worker(node, found[1]):
+                if isinstance(report, CollectedPrompts):
+                    self._generators.on_collected(node, report.starts)
+                elif report.exit_code or worker == self._orders.primary_worker(node, found[1]):
                     # One speaks for all when a stage went well.
-                    self._stage_ended(*found, node, said, ended)
+                    self._on_stage_ended(*found, node, report, ended)
 
-    def _stage_ended(
+    def _on_stage_ended(
         self,
         pool: PoolState,
-        member: Lease,
+        lease: Lease,
         node: StageNode,
-        said: StageEnded,
+        report: StageEnded,
         ended: dict[StageNode, Outcome],
     ) -> None:
-        member.assigned.discard(node)
-        if said.exit_code == 0:
+        lease.assigned.discard(node)
+        if report.exit_code == 0:
             self._orders.policy_pools.credit(node)
-        self._over(node)
-        if said.exit_code == 0:
-            member.num_finished += 1
+        self._end_attempt(node)
+        if report.exit_code == 0:
+            lease.num_finished += 1
             pool.failures = 0
             if node.stage == self._flow.stages[self._flow.publish_stage].colocate_with:
                 autoscale(
                     self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
                 )
-        elif member.size > 1:
+        elif lease.size > 1:
             # The other ranks may wait for this one in the middle of a collective, or for its next
             # attempt with the files of this one. The driver counts it, as the stage's failure.
-            self._give_up(pool, member, f"{node.name} failed on one rank", ended, counts=False)
-        ended[node] = Outcome(said.exit_code, said.reason)
+            self._abandon(pool, lease, f"{node.name} failed on one rank", ended, counts=False)
+        ended[node] = Outcome(report.exit_code, report.reason)
 
-    def _lost(self, event: PeerLost, ended: dict[StageNode, Outcome]) -> None:
-        found = self._member(event.worker)
+    def _on_lost(self, event: PeerLost, ended: dict[StageNode, Outcome]) -> None:
+        found = self._lease_of(event.worker)
         if found is None:
             return
-        pool, member = found
-        member.worker_info.pop(rank_of(event.worker), None)
+        pool, lease = found
+        lease.worker_info.pop(rank_of(event.worker), None)
         if event.reason == "left":
-            pool.check_progress(member)
-            self._hand_back(member, f"pool {pool.name} stopped", ended)
+            pool.check_progress(lease)
+            self._requeue_nodes(lease, f"pool {pool.name} stopped", ended)
             return
         # Why it died Slurm may know by now, and nobody asks it once the job is given up.
-        status = self.launcher.poll([member.job])[member.job]
+        status = self.launcher.poll([lease.job])[lease.job]
         if status.state.is_active:
-            self._give_up(pool, member, f"{event.worker}: {event.reason}", ended)
+            self._abandon(pool, lease, f"{event.worker}: {event.reason}", ended)
         else:
-            self._over_with(pool, member, status, ended)
+            self._handle_ended_job(pool, lease, status, ended)
 
-    def _hand_back(self, member: Lease, reason: str, ended: dict[StageNode, Outcome]) -> None:
-        """What a member had to do must be started again; that counts as no failure."""
-        for node in member.assigned:
-            self._over(node)
+    def _requeue_nodes(self, lease: Lease, reason: str, ended: dict[StageNode, Outcome]) -> None:
+        """Requeue all nodes of a lease, without counting a failure."""
+        for node in lease.assigned:
+            self._end_attempt(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
-        member.assigned.clear()
-        self._orders.policy_pools.on_lease_lost(member)
-        for worker in member.workers():
+        lease.assigned.clear()
+        self._orders.policy_pools.on_lease_lost(lease)
+        for worker in lease.workers():
             self._generators.on_worker_lost(worker)
 
-    def _give_up(
+    def _abandon(
         self,
         pool: PoolState,
-        member: Lease,
+        lease: Lease,
         reason: str,
         ended: dict[StageNode, Outcome],
         *,
         counts: bool = True,
     ) -> None:
-        """A member that cannot go on is cancelled and replaced."""
-        self._hand_back(member, reason, ended)
-        leaving = member.is_leaving
-        self._renewal.end_lease(pool, member)
-        if member in pool.leases:
-            pool.leases.remove(member)
+        """Cancel and replace a lease that cannot continue."""
+        self._requeue_nodes(lease, reason, ended)
+        leaving = lease.is_leaving
+        self._renewal.end_lease(pool, lease)
+        if lease in pool.leases:
+            pool.leases.remove(lease)
         if leaving:
             return
         log.warning("pool %s: %s", pool.name, reason)
         for other in self._pools:
-            for fellow in [
-                m for m in other.leases if m in member.hetjob_leases and not m.is_leaving
+            for other_lease in [
+                m for m in other.leases if m in lease.hetjob_leases and not m.is_leaving
             ]:
                 what = f"started together with pool {pool.name}"
-                self._give_up(other, fellow, what, ended, counts=False)
+                self._abandon(other, other_lease, what, ended, counts=False)
         if not counts:
             return
-        pool.failures = 0 if member.num_finished else pool.failures + 1
+        pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
         # Of an elastic pool one worker that works is enough.
-        fellows = (
-            [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
-        )
-        if all(fellow.failures > self.cluster.retries for fellow in fellows):
+        others = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
+        if all(other_lease.failures > self.cluster.max_retries for other_lease in others):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
         pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
         pool.retry_at = time.monotonic() + (pause if pool.failures else 0)
 
-    def _committed_meanwhile(
+    def _finish_committed(
         self, pools: Sequence[PoolState], ended: dict[StageNode, Outcome]
     ) -> None:
-        """What waits for a pool that is not there, and was committed by a lease that ended."""
+        """Finish nodes that wait for an inactive pool but were committed by an ended lease."""
         for pool in [pool for pool in pools if pool.active_lease is None]:
             for node, call in list(pool.waiting.items()):
                 if (call.output_folder / MANIFEST).exists():
                     del pool.waiting[node]
                     ended[node] = Outcome(0)
 
-    def _look(self, ended: dict[StageNode, Outcome]) -> None:
-        """See which jobs have ended."""
+    def _poll_jobs(self, ended: dict[StageNode, Outcome]) -> None:
+        """Check which jobs have ended."""
         over = self._renewal.ended_leases()
         # Of those that end together the one that failed comes first: it is to blame.
-        for pool, member, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
-            if member in pool.leases:
-                self._over_with(pool, member, status, ended)
+        for pool, lease, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
+            if lease in pool.leases:
+                self._handle_ended_job(pool, lease, status, ended)
 
-    def _over_with(
-        self, pool: PoolState, member: Lease, status: JobStatus, ended: dict[StageNode, Outcome]
+    def _handle_ended_job(
+        self, pool: PoolState, lease: Lease, status: JobStatus, ended: dict[StageNode, Outcome]
     ) -> None:
-        """A member's job has ended, or was given up by its submitter.
+        """Handle the end of the job of a lease.
 
         Raises:
-            InputError: no other try helps.
+            InputError: a retry cannot help.
         """
-        what = f"job {member.job} {status.state.value}: {status.reason}".strip()
+        what = f"job {lease.job} {status.state.value}: {status.reason}".strip()
         if status.exit_code == EXIT_BAD_INPUT:
-            self._hand_back(member, what, ended)
-            pool.leases.remove(member)  # and not cancelled: one that is held stays in the queue
+            self._requeue_nodes(lease, what, ended)
+            pool.leases.remove(lease)  # and not cancelled: one that is held stays in the queue
             if not any(other.active_lease for other in self._slots() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
             log.warning("pool %s does without this worker: %s", pool.name, status.reason)
             pool.retry_at = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
-            pool.check_progress(member)
-            member.num_finished = max(1, member.num_finished)
-            what = f"job {member.job} stopped for Slurm, at the end of its time say"
-        self._give_up(pool, member, what, ended)
+            pool.check_progress(lease)
+            lease.num_finished = max(1, lease.num_finished)
+            what = f"job {lease.job} stopped for Slurm, at the end of its time say"
+        self._abandon(pool, lease, what, ended)
 
-    def _busy(self, member: Lease) -> bool:
-        answers = self._orders.policy_pools.is_busy(member)
+    def _busy(self, lease: Lease) -> bool:
+        answers = self._orders.policy_pools.is_busy(lease)
         return (
-            bool(member.assigned)
+            bool(lease.assigned)
             or answers
-            or any(self._generators.is_busy(worker) for worker in member.workers())
+            or any(self._generators.is_busy(worker) for worker in lease.workers())
         )
 
-    def _tell(self) -> None:
-        """Progress for the console, and a file for ``rlinf status``."""
-        if time.monotonic() - self._told < STATUS_INTERVAL_S:
+    def _report_progress(self) -> None:
+        """Report progress to the console, and write the file for ``rlinf status``."""
+        if time.monotonic() - self._reported_at < STATUS_INTERVAL_S:
             return
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         workers = self._control.known_peers()
         for pool in self._pools:
-            for member in pool.leases:
-                seen = workers.get(member.primary_worker)
+            for lease in pool.leases:
+                seen = workers.get(lease.primary_worker)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
                     # Of a claim on a part of the batch the whole tells: the worker that gathers it.
                     if row["total"] and row["took_s"] is None and row["stage"] != WORK_ITEM:

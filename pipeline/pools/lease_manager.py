@@ -1,4 +1,4 @@
-"""The jobs of pools: submitted, renewed before they end, let go, and cancelled when given up."""
+"""The jobs of pools: submission, renewal before their end, dismissal and cancellation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from launchers.launcher import JobSpec, Launcher
 from launchers.submission_queue import JOB_NOTE, read_job_note
-from pipeline.job_executor import ClusterConfig, QueueLog, job_resources
+from pipeline.cluster_config import ClusterConfig
+from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
 from pipeline.pools.autoscaler import target_size
 from pipeline.pools.dispatcher import Send
 from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources
 from pipeline.run import Run
 from rlinf.channels.control_link import Controller
 from slurm.jobs import JobStatus, parent_job_id
@@ -21,12 +22,12 @@ from stages.worker.messages import ShutDown
 
 
 class LeaseManager:
-    """Keeps every pool of a run with a job.
+    """Keeps a job running for every pool of a run.
 
     Args:
-        pools: of the run; generators are added to the list, and leave it.
-        busy: whether a lease has something to do.
-        send: sends a worker an order.
+        pools: pools of the run; generators are added to the list and removed from it.
+        busy: whether a lease has work.
+        send: sends an order to a worker.
     """
 
     def __init__(
@@ -40,17 +41,17 @@ class LeaseManager:
         send: Send,
     ) -> None:
         self._run, self._plan, self._cluster, self._launcher = run, plan, cluster, launcher
-        self._pools, self._busy, self._send_to = pools, busy, send
+        self._pools, self._busy, self._send = pools, busy, send
         self._elastic = next((p for p in pools if p.slot is not None), None)
         self._queue = QueueLog(shown=cluster.launcher == "slurm")
         self._ending: list[tuple[Lease, float]] = []
-        """Leases that were given up, and until when they may write."""
+        """Abandoned leases, with the deadline of their writes."""
 
     def start(self) -> None:
-        """Submit all pools, or find their jobs that are there; end those of another plan,
-        configuration or code that an earlier driver left."""
-        for pools in self._units():
-            self._open(pools)
+        """Submit all pools or find their running jobs. Jobs of another plan, configuration or code
+        are ended."""
+        for pools in self._start_groups():
+            self._start(pools)
         self.scale()
         kept = {str(pool_folder(self._run, pool) / str(pool.lease_number)) for pool in self._pools}
         notes = (self._run.folder / POOLS_FOLDER).glob(f"*/*/{JOB_NOTE}")
@@ -60,11 +61,11 @@ class LeaseManager:
 
     @property
     def ending_leases(self) -> list[Lease]:
-        """Leases that were given up and may still run."""
+        """Abandoned leases that may still run."""
         return [member for member, _ in self._ending]
 
     def ended_leases(self) -> list[tuple[PoolState, Lease, JobStatus]]:
-        """The leases whose jobs have ended, by one query for all pools."""
+        """Return the leases whose jobs have ended, with one query for all pools."""
         jobs = [member.job for pool in self._pools for member in pool.leases]
         statuses = self._launcher.poll(jobs) if jobs else {}
         found = []
@@ -78,7 +79,7 @@ class LeaseManager:
         return found
 
     def scale(self) -> None:
-        """Have as many generators as was asked for."""
+        """Adjust the number of generators to its target."""
         first = self._elastic
         if first is None:
             return
@@ -87,14 +88,14 @@ class LeaseManager:
         for slot in range(len(slots), count):
             pool = PoolState(first.number, (), pool_resources(self._plan, first.number, slot), slot)
             self._pools.append(pool)
-            self._open([pool])
+            self._start([pool])
         for pool in slots[count:]:
             pool.is_retired = True
 
     def renew_leases(self) -> None:
-        """Submit what is missing, renew leases that end, let go of those that were renewed."""
+        """Submit missing jobs, renew leases before their end, and dismiss renewed leases."""
         self._retire()
-        for pools in self._units():
+        for pools in self._start_groups():
             if any(pool.is_retired for pool in pools):
                 continue
             newest = [pool.leases[-1] for pool in pools if pool.leases]
@@ -110,23 +111,23 @@ class LeaseManager:
             active = pool.active_lease
             for member in pool.leases[:-1]:
                 if member is not active and not self._busy(member) and not member.is_leaving:
-                    self._let_go(member)
+                    self._dismiss(member)
 
     def end_lease(self, pool: PoolState, member: Lease) -> None:
-        """End a lease that was given up.
+        """End an abandoned lease.
 
-        Where all its workers are there, they end what they are writing first: a checkpoint, say,
-        when a pool that started together with the trainer's was lost.
+        If all its workers are connected they first finish their writes, such as a checkpoint when
+        another pool of the same heterogeneous job was lost.
         """
         patience_s = 0.0
         if member.is_ready and not member.is_leaving:
             patience_s = float(job_resources(pool.resources[0], self._cluster).signal_delay_s)
-            self._let_go(member, patience_s)
+            self._dismiss(member, patience_s)
             pool.finishing.append(member)
         self._ending.append((member, time.monotonic() + patience_s))
 
     def cancel_ended(self, control: Controller) -> None:
-        """Cancel the jobs that were given up, and all of whose workers have left or had time to."""
+        """Cancel the jobs of abandoned leases whose workers have left or had enough time."""
         seen, now = control.known_peers(), time.monotonic()
         waits = {
             parent_job_id(member.job)
@@ -144,13 +145,13 @@ class LeaseManager:
             for worker in member.workers():
                 control.forget_peer(worker)
 
-    def _units(self) -> list[list[PoolState]]:
-        """The pools, by those that start together."""
+    def _start_groups(self) -> list[list[PoolState]]:
+        """Return the pools grouped by those that start together."""
         bundle = [p for p in self._pools if self._plan.hetjob and p.slot is None]
         alone = [[pool] for pool in self._pools if pool not in bundle]
         return [bundle, *alone] if bundle else alone
 
-    def _open(self, pools: Sequence[PoolState]) -> None:
+    def _start(self, pools: Sequence[PoolState]) -> None:
         for pool in pools:
             leases = pool_folder(self._run, pool).glob("*")
             known = [int(path.name) for path in leases if path.name.isdigit()]
@@ -169,22 +170,22 @@ class LeaseManager:
         return pool_job(self._run, self._plan, self._cluster, pool)
 
     def _retire(self) -> None:
-        """Let generators go that are not wanted any more, when they are through."""
+        """Dismiss retired generators when they have no work."""
         for pool in [pool for pool in self._pools if pool.is_retired]:
             for member in list(pool.leases):
                 if not member.is_ready:
                     pool.leases.remove(member)
                     self._launcher.cancel([member.job])
                 elif not self._busy(member) and not member.is_leaving:
-                    self._let_go(member)
+                    self._dismiss(member)
             if not pool.leases:
                 self._pools.remove(pool)
 
-    def _let_go(self, member: Lease, commits_s: float = 0.0) -> None:
-        """Have workers leave, which may take so long to end what they are writing."""
+    def _dismiss(self, member: Lease, commits_s: float = 0.0) -> None:
+        """Tell workers to leave; they may first finish their writes for a given time."""
         member.is_leaving = True
         for worker in member.workers():
-            self._send_to(worker, ShutDown(commit_timeout_s=commits_s))
+            self._send(worker, ShutDown(commit_timeout_s=commits_s))
 
     def _submit(self, pools: Sequence[PoolState]) -> None:
         jobs = [self._job(pool) for pool in pools]

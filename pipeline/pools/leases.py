@@ -1,4 +1,5 @@
-"""Pools as the driver keeps them: each a job that is renewed before its lease ends."""
+"""The driver's view of pools and their leases, and the jobs of leases. Each lease is a job that is
+renewed before it ends."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from launchers.launcher import JobSpec
+from pipeline.cluster_config import ClusterConfig
 from pipeline.graph import StageNode
-from pipeline.job_executor import ClusterConfig, job_resources, stage_interpreter
 from pipeline.plan import Plan, StagePlan
-from pipeline.resources import pool_resources
+from pipeline.resources import job_resources, pool_resources, stage_interpreter
 from pipeline.run import Run
 from rlinf.config import json_digest
 from rlinf.errors import PlanError
@@ -22,8 +23,8 @@ from stages.runner import StageCall
 from stages.timeout_retries import MAX_TIMEOUTS
 
 MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE = 300.0, 0.25
-"""How long before the end of its lease a pool's successor is submitted: at most, and which share of
-a short one."""
+"""How long before its end a lease is renewed: the maximum in seconds, and the share of a short
+lease."""
 
 
 @dataclass(eq=False)
@@ -34,39 +35,39 @@ class Lease:
     job: str
     size: int
     worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the workers that are there said of themselves, by rank."""
+    """Information from the connected workers, by rank."""
     started_at: float = field(default_factory=time.time)
     """When it was submitted, or found by this driver."""
     ends_at: float | None = None
-    """When its time is up, if that is known."""
+    """End of its time limit, if known."""
     assigned: set[StageNode] = field(default_factory=set)
     served: set[StageNode] = field(default_factory=set)
-    """Stages of other leases that it was to answer, be they over or not."""
+    """Nodes of other leases whose policy it served, finished or not."""
     num_finished: int = 0
     is_leaving: bool = False
     hetjob_leases: tuple[Lease, ...] = ()
-    """Those that started with it and end with it."""
+    """Leases in the same heterogeneous job, which start and end with it."""
 
     @property
     def is_ready(self) -> bool:
         return len(self.worker_info) == self.size
 
     def add_worker(self, about: dict[str, Any]) -> None:
-        """A worker is there, and said this of itself."""
+        """Add a connected worker with its information."""
         self.worker_info[int(about["rank"])] = about
         if (ends := about.get("ends")) is not None:
             self.ends_at = ends if self.ends_at is None else min(ends, self.ends_at)
 
     @property
     def needs_renewal(self) -> bool:
-        """Whether to submit a successor: the lease is nearly over, however long it was."""
+        """Whether to submit a successor, because the lease is nearly over."""
         if self.ends_at is None:
             return False
         length = self.ends_at - self.started_at
         return self.ends_at - time.time() < min(MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE * length)
 
     def workers(self, ranks: Iterable[int] | None = None) -> list[str]:
-        """Their names; of all ranks by default."""
+        """Return the names of workers, by default of all ranks."""
         return [
             worker_name(self.name, rank) for rank in (range(self.size) if ranks is None else ranks)
         ]
@@ -77,7 +78,7 @@ class Lease:
         return worker_name(self.name, 0)
 
     def hosts(self, ranks: Iterable[int]) -> dict[str, str | None]:
-        """Where workers are, as far as that is known."""
+        """Return the nodes of workers, as far as known."""
         return {
             worker_name(self.name, rank): self.worker_info.get(rank, {}).get("host")
             for rank in ranks
@@ -86,29 +87,29 @@ class Lease:
 
 @dataclass(eq=False)
 class PoolState:
-    """A pool of the plan and its leases, the one in use first."""
+    """A pool of the plan and its leases, oldest first."""
 
     number: int
     stages: tuple[str, ...]
     resources: tuple[StagePlan, ...]
     slot: int | None = None
-    """Of one generator of an elastic pool: which."""
+    """Index of a worker of an elastic pool; None for other pools."""
     leases: list[Lease] = field(default_factory=list)
     finishing: list[Lease] = field(default_factory=list)
-    """Leases that were given up, and have time to end what they write."""
+    """Abandoned leases that may still finish their writes."""
     waiting: dict[StageNode, StageCall] = field(default_factory=dict)
-    """Started by the driver, not yet ordered."""
+    """Nodes that the driver started and that are not dispatched yet."""
     last_queued_at: float = 0.0
     lease_number: int = 0
     failures: int = 0
     reason: str = ""
     retry_at: float = 0.0
     unproductive_leases: int = 0
-    """Leases in a row that came to their end with work, of which nothing was finished."""
+    """Consecutive leases that ended with work but finished nothing."""
     is_retired: bool = False
-    """Not wanted any more: it leaves once it has nothing to do."""
+    """Whether the pool is no longer wanted and ends when it has no work."""
     also_generates: bool = False
-    """It generates in claims beside its stages."""
+    """Whether it generates work items beside its own stages."""
 
     @property
     def name(self) -> str:
@@ -119,10 +120,10 @@ class PoolState:
         return sum(part.nodes * part.processes for part in self.resources)
 
     def check_progress(self, member: Lease) -> None:
-        """A lease ended by itself: had it work that is longer than a lease?
+        """Check, when a lease ends by itself, that leases are long enough for their work.
 
         Raises:
-            PlanError: so had as many before it that there is no use in another.
+            PlanError: too many consecutive leases have finished nothing.
         """
         if member.num_finished:
             self.unproductive_leases = 0
@@ -132,17 +133,18 @@ class PoolState:
                 answered = {node.stage + POLICY_SUFFIX for node in member.served}
                 stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
                 raise PlanError(
-                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of their time "
-                    f"and had not finished {stages}, which begins anew each time: give it more "
-                    "(time_limit_min of its stages), a partition with a longer limit, or less work"
+                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
+                    f"their time and had not finished {stages}, which begins anew each time: give "
+                    "it more (time_limit_min of its stages), a partition with a longer limit, or "
+                    "less work"
                 )
 
     @property
     def active_lease(self) -> Lease | None:
-        """The newest lease whose workers are all there.
+        """The newest lease whose workers are all connected.
 
-        None while one that was given up may still commit what it computed: the next attempt would
-        do it twice, and removes the files of those before.
+        None while an abandoned lease may still commit: the next attempt would compute the same
+        output and remove the files of earlier attempts.
         """
         if self.is_retired or self.finishing:
             return None
@@ -150,12 +152,12 @@ class PoolState:
 
 
 def rank_of(worker: str) -> int:
-    """The rank in a worker's name."""
+    """Return the rank in the name of a worker."""
     return int(worker.rpartition("-r")[2])
 
 
 def pool_states(plan: Plan) -> list[PoolState]:
-    """The pools; of an elastic one the first worker."""
+    """Return the pools of a plan; of an elastic pool, its first worker."""
     return [
         PoolState(
             i,
@@ -169,14 +171,21 @@ def pool_states(plan: Plan) -> list[PoolState]:
 
 
 def pool_folder(run: Run, pool: PoolState) -> Path:
-    """Where the leases of a pool are noted, each in a folder with its number."""
+    """Return the folder with the notes of a pool's leases, one subfolder per number."""
     return run.folder / POOLS_FOLDER / pool.name
 
 
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
-    """The job of a pool's present lease."""
+    """Return the job of the present lease of a pool."""
     name = f"pool-{pool.name}-{pool.lease_number}"
-    argv = ["--run", str(run.folder), "--name", name, "--orphan-s", str(cluster.pool_grace_s)]
+    argv = [
+        "--run",
+        str(run.folder),
+        "--name",
+        name,
+        "--orphan-s",
+        str(cluster.driver_reconnect_timeout_s),
+    ]
     of, flow = plan.stage_pools(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")
@@ -204,8 +213,8 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
 
 
 def _key(run: Run, job: JobSpec) -> str:
-    """A digest of all that the workers of a pool go by: what they are started with, on what, the
-    configuration that they read and the code that they have in memory."""
+    """Return a digest of everything that the workers of a pool depend on: arguments, resources,
+    configuration and loaded code."""
     # How far a run goes is the driver's matter: a schedule's length is frozen apart from it.
     config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
     path = run.folder / CODE_FILE

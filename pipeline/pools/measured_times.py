@@ -1,4 +1,4 @@
-"""What the stages of a run really took, beside what its plan predicted."""
+"""Measured times of the stages of a run, and their comparison with the forecast of the plan."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from pipeline.run import Run
 from rlinf.artifacts import Manifest
 
 WORK_PART = "work"
-"""In the forecast of a stage of a pool: what it computes, beside what it waits."""
+"""Part of a stage's forecast in pools: computing, without waiting."""
 RECENT_ITERATIONS = 20
-"""Iterations that count: those of an earlier plan, or of other neighbours, go out of date."""
+"""Number of iterations that count. Older ones may belong to another plan or other load."""
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Repeats of one stage, or of the whole iteration."""
+    """Measurements of one stage, or of the whole iteration."""
 
     total_s: tuple[float, ...]
-    """From the end of the last input to the end of the stage."""
+    """Seconds from the end of the last input to the end of the stage."""
     running_s: tuple[float, ...] = ()
-    """Of that, loading and work: from the first line of the stage on."""
+    """Thereof loading and work, from the first line of the stage."""
     busy_s: tuple[float, ...] = ()
-    """Of that, computing, by the worker that computed longest."""
+    """Thereof computing, on the worker that computed longest."""
 
     @property
     def median_s(self) -> float:
-        """Of the whole."""
+        """Median of ``total_s``."""
         return statistics.median(self.total_s)
 
     @property
     def spread_s(self) -> float:
-        """Standard deviation of the whole."""
+        """Standard deviation of ``total_s``."""
         return statistics.stdev(self.total_s) if len(self.total_s) > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class ForecastComparison:
-    """One line of predicted against actual."""
+    """Predicted and measured time of one stage, or of the iteration."""
 
     name: str
     predicted_s: float
@@ -55,20 +55,20 @@ class ForecastComparison:
 
     @property
     def error(self) -> float:
-        """Predicted over actual, less 1."""
+        """Predicted over measured time, minus 1."""
         return self.predicted_s / self.actual.median_s - 1
 
     @property
     def is_within_interval(self) -> bool:
-        """Whether the median lies in the predicted interval."""
+        """Whether the median is within the predicted interval."""
         return self.low_s <= self.actual.median_s <= self.high_s
 
 
 def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, MeasuredTimes]:
-    """By stage, and ``iteration`` for the whole; what never finished is left out, and what began
-    under an earlier plan.
+    """Return measured times by stage, and for the ``iteration``, under the present plan.
 
     An iteration lasts from one publication of weights to the next, so the first does not count.
+    Unfinished stages are left out.
     """
     graph = Graph(run.config)
     predicted = Plan.from_run(run.folder).forecast
@@ -76,7 +76,7 @@ def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, Measur
         iteration: _busiest(spans) for iteration, spans in read_work_spans(run.folder).items()
     }
     since = (predicted.applied_at if predicted else None) or 0.0
-    whole: dict[str, list[float]] = {}
+    total: dict[str, list[float]] = {}
     inside: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
     for iteration in iterations(run.folder)[-newest:]:
@@ -91,7 +91,7 @@ def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, Measur
             known = [folder_manifest(graph.output_folder(run.folder, source)) for source in sources]
             ready = [_end(source) for source in known if source is not None]
             if len(ready) == len(known):
-                whole.setdefault(stage, []).append(_end(manifest) - max(ready))
+                total.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
                 # The worker that is ordered an elastic rollout only gathers what others generate.
                 seconds = generated.get(iteration) if stage == graph.flow.elastic_stage else None
@@ -101,17 +101,18 @@ def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, Measur
             for i in (iteration - 1, iteration)
         ]
         if ends[0] is not None and ends[1] is not None:
-            whole.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
+            total.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
     return {
         name: MeasuredTimes(tuple(values), tuple(inside.get(name, ())), tuple(busy.get(name, ())))
-        for name, values in whole.items()
+        for name, values in total.items()
     }
 
 
 def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
-    """Predicted against actual, by stage and for the iteration; empty without a prediction.
+    """Compare the forecast with measurements, by stage and for the iteration; empty without a
+    forecast.
 
-    Stages of pools wait for each other in the middle: of them what they compute is compared.
+    Stages in pools wait for each other, so their computing times are compared.
     """
     plan = Plan.from_run(run.folder)
     predicted = plan.forecast
@@ -122,22 +123,22 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
     for stage, entry in predicted.stages.items():
         if stage not in times:
             continue
-        expected, took = entry.seconds, times[stage]
+        expected, measured = entry.seconds, times[stage]
         if plan.execution == "segment":
             if WORK_PART not in entry.breakdown_s:
                 continue
-            expected, took = entry.breakdown_s[WORK_PART], MeasuredTimes(times[stage].busy_s)
+            expected, measured = entry.breakdown_s[WORK_PART], MeasuredTimes(times[stage].busy_s)
         waits = entry.seconds - expected
         low, high = max(0.0, entry.low_s - waits), entry.high_s - waits
-        lines.append(ForecastComparison(stage, expected, low, high, took))
+        lines.append(ForecastComparison(stage, expected, low, high, measured))
     if "iteration" in times:
-        whole = predicted.iteration_s, predicted.low_s, predicted.high_s
-        lines.append(ForecastComparison("iteration", *whole, times["iteration"]))
+        total = predicted.iteration_s, predicted.low_s, predicted.high_s
+        lines.append(ForecastComparison("iteration", *total, times["iteration"]))
     return lines
 
 
 def _busiest(spans: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds for which the busiest of some generators generated."""
+    """Return the generating seconds of the busiest generator."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         if span["name"] == "generate":

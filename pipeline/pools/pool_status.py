@@ -1,6 +1,6 @@
-"""The resident pools of a run as ``rlinf status`` shows them, from the file that the driver writes.
+"""The state of the pools for ``rlinf status``, in a file that the driver writes.
 
-The file is as old as the driver's last look; its reader says how old.
+The file is as old as the driver's last update; readers get its age.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:  # who only reads the status loads no sockets
     from rlinf.channels.control_link import PeerStatus
 
 DRIVER_TIMEOUT_S = 15.0
-"""The driver writes every second; silent for so long it is gone or hangs."""
+"""The driver writes every second. After this time it is dead or hangs."""
 WORKER_TIMEOUT_S = 5.0
 STRAGGLER_FACTOR, STRAGGLER_MIN_S = 2.0, 5.0
-"""A rank is marked that needs so many times as long as the other ranks, and so much longer."""
+"""A straggler needs this many times the time of the other ranks, and at least this much longer."""
 BAR, SHOWN = 10, 3
 
 
 @dataclass
 class StageStatus:
-    """A stage that a worker has under way."""
+    """A stage in progress on a worker."""
 
     node: str
     doing: str
@@ -44,19 +44,19 @@ class StageStatus:
     done: int = 0
     total: int = 0
     what: str = ""
-    took_s: float | None = None
+    compute_s: float | None = None
     is_straggler: bool = False
-    """Much slower than the other ranks."""
+    """Whether it is much slower than on other ranks."""
 
 
 @dataclass
 class WorkerStatus:
-    """One rank of a pool, or one worker of an elastic one."""
+    """The state of one rank of a pool, or of one worker of an elastic pool."""
 
     pool: int
     name: str
     slot: int | None
-    """Which of an elastic pool."""
+    """Index of a worker of an elastic pool."""
     rank: int
     job: str
     host: str
@@ -65,17 +65,17 @@ class WorkerStatus:
     silent_s: float
     lease_left_s: float | None
     version: int | None
-    """Of the weights it generates with."""
+    """Version of the weights that it generates with."""
     queued_records: int
-    """Records from other workers that no stage has taken yet."""
+    """Number of received records that no stage has read yet."""
     malformed: int = 0
-    """Messages that made no sense and were dropped."""
+    """Number of malformed messages that were dropped."""
     stages: list[StageStatus] = field(default_factory=list)
 
 
 @dataclass
 class PoolStatus:
-    """A pool of the plan."""
+    """The state of a pool of the plan."""
 
     number: int
     stages: list[str]
@@ -88,7 +88,7 @@ class PoolStatus:
 
 @dataclass
 class PoolsStatus:
-    """All pools, as they were ``file_age_s`` ago."""
+    """The state of all pools, with the age of the information."""
 
     age_s: float
     pools: list[PoolStatus]
@@ -101,10 +101,10 @@ class PoolsStatus:
 def write_pools_status(
     run: Path, pools: Sequence[PoolState], seen: Mapping[str, PeerStatus]
 ) -> None:
-    """Put down for others how the pools are.
+    """Write the state of the pools to the run.
 
     Args:
-        seen: what is known of each worker that ever joined.
+        seen: information about each worker that ever connected.
     """
     rows = [
         _row(pool, member, rank, worker, seen.get(worker))
@@ -150,7 +150,7 @@ def _row(
 
 
 def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None:
-    """What the driver last wrote of its pools; None when it has none, or let them go."""
+    """Read the last written state of the pools; None without pools, or after their dismissal."""
     try:
         content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text(encoding="utf-8"))
         written = float(content["time"])
@@ -166,9 +166,9 @@ def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None
 
 
 def mark_stragglers(workers: list[WorkerStatus]) -> None:
-    """Mark the ranks that keep the others of their job waiting.
+    """Mark the ranks for which the others of their job wait.
 
-    Ranks are compared by what the whole stage takes them, going by how far they are.
+    Ranks are compared by the extrapolated time of the whole stage.
     """
     ranks: dict[tuple[str, str], list[StageStatus]] = {}
     for worker in workers:
@@ -177,10 +177,10 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
     for stages in ranks.values():
         for stage in stages:
             others = [
-                whole for s in stages if s is not stage and (whole := _whole_s(s)) is not None
+                whole for s in stages if s is not stage and (whole := _total_s(s)) is not None
             ]
-            own = _whole_s(stage) or stage.for_s
-            if others and stage.took_s is None:
+            own = _total_s(stage) or stage.for_s
+            if others and stage.compute_s is None:
                 usual = statistics.median(others)
                 stage.is_straggler = (
                     own > STRAGGLER_FACTOR * usual and own - usual > STRAGGLER_MIN_S
@@ -188,7 +188,7 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
 
 
 def pool_table(status: PoolsStatus) -> Table:
-    """A row for every pool and one for each of its workers."""
+    """Return a table with a row for every pool and one for each of its workers."""
     ago = format_duration(status.age_s)
     title = f"pools, {ago} ago: the driver is gone or hangs" if status.is_stale else "pools"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -200,22 +200,22 @@ def pool_table(status: PoolsStatus) -> Table:
         out.add_column(name, justify="right")
     for pool in status.pools:
         head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
-        out.add_row(head, Text() if pool.workers else _absent(pool))
+        out.add_row(head, Text() if pool.workers else _no_job(pool))
         for worker in pool.workers:
             lease = "" if worker.lease_left_s is None else format_duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
             queue = str(worker.queued_records) if worker.alive else ""
-            out.add_row(_who(worker), _now(worker), version, queue, lease)
+            out.add_row(_worker_label(worker), _worker_cell(worker), version, queue, lease)
     return out
 
 
-def _who(worker: WorkerStatus) -> str:
+def _worker_label(worker: WorkerStatus) -> str:
     where = f" on {worker.host}" if worker.host else ""
     which = f"rank {worker.rank}" if worker.slot is None else f"worker {worker.slot}"
     return f"{which}{where}, job {worker.job}"
 
 
-def _now(worker: WorkerStatus) -> Text:
+def _worker_cell(worker: WorkerStatus) -> Text:
     if not worker.alive:
         return Text("not there yet: queued or starting", style="yellow")
     lines = []
@@ -255,7 +255,7 @@ def _stage(stage: StageStatus) -> Text:
     return line
 
 
-def _absent(pool: PoolStatus) -> Text:
+def _no_job(pool: PoolStatus) -> Text:
     why = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
     line = Text("no job" + (f" ({why})" if why else ""), style="yellow")
     if pool.waiting:
@@ -263,10 +263,10 @@ def _absent(pool: PoolStatus) -> Text:
     return line
 
 
-def _whole_s(stage: StageStatus) -> float | None:
-    """What the whole stage takes a rank, as far as that can be told."""
-    if stage.took_s is not None:
-        return stage.took_s
+def _total_s(stage: StageStatus) -> float | None:
+    """Return the extrapolated seconds of a whole stage, as far as known."""
+    if stage.compute_s is not None:
+        return stage.compute_s
     if stage.done and stage.total:
         return stage.for_s * stage.total / stage.done
     return None
@@ -306,7 +306,7 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
                 done=int(stage["done"]),
                 total=int(stage["total"]),
                 what=str(stage["what"]),
-                took_s=stage["took_s"],
+                compute_s=stage["took_s"],
             )
             for stage in row["doing"]
         ],

@@ -1,9 +1,9 @@
-"""Which worker generates what: starts of a batch are given out in claims, to workers that come and
-go.
+"""The work queue of a rollout: prompts are assigned in work items to workers that may join or
+leave.
 
-A claim is a list of starts that one worker does. What a worker leaves behind goes back and is given
-out again, lowest start first, so that the front of the batch is complete early. Pure bookkeeping:
-no clock, no process.
+A work item is a list of prompts for one worker. Work of a lost worker is requeued and assigned
+again, lowest prompt first, so that the front of the batch completes early. This module has no clock
+and no processes.
 """
 
 from __future__ import annotations
@@ -16,115 +16,116 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_IN_FLIGHT = 2
-"""Claims a worker holds, so that it has the next one when it is through with one."""
+"""Work items per worker, so that it has the next one when it finishes one."""
 MAX_OVERHEAD_SHARE = 0.25
-"""The share of its time that a claim may spend on what does not depend on its size."""
+"""Maximum share of a work item's time for costs that do not depend on its size."""
 HISTORY_SIZE = 64
 
 
 class WorkItem(NamedTuple):
-    """Starts that one worker does."""
+    """Prompts for one worker."""
 
     number: int
     starts: tuple[int, ...]
 
 
 class WorkQueue:
-    """The starts of one batch: left, held by a worker, or done; each is one of these."""
+    """The prompts of one batch: each is pending, assigned to a worker, or done."""
 
     def __init__(self, batch: int, done: Iterable[int] = ()) -> None:
         self.done = set(done)
-        self._left = [start for start in range(batch) if start not in self.done]
-        self._held: dict[str, dict[int, WorkItem]] = defaultdict(dict)
+        self._pending = [start for start in range(batch) if start not in self.done]
+        self._assigned: dict[str, dict[int, WorkItem]] = defaultdict(dict)
         self._batch, self._next = batch, 0
 
     @property
     def num_pending(self) -> int:
-        """Starts that no worker does yet."""
-        return len(self._left)
+        """Number of prompts that are not assigned."""
+        return len(self._pending)
 
     @property
     def is_complete(self) -> bool:
         return len(self.done) == self._batch
 
     def items_of(self, worker: str) -> tuple[WorkItem, ...]:
-        return tuple(self._held.get(worker, {}).values())
+        return tuple(self._assigned.get(worker, {}).values())
 
     def assign(self, worker: str, size: int) -> WorkItem:
-        """Give the lowest starts that are left to a worker; there must be one."""
-        starts = tuple(heapq.heappop(self._left) for _ in range(min(size, len(self._left))))
-        return self._hold(worker, starts)
+        """Assign the lowest pending prompts to a worker; at least one must be pending."""
+        starts = tuple(heapq.heappop(self._pending) for _ in range(min(size, len(self._pending))))
+        return self._assign(worker, starts)
 
     def mark_done(self, worker: str, number: int) -> WorkItem | None:
-        """A worker has done a claim; None if that is not (or no longer) its claim."""
-        claim = self._held[worker].pop(number, None)
+        """Mark a work item as done; returns None if it does not belong to the worker (any more)."""
+        claim = self._assigned[worker].pop(number, None)
         if claim is not None:
             self.done.update(claim.starts)
         return claim
 
     def reassign(self, claim: WorkItem, rest: Iterable[int], successor: str) -> WorkItem:
-        """Some starts of a finished claim are not done after all: ``successor`` holds them now."""
+        """Assign unfinished prompts of a finished work item to ``successor``."""
         starts = tuple(start for start in claim.starts if start in set(rest))
         self.done.difference_update(starts)
-        return self._hold(successor, starts)
+        return self._assign(successor, starts)
 
-    def _hold(self, worker: str, starts: tuple[int, ...]) -> WorkItem:
+    def _assign(self, worker: str, starts: tuple[int, ...]) -> WorkItem:
         claim = WorkItem(self._next, starts)
         self._next += 1
-        self._held[worker][claim.number] = claim
+        self._assigned[worker][claim.number] = claim
         return claim
 
     def requeue(self, worker: str, number: int) -> None:
-        """A worker could not do a claim."""
-        claim = self._held[worker].pop(number, None)
+        """Requeue a work item that a worker could not finish."""
+        claim = self._assigned[worker].pop(number, None)
         for start in claim.starts if claim else ():
-            heapq.heappush(self._left, start)
+            heapq.heappush(self._pending, start)
 
     def requeue_worker(self, worker: str) -> None:
-        """A worker is gone: others do what it held."""
+        """Requeue all work items of a lost worker."""
         for claim in self.items_of(worker):
             self.requeue(worker, claim.number)
-        self._held.pop(worker, None)
+        self._assigned.pop(worker, None)
 
 
 class WorkerSpeeds:
-    """How long claims took, and how large the next ones should be.
+    """A linear model of the time of work items, and the speeds of workers.
 
-    A claim of n starts takes about ``fixed + n * each`` seconds: an engine that decodes a batch to
-    its end takes nearly as long for a few samples as for many.
+    A work item of n prompts takes about ``fixed + n * each`` seconds: an engine that decodes a
+    batch takes nearly as long for a few samples as for many.
     """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=HISTORY_SIZE)
+        self._times: deque[tuple[int, float]] = deque(maxlen=HISTORY_SIZE)
         self._speeds: dict[str, float] = {}
 
     def record(self, worker: str, size: int, seconds: float) -> None:
-        """A worker took so long for a claim."""
-        self._seen.append((size, seconds))
+        """Record the seconds of a finished work item."""
+        self._times.append((size, seconds))
         speed = size / max(seconds, 1e-6)
         self._speeds[worker] = (self._speeds.get(worker, speed) + speed) / 2
 
     def speeds(self, workers: Sequence[str]) -> dict[str, float]:
-        """Starts per second; a worker not seen yet is taken for average."""
+        """Return prompts per second by worker; an unknown worker counts as average."""
         known = [self._speeds[worker] for worker in workers if worker in self._speeds]
         average = sum(known) / len(known) if known else 1.0
         return {worker: self._speeds.get(worker, average) for worker in workers}
 
     def fit_line(self) -> tuple[float, float]:
-        """Seconds that a claim takes whatever its size, and those that each start adds."""
-        sizes, times = [size for size, _ in self._seen], [seconds for _, seconds in self._seen]
+        """Return the fixed seconds of a work item, and the seconds per prompt."""
+        sizes, times = [size for size, _ in self._times], [seconds for _, seconds in self._times]
         if not sizes:
             return 0.0, 0.0
         middle, usual = sum(sizes) / len(sizes), sum(times) / len(times)
         spread = sum((size - middle) ** 2 for size in sizes)
         if not spread:
             return 0.0, usual / middle
-        each = sum((n - middle) * (t - usual) for n, t in self._seen) / spread
+        each = sum((n - middle) * (t - usual) for n, t in self._times) / spread
         each = min(max(each, 0.0), usual / middle)
         return usual - each * middle, each
 
     def min_items(self) -> float:
-        """The smallest claim worth its fixed time; infinite where size hardly matters."""
+        """Return the smallest size that amortises the fixed time; infinite if size hardly
+        matters."""
         fixed, each = self.fit_line()
         if not fixed:
             return 1.0
@@ -137,14 +138,17 @@ def assign_work(
     min_items: float,
     max_batches: Mapping[str, int] = MappingProxyType({}),
 ) -> list[tuple[WorkQueue, str, WorkItem]]:
-    """Claims for all workers that have fewer than :data:`MAX_IN_FLIGHT`, from the first batch on.
+    """Assign work items to all workers with fewer than :data:`MAX_IN_FLIGHT`, first batch first.
 
-    A worker is given half of its fair share of what is left, so that claims get smaller towards the
-    end and all come to it at about the same time; no less than is worth it, and no more than its
-    share.
+    This is guided self-scheduling: a worker gets half of its speed-weighted share of the pending
+    prompts, so that work items shrink and all workers finish at about the same time. A work item
+    has at least ``min_items`` prompts, and at most the whole share.
 
     Args:
-        only: of workers that may not do every batch: how many of the first ones.
+        batches: queues in the order of iterations.
+        speeds: prompts per second by worker.
+        min_items: see :meth:`WorkerSpeeds.min_items`.
+        max_batches: number of batches, from the first on, that a worker may work on; default all.
     """
     given = []
     total = sum(speeds.values())

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained page and its pictures."""
+"""The report of a run: a self-contained page and its charts."""
 
 from pipeline.report.page import write_report
 

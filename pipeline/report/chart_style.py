@@ -1,4 +1,4 @@
-"""How pictures look, the report's and the plan's alike."""
+"""The style of static charts, in reports and plans."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ mpl.rcParams.update(
 
 
 def finish_chart(figure: Figure) -> Figure:
-    """Last touches of a chart."""
+    """Apply the final layout of a chart."""
     figure.tight_layout()
     return figure
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """A chart as SVG to stand in a page; the figure is closed."""
+    """Return a chart as SVG for a page, and close the figure."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
@@ -50,7 +50,7 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def _inline(svg: str, name: str) -> str:
-    """An SVG fit to stand in a page: no XML head, no ids shared with another chart, no links."""
+    """Return an SVG without XML header and links, with ids that are unique to the chart."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\b(id=")', rf"\1{name}-", body)

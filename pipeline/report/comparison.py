@@ -1,4 +1,4 @@
-"""Runs side by side: every metric of each in one chart, on a page like that of a run."""
+"""Comparison of runs: every metric of all runs in one chart, on one page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlinf.artifacts import write_atomic
 
 SCRIPTS = ("page.js", "scales.js", "plots.js", "compare.js")
 GOLDEN_RATIO_STEP = 0.381966
-"""Hues so far apart, as shares of the circle, stay distinct however many there are."""
+"""Hue step, as a share of the circle, that keeps any number of hues distinct."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run and what a table says of it."""
+    """A run and its cells in the comparison table."""
 
     folder: Path
     varied: str
@@ -31,14 +31,14 @@ class ComparedRun:
 
 
 def write_comparison(page: Path, name: str, runs: Sequence[ComparedRun]) -> Path:
-    """Write the page; its folder is made. Returns its path."""
+    """Write the comparison page and its folder; returns its path."""
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, comparison_html(page.parent, name, runs))
     return page
 
 
 def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str:
-    """The page as text; it refers to reports from ``folder``."""
+    """Return the page as text. Links to reports are relative to ``folder``."""
     rows = [{row["iteration"] + 1: row for row in read_metrics(run.folder)} for run in runs]
     scores = [_held_out(run.folder) for run in runs]
     xs = {
@@ -105,13 +105,13 @@ def comparison_html(folder: Path, name: str, runs: Sequence[ComparedRun]) -> str
 
 
 def hue(number: int, light: float) -> str:
-    """The colour of a run, ``#rrggbb``."""
+    """Return the colour of a run as ``#rrggbb``."""
     parts = colorsys.hls_to_rgb(number * GOLDEN_RATIO_STEP % 1, light, 0.62)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _held_out(run: Path) -> dict[int, float]:
-    """Score by version of the weights."""
+    """Return the held-out score by version of the weights."""
     found = {}
     for folder in sorted((run / "evaluate").glob("[0-9]*")):
         manifest = stage_manifest(run, "evaluate", int(folder.name))

@@ -1,4 +1,4 @@
-"""What the report shows, read from a run's manifests and kept trajectories."""
+"""The data of the report, from the manifests and trajectories of a run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from stages.flow import EVALUATE, flow_of
 from stages.layout import VIDEOS_FOLDER, offline_folder, stage_folder
 
 REPORT_FOLDER = "report"
-"""Where the page of a run is, within it; links start there."""
+"""Folder of the report in a run; links are relative to it."""
 
 
 @dataclass
 class ReportData:
-    """Everything the charts and the page need."""
+    """The data of all charts and tables of a report."""
 
     run: Run
     manifests: list[Manifest] = field(default_factory=list)
@@ -38,9 +38,9 @@ class ReportData:
     spans: list[StageSpan] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     samples: dict[int, list[TranscriptSample]] = field(default_factory=dict)
-    """Of the iterations whose trajectories are on disk."""
+    """Samples by iteration, for iterations whose trajectories are on disk."""
     videos: dict[int, list[Path]] = field(default_factory=dict)
-    """Of held-out episodes by version of the weights, as paths in the run directory."""
+    """Videos of held-out episodes by version of the weights, as paths relative to the report."""
 
     @property
     def scores(self) -> list[tuple[int, float]]:
@@ -49,14 +49,15 @@ class ReportData:
 
     @property
     def wall_s(self) -> float:
-        """From the start of the first stage to the end of the last, interruptions included."""
+        """Seconds from the start of the first stage to the end of the last, interruptions
+        included."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
     def busy_s(self) -> float:
-        """Sum of the stages' own times, less their pauses."""
+        """Sum of the computing times of all stages."""
         return sum(piece.seconds for piece in self.segments if piece.is_computing)
 
     @cached_property
@@ -66,7 +67,7 @@ class ReportData:
 
     @cached_property
     def segments(self) -> list[TimelineSegment]:
-        """The stages of every worker, cut where they paused."""
+        """The stages of every worker, split at pauses."""
         return timeline_segments(self.spans)
 
     @cached_property
@@ -76,24 +77,24 @@ class ReportData:
 
     @cached_property
     def colours(self) -> dict[str, str]:
-        """Of every stage of the run."""
+        """Colour by stage."""
         return stage_colours(flow_of(self.run.config).all_stages)
 
     @property
     def first_and_last_samples(self) -> dict[str, list[TranscriptSample]]:
-        """Samples of the first and the last iteration that are there."""
+        """Samples of the first and the last iteration on disk."""
         chosen = dict.fromkeys([*list(self.samples)[:1], *list(self.samples)[-1:]])
         return {f"iteration {i + 1}": self.samples[i] for i in chosen}
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Iterations and values of a metric, where it was recorded."""
+        """Return iterations and values of a metric, where it was recorded."""
         found = [(row["iteration"] + 1, row[name]) for row in self.rows if name in row]
         x, y = zip(*found, strict=True) if found else ((), ())
         return np.array(x, dtype=float), np.array(y, dtype=float)
 
 
 def read_report_data(folder: Path) -> ReportData:
-    """Collect what is there; missing, unfinished and pruned parts are left out."""
+    """Read the data of a run. Missing, unfinished and pruned parts are left out."""
     run = Run.open(folder)
     data = ReportData(run)
     flow = flow_of(run.config)
@@ -146,7 +147,7 @@ def _span(manifest: Manifest, span: dict[str, Any]) -> StageSpan:
 
 
 def lane_name(span: dict[str, Any]) -> str:
-    """Of a span: workers of a pool keep theirs from one lease to the next."""
+    """Return the chart lane of a span. Workers of a pool have the same lane in every lease."""
     pool = re.fullmatch(r"pool-(\d+)(?:w(\d+))?-\d+-r(\d+)", span.get("worker", ""))
     if pool is None:
         return f"{span['host']} · rank {span['rank']}"
@@ -155,7 +156,8 @@ def lane_name(span: dict[str, Any]) -> str:
 
 
 def _seconds(manifest: Manifest, spans: Iterable[StageSpan]) -> float:
-    """What a stage took; in a pool, where others have turns meanwhile, what it computed."""
+    """Return the seconds of a stage; in pools only its computing time, because stages
+    interleave."""
     if not any(span.get("worker") for span in manifest.timing["spans"]):
         return float(manifest.timing["end"] - manifest.timing["start"])
     computed: dict[str, float] = {}

@@ -1,4 +1,5 @@
-"""The plots of the page: every metric, in groups, as columns that the page draws."""
+"""The charts of the report page, as columns that its scripts draw: every metric, and the Gantt
+chart."""
 
 from __future__ import annotations
 
@@ -54,14 +55,15 @@ HEADLINES = (
 GIB = 2**30
 BINS = 24
 Usage = list[dict[str, Any]]
-"""Of the processes of one stage instance, as in ``stages.resource_usage``."""
+"""Resource usage of the processes of one stage, as in ``stages.resource_usage``."""
 
 
 def build_plots(data: ReportData) -> dict[str, Any]:
-    """``xs``: columns that plots share, by name; ``groups``: titles and plots.
+    """Return the shared columns (``xs``, by name) and the charts (``groups``: titles and plots).
 
-    A plot has ``id``, ``title``, ``name``, ``x`` (of ``xs``), ``series`` (``label``, ``colour``,
-    ``y``, ``kind``: line or points); ``stack`` adds series up; ``linked`` ones zoom together.
+    A plot has ``id``, ``title``, ``name``, ``x`` (a name in ``xs``) and ``series`` (``label``,
+    ``colour``, ``y``, ``kind``: line or points). ``stack`` adds series up; ``linked`` plots zoom
+    together.
     """
     xs: dict[str, list[float]] = {"rows": [row["iteration"] + 1 for row in data.rows]}
     names = sorted({name for row in data.rows for name in row} - {"iteration"})
@@ -85,9 +87,9 @@ def build_plots(data: ReportData) -> dict[str, Any]:
 
 
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
-    """Values as JSON has them, None for what is not finite.
+    """Return values for JSON, with None for non-finite ones.
 
-    Each has six digits, or as many as it takes to tell the smallest and the largest apart by four.
+    Each has six digits, or as many as separate the smallest and the largest by four digits.
     """
     found = [None if value is None or not math.isfinite(value) else value for value in values]
     there = [value for value in found if value is not None]
@@ -124,7 +126,7 @@ def _metric(data: ReportData, name: str) -> dict[str, Any]:
 
 
 def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Held-out score after each evaluated version, beside that of training samples."""
+    """Return the held-out score of each evaluated version, beside that of training samples."""
     found = []
     known = {row["iteration"] + 1: row.get("reward/score") for row in data.rows}
     held_out = {row["version"]: row["evaluate/score"] for row in data.evaluated}
@@ -145,7 +147,7 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
 
 
 def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Loss of each supervised step, and that of held-out demonstrations where it was taken."""
+    """Return the loss of each supervised step, and on held-out demonstrations."""
     if not any(point.get("eval_loss") is not None for point in data.warm_start):
         return []
     xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
@@ -172,7 +174,7 @@ def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
 
 
 def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Scores and lengths of the first and the last samples on disk, as shares of each."""
+    """Return histograms of scores and lengths of the first and the last samples on disk."""
     found = []
     for name, title in (("score", "score"), ("length", "length (steps)")):
         table = {
@@ -197,7 +199,7 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
 
 
 def bin_edges(low: float, high: float, bins: int) -> np.ndarray:
-    """The edges of a histogram's bins; of one bin around the value where all are alike."""
+    """Return the edges of a histogram's bins; one bin if all values are equal."""
     if high > low:
         return np.linspace(low, high, bins + 1)
     half = max(0.5, abs(low) * 1e-3)
@@ -221,7 +223,7 @@ def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str,
 
 
 def steps_per_s(data: ReportData) -> tuple[dict[int, float], dict[int, float]]:
-    """By iteration: of rollout alone, and of the whole iteration."""
+    """Return steps per second by iteration, of the rollout alone and of the whole iteration."""
     steps = {row["iteration"]: row["rollout/steps"] for row in data.rows if "rollout/steps" in row}
     alone: dict[int, float] = {}
     whole: dict[int, float] = {}
@@ -252,7 +254,7 @@ def _throughput(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
 
 
 def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """What stages used, of all their processes together, or of the one that used most."""
+    """Return the resource usage of stages: the sum over processes, or the largest one."""
     wanted: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
         "processors": ("Processors in use", lambda u: _total(_cores(e) for e in u), {}),
         "memory": (
@@ -317,11 +319,12 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def gantt_columns(data: ReportData) -> dict[str, Any] | None:
-    """Lanes, and the pieces of all of them in order of lane and start; None without any.
+    """Return the lanes and segments of the Gantt chart, ordered by lane and start; None without
+    any.
 
     Columns are little-endian, in base64: ``start`` (float64, seconds since ``origin``), ``length``
-    (float32, seconds), ``iteration`` (uint32, from 1; 0 for stages of none), ``kind`` (uint8: twice
-    the stage's number, and 1 where it only waits). ``first`` has each lane's first row, and the
+    (float32, seconds), ``iteration`` (uint32, from 1; 0 for offline stages), ``kind`` (uint8: twice
+    the index of the stage, plus 1 if it waits). ``first`` has the first row of each lane, and the
     number of rows. ``windows`` are iteration, start and end of iterations, in seconds.
     """
     if not data.segments:

@@ -1,4 +1,4 @@
-"""The page: charts, tables and transcripts in one file without references to anything outside."""
+"""The report page: charts, tables and transcripts in one self-contained file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCRIPTS = (
 
 
 def write_report(run: Path, *, pictures: bool = False) -> Path:
-    """Write ``report/report.html``, and if asked a PNG of each chart; returns the page's path."""
+    """Write ``report/report.html``, and optionally a PNG of each chart; returns the page's path."""
     folder = run / REPORT_FOLDER
     folder.mkdir(exist_ok=True)
     data = read_report_data(run)
@@ -55,7 +55,7 @@ def write_report(run: Path, *, pictures: bool = False) -> Path:
 
 
 def report_html(data: ReportData) -> str:
-    """The page as text."""
+    """Return the page as text."""
     run = data.run.folder
     plan = (run / PLAN_FILE).read_text(encoding="utf-8") if (run / PLAN_FILE).exists() else ""
     content = {
@@ -97,7 +97,7 @@ def report_html(data: ReportData) -> str:
 
 
 def redact_yaml(config: str) -> str:
-    """A configuration or plan (YAML) without what may be secret; as it is where nothing may be."""
+    """Return a configuration or plan (YAML) with secrets redacted; unchanged if it has none."""
     values = yaml.safe_load(config)
     safe = redact(values)
     return config if safe == values else yaml.safe_dump(safe, sort_keys=False, allow_unicode=True)
@@ -106,11 +106,12 @@ def redact_yaml(config: str) -> str:
 def render_interactive(
     template: str, content: Mapping[str, Any], ours: Sequence[str], **more: Any
 ) -> str:
-    """A page that draws the plots of its content.
+    """Render a page that draws the charts of its content.
 
     Args:
-        content: ``name``, ``xs`` and ``groups`` as of :func:`pipeline.report.interactive_charts.build_plots`, and what
-            its scripts read besides.
+        template: name of the template.
+        content: ``name``, ``xs`` and ``groups`` of :func:`build_plots`, and the further values that
+            its scripts read.
         ours: the scripts, in the order in which they run.
         more: values of the template.
     """
@@ -131,18 +132,20 @@ def render_interactive(
 
 
 def script_json(content: Any) -> str:
-    """JSON to stand in a ``script`` element: nothing in it can end that, or begin a comment."""
+    """Return JSON for a ``script`` element; nothing in it can end the element or start a
+    comment."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _hash(script: str) -> str:
-    """Names a script that may run, for the page's content security policy; no other may."""
+    """Return the hash of a script for the page's content security policy, which permits no
+    other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
-    """The numbers at the top of the page."""
+    """Return the numbers at the top of the page."""
     config = data.run.config
     found = [
         ("task", config.task.name),
@@ -166,7 +169,7 @@ def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
 
 
 def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
-    """Key, value and whether it is not the default, of all settings in effect; those first."""
+    """Return key, value and whether it is not the default, for all settings; non-defaults first."""
     changed = set(record.non_default or ())
     rows = [
         (key, json.dumps(value), key in changed)
@@ -176,7 +179,7 @@ def settings_rows(record: RunRecord) -> list[tuple[str, str, bool]]:
 
 
 def _best(data: ReportData) -> list[tuple[str, str]]:
-    """Where the weights with the best held-out score are, as a fact."""
+    """Return a fact that names the weights with the best held-out score."""
     best = best_weights(data.run.config, data.run.folder)
     if best is None:
         return []
@@ -188,7 +191,7 @@ def _best(data: ReportData) -> list[tuple[str, str]]:
 
 
 def stage_table(data: ReportData) -> list[dict[str, Any]]:
-    """Per stage: how often it ran, how long, where, and what it used."""
+    """Return a row per stage: number of runs, times, hosts and resource usage."""
     table: dict[str, dict[str, Any]] = {}
     for entry in data.stages:
         row = table.setdefault(
@@ -215,7 +218,7 @@ def stage_table(data: ReportData) -> list[dict[str, Any]]:
 
 
 def _used(usage: list[dict[str, Any]]) -> dict[str, str]:
-    """What the processes of a stage used; empty cells where nothing was recorded."""
+    """Return the resource usage of a stage's processes; empty cells if nothing was recorded."""
     seconds = sum(entry["seconds"] for entry in usage)
     gpu = [entry["gpu_share"] for entry in usage if "gpu_share" in entry]
     return {

@@ -1,4 +1,4 @@
-"""The charts as pictures: each a function from the data to a figure, None if there is no data."""
+"""The charts as images: each is a function from the data to a figure, or None without data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from pipeline.report.worker_timeline import iteration_windows, sort_lanes
 from stages.context import IDLE_SPANS, WAIT_SPAN
 
 MIN_RELATIVE_SPREAD = 1e-12
-"""Values whose spread is a smaller share of their size count as one: float64 can tell few apart."""
+"""Values whose relative spread is smaller count as constant, because float64 resolves few of
+them."""
 COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
-"""Where in its lane a bar of the Gantt chart lies."""
+"""Vertical extent of a Gantt bar within its lane."""
 
 
 def learning_chart(data: ReportData) -> Figure | None:
-    """Held-out score through both phases: fine-tuning steps, then iterations of RL."""
+    """Draw the held-out score in both phases: warm-start steps, then iterations of RL."""
     warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
     if not warm and not data.scores and not data.rows:
         return None
@@ -60,7 +61,7 @@ def learning_chart(data: ReportData) -> Figure | None:
 
 
 def training_chart(data: ReportData) -> Figure | None:
-    """Small multiples of what tells whether training is healthy."""
+    """Draw the metrics that show whether training is healthy."""
     wanted = [
         ("reward/mean", "mean reward"),
         ("train/loss", "loss"),
@@ -90,7 +91,7 @@ def training_chart(data: ReportData) -> Figure | None:
 
 
 def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
-    """Values over iterations as a line; one between two gaps, which no line shows, as a point."""
+    """Draw values over iterations as a line; a value between two gaps as a point."""
     y = np.where(np.isfinite(y), y, np.nan)
     there = np.pad(np.isfinite(y), 1)
     alone = np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])
@@ -98,9 +99,9 @@ def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
 
 
 def set_axis_range(axis: Axes) -> None:
-    """Give the axes a range in which the lines can be read, and whole iterations.
+    """Set a readable range, and integer iterations.
 
-    A constant lies in the middle, with its value beside it; without a finite value the chart says
+    A constant lies in the middle, with its value beside it. Without a finite value the chart says
     so.
     """
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -122,7 +123,7 @@ def set_axis_range(axis: Axes) -> None:
 
 
 def stage_times_chart(data: ReportData) -> Figure | None:
-    """Seconds of each stage, stacked per iteration."""
+    """Draw the seconds of each stage, stacked by iteration."""
     if not data.rows:
         return None
     last = max(row["iteration"] for row in data.rows)
@@ -143,7 +144,8 @@ def stage_times_chart(data: ReportData) -> Figure | None:
 
 
 def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
-    """When the stages of every worker computed and waited: the whole run, its newest iterations."""
+    """Draw when the stages of every worker computed and waited: the whole run and its last
+    iterations."""
     spans = data.segments
     if not spans:
         return None
@@ -190,14 +192,14 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
 
 
 def _look(colour: str, computes: bool) -> dict[str, Any]:
-    """Of a bar: full where a stage computes, hatched and thin where it pauses."""
+    """Return the style of a bar: solid while a stage computes, thin and hatched while it pauses."""
     if computes:
         return {"facecolor": colour}
     return {"facecolor": "white", "edgecolor": colour, "hatch": "//////", "linewidth": 0}
 
 
 def throughput_chart(data: ReportData) -> Figure | None:
-    """Steps per second of rollout alone and of the whole iteration."""
+    """Draw the steps per second of the rollout and of the whole iteration."""
     alone, whole = steps_per_s(data)
     if not alone and not whole:
         return None
@@ -215,7 +217,7 @@ def throughput_chart(data: ReportData) -> Figure | None:
 
 
 def distributions_chart(data: ReportData) -> Figure | None:
-    """Scores and lengths of samples, early against late."""
+    """Draw histograms of scores and lengths of early and late samples."""
     ends = {label: samples for label, samples in data.first_and_last_samples.items() if samples}
     if not ends:
         return None
@@ -250,7 +252,7 @@ CHARTS: dict[str, Callable[[ReportData], Figure | None]] = {
 
 
 def write_pictures(data: ReportData, folder: Path) -> list[Path]:
-    """A PNG of each chart; those with nothing to show are left out."""
+    """Write a PNG of each chart that has data; returns their paths."""
     folder.mkdir(exist_ok=True)
     written = []
     for name, draw in CHARTS.items():

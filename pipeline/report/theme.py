@@ -1,4 +1,4 @@
-"""Pages from the templates of this folder."""
+"""Templates of pages, and the colours of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEMPLATE_FOLDER = Path(__file__).parent
 
 
 def render_template(template: str, **values: Any) -> str:
-    """A page from a template of this folder; values are escaped."""
+    """Render a template of this folder with escaped values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER), autoescape=True
     )
@@ -38,12 +38,12 @@ DARK_STAGE_COLOURS = {
     "sync": "#9ba8b6",
     "evaluate": "#e388bf",
 }
-"""The same on a dark page. All have a contrast of 3 to 1 and more to the page below them."""
+"""Colours on a dark page. All have a contrast of at least 3 to 1 with the background."""
 EXTRA_COLOURS = ("#4aa3a2", "#8c6d46", "#7d7abc", "#b07aa1")
-"""Of stages that only another flow has."""
+"""Colours of further stages, which only other flows have."""
 
 
 def stage_colours(stages: Iterable[str], *, dark: bool = False) -> dict[str, str]:
-    """A colour for each of some stages, the same ones for the same stages in the same order."""
+    """Return a colour by stage; equal stages in equal order have equal colours."""
     known, spare = DARK_STAGE_COLOURS if dark else STAGE_COLOURS, cycle(EXTRA_COLOURS)
     return {stage: known.get(stage) or next(spare) for stage in stages}

@@ -1,4 +1,4 @@
-"""Samples of the iterations whose trajectories are on disk, and which of them a page carries."""
+"""Samples of iterations whose trajectories are on disk, and the selection that a page shows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rlinf.data.record import Scalar
 from stages.layout import stage_folder
 
 MAX_ITERATIONS = 40
-"""Whose trajectories are read, if retention has kept more: the first, the last, and between."""
+"""Maximum number of iterations that are read: the first, the last, and some between."""
 MAX_SAMPLES, MAX_CHARACTERS = 3000, 4_000_000
-"""That one page carries."""
+"""Limits of one page."""
 CHANNELS = ("trajectories", "rewards")
 HEAD, TAIL = 6000, 3000
-"""Of a longer text the page has so many characters from its beginning and its end."""
+"""Number of characters that are shown from the start and the end of a long text."""
 
 
 class TranscriptSample(NamedTuple):
-    """One trajectory. Without ``text``: it is of a task without language."""
+    """One trajectory; ``text`` is None for tasks without language."""
 
     number: int
     length: int
@@ -36,7 +36,7 @@ class TranscriptSample(NamedTuple):
 
 
 def iterations_on_disk(run: Path, known: Sequence[int]) -> list[int]:
-    """Iterations with trajectories and rewards on disk; a spread of them where there are many."""
+    """Return iterations with trajectories and rewards on disk, evenly thinned if there are many."""
     found, makers = [], [run_flow(run).producer_of(channel) for channel in CHANNELS]
     for iteration in known if all(makers) else ():
         folders = [stage_folder(run, str(maker), iteration) for maker in makers]
@@ -49,7 +49,8 @@ def iterations_on_disk(run: Path, known: Sequence[int]) -> list[int]:
 
 
 def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
-    """The scored samples of an iteration, by number; empty if a file is gone or cannot be read."""
+    """Return the scored samples of an iteration, by number; empty if a file is missing or
+    damaged."""
     try:
         made, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
         return [
@@ -82,9 +83,9 @@ def _infos(
 
 
 def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dict[str, Any]:
-    """Transcripts as columns for the page, prompts once each; with what was left out.
+    """Return transcripts as columns for the page, each prompt once, and what was left out.
 
-    ``unreadable`` are the iterations whose files are there and damaged.
+    ``unreadable`` are the iterations with damaged files.
     """
     rows = {i: [s for s in found if s.text is not None] for i, found in samples.items()}
     rows = {i: found for i, found in rows.items() if found}
@@ -122,8 +123,8 @@ def transcript_columns(samples: Mapping[int, Sequence[TranscriptSample]]) -> dic
 
 
 def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[TranscriptSample]:
-    """At most so many, the most telling first: worst, best and cut off in turns, then the rest
-    evenly."""
+    """Select up to ``limit`` samples: the worst, best and truncated ones in turns, then evenly
+    spaced ones."""
     by_score = sorted(samples, key=lambda sample: sample.score)
     cut = [sample for sample in samples if sample.stop == "length"]
     quarter = -(-min(limit, len(samples)) // 4)
@@ -137,7 +138,7 @@ def select_samples(samples: Sequence[TranscriptSample], limit: int) -> list[Tran
 
 
 def shorten(text: str) -> str:
-    """Beginning and end of a long text."""
+    """Return the start and the end of a long text."""
     left_out = len(text) - HEAD - TAIL
     if left_out <= 0:
         return text

@@ -1,4 +1,4 @@
-"""What each worker computed and when it waited, from the spans of a run."""
+"""The timeline of each worker: when it computed and when it waited, from the spans of a run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from stages.context import IDLE_SPANS
 
 @dataclass(frozen=True)
 class StageSpan:
-    """A stage instance, or a part of one, on one rank."""
+    """A stage, or a part of one, on one rank."""
 
     stage: str
     name: str
     iteration: int
     lane: str
-    """Who: pool and rank, or only the rank, and the host."""
+    """Name of the worker: pool and rank, or only the rank, and the host."""
     start: float
     end: float
     claim: int | None = None
-    """Of a rollout in claims, which: its worker may wait for other claims at the same time."""
+    """Number of the work item in an elastic rollout; its worker may wait for others meanwhile."""
 
 
 @dataclass(frozen=True)
 class TimelineSegment:
-    """A stretch of time in which a stage computed, or waited or moved what it keeps."""
+    """An interval in which a stage computed, or waited or moved data."""
 
     stage: str
     iteration: int
@@ -44,22 +44,23 @@ class TimelineSegment:
 
 @dataclass
 class WorkerIdleTime:
-    """One worker, over the iterations that count."""
+    """The idle time of one worker over all counted iterations."""
 
     lane: str
     idle_share: float
-    """Share of the time in which no stage computed here."""
+    """Share of the time in which the worker computed no stage."""
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Seconds an iteration that a stage computed and waited."""
+    """Computing and waiting seconds per iteration, by stage."""
 
 
 def sort_lanes(lanes: Iterable[str]) -> list[str]:
-    """Each once, rank 10 after rank 9."""
+    """Return unique lanes in natural order: rank 10 after rank 9."""
     return sorted(set(lanes), key=lambda lane: [w.zfill(6) for w in re.split(r"(\d+)", lane)])
 
 
 def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
-    """The spans of stages, cut where they paused; what pauses hold outside of them is dropped."""
+    """Return the spans of stages, split at their pauses; parts of pauses outside of a stage are
+    dropped."""
     spans = list(spans)
     pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
     for span in spans:
@@ -84,7 +85,7 @@ def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
 
 
 def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, float]]:
-    """Start and end of iterations: each ends when its weights are published."""
+    """Return start and end of iterations: each ends when its weights are published."""
     spans = list(spans)
     ends: dict[int, float] = {}
     for span in spans:
@@ -98,7 +99,8 @@ def iteration_windows(spans: Iterable[StageSpan]) -> dict[int, tuple[float, floa
 
 
 def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
-    """By worker; the first iteration, in which all is loaded, counts only if there is no other."""
+    """Return the idle time by worker. The first iteration, which loads everything, counts only if
+    it is the only one."""
     spans = list(spans)
     known = iteration_windows(spans)
     if len(known) > 1:
@@ -127,7 +129,7 @@ def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
 
 
 def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The time that stretches cover, however they overlap, in order and apart from each other."""
+    """Return the union of intervals, as disjoint intervals in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(stretches):
         if found and start <= found[-1][1]:
@@ -140,7 +142,7 @@ def _union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def _shared_s(
     start: float, end: float, counted: Sequence[tuple[float, float]], starts: Sequence[float]
 ) -> float:
-    """How much of a stretch lies in the ``counted`` ones, which begin at ``starts``."""
+    """Return the length of an interval within the ``counted`` ones, which begin at ``starts``."""
     shared, at = 0.0, max(0, bisect_right(starts, start) - 1)
     while at < len(counted) and counted[at][0] < end:
         shared += max(0.0, min(end, counted[at][1]) - max(start, counted[at][0]))

@@ -11,12 +11,13 @@ from torch import Tensor
 def group_relative_advantages(
     scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """Score relative to the samples of the same group (GRPO, arXiv 2402.03300, section 4.1).
+    """Return scores relative to the samples of the same group (GRPO, arXiv 2402.03300, section
+    4.1).
 
     Args:
         scores: ``[N]`` total reward of each sample.
         groups: ``[N]`` group numbers; groups may differ in size and order.
-        normalise: also divide by the group's (unbiased) standard deviation.
+        norm_by_std: also divide by the group's (unbiased) standard deviation.
 
     Returns:
         ``[N]``; exactly zero for a group of one or of equal scores.
@@ -31,7 +32,8 @@ def group_relative_advantages(
 
 
 def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
-    """Score relative to the mean of the others of its group (RLOO, arXiv 2402.14740, section 3).
+    """Return scores relative to the mean of the other samples of the group (RLOO, arXiv 2402.14740,
+    section 3).
 
     Args:
         scores: ``[N]`` total reward of each sample.
@@ -57,18 +59,18 @@ def turn_level_advantages(
     groups: Tensor,
     group_advantage: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """What came from a turn on, relative to the same turn of the other samples of the group.
+    """Return the return of each turn, relative to the same turn of the other samples of the group.
 
     The return of a turn is the sum of its own reward and those of later turns (as in GTPO, arXiv
     2511.14846, and process supervision of GRPO, arXiv 2402.03300, section 4.1.3). It is compared
-    with the returns of those samples that have such a turn: to have come so far is no choice of
-    the turn, so that an outcome which comes a turn later is worth no less.
+    only with samples that have such a turn, because a turn does not choose whether the dialogue
+    reaches it. An outcome that comes one turn later therefore counts the same.
 
     Args:
         rewards, mask: ``[N, T]``.
-        turns: ``[N, T]`` the number of the turn, from 0, that a step is part of.
+        turns: ``[N, T]`` number of the turn, from 0, of each step.
         groups: ``[N]`` group numbers.
-        relative: scores ``[M]`` and group numbers ``[M]`` to scores relative to the group, ``[M]``.
+        group_advantage: maps scores ``[M]`` and group numbers ``[M]`` to advantages ``[M]``.
 
     Returns:
         ``[N, T]``, equal within a turn, zero where ``mask`` is 0; exactly zero where no other
@@ -89,15 +91,15 @@ def turn_level_advantages(
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
-    """Mean score of each sample's group, ``[N]`` of ``[N]``; exactly the score where all of the
-    group scored the same."""
+    """Return the mean score of each sample's group, ``[N]``; exactly the score if all scores of the
+    group are equal."""
     means, index, _ = _means(scores, groups)
     return means[index].to(scores.dtype)
 
 
 def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean score of each group, float64 ``[G]``, the group's place of each sample, ``[N]``, and how
-    many samples each has, float64 ``[G]``."""
+    """Return the mean score of each group, float64 ``[G]``, the group index of each sample,
+    ``[N]``, and the size of each group, float64 ``[G]``."""
     _, index = torch.unique(groups, return_inverse=True)
     exact = scores.double()
     count = torch.bincount(index).double()
@@ -120,17 +122,18 @@ def compute_gae(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over ``[N, T]``, or over ``[N, T,
-    C]``: all actions of chunks, one after another; ``gamma`` and ``lam`` are of an action then.
+    """Compute generalised advantages (GAE, arXiv 1506.02438, eq. 16) over ``[N, T]`` or ``[N, T,
+    C]``.
 
-    A step that terminated has no future; one that was truncated, or is the last of its row, is
-    followed by the state whose value is ``bootstrap``. Nothing flows across either. A step where
-    ``mask`` is 0 takes no time: the one before it is followed by the next that counts, unless the
-    episode ended in between.
+    With ``[N, T, C]``, the actions of all chunks follow one another, and ``gamma`` and ``lam`` are
+    per action. A terminated step has no future. A truncated step, or the last of its row, is
+    followed by a state of value ``bootstrap``. Nothing flows across either. A masked step takes no
+    time: the step before it is followed by the next unmasked step, unless the episode ended in
+    between.
 
     Args:
         rewards, values, mask: ``[N, T]`` or ``[N, T, C]``.
-        terminated, truncated, bootstrap: ``[N, T]``, of the end of a step, or of a chunk.
+        terminated, truncated, bootstrap: ``[N, T]``, for the end of a step or of a chunk.
 
     Returns:
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
@@ -163,8 +166,9 @@ def compute_gae(
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Zero mean and unit (unbiased) deviation over the steps where ``mask`` is 1; zero where it is
-    0, and everywhere if all that count are equal or none does."""
+    """Normalise values to zero mean and unit (unbiased) standard deviation over unmasked steps. The
+    result is zero where ``mask`` is 0, and everywhere if all unmasked values are equal or none
+    exists."""
     counted = values[mask > 0]
     # The mean of equal values is rounded: what is left of them would be divided by itself.
     if not len(counted) or bool(counted.min() == counted.max()):

@@ -1,4 +1,5 @@
-"""The algorithm interface: which samples count, and how they change the weights."""
+"""The algorithm interface: which samples take part in the update, and how they change the
+weights."""
 
 from __future__ import annotations
 
@@ -15,24 +16,26 @@ from rlinf.data.batch import TrainingSample
 
 
 class Algorithm(Component, ABC):
-    """Holds nothing but its configuration; all that a run learns is in the trainer's state."""
+    """Base class of algorithms. It holds only its configuration; all learned state is in the
+    trainer."""
 
     Config: ClassVar[type[Section]] = Section
     config_keys_read: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the configuration that the class reads where :mod:`rlinf.algorithms.unused_keys`
-    cannot see it. Any other key that is set and has no reader is refused."""
+    """Configuration keys that the class reads where :mod:`rlinf.algorithms.unused_keys` cannot see
+    it. Any other key that is set and never read is rejected."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @property
     def needs_values(self) -> bool:
-        """Whether the inference stage must give value estimates."""
+        """Whether the inference stage must compute value estimates."""
         return VALUE_ESTIMATES in self.requires
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a sample is judged by the others of its group, so that one teaches nothing."""
+        """Whether a sample is compared with the others of its group, so that a single sample
+        carries no signal."""
         return SAMPLE_GROUPS in self.requires
 
     @property
@@ -42,58 +45,62 @@ class Algorithm(Component, ABC):
 
     @property
     def needs_turns(self) -> bool:
-        """Whether turns of a dialogue must be told apart, each with rewards of its own."""
+        """Whether the turns of a dialogue must be distinguished, each with its own rewards."""
         return False
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the inference stage must give the log-probabilities of the policy before the
-        update, under the training stack."""
+        """Whether the inference stage must compute the log-probabilities of the policy before the
+        update with the training stack."""
         return False
 
     @property
     def minibatches(self) -> int:
-        """Equal parts that a batch is cut into."""
+        """Number of equal parts into which a batch is split."""
         return 1
 
     @property
     def supports_streaming(self) -> bool:
-        """Whether its update is one sum over the batch, which begins before all of it is there."""
+        """Whether the update is one sum over the batch, which can begin before the whole batch has
+        arrived."""
         return False
 
     def check(self, model: Any) -> None:
-        """See that it can train such a policy; asked before a run begins.
+        """Check, before a run begins, that the algorithm can train such a policy.
 
         Args:
-            model: the policy's options, of whichever class.
+            model: the policy's options, of any class.
 
         Raises:
-            ConfigError: it cannot; names the key of the section ``model``.
-            DataError: a data file that it is to read is missing or malformed.
+            ConfigError: the algorithm cannot train it; names the key of the section ``model``.
+            DataError: a data file that the algorithm reads is missing or malformed.
         """
         return None
 
     @property
     def replay_capacity(self) -> int:
-        """Most transitions, the newest, that a buffer keeps for it."""
+        """Maximum number of transitions, the newest, that a replay buffer keeps for the
+        algorithm."""
         return 0
 
     @property
     def uses_offline_data(self) -> bool:
-        """Whether a share of its batches is of transitions that were there before; those in which
-        a person acted are then kept apart too."""
+        """Whether a share of each batch comes from an offline dataset. Transitions in which a
+        person acted are then also stored separately."""
         return False
 
     def select_samples(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Which samples take part in the update: bool ``[N]`` from scores and group numbers."""
+        """Return which samples take part in the update, bool ``[N]``, from scores and group
+        numbers."""
         return np.ones(len(scores), dtype=bool)
 
     @abstractmethod
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
-        """Learn from one iteration's batch: any number of optimizer steps on it, or on more.
+        """Update the policy on one iteration's batch, with any number of optimizer steps.
 
         Args:
-            parts: the batch, in parts as they arrive: to take the next one may wait for it.
+            parts: the batch, in parts as they arrive; the next part may have to be waited for.
 
-        Equal batches and weights must give equal weights: randomness is :meth:`Learner.rng`.
+        Equal batches and weights must give equal weights, so randomness comes from
+        :meth:`Learner.rng`.
         """

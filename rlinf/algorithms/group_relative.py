@@ -1,4 +1,10 @@
-"""What algorithms share that judge a sample by the others of its group."""
+"""Group-relative algorithms: GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and RLOO (arXiv
+2402.14740).
+
+They sample a group of responses per prompt. The advantage of a response is its reward relative to
+its group, and every token of the response shares it. There is no critic. The surrogate is clipped
+as in PPO. RLOO compares with the mean reward of the other responses, which is an unbiased baseline.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +27,22 @@ from rlinf.data.batch import StepBatch
 
 
 class GroupFilterConfig(PolicyGradientConfig):
-    """Which groups take part in the update."""
+    """Settings that select the groups that take part in the update."""
 
     filter_zero_variance_groups: bool = False
-    """Leave out groups whose samples all scored the same: they carry no gradient."""
+    """Exclude groups whose samples all have the same score, because they carry no gradient."""
     min_group_reward: float | None = None
     max_group_reward: float | None = None
-    """Leave out groups whose mean score is below the one or above the other, those that are too
-    hard or too easy say; null: there is no such bound."""
+    """Exclude groups whose mean score is below ``min_group_reward`` or above ``max_group_reward``,
+    for example because they are too hard or too easy; null: no bound."""
 
     @model_validator(mode="after")
     def _bounds_are_a_range(self) -> GroupFilterConfig:
         low, high = self.min_group_reward, self.max_group_reward
         if low is not None and high is not None and low > high:
             raise ValueError(
-                f"min_group_reward {low} is above max_group_reward {high}, so that no group is left; "
-                "exchange them"
+                f"min_group_reward {low} is above max_group_reward {high}, so that no group "
+                "remains; exchange them"
             )
         return self
 
@@ -49,13 +55,13 @@ def select_groups(
     min_reward: float | None = None,
     max_reward: float | None = None,
 ) -> np.ndarray:
-    """Which samples are of groups that take part, bool ``[N]``: all of a group, or none.
+    """Return which samples are in selected groups, bool ``[N]``: all of a group, or none.
 
     Args:
         scores: ``[N]`` total reward of each sample.
         groups: ``[N]`` group numbers.
-        drop_equal: leave out groups of equal scores (DAPO, arXiv 2503.14476, eq. 11).
-        low, high: bounds of a group's mean score, both included.
+        filter_zero_variance: exclude groups of equal scores (DAPO, arXiv 2503.14476, eq. 11).
+        min_reward, max_reward: inclusive bounds of a group's mean score.
     """
     _, index = np.unique(groups, return_inverse=True)
     count = index.max(initial=-1) + 1
@@ -74,7 +80,8 @@ def select_groups(
 
 
 class GroupAlgorithm(PolicyGradient):
-    """Leaves groups out of the update, as its settings say."""
+    """Base class of algorithms that compare the samples of a group. It filters groups as its
+    settings say."""
 
     Config = GroupFilterConfig
     requires = frozenset({SAMPLE_GROUPS})
@@ -91,16 +98,18 @@ class GroupAlgorithm(PolicyGradient):
 
 
 class GroupRelativeConfig(GroupFilterConfig):
-    """What is compared within a group."""
+    """Settings of group-relative advantages."""
 
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
-    """``trajectory``: every step shares the advantage of its sample's whole reward; ``turn``: of a
-    dialogue, every step of a message that of the rewards from this message on, among the samples
-    of the group that have as many (:func:`rlinf.algorithms.advantages.turn_level_advantages`)."""
+    """``trajectory``: every step shares the advantage of its sample's total reward. ``turn``: in a
+    dialogue, every step of a message shares the advantage of the rewards from this message on,
+    compared among the samples of the group that have as many messages
+    (:func:`rlinf.algorithms.advantages.turn_level_advantages`)."""
 
 
 class GroupRelativeAlgorithm(GroupAlgorithm):
-    """Every step of a sample, or of a turn, shares what :meth:`relative` makes of its score."""
+    """Base class of algorithms in which every step of a sample, or of a turn, shares the
+    :meth:`group_advantage` of its score."""
 
     Config = GroupRelativeConfig
     has_group_local_advantages = True
@@ -111,7 +120,8 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
 
     @abstractmethod
     def group_advantage(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """Scores ``[N]`` relative to the others of the same group, ``[N]``."""
+        """Return the advantages ``[N]`` of scores ``[N]`` relative to the others of the same
+        group."""
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         if self.needs_turns:
@@ -141,7 +151,7 @@ class GRPOConfig(GroupRelativeConfig):
 
 
 class GRPO(GroupRelativeAlgorithm):
-    """See the module."""
+    """Group relative policy optimisation (arXiv 2402.03300)."""
 
     Config = GRPOConfig
     config: GRPOConfig
@@ -159,19 +169,22 @@ class DAPOConfig(GRPOConfig):
 
 
 class DAPO(GRPO):
-    """See :class:`DAPOConfig`; the penalty for overlong responses is a reward setting."""
+    """DAPO; see :class:`DAPOConfig`. The penalty for overlong responses is a setting of the
+    reward."""
 
     Config = DAPOConfig
 
 
 class RLOOConfig(GroupRelativeConfig):
-    """Those of all that judge by groups; ``kl_reward_coef`` is the divergence that the paper takes from
-    the reward, here with the estimate of each token within
-    :data:`rlinf.algorithms.losses.KL_BOUND`."""
+    """Settings of RLOO: those of all group-relative algorithms.
+
+    ``kl_reward_coef`` is the KL penalty that the paper subtracts from the reward. Here the estimate
+    of each token is clipped to :data:`rlinf.algorithms.losses.KL_BOUND`.
+    """
 
 
 class RLOO(GroupRelativeAlgorithm):
-    """See the module."""
+    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740)."""
 
     Config = RLOOConfig
     config: RLOOConfig

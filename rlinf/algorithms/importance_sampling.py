@@ -1,12 +1,11 @@
-"""The policy that collected the steps, as its engine says, beside the one that is trained.
+"""Importance sampling between the engine's policy, which collected the steps, and the trainer's.
 
-Both have the same weights where a rollout is on-policy, and still differ: an engine computes in
-other kernels, often in another precision. What was sampled is then from a policy that is not the
-one whose gradient is taken ("Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training", Yao et al. 2025), which importance weights of trainer over engine correct. They are the
-factor of the decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv
-2505.24298, eq. 5), which stands before the clipped surrogate, whose ratio is against the policy
-just before the update.
+Both have the same weights where a rollout is on-policy, and still differ, because an engine uses
+other kernels and often another precision. Samples are then from another policy than the one whose
+gradient is taken ("Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et
+al. 2025). Importance weights of trainer over engine correct this. They are the factor of the
+decoupled objective (arXiv 2110.00641, eq. 6; for asynchronous rollouts arXiv 2505.24298, eq. 5)
+before the clipped surrogate, whose ratio is against the policy just before the update.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ from rlinf.data.record import Record
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
 DIFF_SUM, STEP_COUNT = "_gap", "_gap_steps"
-"""Sums over the steps that count and were chosen by the trainer's own version."""
+"""Names of sums over the unmasked steps that the trainer's own version chose."""
 RATIO_SUM, KL_SUM = "_ratio", "_divergence"
-"""Over the same steps, of trainer over engine."""
+"""Names of sums over the same steps, of trainer over engine."""
 MAX_RATIO = "rollout_ratio_max"
 
 
 def rollout_ratio(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, level: RolloutISLevel
 ) -> Tensor:
-    """How likelier the policy before the update is to do what the engine's did, ``[B, T]``.
+    """Return the probability ratio of the policy before the update over the engine's policy, ``[B,
+    T]``.
 
     Args:
-        mask: ``[B, T]`` 1 where a step counts; others have no part in that of their sequence.
-        level: ``token``: of each step, ``old / rollout``; ``sequence``: of all steps of a row
-            together, the product of theirs; ``geometric``: their geometric mean.
+        mask: ``[B, T]`` 1 for steps that count; masked steps do not enter the ratio of their
+            sequence.
+        level: ``token``: the ratio of each step, ``old / rollout``; ``sequence``: the product over
+            all steps of a row; ``geometric``: their geometric mean.
     """
     gap = (old_logprobs - rollout_logprobs) * mask
     if level == "token":
@@ -52,14 +53,15 @@ def rollout_ratio(
 def rollout_is_weights(
     ratio: Tensor, threshold: float, mode: RolloutISMode
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights of steps, without a gradient, and 1 where the cap took effect.
+    """Return the importance weights of steps, without a gradient, and 1 where the threshold took
+    effect.
 
     Args:
         ratio: of any shape; see :func:`rollout_ratio`.
-        cap: ``C``, the largest weight.
-        outside: ``truncate``: weigh ``min(ratio, C)`` (truncated importance sampling, TIS);
-            ``mask``: weigh 0 where the ratio is not within ``[1 / C, C]`` (masked importance
-            sampling).
+        threshold: ``C``, the largest weight.
+        mode: ``truncate``: the weight is ``min(ratio, C)`` (truncated importance sampling, TIS);
+            ``mask``: the weight is 0 where the ratio is not within ``[1 / C, C]`` (masked
+            importance sampling).
     """
     ratio = ratio.detach()
     if mode == "truncate":
@@ -69,9 +71,9 @@ def rollout_is_weights(
 
 
 def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tensor]:
-    """How far engine and trainer differ on the steps that both chose with equal weights: sums.
+    """Return sums of the difference of engine and trainer over steps that equal weights chose.
 
-    :func:`rollout_mismatch_metrics` makes numbers of them.
+    :func:`rollout_mismatch_metrics` turns them into metrics.
     """
     if batch.on_policy_mask is None:
         return {}
@@ -89,9 +91,12 @@ def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tenso
 
 
 def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Of summed :func:`rollout_mismatch_sums`: ``rollout_mismatch_sums`` (mean absolute difference of log-probabilities,
-    nats), ``engine_ratio`` (mean probability ratio, trainer over engine) and ``engine_kl``; none
-    where no step was compared."""
+    """Return the mismatch metrics from summed :func:`rollout_mismatch_sums`.
+
+    These are ``rollout_logprob_diff`` (mean absolute difference of log-probabilities, nats),
+    ``rollout_ratio_mean`` (mean probability ratio, trainer over engine) and ``rollout_kl``. The
+    dictionary is empty if no step was compared.
+    """
     steps = totals.get(STEP_COUNT, 0.0)
     if steps <= 0:
         return {}
@@ -104,7 +109,8 @@ def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 
 def policy_lags(trajectories: list[Record], version: int) -> Tensor:
-    """How many updates the weights that chose a step are behind ``version``: ``[N, T]`` float32."""
+    """Return the number of updates by which the weights that chose a step are behind ``version``,
+    ``[N, T]`` float32."""
     return pad_right(
         [
             np.asarray(version - record.steps["versions"], np.float32)
@@ -117,18 +123,19 @@ def policy_lags(trajectories: list[Record], version: int) -> Tensor:
 
 
 def old_logprob_interp(lag: Tensor, done: float) -> Tensor:
-    """Where the policy before an update lies between the one that collected a step (0) and the one
-    in training (1), counted in versions (A-3PO, arXiv 2512.06547): ``[N, T]``.
+    """Return the position of the policy before the update between the collecting policy (0) and the
+    policy in training (1), counted in versions (A-3PO, arXiv 2512.06547): ``[N, T]``.
 
     Args:
-        lag: ``[N, T]``, of :func:`lags`.
-        done: how much of the update is done, in [0, 1). Before its first step the policy in
-            training is that before the update.
+        lag: ``[N, T]``, the result of :func:`policy_lags`.
+        done: completed fraction of the update, in [0, 1). Before its first step the policy in
+            training is the policy before the update.
     """
     return lag / (lag + done) if done else torch.ones_like(lag)
 
 
 def interpolate_old_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, anchor: Tensor) -> Tensor:
-    """Log-probabilities of the policy before the update, without a pass of their own: on the line
-    from those of the policy that collected a step to those of the one in training. No gradient."""
+    """Interpolate the log-probabilities of the policy before the update, linearly between those of
+    the collecting policy and those of the policy in training. This needs no forward pass and has no
+    gradient."""
     return rollout_logprobs + anchor * (logprobs.detach() - rollout_logprobs)

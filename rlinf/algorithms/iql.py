@@ -56,7 +56,8 @@ class IQL(OffPolicyAlgorithm):
             )
         if self.config.offline_data is None:
             raise ConfigError(
-                "algorithm.offline_data: IQL learns from transitions that are there; name a file of them"
+                "algorithm.offline_data: IQL learns from an existing dataset; name a file of "
+                "transitions"
             )
 
     def loss(self, policy: Any, batch: Batch) -> Loss:

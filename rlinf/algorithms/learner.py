@@ -1,4 +1,4 @@
-"""What an algorithm's update works with."""
+"""The interface through which an algorithm's update uses the trainer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
 
 class Learner:
-    """A trainer at the learning rates of one iteration.
+    """A trainer with the learning rates of one iteration.
 
-    Every process of the trainer's world makes the same calls. A stage gives its own, which moves
-    the trainer to its device before each call and reports what happens.
+    Every process of the trainer makes the same calls. A stage passes a subclass, which moves the
+    trainer to its device before each call and reports progress.
     """
 
     def __init__(
@@ -44,40 +44,41 @@ class Learner:
         max_logprob_diff: float = float("inf"),
         max_staleness: int | None = None,
     ) -> None:
-        """
-        Args:
-            rates: learning rate of each group of the policy's parameters.
-            iteration: counted from 0, which is also the version of the weights before the update.
-            seed: of the run.
-            temperature: that the samples were drawn at.
-            gap_limit: largest mean difference, nats, between log-probabilities of engine and
-                trainer under equal weights.
-            staleness: most updates that the weights which chose a step may be behind; None: any.
-        """
+        """Args:
+        learning_rates: learning rate of each group of the policy's parameters.
+        iteration: number of the iteration, from 0, which is also the version of the weights
+            before the update.
+        seed: seed of the run.
+        temperature: sampling temperature of the samples.
+        max_logprob_diff: largest mean difference, nats, between the log-probabilities of engine
+            and trainer under equal weights.
+        max_staleness: largest number of updates by which the weights that chose a step may be
+            behind; None: any."""
         self._trainer, self.learning_rates = trainer, dict(learning_rates)
         self.iteration, self.seed = iteration, seed
         self.temperature, self.max_logprob_diff = temperature, max_logprob_diff
         self.max_staleness = max_staleness
         self.num_updates = 0
         """Optimizer steps so far."""
-        self._said: dict[str, list[float]] = defaultdict(list)
+        self._reported: dict[str, list[float]] = defaultdict(list)
 
     @property
     def policy(self) -> Policy:
-        """What is trained; the module's trainable parameters change by :meth:`update` alone."""
+        """The policy in training. Only :meth:`update` changes the trainable parameters of its
+        module."""
         return self._trainer.policy
 
     @property
     def supports_accumulation(self) -> bool:
-        """Whether parts of a batch can be given one by one."""
+        """Whether gradients of the parts of a batch can be accumulated one by one."""
         return self._trainer.supports_accumulation
 
     def rng(self, *address: int | str) -> np.random.Generator:
-        """Randomness that depends on seed, iteration and address alone."""
+        """Return a random generator that depends only on seed, iteration and address."""
         return generator(self.seed, self.iteration, "train", *address)
 
     def forward(self, records: Sequence[Record]) -> list[tuple[int, StepOutputs]]:
-        """See :meth:`Trainer.forward`."""
+        """Compute step outputs; see :meth:`Trainer.forward`."""
         self._ready("weights")
         with self._span():
             return self._trainer.forward(records, self.temperature)
@@ -89,7 +90,7 @@ class Learner:
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """See :meth:`Trainer.accumulate`."""
+        """Accumulate gradients; see :meth:`Trainer.accumulate`."""
         self._ready("weights", "gradients")
         with self._span():
             self._trainer.accumulate(records, loss, row_groups=row_groups)
@@ -101,9 +102,9 @@ class Learner:
         scale: float = 1.0,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """Change the weights by what was accumulated; see :meth:`Trainer.update`.
+        """Step the optimizer on the accumulated gradient; see :meth:`Trainer.update`.
 
-        The metrics of an iteration are means over its updates that have them.
+        Metrics of an iteration are means over the updates that report them.
         """
         self.mark_dirty()
         with self._span():
@@ -124,7 +125,7 @@ class Learner:
         row_groups: Sequence[Sequence[int]] | None = None,
         groups: Collection[str] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step: :meth:`accumulate`, then :meth:`update`."""
+        """Do one optimizer step: :meth:`accumulate`, then :meth:`update`."""
         self.accumulate(records, loss, row_groups=row_groups)
         return self.update(groups=groups)
 
@@ -136,24 +137,26 @@ class Learner:
         groups: Callable[[int], Collection[str] | None] = lambda number: None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """An optimizer step on each of many batches; see :meth:`Trainer.accumulate_batch`.
+        """Do one optimizer step on each of many batches; see :meth:`Trainer.accumulate_batch`.
 
         Args:
-            only: which groups of parameters step ``number`` of these is to change; None: all.
-            after: called after each step, to follow the weights (target networks).
+            groups: returns the parameter groups that a step changes, given its number; None: all
+                groups.
+            on_step: called after each step, for example to update target networks.
         """
         self.mark_dirty()
         with self._span():
             for number, batch in enumerate(batches):
                 self._trainer.accumulate_batch(batch, loss)
-                said = self._trainer.update(lr=self.learning_rates, groups=groups(number))
+                metrics = self._trainer.update(lr=self.learning_rates, groups=groups(number))
                 self.num_updates += 1
-                for name, value in said.items():
+                for name, value in metrics.items():
                     self.log_metric(name, value)
                 on_step()
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
-        """What the flow has to replay; without a buffer the steps of the batch."""
+        """Return the transitions of the flow's replay buffer, or those of the batch if there is no
+        buffer."""
         rows = [
             to_transitions(
                 sample.trajectory,
@@ -169,42 +172,44 @@ class Learner:
         )
 
     def load_offline_data(self, path: Path) -> InMemoryTransitions:
-        """Transitions that were there before (:mod:`rlinf.replay.offline_data`); those of a stage have the
-        rewards that the run makes of the simulator's.
+        """Return the transitions of an offline dataset (:mod:`rlinf.replay.offline_data`).
+
+        In a stage, the run's reward replaces the simulator's reward.
 
         Raises:
-            DataError: there are none.
+            DataError: the dataset has no transitions.
         """
         return offline_data.load_offline_data(path)
 
     def intervention_transitions(self) -> Transitions:
-        """Those of the run in which a person acted, where the flow keeps them; else none."""
+        """Return the run's transitions in which a person acted, if the flow stores them; else
+        none."""
         return InMemoryTransitions(np.zeros(0, transition_dtype(0, 0)))
 
     def mark_dirty(self) -> None:
-        """To be called before weights or buffers change in another way than by :meth:`update`."""
+        """Announce that weights or buffers will change in another way than by :meth:`update`."""
         self._ready()
 
     def log_metric(self, name: str, value: float) -> None:
-        """Report a number; its mean, if there are several."""
-        self._said[name].append(float(value))
+        """Log a metric. Several values of the same name are averaged."""
+        self._reported[name].append(float(value))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was reported, by name."""
-        return {name: float(np.mean(self._said[name])) for name in sorted(self._said)}
+        """Mean of the logged values, by name."""
+        return {name: float(np.mean(self._reported[name])) for name in sorted(self._reported)}
 
     def report_progress(self, done: int, total: int) -> None:
-        """Tell how many updates are done."""
+        """Report the number of completed updates."""
 
     def previous_batches(self) -> Iterator[list[TrainingSample]]:
-        """The batches of the iterations before, newest first, as many as the flow's sources of
-        this stage have in their ``window`` and are there."""
+        """Yield the batches of earlier iterations, newest first, as many as the ``history`` of the
+        stage's sources provides."""
         yield from ()
 
     def _ready(self, *groups: str) -> None:
-        """See that these groups of the trainer's tensors, or all, are on its device."""
+        """Move these groups of the trainer's tensors, or all groups, to its device."""
 
     def _span(self) -> AbstractContextManager[Any]:
-        """Entered while the trainer computes."""
+        """Return a context that is entered while the trainer computes."""
         return nullcontext()

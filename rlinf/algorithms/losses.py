@@ -1,4 +1,5 @@
-"""Loss terms per step; aggregation is the caller's."""
+"""Losses: the clipped surrogate, value and KL terms per step, aggregation over steps, and losses of
+action values."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ KLEstimator = Literal["k1", "k2", "k3"]
 """Of Schulman's note "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html)."""
 
 LOG_RATIO_BOUND = 20.0
-"""Largest magnitude of a log-ratio that is exponentiated: e^89 is infinite in float32, and an
+"""Largest magnitude of a log-ratio before exponentiation: e^89 is infinite in float32, and an
 infinite ratio times an advantage of zero is not a number."""
 KL_BOUND = 10.0
-"""Largest value of the divergence of one step; its estimate grows exponentially with the log-ratio.
-The gradient of an estimate has no such bound."""
+"""Largest value of the KL estimate of one step, which grows exponentially with the log-ratio. The
+gradient of an estimate has no such bound."""
 KL_GRADIENT_BOUND = math.exp(LOG_RATIO_BOUND)
-"""Largest magnitude of the gradient of one step's divergence: it is finite at any log-ratio."""
+"""Largest magnitude of the gradient of the KL estimate of one step, so that it is finite at any
+log-ratio."""
 
 
 class _Clamp(torch.autograd.Function):
-    """``values.clamp(low, high)`` whose gradient is that of ``values`` beyond the bounds too."""
+    """``values.clamp(low, high)`` with an identity gradient, also beyond the bounds."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: float, high: float) -> Tensor:
@@ -34,24 +36,24 @@ class _Clamp(torch.autograd.Function):
 
 
 def straight_through_clamp(values: Tensor, low: float, high: float) -> Tensor:
-    """Return ``values`` within ``[low, high]``. The gradient passes as if there were no bound, so
-    that what is beyond it is still pulled back."""
+    """Return ``values`` clamped to ``[low, high]``, with an identity gradient. Values beyond the
+    bounds are therefore still pulled back."""
     clamped: Tensor = _Clamp.apply(values, low, high)  # type: ignore[no-untyped-call]
     return clamped
 
 
 def bounded_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """Return ``exp(logprobs - others)`` within ``exp(±LOG_RATIO_BOUND)``; beyond, its gradient is
-    the bound's."""
+    """Return ``exp(logprobs - others)``, with the log-ratio clamped to ``±LOG_RATIO_BOUND``. Beyond
+    the bound, the gradient is that at the bound."""
     return torch.exp(straight_through_clamp(logprobs - others, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Log-ratio of each step in GSPO-token (arXiv 2507.18071, eq. 13 and 14), ``[B, T]``.
+    """Return the log-ratio of each step in GSPO-token (arXiv 2507.18071, eq. 13 and 14), ``[B,
+    T]``.
 
-    Its value is the mean over the steps of the row that count (``mask`` 1), so that the ratio is
-    that of the whole response, to the power of one over its length; its gradient is that of the
-    step alone.
+    Its value is the mean over the unmasked steps of the row, so the ratio is that of the whole
+    response, to the power of one over its length. Its gradient is that of the step alone.
     """
     gap = (logprobs - old_logprobs) * mask
     mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
@@ -66,24 +68,24 @@ def clipped_surrogate(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic surrogate, negated (arXiv 1707.06347, eq. 7; asymmetric as in DAPO).
+    """Return PPO's pessimistic surrogate, negated (arXiv 1707.06347, eq. 7; asymmetric as in DAPO).
 
     Args:
         logprobs, old_logprobs, advantages: ``[..., T]``.
-        clip_ratio_c: where the advantage is negative, the loss is at most so many times its magnitude,
-            however large the ratio (arXiv 1912.09729, eq. 5); None: unlimited.
+        clip_ratio_c: upper bound of the loss of a negative advantage, as a multiple of its
+            magnitude, for any ratio (arXiv 1912.09729, eq. 5); None: unlimited.
 
     Returns:
-        Loss per step, and 1 where clipping took effect, both ``[..., T]``.
+        Loss per step, and 1 where the loss was clipped, both ``[..., T]``.
     """
     ratio = bounded_ratio(logprobs, old_logprobs)
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * advantages
-    loss, took = -torch.minimum(plain, clipped), clipped < plain
+    loss, is_clipped = -torch.minimum(plain, clipped), clipped < plain
     if clip_ratio_c is not None:
         above = (advantages < 0) & (loss > -clip_ratio_c * advantages)
-        loss, took = torch.where(above, -clip_ratio_c * advantages, loss), took | above
-    return loss, took.float()
+        loss, is_clipped = torch.where(above, -clip_ratio_c * advantages, loss), is_clipped | above
+    return loss, is_clipped.float()
 
 
 def clipped_value_loss(
@@ -93,10 +95,11 @@ def clipped_value_loss(
     clip: float | None,
     huber: float | None = None,
 ) -> Tensor:
-    """Half squared error of the value, pessimistic within ``clip`` of the old value, per step.
+    """Return half the squared error of the value per step, pessimistic within ``clip`` of the old
+    value.
 
     Args:
-        huber: from this error on it grows linearly (Huber 1964); None: nowhere.
+        huber: the error above which the loss grows linearly (Huber 1964); None: it is quadratic.
     """
 
     def penalty(error: Tensor) -> Tensor:
@@ -117,10 +120,11 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
 
     With ``r = reference - policy``: ``k1`` is ``-r``, unbiased and of either sign; ``k2`` is
     ``r^2 / 2``; ``k3`` is ``exp(r) - 1 - r``, unbiased and never negative (used by GRPO,
-    arXiv 2402.03300, eq. 4). Values are of magnitude :data:`KL_BOUND` at most, so that one outlier
-    does not rule a sum or a reward. The gradient is that of the unbounded estimate: ``-1``, ``-r``
-    and ``1 - exp(r)`` by ``logprobs``, of magnitude :data:`KL_GRADIENT_BOUND` at most. So the pull grows
-    with the drift and never vanishes; verl's bound of the same value has no gradient beyond it.
+    arXiv 2402.03300, eq. 4). The value is clipped to magnitude :data:`KL_BOUND`, so one outlier
+    cannot dominate a sum or a reward. The gradient is that of the unclipped estimate: ``-1``,
+    ``-r`` and ``1 - exp(r)`` by ``logprobs``, clipped to magnitude :data:`KL_GRADIENT_BOUND`. It
+    grows with the drift and never vanishes. verl clips the value at the same bound, but its
+    gradient is zero beyond it.
     """
     gap = reference_logprobs - logprobs
     if kind == "k1":
@@ -136,13 +140,13 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator 
 
 
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, kind: KLEstimator) -> Tensor:
-    """Return what is added to a loss so that the policy stays near the reference, per step.
+    """Return the KL term per step that keeps the policy near the reference.
 
     Its value is that of :func:`kl_estimate`, and so is the gradient of ``k2`` and ``k3``. On
-    samples of the policy the mean gradient of ``k2`` is the divergence's own; that of ``k3`` is
-    the divergence's with the arguments exchanged, a first-order approximation where both are near;
-    that of ``k1`` is zero, whatever the policy (arXiv 2510.01555). ``k1`` has the gradient of
-    ``k2`` therefore.
+    samples of the policy, the mean gradient of ``k2`` is that of the divergence; that of ``k3`` is
+    that of the divergence with exchanged arguments, a first-order approximation where both are
+    near; that of ``k1`` is zero for any policy (arXiv 2510.01555). ``k1`` therefore uses the
+    gradient of ``k2``.
     """
     value = kl_estimate(logprobs, reference_logprobs, kind)
     if kind != "k1":
@@ -157,17 +161,18 @@ LossAggMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 def loss_agg_weights(
     mask: Tensor, mode: LossAggMode, divisor: int | None = None
 ) -> tuple[Tensor, float]:
-    """Weight ``[N, T]`` of each step and the divisor of the whole, which add up over parts.
+    """Return the aggregation weight ``[N, T]`` of each step, and the divisor; both add up over
+    parts.
 
-    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part, and with the
-    sums of both that of several; a part without any step that counts adds nothing to either.
+    ``(weights * loss).sum() / max(1, divisor)`` is the aggregated loss of one part. With the sums
+    of both it is the loss of several parts. A part without unmasked steps adds nothing to either.
 
     Args:
-        mask: ``[N, T]`` 1 where a step counts.
-        aggregation: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
+        mask: ``[N, T]`` 1 for steps that count.
+        mode: ``token_mean`` averages over all steps (DAPO, arXiv 2503.14476),
             ``seq_mean_token_mean`` first within each sequence (GRPO, arXiv 2402.03300),
             ``seq_mean_token_sum`` sums within each sequence (Dr. GRPO, arXiv 2503.20783).
-        length: that sum is divided by this constant; None: by nothing.
+        divisor: constant by which that sum is divided; None: 1.
     """
     lengths = mask.sum(-1, keepdim=True)
     if mode == "token_mean":
@@ -182,40 +187,41 @@ QAggregation = Literal["min", "mean"]
 
 
 def aggregate_q_values(values: Tensor, how: QAggregation) -> Tensor:
-    """One estimate ``[B]`` of several critics' ``[E, B]``: the least (Fujimoto et al., 2018,
-    arXiv 1802.09477) or the mean."""
+    """Combine the estimates of several critics ``[E, B]`` into one, ``[B]``: their minimum
+    (Fujimoto et al., 2018, arXiv 1802.09477) or mean."""
     return values.amin(0) if how == "min" else values.mean(0)
 
 
 def td_target(rewards: Tensor, terminated: Tensor, following: Tensor, gamma: float) -> Tensor:
-    """Target ``[B]``: ``r + gamma (1 - terminated) V(s')``.
+    """Return the target ``r + gamma (1 - terminated) V(s')``, ``[B]``.
 
-    A step after which the episode was cut off has a value after it as any other.
+    A truncated step is followed by a state with a value, like any other step.
     """
     return rewards + gamma * (1 - terminated) * following
 
 
 def critic_loss(values: Tensor, target: Tensor) -> Tensor:
-    """``1/2 sum_e mean_b (Q_e - y)^2`` of ``[E, B]`` and ``[B]`` (SAC, arXiv 1812.05905, eq. 5)."""
+    """Return ``1/2 sum_e mean_b (Q_e - y)^2`` of ``[E, B]`` and ``[B]`` (SAC, arXiv 1812.05905, eq.
+    5)."""
     return 0.5 * (values - target).square().mean(-1).sum()
 
 
 def sac_policy_loss(logprobs: Tensor, values: Tensor, temperature: Tensor) -> Tensor:
-    """``mean (alpha log pi(a|s) - Q(s, a))`` (SAC, eq. 7)."""
+    """Return ``mean (alpha log pi(a|s) - Q(s, a))`` (SAC, eq. 7)."""
     return (temperature.detach() * logprobs - values).mean()
 
 
 def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
-    """``mean -alpha (log pi(a|s) + H)`` for the wanted entropy ``H``, nats (SAC, eq. 18)."""
+    """Return ``mean -alpha (log pi(a|s) + H)`` for the target entropy ``H``, nats (SAC, eq. 18)."""
     return -(log_temperature.exp() * (logprobs.detach() + target_entropy)).mean()
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """``mean |tau - 1(u < 0)| u^2`` (IQL, arXiv 2110.06169, eq. 5)."""
+    """Return ``mean |tau - 1(u < 0)| u^2`` (IQL, arXiv 2110.06169, eq. 5)."""
     weight = (expectile - (difference < 0).to(difference.dtype)).abs()
     return (weight * difference.square()).mean()
 
 
 def advantage_weights(advantages: Tensor, beta: float, limit: float) -> Tensor:
-    """``min(exp(beta A), limit)``, constants of the gradient (IQL, eq. 7)."""
+    """Return ``min(exp(beta A), limit)`` without a gradient (IQL, eq. 7)."""
     return (beta * advantages.detach()).exp().clamp(max=limit)

@@ -1,4 +1,9 @@
-"""What policy-gradient algorithms share: the ratio to an old policy, clipped; entropy; KL."""
+"""Policy-gradient algorithms: the clipped ratio to an old policy, entropy and KL terms, and the
+update over minibatches.
+
+Where the algorithm allows it, gradients of the first parts of the batch are computed while later
+parts are still to come. The weights change once all parts have arrived.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ from rlinf.trainers.base import Loss, is_max_metric
 def run_minibatch_updates(
     algorithm: PolicyGradient, learner: Learner, parts: Iterable[list[TrainingSample]]
 ) -> None:
-    """The whole update."""
+    """Update the policy on one iteration's batch."""
     update = _Update(algorithm, learner)
     # Whether a part of the batch has a gradient of its own, whatever the others hold.
     streams = (
@@ -83,7 +88,8 @@ class _Update:
         changes no digit, near the weight of the steps, so that float16 has that of a mean."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
-        """Add the gradient of one part of the batch, not yet divided by the weight of the whole."""
+        """Add the gradient of one part of the batch, not yet divided by the weight of the whole
+        batch."""
         if samples:
             batch = self._with_advantages(samples)
             weights, mass = self._shares(batch.require("loss_mask"))
@@ -93,12 +99,12 @@ class _Update:
             self._add(batch, samples, list(range(len(samples))), weights, entropy=True)
 
     def step(self) -> None:
-        """Change the weights by what was accumulated."""
+        """Step the optimizer on the accumulated gradient."""
         if self._mass is not None:
             self._finish(self._mass)
 
     def epochs(self, samples: list[TrainingSample]) -> None:
-        """All steps on the whole batch."""
+        """Do all optimizer steps on the whole batch."""
         learner, settings = self._learner, self._algorithm.config
         batch = self._with_advantages(samples)
         cuts = minibatch_indices(learner, len(samples), settings.epochs, settings.minibatches)
@@ -181,10 +187,11 @@ class _Update:
         )
 
     def _bound(self, lag: Tensor, mask: Tensor) -> None:
-        """Say how far behind the steps are that count, ``[N, T]``.
+        """Log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
-            InputError: some are further than ``rollout.staleness`` allows, or of weights to come.
+            InputError: some steps are staler than ``rollout.staleness`` allows, or of future
+                weights.
         """
         learner, counts = self._learner, mask > 0
         limit = learner.max_staleness
@@ -205,9 +212,10 @@ class _Update:
     def _trained(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
-        """Which of the chosen rows are computed, at least one, and their share of the weight.
+        """Return which of the chosen rows are computed, at least one, and their share of the
+        weight.
 
-        The others would add nothing to the gradient. Metrics are means over those that are.
+        The other rows would add nothing to the gradient. Metrics are means over the computed rows.
         """
         learns = ~self._algorithm.zero_gradient_rows(batch)[chosen]
         if bool(learns.all()):
@@ -222,10 +230,11 @@ class _Update:
         self._learner.update(scale=scale, check=self._compare, groups=only)
 
     def _compare(self, totals: dict[str, float]) -> None:
-        """Stop where engine and trainer, of equal weights, disagree on what was done.
+        """Stop the run if engine and trainer, with equal weights, disagree on the
+        log-probabilities.
 
         Raises:
-            InputError: by more than the limit, in the mean over the steps that count.
+            InputError: the mean difference over unmasked steps exceeds the limit.
         """
         found = rollout_mismatch_metrics(totals)
         for name, value in found.items():
@@ -243,19 +252,19 @@ class _Update:
 
 
 def reference_kl(batch: StepBatch, kind: KLEstimator) -> Tensor:
-    """How far the policy before the update went from the reference, ``[N, T]`` or ``[N, T, K]`` of
-    each unit, 0 where that does not count.
+    """Return the KL estimate of the policy before the update to the reference, ``[N, T]`` or ``[N,
+    T, K]`` per unit. Masked units are 0.
 
     Args:
-        batch: of :func:`rlinf.algorithms.granularity.batch_at_level`.
+        batch: the result of :func:`rlinf.algorithms.granularity.batch_at_level`.
     """
     reference = batch.require("reference_logprobs")
     return kl_estimate(batch.old_logprobs, reference, kind) * batch.require("loss_mask")
 
 
 def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
-    """A batch with what remains of its rewards: a step, or an action of a chunk, pays the penalties
-    of all of its units, ``[N, T]`` or ``[N, T, K]``."""
+    """Return a batch whose rewards are reduced by the penalties ``[N, T]`` or ``[N, T, K]``. A
+    step, or an action of a chunk, pays the penalties of all of its units."""
 
     def remains(rewards: Tensor) -> Tensor:
         return rewards - penalty.reshape(*rewards.shape, -1).sum(-1)
@@ -269,14 +278,15 @@ def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
 
 
 def nearest_power_of_two(weights: Tensor) -> float:
-    """The nearest to the sum of some weights, at least 1."""
+    """Return the power of two nearest to the sum of some weights, at least 1."""
     # In float64 the order of the sum, another on each kind of machine, does not show.
     total = float(weights.sum(dtype=torch.float64))
     return 2.0 ** round(math.log2(max(1.0, total)))
 
 
 def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> list[list[int]]:
-    """Sample numbers of each optimizer step: every sample once per epoch, in seeded order."""
+    """Return the sample numbers of each optimizer step: every sample once per epoch, in seeded
+    order."""
     steps = []
     for epoch in range(epochs):
         order = np.arange(count)
@@ -287,77 +297,82 @@ def minibatch_indices(learner: Learner, count: int, epochs: int, parts: int) -> 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """``1 - Var(returns - values) / Var(returns)`` over the steps that count."""
+    """Return ``1 - Var(returns - values) / Var(returns)`` over unmasked steps."""
     counted = mask.bool()
     spread = returns[counted].var()
     return float(1 - (returns[counted] - values[counted]).var() / spread) if spread > 0 else 0.0
 
 
 class PolicyGradientConfig(Section):
-    """Settings of all of them."""
+    """Settings of all policy-gradient algorithms."""
 
     epochs: int = Field(default=1, gt=0)
     """Passes over one iteration's batch."""
     minibatches: int = Field(default=1, gt=0)
     """Optimizer steps per pass."""
     old_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
-    """Denominator of the ratio: of the policy before the update under the training stack, or taken
-    from the engine. The inference stage computes it where the update has several steps; before the
-    first one the update's own forward pass gives the same. ``interpolate`` spares that stage: what
-    the policy before the update says is estimated from what the engine's and the one in training
-    say (:func:`rlinf.algorithms.importance_sampling.old_logprob_interp`)."""
+    """Source of the log-probabilities in the denominator of the ratio. ``recompute``: the policy
+    before the update, computed by the training stack. The inference stage computes them where the
+    update has several steps; a single step takes them from its own forward pass. ``rollout``: the
+    engine's log-probabilities. ``interpolate``: an estimate between the engine's log-probabilities
+    and those of the policy in training, without an inference stage
+    (:func:`rlinf.algorithms.importance_sampling.old_logprob_interp`)."""
     rollout_is_threshold: float | None = Field(default=None, gt=0)
-    """Weight each step by how likely the policy before the update is to do what the policy that
-    collected it did, at most this; null: all weigh the same. For stale or inexact rollouts:
-    truncated importance sampling (:mod:`rlinf.algorithms.importance_sampling`). The policy before the update
-    is as the training stack computes it, whether the inference stage does or, where the update has
-    a single step, its own forward pass."""
+    """Largest importance weight of a step, which is the probability ratio of the policy before the
+    update over the policy that collected the step; null: no importance weights. This is truncated
+    importance sampling for stale or inexact rollouts
+    (:mod:`rlinf.algorithms.importance_sampling`). The training stack computes the policy before the
+    update: in the inference stage, or in the update's own forward pass if the update has a single
+    step."""
     rollout_is_level: RolloutISLevel = "token"
-    """What has one such weight: each token, the whole response by the product of its ratios
-    (``sequence``), or by their geometric mean (``geometric``)."""
+    """Unit that has one importance weight: each token (``token``), the whole response by the
+    product of its ratios (``sequence``), or by their geometric mean (``geometric``)."""
     rollout_is_mode: RolloutISMode = "truncate"
-    """What of a ratio above the cap ``C``: it weighs ``C`` (``truncate``), or nothing, as below
-    ``1 / C`` (``mask``). What is left out keeps its place in the mean of ``aggregation``."""
+    """Treatment of a ratio above the threshold ``C``. ``truncate``: its weight is ``C``. ``mask``:
+    its weight is 0, as is that of a ratio below ``1 / C``. A masked step still counts in the mean
+    of ``loss_agg_mode``."""
     max_logprob_diff: float | None = Field(default=None, gt=0)
-    """Largest mean difference, nats, between the log-probabilities that the engine gave to the
-    steps of an iteration and those of the trainer before its first step, where both have the same
-    weights; above it the run stops. null: 0.02, or 0.2 where either computes in half precision."""
+    """Largest mean difference, nats, between the log-probabilities of engine and trainer before the
+    first step of an iteration, over steps chosen with the trainer's weights. The run stops above
+    it. null: 0.02, or 0.2 if either computes in half precision."""
     logprob_level: LogprobLevel = "chunk"
-    """What has one ratio where a step is several choices, and is one of what ``aggregation`` calls
-    tokens: each choice (``token``), each action of a chunk (``action``), or the whole step."""
+    """Unit that has one probability ratio, where a step is several choices: each choice
+    (``token``), each action of a chunk (``action``), or the whole step (``chunk``).
+    ``loss_agg_mode`` counts these units as tokens."""
     loss_agg_mode: LossAggMode = "token_mean"
     loss_agg_divisor: int | None = Field(default=None, gt=0)
-    """A fixed length that ``seq_mean_token_sum`` divides the sum of each sequence by, the horizon
-    say; null: none."""
+    """Constant by which ``seq_mean_token_sum`` divides the sum of each sequence, for example the
+    horizon; null: 1."""
     whiten_advantages: bool = False
-    """Give the advantages of all steps of an iteration that count a mean of 0 and a deviation of 1,
-    in whatever way they were made."""
+    """Normalise the advantages of all unmasked steps of an iteration to mean 0 and standard
+    deviation 1."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """What has one clipped ratio: each token, or the whole response, by the geometric mean of its
-    tokens' (GSPO, arXiv 2507.18071)."""
+    """Unit that has one clipped ratio: each token, or the whole response by the geometric mean of
+    its tokens' ratios (GSPO, arXiv 2507.18071)."""
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
     clip_ratio_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to ``[1 - clip_ratio_low, 1 + clip_ratio_high]``."""
     clip_ratio_c: float | None = Field(default=None, gt=1)
-    """Most that the loss of a negative advantage is, in its magnitude, however large the ratio
-    (dual-clip PPO, arXiv 1912.09729); null: unlimited."""
+    """Upper bound of the loss of a negative advantage, as a multiple of its magnitude, for any
+    ratio (dual-clip PPO, arXiv 1912.09729); null: unlimited."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the reference policy (the weights after warm start) in the
-    loss."""
+    """Weight in the loss of the KL divergence from the reference policy, which has the weights
+    after warm start."""
     kl_loss_type: KLEstimator = "k3"
-    """How that is estimated (:func:`rlinf.algorithms.losses.kl_loss`)."""
+    """Estimator of the KL divergence in the loss (:func:`rlinf.algorithms.losses.kl_loss`)."""
     kl_reward_coef: float = Field(default=0.0, ge=0)
-    """The same, taken from the reward of each step instead: of the policy before the update, and
-    without a gradient."""
+    """Weight of the KL divergence from the reference policy that is subtracted from the reward of
+    each step. It is of the policy before the update and has no gradient."""
     kl_reward_type: KLEstimator = "k1"
-    """How that is estimated (:func:`rlinf.algorithms.losses.kl_estimate`)."""
+    """Estimator of the KL divergence in the reward
+    (:func:`rlinf.algorithms.losses.kl_estimate`)."""
 
     @model_validator(mode="after")
     def _length_is_of_sums(self) -> PolicyGradientConfig:
         if self.loss_agg_divisor is not None and self.loss_agg_mode != "seq_mean_token_sum":
             raise ValueError(
-                "loss_agg_divisor divides sums of sequences; it needs aggregation: "
+                "loss_agg_divisor divides sums of sequences; it needs loss_agg_mode: "
                 "seq_mean_token_sum"
             )
         return self
@@ -392,7 +407,8 @@ class PolicyGradientConfig(Section):
 
 
 class PolicyGradient(Algorithm):
-    """Pure functions of step batches, for the loop of :mod:`rlinf.algorithms.policy_gradient`."""
+    """Base class of policy-gradient algorithms: pure functions of step batches, called by
+    :func:`run_minibatch_updates`."""
 
     Config: ClassVar[type[PolicyGradientConfig]] = PolicyGradientConfig
     config: Any
@@ -416,7 +432,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_full_sequences(self) -> bool:
-        """Whether the loss of a step depends on the others of its sample."""
+        """Whether the loss of a step depends on the other steps of its sample."""
         config = self.config
         weighed = config.rollout_is_threshold and config.rollout_is_level != "token"
         return bool(weighed or config.importance_sampling_level == "sequence")
@@ -435,53 +451,54 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss needs the policy's entropy in every step; else it is a metric only."""
+        """Whether the loss needs the policy's entropy in every step. Otherwise entropy is only a
+        metric."""
         return bool(self.config.entropy_coeff > 0)
 
     def update(self, learner: Learner, parts: Iterable[list[TrainingSample]]) -> None:
         run_minibatch_updates(self, learner, parts)
 
     def trainable_groups(self, iteration: int) -> tuple[str, ...] | None:
-        """Groups of the policy's parameters that an iteration (from 0) changes; None: all."""
+        """Return the parameter groups that an iteration (from 0) changes; None: all groups."""
         return None
 
     @abstractmethod
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
-        """Advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole batch; or
-        both of each action of a chunk, ``[N, T, C]``.
+        """Return advantages ``[N, T]`` and, for a value loss, returns ``[N, T]``, over the whole
+        batch. Either may be per action of a chunk, ``[N, T, C]``.
 
-        What ``whiten_advantages`` asks for is done with them by :meth:`judged`.
+        :meth:`with_advantages` applies ``whiten_advantages`` to them.
         """
 
     def with_advantages(self, batch: StepBatch) -> StepBatch:
-        """A whole batch, with advantages as they stand in the loss."""
+        """Return a whole batch with the advantages that enter the loss."""
         advantages, returns = self.compute_advantages(batch)
         if self.config.whiten_advantages:
             advantages = masked_whiten(advantages, mask_like(batch, advantages))
         return replace(batch, advantages=advantages, returns=returns)
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
-        """``[N]`` true for samples whose loss has no gradient, whatever the policy says of them:
-        they weigh in the mean and are not computed. By default none."""
+        """Return a mask ``[N]`` of samples whose loss has no gradient for any policy. They count in
+        the mean and are not computed. By default there are none."""
         return torch.zeros(len(batch), dtype=torch.bool)
 
     def policy_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        """Return the policy's loss: the sum over steps of ``weights`` times the loss of a step, and
+        """Return the policy loss: the sum over steps of ``weights`` times the loss of a step, and
         metrics that are summed the same way.
 
-        The default is the clipped surrogate. A subclass that overrides this keeps all other terms
-        of the configuration, because :meth:`total_loss` adds them around it: the importance weights
-        of ``rollout_is_threshold`` are part of ``weights``; the entropy bonus, the divergence from
+        The default is the clipped surrogate. An override keeps all other terms of the
+        configuration, because :meth:`total_loss` adds them: the importance weights of
+        ``rollout_is_threshold`` are part of ``weights``; the entropy bonus, the KL divergence from
         the reference and a critic's loss are added to the result (:meth:`add_loss_terms`).
 
         ``batch`` holds the rows of one micro-batch, ``batch.advantages`` included. Sums over
-        micro-batches (and ranks) are the minibatch's however it was cut. Where a step is several
-        choices, its units stand in place of the step (:mod:`rlinf.algorithms.granularity`).
+        micro-batches and ranks equal those of the minibatch, for any split. Where a step is several
+        choices, its units replace the step (:mod:`rlinf.algorithms.granularity`).
 
         Args:
-            outputs: of the policy in training, ``[B, U]`` each.
-            weights: ``[B, U]``, of the aggregation times the importance weight. The former alone
-                is ``batch.shares``.
+            outputs: step outputs of the policy in training, ``[B, U]`` each.
+            weights: ``[B, U]``, the aggregation weight times the importance weight. The former
+                alone is ``batch.loss_weights``.
         """
         config = self.config
         ours, old = outputs.logprobs, batch.old_logprobs
@@ -503,18 +520,17 @@ class PolicyGradient(Algorithm):
     def add_loss_terms(
         self, loss: Tensor, outputs: StepOutputs, batch: StepBatch, weights: Tensor
     ) -> Loss:
-        """Return ``loss`` with what the configuration adds to it, and metrics: minus
-        ``entropy_coeff`` times the entropy, plus ``kl_loss_coef`` times the divergence from the
-        reference.
+        """Return ``loss`` with the terms of the configuration, and metrics: minus ``entropy_coeff``
+        times the entropy, plus ``kl_loss_coef`` times the KL divergence from the reference.
 
-        A subclass adds terms of its own to the result of ``super()``.
+        A subclass adds its own terms to the result of ``super()``.
 
         Args:
-            loss: the result of :meth:`loss`, a scalar.
-            weights: ``[B, U]`` of the aggregation, without importance weights.
+            loss: the result of :meth:`policy_loss`, a scalar.
+            weights: aggregation weights ``[B, U]``, without importance weights.
 
         Raises:
-            InputError: there is an entropy bonus, and the policy gives no entropy.
+            InputError: ``entropy_coeff`` is above 0, and the policy returns no entropy.
         """
         config, metrics = self.config, dict[str, Tensor]()
         if outputs.entropy is None and config.entropy_coeff:
@@ -535,11 +551,11 @@ class PolicyGradient(Algorithm):
         return loss, metrics
 
     def total_loss(self, outputs: StepOutputs, batch: StepBatch, weights: Tensor) -> Loss:
-        """Return :meth:`loss` with everything that the configuration puts around it.
+        """Return :meth:`policy_loss` with all terms of the configuration.
 
         Args:
-            outputs, batch: as :meth:`loss` takes them.
-            weights: ``[B, U]`` of the aggregation.
+            outputs, batch: as in :meth:`policy_loss`.
+            weights: aggregation weights ``[B, U]``.
         """
         batch = replace(batch, loss_weights=weights)
         importance, metrics = self._importance(batch, weights)
@@ -555,7 +571,7 @@ class PolicyGradient(Algorithm):
         self, batch: StepBatch, weights: Tensor
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the importance weights ``[B, U]`` of ``rollout_is_threshold``, and metrics; None
-        where the configuration asks for none."""
+        if the configuration has no threshold."""
         config = self.config
         if config.rollout_is_threshold is None:
             return None, {}
@@ -586,13 +602,13 @@ class PolicyGradient(Algorithm):
         """Return the :meth:`total_loss` of one micro-batch.
 
         A subclass overrides this where a loss needs more of the policy than its step outputs. The
-        terms of the configuration stand inside: an override that does not call ``super()`` drops
-        them, and a run that sets one of their keys is refused
+        terms of the configuration are added inside, so an override that does not call ``super()``
+        drops them. A run that sets one of their keys is then rejected
         (:mod:`rlinf.algorithms.unused_keys`).
 
         Args:
-            inputs: of :meth:`Policy.collate`, on the policy's device.
-            entropy: whether it is wanted.
+            inputs: the result of :meth:`Policy.collate`, on the policy's device.
+            entropy: whether the entropy must be computed.
         """
         outputs = policy.evaluate(inputs, temperature, entropy=entropy)
         outputs, batch, weights = flatten_to_level(

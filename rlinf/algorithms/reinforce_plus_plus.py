@@ -1,7 +1,8 @@
 """REINFORCE++ (arXiv 2501.03262): no critic; advantages are normalised over the whole batch.
 
-A token's advantage is the sum of the rewards from it on. The reward of a response lies on its last
-token that counts; ``kl_reward_coef`` takes a divergence from the reference policy from every token's.
+A token's advantage is the sum of the rewards from that token on. The reward of a response is on its
+last unmasked token. ``kl_reward_coef`` subtracts a KL penalty to the reference policy from the
+reward of every token.
 """
 
 from __future__ import annotations

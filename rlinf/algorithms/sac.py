@@ -64,8 +64,8 @@ class SAC(OffPolicyAlgorithm):
         loss = critic_loss(values, target)
         metrics = {"critic_loss": loss.detach(), "q_value_mean": values.detach().mean()}
         if "noise" in batch:
-            more, said = self.policy_loss(policy, batch)
-            loss, metrics = loss + more, {**metrics, **said}
+            policy_loss, policy_metrics = self.policy_loss(policy, batch)
+            loss, metrics = loss + policy_loss, {**metrics, **policy_metrics}
         return loss, metrics
 
     def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,13 +149,13 @@ class RLPD(SAC):
         )
         if self.config.offline_data is None:
             raise ConfigError(
-                "algorithm.offline_data: RLPD learns from prior transitions too; name a file of them, or "
-                "choose algorithm=sac"
+                "algorithm.offline_data: RLPD learns from offline transitions too; name a file "
+                "of them, or choose algorithm=sac"
             )
         if self.config.critic_subsample_size > getattr(
             model, "num_critics", self.config.critic_subsample_size
         ):
             raise ConfigError(
-                f"algorithm.critic_subsample_size: {self.config.critic_subsample_size} of {model.num_critics} "
-                "critics; lower it or raise model.num_critics"
+                f"algorithm.critic_subsample_size: {self.config.critic_subsample_size} of "
+                f"{model.num_critics} critics; lower it or raise model.num_critics"
             )

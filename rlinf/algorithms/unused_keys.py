@@ -9,7 +9,8 @@ A method that was overridden is followed only where the override calls ``super()
 
 Reading is matched by name, so a key may pass although the code that mentions it never runs. All
 keys count as read where ``config``, or a variable that it was assigned to, is dumped. Where a key
-is read out of sight (in a package that is installed, say), the class names it in ``reads``.
+is read elsewhere (in an installed package, for example), the class lists it in
+``config_keys_read``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
     if ":" in name:
         advice += (
             f", or read self.config.{key} in the class. Where an installed package reads it, "
-            f'declare reads = frozenset({{"{key}"}}) in the class'
+            f'declare config_keys_read = frozenset({{"{key}"}}) in the class'
         )
     raise ConfigError(f"algorithm.{key}: {name} never reads it{others}{why}; {advice}")
 

@@ -1,8 +1,9 @@
-"""The engine interface: what is asked, what is answered, and how weights get in.
+"""The engine interface: request and reply formats, generation, and weight updates.
 
-Requests and replies are records whose ``steps`` have one row per sample. Their columns are listed
-here, once: a letter is a size (``B`` rows), the same in all columns of a record. Others may be
-added: an engine passes on what a policy says of its actions, an environment keeps it.
+Requests and replies are records whose ``steps`` have one row per sample. This module declares their
+columns. In a shape, each letter is a size that is equal in all columns of a record; ``B`` is the
+number of rows. Records may have further columns: an engine forwards all outputs of a policy, and
+the environment stores them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rlinf.errors import DataError
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One of ``steps``: element type, shape after the leading ``B``, and whether it may lack.
+    """The element type and shape of one column of ``steps``, without the leading ``B``.
 
-    ``...`` is any shape.
+    The shape ``...`` matches any shape. An optional column may be missing.
     """
 
     dtype: str
@@ -38,53 +39,51 @@ class ColumnSpec:
 
 
 TOKEN_REQUEST_COLUMNS = {
-    "sample": ColumnSpec("int64"),  # number of the sample: with the seed it fixes its randomness
-    "prompt": ColumnSpec(
-        "int64", "P"
-    ),  # token ids, from the left; what follows prompt_length is void
+    "sample": ColumnSpec("int64"),  # sample number; with the seed it determines all randomness
+    # Token ids, padded on the right to P; the padding is ignored.
+    "prompt": ColumnSpec("int64", "P"),
     "prompt_length": ColumnSpec("int64"),
-    # Images of the prompts, of engines that offer rlinf.capabilities.IMAGE_INPUTS; rlinf.models.images.
-    "pixels": ColumnSpec("uint8", "I", optional=True),  # filled up with anything
-    "image_sizes": ColumnSpec("int64", "KD", optional=True),  # height and width; 0 0 is no image
-    "turn": ColumnSpec(
-        "int64", optional=True
-    ),  # 0 by default: the how manieth request of the sample
-    # What there is of samples that another engine gave up; begun_length is below the horizon.
+    # Prompt images (rlinf.models.images), for engines with rlinf.capabilities.IMAGE_INPUTS.
+    "pixels": ColumnSpec("uint8", "I", optional=True),  # padded with arbitrary values
+    "image_sizes": ColumnSpec("int64", "KD", optional=True),  # height, width; 0 0 means no image
+    # Index of this request within the sample (default 0).
+    "turn": ColumnSpec("int64", optional=True),
+    # The tokens of a sample that another engine started; begun_length is below the horizon.
     "begun_length": ColumnSpec("int64", optional=True),
     "begun_tokens": ColumnSpec("int64", "N", optional=True),
     "begun_logprobs": ColumnSpec("float32", "N", optional=True),
     "begun_version": ColumnSpec("int64", "N", optional=True),
 }
-"""``info`` has the fields of :class:`rlinf.data.sampling_params.SamplingParams`."""
+"""Columns of a token request. ``info`` has the fields of
+:class:`rlinf.data.sampling_params.SamplingParams`."""
 TOKEN_REPLY_COLUMNS = {
     "sample": ColumnSpec("int64"),  # in any order, in one reply or several
     "tokens": ColumnSpec("int64", "T"),
-    "logprobs": ColumnSpec("float32", "T"),  # of each token when it was chosen; see Sampling
-    "length": ColumnSpec("int64"),  # tokens of the sample, the one that ended it included
+    "logprobs": ColumnSpec("float32", "T"),  # at sampling time; see SamplingParams
+    "length": ColumnSpec("int64"),  # tokens of the sample, including the stop token
     "stopped": ColumnSpec("bool"),  # by a stop token or stop string, not by the horizon
-    "unfinished": ColumnSpec("bool", optional=True),  # given up; false by default
-    "version": ColumnSpec("int64", "T", optional=True),  # of the weights that chose each token
+    "unfinished": ColumnSpec("bool", optional=True),  # the sample was aborted; default false
+    "version": ColumnSpec("int64", "T", optional=True),  # weight version of each token
 }
-"""``info["version"]`` is that of the weights that chose the first token of these samples."""
+"""Columns of a token reply. ``info["version"]`` is the weight version of the first token."""
 ACTION_REQUEST_COLUMNS = {"sample": ColumnSpec("int64")}
-"""The other columns, ``[B, ...]``, are the observation. ``info``: ``time``, the step, below
-``horizon``, and ``temperature``."""
+"""Columns of an action request. All other columns, ``[B, ...]``, are the observation. ``info`` has
+``time`` (the step, below ``horizon``), ``horizon`` and ``temperature``."""
 ACTION_REPLY_COLUMNS = {
-    "sample": ColumnSpec("int64"),  # as asked, in one reply
-    "logprob": ColumnSpec(
-        "float32", "..."
-    ),  # [B], or of each choice of the action: [B, K], [B, C, D]
+    "sample": ColumnSpec("int64"),  # in the order of the request, in one reply
+    # [B], or one per choice within the action: [B, K], [B, C, D].
+    "logprob": ColumnSpec("float32", "..."),
     "version": ColumnSpec("int64", optional=True),
 }
-"""And ``action`` ``[B]`` or ``[B, ...]``, with whatever else the policy says, such as ``value``.
-``info["version"]`` as above."""
+"""Columns of an action reply, besides ``action`` ``[B]`` or ``[B, ...]`` and further outputs of the
+policy, such as ``value``. ``info["version"]`` is the weight version."""
 
 
 def check_columns(record: Record, columns: Mapping[str, ColumnSpec]) -> None:
-    """See that a record has these columns.
+    """Check that a record has the declared columns.
 
     Raises:
-        DataError: one is missing, or of another type or shape.
+        DataError: A column is missing or has another type or shape.
     """
     sizes: dict[str, int] = {}
     for name, column in columns.items():
@@ -107,158 +106,162 @@ def check_columns(record: Record, columns: Mapping[str, ColumnSpec]) -> None:
 
 
 def check_token_request(record: Record) -> None:
-    """See that a record is a request for tokens.
+    """Check that a record is a valid token request.
 
     Raises:
-        DataError: a column is missing or malformed, or a prompt is empty.
+        DataError: A column is missing or malformed, or a prompt is empty.
     """
     check_columns(record, TOKEN_REQUEST_COLUMNS)
     if (record.steps["prompt_length"] < 1).any():
-        raise DataError("a prompt has no token: nothing stands before the first of its sample")
+        raise DataError("a prompt is empty; generation needs at least one prompt token")
 
 
 class RequestReceiver(Protocol):
-    """The end of a channel that an engine reads, in one thread."""
+    """The receiving end of the request channel; the engine reads it in one thread."""
 
     def get(self) -> Record:
-        """Wait for the next; raises ChannelClosed where none comes."""
+        """Wait for the next request. Raises ChannelClosed when the channel is closed."""
 
     def __len__(self) -> int:
-        """How many there are: so many times :meth:`get` does not wait."""
+        """Return the number of requests that :meth:`get` returns without waiting."""
 
     def __iter__(self) -> Iterator[Record]: ...
 
 
 @dataclass(frozen=True)
 class RolloutHooks:
-    """What a stage lets an engine ask while samples are under way."""
+    """Callbacks that an engine calls while it generates."""
 
     newer_weights: Callable[[], tuple[Path, int] | None] | None = None
-    """The folder and version of weights to go on with, if there are any. Where this is set, replies
-    have ``version``."""
+    """Return the folder and version of newer weights, or None. If this is set, replies have the
+    ``version`` column."""
     should_abort: Callable[[int, int], bool] | None = None
-    """Given how many samples are unfinished and how many have been asked: whether to reply those
-    under way as they are, as ``unfinished``. Engines whose requests are short need not ask. What it
-    raises ends :meth:`Engine.generate`."""
+    """Called with the number of unfinished samples and the number of requested samples. If it
+    returns true, the engine replies all running samples as ``unfinished``. Engines with short
+    requests may ignore it. Its exceptions end :meth:`Engine.generate`."""
 
 
 NO_HOOKS = RolloutHooks()
 
 
 class Engine(Component, ABC):
-    """Answers requests under one version of the weights, or the newest that hooks tell of.
+    """An inference engine: it answers requests with the loaded weights of a policy.
 
-    A sample's randomness is (seed, iteration, stage, sample, turn); what is drawn depends neither
-    on its neighbours nor on when its request came. Computing rows side by side may round their
-    log-probabilities otherwise: requests that come at the same point give the same bytes, and
-    those that join a running batch at another one may differ in the last bits.
+    If the hooks report newer weights, generation continues with those. The random numbers of a
+    sample are derived from (seed, iteration, stage, sample, turn), so they depend neither on other
+    rows nor on the arrival time of the request. Batched kernels may round log-probabilities
+    differently: requests that arrive at the same point give equal bytes, and requests that join a
+    running batch at another point may differ in the last bits.
     """
 
     Config: ClassVar[type[Section]] = Section
     supported_layouts: ClassVar[frozenset[str]] = frozenset()
-    """Ways in which processes can share a copy of the model: fields of
+    """The kinds of model parallelism that the engine supports, as field names of
     :class:`rlinf.channels.process_group.ParallelLayout`."""
     world: ProcessGroupInfo = ProcessGroupInfo()
-    """The processes of the stage; told before weights come. Those of one copy of the model load the
-    same weights; the one that speaks has the requests, the others :meth:`assist`."""
+    """The process group of the stage, set before the first load. All ranks of a model replica load
+    the same weights. The primary rank serves the requests; the others call :meth:`run_follower`."""
     log_folder: Path | None = None
-    """Folder for what its processes print; told before weights come. None: it is not kept."""
+    """Folder for the logs of the engine's processes, set before the first load. None: no logs."""
     version: int = -1
-    """Of the weights it serves; -1: it has none."""
+    """Version of the loaded weights; -1 if no weights are loaded."""
     device: torch.device = torch.device("cpu")
 
     @abstractmethod
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
-        """Start nothing yet: weights come by :meth:`load`."""
+        """Store the configuration. Nothing is started before :meth:`load`."""
 
     @classmethod
     def weight_dtype(cls, config: Any) -> torch.dtype | None:
-        """The type in which it takes float32 weights; None: as they are."""
+        """Return the type to which float32 weights are cast for the engine; None: no cast."""
         return None
 
     @classmethod
     def max_batch(cls, config: Any) -> int | None:
-        """Most samples that a process decodes at once, for predictions; None: all it is asked."""
+        """Return the largest decoding batch of a process, for predictions; None: no limit."""
         return None
 
     @classmethod
     def interpreters(cls, config: Any) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """Keys that name interpreters of processes of its own, with what they name and the packages
-        that must be there."""
+        """Return the interpreters of the engine's own processes: for each configuration key, the
+        configured interpreter and the packages that it must have."""
         return {}
 
     @classmethod
     def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
-        """See that processes can share a model so, without making it; of engines with
-        :attr:`layouts`.
+        """Check that the policy can be divided as the layout says, without loading it.
+
+        Only engines with :attr:`supported_layouts` implement this.
 
         Args:
-            policy: configuration of the policy.
-            layout: of the ways that the engine has.
-            key: of the layout, for errors.
+            policy: The configuration of the policy.
+            layout: The parallel layout; only kinds that the engine supports.
+            key: The configuration key of the layout, for error messages.
 
         Raises:
-            ConfigError: they cannot.
-            DataError: its checkpoint cannot be read.
+            ConfigError: The policy cannot be divided in this way.
+            DataError: The checkpoint cannot be read.
         """
 
     @classmethod
     def check_policy(cls, config: Any, policy: Any) -> None:
-        """See that it can serve a policy as the trainer computes it, without making either.
+        """Check that the engine computes the policy as the trainer does, without loading it.
 
         Args:
-            policy: configuration of the policy.
+            policy: The configuration of the policy.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: The engine cannot serve this policy.
         """
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Optional packages that the process of the stage imports for it; extras of their names
-        install them."""
+        """Return the optional packages that the stage's process needs. For each of them there is an
+        installation extra of the same name."""
         return ()
 
     @abstractmethod
     def load(self, folder: Path, version: int) -> None:
-        """Serve the weights in a policy folder from now on; after :meth:`close` too."""
+        """Load the weights of a policy folder and serve them; also allowed after :meth:`close`."""
 
     @abstractmethod
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve other weights of the network that is loaded, between two calls of generate.
+        """Replace the weights of the loaded network, between two calls of :meth:`generate`.
 
         Args:
-            tensors: all weights by the policy's names (tied ones may lack), in any order, of any
-                floating type and device; each is copied before the next is asked for.
+            tensors: All weights by the policy's names (tied weights may be missing), in any order,
+                with any floating type and device. Each one is copied before the next is consumed.
 
         Raises:
-            DataError: they do not fit the network. It has no weights then until :meth:`load`.
+            DataError: The tensors do not fit the network. The engine then has no weights until the
+                next :meth:`load`.
         """
 
     @abstractmethod
     def generate(
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
-        """Replies to requests until their channel closes.
+        """Yield replies to requests until the request channel is closed.
 
-        Requests that come while others are under way join them where there is room. Who stops
-        iterating gives up the rest.
+        New requests join the running batch if there is room. If the iterator is closed early,
+        unfinished samples are discarded.
 
         Raises:
-            DataError: a request is malformed.
+            DataError: A request is malformed.
         """
 
     def run_follower(self, *, seed: int, stage: str) -> None:
-        """Take part in one :meth:`generate` of the process that speaks, until that is through.
+        """Take part in one :meth:`generate` call of the primary rank until it ends.
 
-        Of engines with :attr:`layouts`.
+        Only engines with :attr:`supported_layouts` implement this.
         """
         raise NotImplementedError
 
     def group_sizes(self) -> Mapping[str, MemorySize]:
-        """What it keeps on the device between requests; see :class:`rlinf.device_memory.Offloadable`.
+        """Return the device memory that the engine holds between requests, by group.
 
-        :meth:`load` and :meth:`load_state` overwrite all of it. By default nothing that can move.
+        See :class:`rlinf.device_memory.Offloadable`. :meth:`load` and :meth:`load_state` overwrite
+        all of it. The default has no memory that can be offloaded.
         """
         return {}
 
@@ -266,16 +269,16 @@ class Engine(Component, ABC):
         raise NotImplementedError
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
-        """Nothing ever left."""
+        """Do nothing: the default implementation never offloads."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free its memory, on the device too, and end its processes; again does no harm."""
+        """Free all memory, also on the device, and stop the engine's processes. Idempotent."""
 
     def load_newer_weights(self, hooks: RolloutHooks) -> bool:
-        """Serve newer weights, if there are any."""
-        found = hooks.newer_weights() if hooks.newer_weights is not None else None
-        if found is None:
+        """Load newer weights if the hooks report some. Returns whether weights were loaded."""
+        newer = hooks.newer_weights() if hooks.newer_weights is not None else None
+        if newer is None:
             return False
-        self.load(*found)
+        self.load(*newer)
         return True

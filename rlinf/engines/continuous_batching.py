@@ -1,8 +1,8 @@
-"""Continuous batching: samples are decoded together, join and leave between two tokens.
+"""Continuous batching for the transformers engine: rows join and leave between two tokens.
 
-Finished rows leave the batch, waiting ones take their places; one uniform number per token, drawn
-before decoding, makes a sample independent of its neighbours. Newer weights may come between two
-tokens: what was cached is then computed anew from the tokens so far.
+Finished rows leave the batch and waiting rows replace them. Each token uses one uniform random
+number that is drawn before decoding, so a sample does not depend on the other rows. If newer
+weights arrive between two tokens, the KV cache is computed again from the tokens so far.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from rlinf.models.images import PIXELS_COLUMN, SIZES_COLUMN
 from rlinf.seeding import uniform_rows
 
 COMPACTION_THRESHOLD = 0.75
-"""Rebuild the batch once this share of its rows, or less, is still unfinished; and let waiting rows
-in once the rest of its places is free."""
+"""The batch is compacted when at most this share of its rows is unfinished. Waiting rows are
+admitted when the remaining share of the batch is free."""
 
 
 PromptImages = Mapping[str, np.ndarray]
-"""Of a prompt: the columns of :mod:`rlinf.models.images`."""
+"""The images of one prompt: columns of :mod:`rlinf.models.images`."""
 
 
 class DecoderNetwork(Protocol):
-    """The model that decodes, with what ends a sample of it."""
+    """The model that computes logits, with its stop tokens and its tokenizer."""
 
     version: int
     device: torch.device
     stop_token_ids: Tensor
-    """Tokens that end a sample, int64 ``[n]``."""
+    """Ids of the tokens that end a sample, int64 ``[n]``."""
 
     def prefill(
         self,
@@ -68,14 +68,14 @@ class DecoderNetwork(Protocol):
 
 @dataclass(eq=False)
 class BatchedRequest:
-    """A request, its settings and the noise ``[B, horizon]`` of its rows."""
+    """A token request with its sampling parameters and noise ``[B, horizon]``."""
 
     request: Record
     sampling: SamplingParams
     noise: np.ndarray
 
     def __post_init__(self) -> None:
-        # Rows are drawn together whose settings differ in nothing but these.
+        # Rows are sampled together if their parameters differ only in these fields.
         self.sampling_group = replace(self.sampling, horizon=1, stop=(), seed=None)
 
 
@@ -86,17 +86,17 @@ class BatchRow:
     source: BatchedRequest
     index: int
     first_version: int = 0
-    """Version of the weights that chose its first token."""
+    """Weight version of its first token."""
 
     @property
     def prompt(self) -> np.ndarray:
-        """Its token ids."""
+        """The token ids of the prompt, ``[P]``."""
         steps = self.source.request.steps
         return steps["prompt"][self.index, : steps["prompt_length"][self.index]]
 
     @property
     def images(self) -> PromptImages | None:
-        """Those of its prompt."""
+        """The images of the prompt, if it has some."""
         steps = self.source.request.steps
         if SIZES_COLUMN not in steps:
             return None
@@ -104,18 +104,19 @@ class BatchRow:
 
     @property
     def resumed_length(self) -> int:
-        """Tokens that another engine made."""
+        """Number of tokens that another engine generated before."""
         lengths = self.source.request.steps.get("begun_length")
         return 0 if lengths is None else int(lengths[self.index])
 
 
 class DecodingBatch:
-    """Rows that are decoded together; tensors have a row for each.
+    """The rows that are decoded together, with their tensors.
 
-    ``made`` ``[B]`` counts the tokens of a row, ``position`` those of its prompt as well;
-    ``tokens`` ``[B, T]`` and ``logprobs`` are what was made, ``versions`` by which weights;
-    ``shift`` ``[B]`` is what images add to the rotary positions behind them;
-    ``logits`` ``[B, V]`` say what comes next, ``attend`` which columns of the cache a row sees.
+    ``num_generated`` ``[B]`` counts the generated tokens of each row; ``position`` ``[B]`` also
+    counts the prompt. ``tokens``, ``logprobs`` and ``versions`` ``[B, T]`` are the generated
+    tokens, their log-probabilities and weight versions. ``rope_shift`` ``[B]`` is added to the
+    rotary positions behind images. ``logits`` ``[B, V]`` predict the next token. ``attend`` marks
+    the columns of the KV cache that each row attends to.
     """
 
     def __init__(self, rows: list[BatchRow], network: DecoderNetwork) -> None:
@@ -130,44 +131,45 @@ class DecodingBatch:
         for i, row in enumerate(rows):
             noise[i, : row.source.sampling.horizon] = row.source.noise[row.index]
             row.first_version = network.version
-            if begun := row.resumed_length:
-                given, k = row.source.request.steps, row.index
-                tokens[i, :begun] = given["begun_tokens"][k, :begun]
-                logprobs[i, :begun] = given["begun_logprobs"][k, :begun]
-                versions[i, :begun] = given["begun_version"][k, :begun]
+            if count := row.resumed_length:
+                steps, k = row.source.request.steps, row.index
+                tokens[i, :count] = steps["begun_tokens"][k, :count]
+                logprobs[i, :count] = steps["begun_logprobs"][k, :count]
+                versions[i, :count] = steps["begun_version"][k, :count]
                 row.first_version = int(versions[i, 0])
         self.noise = torch.from_numpy(noise).to(device)
         self.tokens = torch.from_numpy(tokens).to(device)
         self.logprobs = torch.from_numpy(logprobs).to(device)
         self.versions = torch.from_numpy(versions).to(device)
-        self.made = torch.tensor([row.resumed_length for row in rows], device=device)
-        self.position = self.made + torch.tensor([len(row.prompt) for row in rows], device=device)
+        self.num_generated = torch.tensor([row.resumed_length for row in rows], device=device)
+        lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
+        self.position = self.num_generated + lengths
         self.limit = torch.tensor([row.source.sampling.horizon for row in rows], device=device)
         self.running = torch.ones(len(rows), dtype=torch.bool, device=device)
         self.prefill(network)
 
     def prefill(self, network: DecoderNetwork) -> None:
-        """Compute the cache from the tokens so far."""
-        made, tokens = self.made.tolist(), self.tokens.cpu().numpy()
+        """Compute the KV cache and the logits from the tokens so far."""
+        counts, tokens = self.num_generated.tolist(), self.tokens.cpu().numpy()
         contexts = [
             np.concatenate([row.prompt, line[:count]])
-            for row, line, count in zip(self.rows, tokens, made, strict=True)
+            for row, line, count in zip(self.rows, tokens, counts, strict=True)
         ]
         images = [row.images for row in self.rows]
         self.logits, self.cache, self.attend = network.prefill(
             contexts, self.remaining_tokens, images
         )
-        self.shift = network.rope_shift(images)
+        self.rope_shift = network.rope_shift(images)
         self.has_padding = len({len(context) for context in contexts}) > 1
 
     @property
     def remaining_tokens(self) -> int:
-        """Most tokens that a row may still need."""
-        return int((self.limit - self.made).max())
+        """The largest number of tokens that a row may still generate."""
+        return int((self.limit - self.num_generated).max())
 
     @property
     def sampling_groups(self) -> dict[SamplingParams, list[int]]:
-        """Its rows by how they are drawn."""
+        """Row numbers by sampling parameters."""
         if self._groups is None:
             self._groups = {}
             for i, row in enumerate(self.rows):
@@ -175,7 +177,7 @@ class DecodingBatch:
         return self._groups
 
     def select(self, keep: Tensor) -> None:
-        """Keep rows ``[n]``."""
+        """Keep only the rows with these numbers, ``[n]``."""
         self.rows = [self.rows[i] for i in keep.tolist()]
         self._groups = None
         for name in (*ROW_TENSORS, "logits", "attend"):
@@ -183,11 +185,11 @@ class DecodingBatch:
         self.cache.select(keep)
 
     def append(self, other: DecodingBatch) -> None:
-        """Add the rows of another batch below."""
+        """Append the rows of another batch."""
         skip = int(self.attend.any(0).int().argmax())
         own, new = self.cache.length, other.cache.length
         room = max(self.remaining_tokens, other.remaining_tokens)
-        cache: Any = self.cache  # of the same kind as the other's: both are of one network
+        cache: Any = self.cache  # both caches have the same type: they belong to one network
         cache.join(other.cache, skip, room)
         length = self.cache.length
         attend = self.attend.new_zeros(len(self) + len(other), length + room)
@@ -206,29 +208,31 @@ class DecodingBatch:
     def build_replies(
         self, selected: Tensor, stopped: Tensor, *extra_columns: str
     ) -> Iterator[Record]:
-        """What there is of some rows (bool ``[B]``), by request and first version.
+        """Yield replies with the tokens of rows, grouped by request and first version.
 
         Args:
-            names: ``version`` and ``unfinished``, where they are to be columns too.
+            selected: bool ``[B]``, the rows to reply.
+            stopped: bool ``[B]``, whether a stop token or stop string ended the row.
+            extra_columns: Optional columns to add: ``version``, ``unfinished``.
         """
         parts: dict[tuple[BatchedRequest, int], list[int]] = {}
         for i in selected.nonzero()[:, 0].tolist():
             parts.setdefault((self.rows[i].source, self.rows[i].first_version), []).append(i)
-        for (asked, first), numbers in parts.items():
-            rows, horizon = torch.tensor(numbers, device=self.made.device), asked.sampling.horizon
-            samples = asked.request.steps["sample"]
+        for (source, first), numbers in parts.items():
+            rows = torch.tensor(numbers, device=self.num_generated.device)
+            horizon, samples = source.sampling.horizon, source.request.steps["sample"]
             steps = {
                 "sample": samples[[self.rows[i].index for i in numbers]],
                 "tokens": self.tokens[rows, :horizon].cpu().numpy(),
                 "logprobs": self.logprobs[rows, :horizon].cpu().numpy(),
-                "length": self.made[rows].cpu().numpy(),
+                "length": self.num_generated[rows].cpu().numpy(),
                 "stopped": stopped[rows].cpu().numpy(),
             }
             if "unfinished" in extra_columns:
                 steps["unfinished"] = np.ones(len(numbers), dtype=bool)
             if "version" in extra_columns:
                 steps["version"] = self.versions[rows, :horizon].cpu().numpy()
-            yield Record(asked.request.identity, steps, info={"version": first})
+            yield Record(source.request.identity, steps, info={"version": first})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -239,17 +243,17 @@ ROW_TENSORS = (
     "tokens",
     "logprobs",
     "versions",
-    "made",
+    "num_generated",
     "position",
     "limit",
     "running",
-    "shift",
+    "rope_shift",
 )
-"""Tensors of a batch with a row for each sample, besides those that go with its cache."""
+"""Attributes of a batch that are tensors with one row per sample, besides those of the cache."""
 
 
 class ContinuousBatching:
-    """One call of :meth:`rlinf.engines.base.Engine.generate`."""
+    """The state of one :meth:`rlinf.engines.base.Engine.generate` call."""
 
     def __init__(
         self,
@@ -261,24 +265,24 @@ class ContinuousBatching:
         max_num_seqs: int,
     ) -> None:
         self._network, self._requests, self._hooks = network, requests, hooks
-        self._seed, self._stage, self._most = seed, stage, max_num_seqs
+        self._seed, self._stage, self._max_num_seqs = seed, stage, max_num_seqs
         self._waiting = deque[BatchRow]()
         self._batch: DecodingBatch | None = None
-        self._asked, self._open = 0, True
-        self._further = () if hooks.newer_weights is None else ("version",)
+        self._num_requested, self._open = 0, True
+        self._extra_columns = () if hooks.newer_weights is None else ("version",)
 
     @torch.inference_mode()
     def iter_replies(self) -> Iterator[Record]:
-        """Until the channel of requests closes."""
+        """Yield replies until the request channel is closed."""
         while True:
-            self._take_in()
+            self._receive()
             self._admit()
             if self._batch is None:
                 return
             yield from self._step(self._batch)
 
-    def _take_in(self) -> None:
-        """Take the requests that are there; wait for one where nothing else is to be done."""
+    def _receive(self) -> None:
+        """Receive all waiting requests; block for one if nothing is running."""
         while self._open and (len(self._requests) or (self._batch is None and not self._waiting)):
             try:
                 request = self._requests.get()
@@ -297,22 +301,22 @@ class ContinuousBatching:
                 sampling.horizon,
                 request.steps.get("turn"),
             )
-            asked = BatchedRequest(request, sampling, noise)
-            # In their order, but for those that begin together: there, rows of like lengths that
-            # are as far as each other are neighbours. What waits for the first parts of a batch has
-            # them first.
-            begun = request.steps.get("begun_length", np.zeros_like(lengths))
-            together = np.arange(len(lengths)) // self._most
-            order = np.lexsort((-lengths, begun, together))
-            self._waiting.extend(BatchRow(asked, int(index)) for index in order)
-            self._asked += len(order)
+            source = BatchedRequest(request, sampling, noise)
+            # Rows keep their order between batches, so consumers get the first samples first.
+            # Within a batch, rows of similar length and progress are neighbours.
+            resumed = request.steps.get("begun_length", np.zeros_like(lengths))
+            batch = np.arange(len(lengths)) // self._max_num_seqs
+            order = np.lexsort((-lengths, resumed, batch))
+            self._waiting.extend(BatchRow(source, int(index)) for index in order)
+            self._num_requested += len(order)
 
     def _admit(self) -> None:
-        """Let waiting rows in, where a share of the places is free that is worth it."""
+        """Admit waiting rows if enough of the batch is free."""
         batch, waiting = self._batch, len(self._waiting)
-        count = min(waiting, self._most - (0 if batch is None else len(batch)))
+        count = min(waiting, self._max_num_seqs - (0 if batch is None else len(batch)))
         if not count or (
-            batch is not None and count < min(waiting, (1 - COMPACTION_THRESHOLD) * self._most)
+            batch is not None
+            and count < min(waiting, (1 - COMPACTION_THRESHOLD) * self._max_num_seqs)
         ):
             return
         fresh = DecodingBatch([self._waiting.popleft() for _ in range(count)], self._network)
@@ -322,27 +326,29 @@ class ContinuousBatching:
             batch.append(fresh)
 
     def _step(self, batch: DecodingBatch) -> Iterator[Record]:
-        """One more token of every row; replies of those it ends."""
+        """Generate one token of every row and yield the replies of rows that finish."""
         network, hooks = self._network, self._hooks
-        chosen = self._choose(batch)
-        stopped = torch.isin(chosen, network.stop_token_ids) | self._completed(batch)
-        ended = (stopped | (batch.made == batch.limit)) & batch.running
+        chosen = self._sample_next(batch)
+        stopped = torch.isin(chosen, network.stop_token_ids) | self._completes_stop_string(batch)
+        ended = (stopped | (batch.num_generated == batch.limit)) & batch.running
         if bool(ended.any()):
-            yield from batch.build_replies(ended, stopped, *self._further)
+            yield from batch.build_replies(ended, stopped, *self._extra_columns)
             batch.running &= ~ended
-            left = int(batch.running.sum())
-            if left == 0:
+            remaining = int(batch.running.sum())
+            if remaining == 0:
                 self._batch = None
                 return
-            if left <= COMPACTION_THRESHOLD * len(batch):
+            if remaining <= COMPACTION_THRESHOLD * len(batch):
                 keep = batch.running.nonzero()[:, 0]
                 batch.select(keep)
                 chosen = chosen[keep]
         if hooks.should_abort is not None:
-            left = len(self._waiting) + int(batch.running.sum())
-            if hooks.should_abort(left, self._asked):
+            remaining = len(self._waiting) + int(batch.running.sum())
+            if hooks.should_abort(remaining, self._num_requested):
                 none = torch.zeros_like(batch.running)
-                yield from batch.build_replies(batch.running, none, "unfinished", *self._further)
+                yield from batch.build_replies(
+                    batch.running, none, "unfinished", *self._extra_columns
+                )
                 self._batch = None
                 return
         if network.load_newer_weights(hooks):
@@ -352,52 +358,54 @@ class ContinuousBatching:
         batch.attend[:, cache.length] = True
         visible = batch.attend[:, None, None, : cache.length + 1] if batch.has_padding else None
         batch.logits = network.forward(
-            chosen[:, None], (batch.position - 1 + batch.shift)[:, None], visible, cache
+            chosen[:, None], (batch.position - 1 + batch.rope_shift)[:, None], visible, cache
         )
 
-    def _choose(self, batch: DecodingBatch) -> Tensor:
-        """Draw the next token ``[B]`` of every row and note it; finished rows draw too."""
-        # A finished row stays at its last place.
-        place = torch.minimum(batch.made, batch.limit - 1)[:, None]
+    def _sample_next(self, batch: DecodingBatch) -> Tensor:
+        """Sample and store the next token ``[B]`` of every row, including finished rows."""
+        # A finished row writes to its last position again.
+        place = torch.minimum(batch.num_generated, batch.limit - 1)[:, None]
         noise = batch.noise.gather(1, place)[:, 0]
         if len(batch.sampling_groups) == 1:
             (settings,) = batch.sampling_groups
-            chosen, taken = self._draw(settings, batch.logits, noise, batch.made)
+            chosen, logprobs = self._draw(settings, batch.logits, noise, batch.num_generated)
         else:
-            chosen, taken = torch.empty_like(batch.made), torch.empty_like(noise)
+            chosen, logprobs = torch.empty_like(batch.num_generated), torch.empty_like(noise)
             for settings, numbers in batch.sampling_groups.items():
                 rows = torch.tensor(numbers, device=noise.device)
-                chosen[rows], taken[rows] = self._draw(
-                    settings, batch.logits[rows], noise[rows], batch.made[rows]
+                chosen[rows], logprobs[rows] = self._draw(
+                    settings, batch.logits[rows], noise[rows], batch.num_generated[rows]
                 )
         batch.tokens.scatter_(1, place, chosen[:, None])
-        batch.logprobs.scatter_(1, place, taken[:, None])
-        if self._further:
+        batch.logprobs.scatter_(1, place, logprobs[:, None])
+        if self._extra_columns:
             batch.versions.scatter_(1, place, torch.full_like(place, self._network.version))
-        batch.made += batch.running
+        batch.num_generated += batch.running
         batch.position += batch.running
         return chosen
 
     def _draw(
-        self, settings: SamplingParams, logits: Tensor, noise: Tensor, made: Tensor
+        self, settings: SamplingParams, logits: Tensor, noise: Tensor, num_generated: Tensor
     ) -> tuple[Tensor, Tensor]:
         forbidden = None
         if settings.min_tokens:
             forbidden = torch.zeros_like(logits, dtype=torch.bool)
-            forbidden[:, self._network.stop_token_ids] = (made < settings.min_tokens)[:, None]
+            forbidden[:, self._network.stop_token_ids] = (num_generated < settings.min_tokens)[
+                :, None
+            ]
         return sample_tokens(logits, noise, settings, forbidden)
 
-    def _completed(self, batch: DecodingBatch) -> Tensor:
-        """Rows ``[B]`` whose last token completes a stop string."""
-        found = torch.zeros_like(batch.running)
+    def _completes_stop_string(self, batch: DecodingBatch) -> Tensor:
+        """Return which rows ``[B]`` have a last token that completes a stop string."""
+        completed = torch.zeros_like(batch.running)
         numbers = [i for i, row in enumerate(batch.rows) if row.source.sampling.stop]
         if numbers:
-            tokens, made = batch.tokens[numbers].tolist(), batch.made[numbers].tolist()
-            for i, line, count in zip(numbers, tokens, made, strict=True):
+            tokens, counts = batch.tokens[numbers].tolist(), batch.num_generated[numbers].tolist()
+            for i, line, count in zip(numbers, tokens, counts, strict=True):
                 sampling, network = batch.rows[i].source.sampling, self._network
                 if count >= sampling.min_tokens:
                     ids = network.stop_ids(sampling.stop)
-                    found[i] = completes_stop_string(
+                    completed[i] = completes_stop_string(
                         line[:count], sampling.stop, network.decode, ids
                     )
-        return found
+        return completed

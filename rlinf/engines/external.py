@@ -1,4 +1,4 @@
-"""Engines of other projects: their settings, and what is known of the network that they serve."""
+"""The common base of vLLM and SGLang engines: configuration, tokenizer, and model limits."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from rlinf.models.loading import CheckpointExporter, inspect_module
 from rlinf.models.rotary import length_scaling
 
 DEFAULT_MODEL_LEN = 4096
-"""The context of models whose settings give no limit: vLLM needs one, and takes any."""
+"""Context length for models whose config.json has no limit, because vLLM requires one."""
 
 
 class ExternalConfig(Section):
-    """What they have in common."""
+    """Options of all vLLM and SGLang engines."""
 
     python: str | None = None
-    """The interpreter of the stages that generate; see :mod:`rlinf.interpreters`."""
+    """Python interpreter of the rollout and evaluation stages; see :mod:`rlinf.interpreters`."""
     max_num_seqs: int = Field(default=256, gt=0)
-    """Most samples that are decoded at once."""
+    """Largest number of samples that are decoded at the same time."""
     threads: int = Field(default=1, gt=0)
-    """Threads of the decoding process on a CPU."""
+    """CPU threads of the decoding process."""
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights it generates with; null: that of the model."""
+    """Type of the weights for generation; null: ``model.dtype``."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
-    """Memory for cached keys and values, on each GPU."""
+    """Memory of the KV cache on each GPU, GiB."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt and its response together; null: as many as the model takes."""
+    """Largest number of tokens of prompt and response together; null: the limit of the model."""
     ignore_eos: bool = False
-    """Decode to the horizon whatever is sampled (for benchmarks)."""
+    """Ignore stop tokens and decode to the horizon (for benchmarks)."""
     extra_args: tuple[str, ...] = ()
-    """Of its command line, after those that are given anyway."""
+    """Further command-line arguments for vLLM or SGLang."""
 
 
 class ExternalEngine(Engine):
-    """See the module."""
+    """An engine that generates with vLLM or SGLang."""
 
     Config: ClassVar[type[Section]] = ExternalConfig
     requires = frozenset({LANGUAGE_MODEL})
     supported_length_scalings: ClassVar[frozenset[str]] = frozenset()
-    """Rotary scalings by a length (:mod:`rlinf.models.rotary`) that it computes as the trainer."""
+    """Length-dependent rotary scalings (:mod:`rlinf.models.rotary`) that match the trainer."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         self._config = config
@@ -61,7 +61,7 @@ class ExternalEngine(Engine):
             self._policy_config = policy_config.model_copy(update={"dtype": config.dtype})
         self.device = local_device(config.device)
         self.stop_token_ids = frozenset[int]()
-        """Tokens that end a sample."""
+        """Ids of the tokens that end a sample."""
 
     @classmethod
     def weight_dtype(cls, config: Any) -> torch.dtype | None:
@@ -79,39 +79,39 @@ class ExternalEngine(Engine):
             return
         if scaling.rope_type not in cls.supported_length_scalings:
             raise ConfigError(
-                f"engine.name: {cls.__name__.removesuffix('Engine')} would choose other rotary "
+                f"engine.name: {cls.__name__.removesuffix('Engine')} would use other rotary "
                 f"frequencies than the trainer: those of {path} depend on a length "
                 f"({scaling.rope_type} in config.json); set engine=transformers"
             )
-        if config.max_model_len is not None and config.max_model_len != policy.context:
+        if config.max_model_len is not None and config.max_model_len != policy.max_model_len:
             raise ConfigError(
                 f"engine.max_model_len: the rotary frequencies of {path} depend on this length "
-                f"({scaling.rope_type} in config.json), for the trainer too; leave it out and set "
+                f"({scaling.rope_type} in config.json), also in the trainer; remove it and set "
                 f"model.max_model_len={config.max_model_len}"
             )
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it lets go of its device's memory between two calls."""
+        """Whether the engine frees its device memory between two calls."""
         return self.device.type != "cpu"
 
     def kv_cache_bytes(self) -> int:
-        """For cached keys and values, on each GPU."""
+        """Return the size of the KV cache on each GPU, bytes."""
         return int(self._config.kv_cache_gib * 2**30)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, in which stop strings are looked for."""
+        """Return the text of tokens, for the search of stop strings."""
         return self.chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """The ids of those stop strings that are special tokens, which no decoded text shows."""
+        """Return the ids of stop strings that are special tokens; decoded text never has those."""
         return self.chat_format.stop_ids(texts)
 
     def stop_token_ids_for(self, request: SegmentRequest) -> set[int]:
-        """The tokens that the other project is to stop a leg at.
+        """Return the ids of tokens at which the external engine must stop a segment.
 
-        Stop strings may come before ``min_tokens``, stop tokens cannot: then they are looked for
-        here alone.
+        Stop strings may appear before ``min_tokens``, stop tokens may not. So special tokens that
+        are stop strings are checked by :mod:`rlinf.engines.resumable` alone if ``min_tokens`` > 0.
         """
         return {
             *self.stop_token_ids,
@@ -119,31 +119,31 @@ class ExternalEngine(Engine):
         }
 
     def check_length(self, request: SegmentRequest) -> None:
-        """See that what is asked for fits into the context.
+        """Check that a request fits into the context length.
 
         Raises:
-            DataError: it does not.
+            DataError: The request is too long.
         """
-        if len(request.context_tokens) + request.max_tokens > self._context:
+        if len(request.context_tokens) + request.max_tokens > self._max_model_len:
             raise DataError(
-                f"{len(request.context_tokens)} tokens and up to {request.max_tokens} more do not fit into "
-                f"{self._context}; shorten prompts or rollout.horizon, or raise engine.max_model_len and "
-                "the cache"
+                f"{len(request.context_tokens)} tokens and up to {request.max_tokens} more do not "
+                f"fit into {self._max_model_len}; shorten prompts or rollout.horizon, or raise "
+                "engine.max_model_len and the KV cache"
             )
 
-    def _known(self, model: Path) -> None:
-        """Learn of a network what requests and weights need; it takes no memory."""
+    def _read_model(self, model: Path) -> None:
+        """Read the limits, the tokenizer and the weight names of a model, without its weights."""
         config = self._policy_config
         module = inspect_module(model, config)
-        self._settings = module.config.get_text_config()
-        published = HFFolder.from_config(config, model)
-        own = published.max_model_len(config.max_model_len)
-        self._context = self._config.max_model_len or own or DEFAULT_MODEL_LEN
-        self.chat_format = published.chat_format
-        self.stop_token_ids = frozenset() if self._config.ignore_eos else published.stop_token_ids
-        self._published = CheckpointExporter(module)
+        self._text_config = module.config.get_text_config()
+        hf_folder = HFFolder.from_config(config, model)
+        own = hf_folder.max_model_len(config.max_model_len)
+        self._max_model_len = self._config.max_model_len or own or DEFAULT_MODEL_LEN
+        self.chat_format = hf_folder.chat_format
+        self.stop_token_ids = frozenset() if self._config.ignore_eos else hf_folder.stop_token_ids
+        self._exporter = CheckpointExporter(module)
 
     def _device_bytes(self) -> int:
-        """Of weights and cache, on one GPU."""
-        weights = sum(tensor.nbytes for tensor in self._published.meta_tensors.values())
+        """Return the size of weights and KV cache on one GPU, bytes."""
+        weights = sum(tensor.nbytes for tensor in self._exporter.meta_tensors.values())
         return weights // self.world.layout.tp + self.kv_cache_bytes()

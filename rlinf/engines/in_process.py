@@ -1,9 +1,8 @@
-"""Engines of other projects in the process of the stage, which runs under their interpreter
-(``engine.python``).
+"""vLLM or SGLang inside the stage's process, which uses their interpreter (``engine.python``).
 
-One is stepped by the thread that asks for replies, so that a batch is composed alike each time. Its
-first weights come as all later ones: tensor by tensor, into the memory that they are read from as
-it computes. What its start changes for the whole process is put back; see :func:`apart`.
+The thread that iterates over the replies also steps the backend, so batches are composed in the
+same way each time. All weights, also the first ones, are copied tensor by tensor into the memory of
+the backend. Process-wide changes made at start-up are undone; see :func:`restore_process_state`.
 """
 
 from __future__ import annotations
@@ -34,37 +33,40 @@ from rlinf.verified_io import read_bytes, verified_temporary_copy
 
 
 class InProcessEngine(ExternalEngine):
-    """See the module. A subclass says how the other project's engine is made and used."""
+    """An engine whose backend runs in the stage's process; subclasses adapt one backend each."""
 
     Config = ExternalConfig
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
         self.backend: Any = None
-        """The other project's; None where no network is loaded."""
+        """The engine object of vLLM or SGLang; None if no model is loaded."""
         self._network: dict[str, bytes] = {}
-        """What stands beside the weights of the network that is loaded."""
+        """The files beside the weights of the loaded model, by name."""
         self._asleep = self._owns_group = False
 
-    # What a subclass says.
+    # Implemented by subclasses.
 
     @abstractmethod
     def create_backend(self, model: Path) -> None:
-        """Make ``inner`` for the network of a folder without weights, which is gone afterwards;
-        any weights."""
+        """Create :attr:`backend` with arbitrary weights.
+
+        Args:
+            model: A folder with the model's files without weights; it is deleted afterwards.
+        """
 
     @abstractmethod
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have weights, by their published names, in the memory that it computes with, and forget
-        what was cached under others. What fails leaves anything there."""
+        """Copy weights, by their names in Hugging Face checkpoints, into the backend and clear its
+        caches. After an error the weights are undefined."""
 
     @abstractmethod
-    def shut_down(self, inner: Any) -> None:
-        """Take down what :meth:`make` made."""
+    def shut_down(self, backend: Any) -> None:
+        """Shut down the object that :meth:`create_backend` created."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Move its weights into the host's memory, and free its cache."""
+        """Move the weights to host memory and free the KV cache."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -72,11 +74,11 @@ class InProcessEngine(ExternalEngine):
 
     @abstractmethod
     def create_decoder(self) -> SegmentDecoder:
-        """Of the legs of one call of generate."""
+        """Return the segment decoder for one :meth:`generate` call."""
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """What fails within leaves the engine closed: requests would be half done in it."""
+        """Close the engine if the block raises, because requests would be half processed."""
         try:
             with force_eager_on_cpu(self.device):
                 yield
@@ -84,35 +86,35 @@ class InProcessEngine(ExternalEngine):
             self.close()
             raise
 
-    # The engine.
+    # The Engine interface.
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
         network = {name: bytes(read_bytes(folder / name)) for name in non_weight_files(folder)}
         if self.backend is None or network != self._network:
-            self.close()  # the old ones leave the memory first
-            self._known(folder)
+            self.close()  # free the old weights first
+            self._read_model(folder)
             try:
                 with verified_temporary_copy(folder, non_weight_files(folder)) as small:
                     self._start(small)
             except BaseException:
-                self.close()  # it may be half made
+                self.close()  # it may be partly initialized
                 self._network = {}
                 raise
             finally:
-                gc.unfreeze()  # some freeze all that there is, of whichever part of the process
+                gc.unfreeze()  # some backends freeze all objects of the process
             self._network = network
         module, where = load_meta_module(folder, self._policy_config), f"model.path: {folder}"
         tensors = iter_weights(module, folder, where)
-        # Else they have their published names there.
-        self._take(tensors if module is None else self._own(tensors))
+        # Without a module the tensors already have the names of the checkpoint.
+        self._load_tensors(tensors if module is None else self._export(tensors))
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self.backend is None:
-            raise DataError("no network is loaded that weights could be of; load a folder first")
+            raise DataError("no model is loaded; call load with a policy folder first")
         self.version = -1
-        self._take(self._own(tensors))
+        self._load_tensors(self._export(tensors))
         self.version = version
 
     def generate(
@@ -127,8 +129,8 @@ class InProcessEngine(ExternalEngine):
     def group_sizes(self) -> dict[str, MemorySize]:
         if not self.can_sleep or self.backend is None:
             return {}
-        whole = self._device_bytes()
-        return {"engine": MemorySize(0, whole, 0) if self._asleep else MemorySize(whole, 0, 0)}
+        size = self._device_bytes()
+        return {"engine": MemorySize(0, size, 0) if self._asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:
         freed = self.group_sizes()[group].on_device
@@ -139,15 +141,15 @@ class InProcessEngine(ExternalEngine):
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
         if groups and copy_data:
-            self._awake()
-        # Else weights come next: it wakes for these.
+            self._ensure_awake()
+        # Otherwise new weights follow, and loading them wakes the backend.
 
     def close(self) -> None:
-        inner, self.backend, self._asleep, self.version = self.backend, None, False, -1
-        if inner is not None:
+        backend, self.backend, self._asleep, self.version = self.backend, None, False, -1
+        if backend is not None:
             with preserve_process_group():
-                self.shut_down(inner)
-            del inner
+                self.shut_down(backend)
+            del backend
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -164,45 +166,45 @@ class InProcessEngine(ExternalEngine):
                 f"{dist.get_world_size()} processes; give rollout a pool of its own in the plan, "
                 f"or set engine={name.removesuffix('_in_process')}"
             )
-        # The other project takes the group that is there, and a trainer in this process finds it.
+        # The backend uses the existing process group, and a trainer in this process finds it too.
         ProcessGroupInfo().init_process_group(self.device.type)
         self._owns_group = several
         torch.set_num_threads(self._config.threads)
         try:
             with preserve_process_group():
                 self.create_backend(model)
-        except SystemExit:  # of a parser, which has said why
+        except SystemExit:  # the argument parser has printed the reason
             raise ConfigError(
-                f"engine.extra_args: {self._name()} does not take all of "
-                f"{list(self._config.extra_args)}; what it takes is printed above"
+                f"engine.extra_args: {self._name()} does not accept all of "
+                f"{list(self._config.extra_args)}; its arguments are printed above"
             ) from None
 
-    def _own(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What is published of the network's own tensors."""
-        # Some are kept until others have come that they are joined with.
-        return self._published.export(tensors, self.device, copy=True)
+    def _export(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Convert the network's tensors to the names and shapes of Hugging Face checkpoints."""
+        # Copies, because the backend holds some tensors until it can join them with others.
+        return self._exporter.export(tensors, self.device, copy=True)
 
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have other weights of the network served, and forget what was cached under the old ones.
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights of the loaded model and clear the caches.
 
         Args:
-            tensors: by their published names.
+            tensors: By their names in Hugging Face checkpoints.
 
         Raises:
-            DataError: they do not fit; it is closed then.
+            DataError: The tensors do not fit; the engine is then closed.
         """
-        self._awake()
+        self._ensure_awake()
         with self.close_on_error():
             self.update_weights(tensors)
 
-    def _awake(self) -> None:
+    def _ensure_awake(self) -> None:
         if self._asleep:
             self.wake()
             self._asleep = False
 
     @classmethod
     def _name(cls) -> str:
-        """As configurations have it."""
+        """Return the registered name of the engine."""
         return cls.__module__.rpartition(".")[2]
 
 
@@ -210,19 +212,18 @@ class InProcessEngine(ExternalEngine):
 def restore_process_state(
     device: torch.device, variables: Mapping[str, str], persistent_prefix: str
 ) -> Iterator[None]:
-    """What an engine sets for the whole process as it starts is as before in the end.
+    """Undo the process-wide changes that a backend makes during its start-up.
 
-    On CPUs those are variables of the environment, which other processes would inherit, and
-    torch.set_num_threads, which vLLM makes do nothing; the handlers of messages, which SGLang
-    closes.
+    These are environment variables, which other processes would inherit, torch.set_num_threads,
+    which vLLM disables on CPUs, and logging handlers, which SGLang closes.
 
     Args:
-        variables: of the environment, for its start.
-        kept: how the names of variables begin that stay, as they are read once, or later.
+        variables: Environment variables for the start-up.
+        persistent_prefix: Variables with this prefix stay set, because they are read later.
     """
     set_threads, before, root = torch.set_num_threads, dict(os.environ), logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    root.handlers[:] = []  # closed they would be of no use
+    root.handlers[:] = []  # so that the backend cannot close them
     os.environ.update(variables)
     try:
         with force_eager_on_cpu(device):
@@ -240,7 +241,7 @@ def restore_process_state(
 
 
 def force_eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """On CPUs nothing is compiled: it takes minutes, and the functions are small."""
+    """Disable torch.compile on CPUs, where compilation takes minutes for small functions."""
     if device.type != "cpu":
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -248,14 +249,14 @@ def force_eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def preserve_process_group() -> Iterator[None]:
-    """The default process group outlives what would destroy it: it is not the engine's."""
+    """Ignore attempts to destroy the default process group, which the engine does not own."""
     destroy = dist.destroy_process_group
 
-    def others(group: Any = None) -> None:
+    def destroy_other(group: Any = None) -> None:
         if group is not None:
             destroy(group)
 
-    dist.destroy_process_group = others
+    dist.destroy_process_group = destroy_other
     try:
         yield
     finally:

@@ -1,4 +1,11 @@
-"""Keys and values of what a model has read, in buffers allocated once."""
+"""KV caches of the transformers engine: one padded buffer, or groups of rows of equal length.
+
+Left padding is harmless only if attention is the sole operation that mixes tokens. Recurrent layers
+(Mamba, linear attention, short convolutions), position biases (ALiBi) and chunked attention would
+read the padding. For such families, rows of equal length form a group without padding, so a sample
+depends only on its own tokens. Groups use the cache classes of ``transformers``; families without
+such a cache read all tokens again for each new token.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +23,11 @@ from rlinf.models.packed_attention import PACKABLE_FAMILIES
 
 
 class KeyValueCache:
-    """Of all layers, ``[B, heads, capacity, head_dim]`` each; rows end at the same column.
+    """A KV cache with one buffer ``[B, heads, capacity, head_dim]`` per layer, allocated once.
 
-    The columns of keys are neighbours in memory: scores of a single query are up to twice as quick.
-
-    Implements what attention layers of ``transformers`` call on a cache.
+    All rows end at the same column. The columns of keys are contiguous in memory, which makes the
+    scores of a single query up to twice as fast. The class implements the methods that attention
+    layers of ``transformers`` call on a cache.
     """
 
     is_compileable = False
@@ -33,7 +40,7 @@ class KeyValueCache:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append ``[B, heads, n, head_dim]`` to a layer; returns all of it so far."""
+        """Append ``[B, heads, n, head_dim]`` to a layer and return all its keys and values."""
         if layer == len(self._layers):
             shape = (*keys.shape[:2], self._capacity, keys.shape[3])
             self._layers.append((_columns(keys.new_empty, shape), values.new_empty(shape)))
@@ -44,24 +51,24 @@ class KeyValueCache:
         return stored_keys[:, :, :stop], stored_values[:, :, :stop]
 
     def advance(self, count: int) -> None:
-        """Count ``count`` positions as stored, once every layer has them."""
+        """Count ``count`` more columns as stored, after all layers have them."""
         self.length += count
 
     def select(self, rows: Tensor) -> None:
-        """Keep (or repeat) rows."""
+        """Keep (or repeat) the rows with these numbers."""
         for number, (keys, values) in enumerate(self._layers):
             shape = (len(rows), *keys.shape[1:])
-            kept = _columns(keys.new_empty, shape), values.new_empty(shape)
-            for out, stored in zip(kept, (keys, values), strict=True):
+            selected = _columns(keys.new_empty, shape), values.new_empty(shape)
+            for out, stored in zip(selected, (keys, values), strict=True):
                 out[:, :, : self.length] = stored[rows, :, : self.length]
-            self._layers[number] = kept
+            self._layers[number] = selected
 
     def join(self, other: KeyValueCache, skip: int, free_columns: int) -> None:
-        """Add the rows of another cache below; where one is shorter, zeros stand before it.
+        """Append the rows of another cache; the shorter rows are padded with zeros on the left.
 
         Args:
-            skip: leading columns of this one that are dropped.
-            room: free columns after the join.
+            skip: Leading columns of this cache to drop.
+            free_columns: Free columns afterwards.
         """
         length = max(self.length - skip, other.length)
 
@@ -79,7 +86,7 @@ class KeyValueCache:
                 length + free_columns,
                 keys.shape[3],
             )
-            # Zeros: what nobody attends to must be finite all the same.
+            # Zeros, because columns without attention must be finite, too.
             self._layers[number] = (
                 joined(_columns(keys.new_zeros, shape), keys, more_keys),
                 joined(values.new_zeros(shape), values, more_values),
@@ -87,17 +94,17 @@ class KeyValueCache:
         self.length, self._capacity = length, length + free_columns
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Positions stored so far."""
+        """Return the number of stored columns."""
         return self.length
 
     def __len__(self) -> int:
         return len(self._layers)
 
 
-def _columns(make: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """A tensor ``[B, heads, n, D]`` in which the n are neighbours."""
+def _columns(create: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor ``[B, heads, n, D]`` whose columns n are contiguous."""
     rows, heads, columns, width = shape
-    return make((rows, heads, width, columns)).transpose(2, 3)
+    return create((rows, heads, width, columns)).transpose(2, 3)
 
 
 FAMILIES_WITHOUT_CACHE = {
@@ -105,14 +112,14 @@ FAMILIES_WITHOUT_CACHE = {
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
     *("minimax", "recurrent_gemma", "xlstm"),
 }
-"""Families that count positions by the tokens that are no padding, and families that keep what they
-read elsewhere than in the library's common cache classes."""
+"""Families that derive positions from non-padding tokens, and families that do not use the common
+cache classes of the library."""
 CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Layers that the engine's own cache can serve."""
+"""Layer types that :class:`KeyValueCache` supports."""
 
 
 def supports_padding(settings: Any) -> bool:
-    """Return whether rows of several lengths can be decoded side by side, padded on the left."""
+    """Return whether rows of different lengths can be decoded together with left padding."""
     text = settings.get_text_config()
     return (
         settings.model_type in PACKABLE_FAMILIES | IMAGE_FAMILIES
@@ -122,9 +129,9 @@ def supports_padding(settings: Any) -> bool:
 
 @dataclass
 class EqualLengthRows:
-    """Rows of one length.
+    """A group of rows of equal length.
 
-    ``rows`` ``[n]`` are their places in the batch, ``tokens`` ``[n, L]`` what they have read.
+    ``rows`` ``[n]`` are their row numbers in the batch, ``tokens`` ``[n, L]`` all their tokens.
     """
 
     rows: Tensor
@@ -132,65 +139,65 @@ class EqualLengthRows:
     cache: Any
 
     def select(self, which: Tensor, rows: Tensor) -> None:
-        """Keep (or repeat) some of its rows, ``[m]`` numbers, at other places of the batch."""
+        """Keep (or repeat) rows ``[m]`` of the group, with new row numbers in the batch."""
         self.rows, self.tokens = rows, self.tokens[which]
         if self.cache is not None:
             self.cache.reorder_cache(which)
 
 
 class EqualLengthCache:
-    """The cache of a batch of rows of any lengths; its ``length`` is that of the longest."""
+    """The cache of a batch as groups of equal length; ``length`` is that of the longest row."""
 
-    def __init__(self, cohorts: list[EqualLengthRows], size: int, length: int) -> None:
+    def __init__(self, groups: list[EqualLengthRows], size: int, length: int) -> None:
         self._size, self.length = size, length
-        self.groups = cohorts
+        self.groups = groups
 
     def select(self, rows: Tensor) -> None:
-        """Keep rows ``[n]``, each once at most."""
+        """Keep the rows with these numbers ``[n]``, each at most once."""
         place = torch.full((self._size,), -1, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
-        for cohort in self.groups:
-            places = place[cohort.rows]
+        for group in self.groups:
+            places = place[group.rows]
             which = (places >= 0).nonzero()[:, 0]
             if len(which) < len(places):
-                cohort.select(which, places[which])
+                group.select(which, places[which])
             else:
-                cohort.rows = places
-        self.groups = [cohort for cohort in self.groups if len(cohort.rows)]
+                group.rows = places
+        self.groups = [group for group in self.groups if len(group.rows)]
         self._size = len(rows)
 
     def join(self, other: EqualLengthCache, skip: int, free_columns: int) -> None:
-        """Add the rows of another batch below; of this one ``skip`` leading columns are void."""
-        for cohort in other.groups:
-            cohort.rows = cohort.rows + self._size
+        """Append the rows of another batch; ``skip`` leading columns of this one are unused."""
+        for group in other.groups:
+            group.rows = group.rows + self._size
         self.groups += other.groups
         self._size += other._size
         self.length = max(self.length - skip, other.length)
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more columns."""
+        """Count ``count`` more columns as stored."""
         self.length += count
 
 
 class EqualLengthNetwork:
-    """A network that reads rows in cohorts."""
+    """A network that computes groups of rows of equal length, without padding."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         names = inspect.signature(module.forward).parameters
-        held = [name for name in ("past_key_values", "cache_params") if name in names]
-        kind = module.config.model_type
-        self._cache_name = held[0] if held and kind not in FAMILIES_WITHOUT_CACHE else None
-        self._keeps = "logits_to_keep" in names
-        self._places = "position_ids" in names
+        caches = [name for name in ("past_key_values", "cache_params") if name in names]
+        family = module.config.model_type
+        self._cache_name = caches[0] if caches and family not in FAMILIES_WITHOUT_CACHE else None
+        self._has_logits_to_keep = "logits_to_keep" in names
+        self._has_position_ids = "position_ids" in names
 
     def prefill(
         self, contexts: Sequence[np.ndarray], device: torch.device
     ) -> tuple[Tensor, EqualLengthCache]:
-        """Read each distinct context once.
+        """Compute each distinct context once.
 
         Args:
-            contexts: token ids of each row.
+            contexts: Token ids of each row.
 
         Returns:
             Logits ``[B, V]`` float32 of the next tokens, and the cache.
@@ -199,33 +206,33 @@ class EqualLengthNetwork:
         for i, context in enumerate(contexts):
             same = by_length.setdefault(len(context), {})
             same.setdefault(np.ascontiguousarray(context, np.int64).tobytes(), []).append(i)
-        cohorts, found, order = list[EqualLengthRows](), list[Tensor](), list[int]()
+        groups, parts, order = list[EqualLengthRows](), list[Tensor](), list[int]()
         for distinct in by_length.values():
             tokens = np.stack([np.frombuffer(key, np.int64) for key in distinct])
             rows = [i for numbers in distinct.values() for i in numbers]
             which = [k for k, numbers in enumerate(distinct.values()) for _ in numbers]
             places = torch.tensor(rows, device=device)
-            cohort = EqualLengthRows(places, torch.from_numpy(tokens).to(device), self._new_cache())
-            logits = self._run(cohort, cohort.tokens)
+            group = EqualLengthRows(places, torch.from_numpy(tokens).to(device), self._new_cache())
+            logits = self._run(group, group.tokens)
             chosen = torch.tensor(which, device=device)
-            cohort.select(chosen, places)
-            cohorts.append(cohort)
-            found.append(logits[chosen])
+            group.select(chosen, places)
+            groups.append(group)
+            parts.append(logits[chosen])
             order += rows
-        logits = torch.empty_like(torch.cat(found))
-        logits[torch.tensor(order, device=device)] = torch.cat(found)
-        return logits, EqualLengthCache(cohorts, len(contexts), max(map(len, contexts)))
+        logits = torch.empty_like(torch.cat(parts))
+        logits[torch.tensor(order, device=device)] = torch.cat(parts)
+        return logits, EqualLengthCache(groups, len(contexts), max(map(len, contexts)))
 
     def step(self, tokens: Tensor, cache: EqualLengthCache) -> Tensor:
         """Return logits ``[B, V]`` float32 after one more token of each row, ``[B, 1]``."""
         logits: Tensor | None = None
-        for cohort in cache.groups:
-            new = tokens[cohort.rows]
-            cohort.tokens = torch.cat([cohort.tokens, new], dim=1)
-            part = self._run(cohort, new if cohort.cache is not None else cohort.tokens)
+        for group in cache.groups:
+            new = tokens[group.rows]
+            group.tokens = torch.cat([group.tokens, new], dim=1)
+            part = self._run(group, new if group.cache is not None else group.tokens)
             if logits is None:
                 logits = part.new_zeros(len(tokens), part.shape[1])
-            logits[cohort.rows] = part
+            logits[group.rows] = part
         assert logits is not None
         cache.advance(1)
         return logits
@@ -235,17 +242,17 @@ class EqualLengthNetwork:
 
         return None if self._cache_name is None else DynamicCache(config=self._module.config)
 
-    def _run(self, cohort: EqualLengthRows, tokens: Tensor) -> Tensor:
-        """Logits ``[n, V]`` float32 after the last of ``tokens`` ``[n, L]``."""
-        options: dict[str, Any] = {"use_cache": cohort.cache is not None}
+    def _run(self, group: EqualLengthRows, tokens: Tensor) -> Tensor:
+        """Return logits ``[n, V]`` float32 after the last of ``tokens`` ``[n, L]``."""
+        options: dict[str, Any] = {"use_cache": group.cache is not None}
         if self._cache_name is not None:
-            options[self._cache_name] = cohort.cache
-            if self._places and cohort.cache is not None:
-                # Some families count from 0 in each call.
-                stop = cohort.tokens.shape[1]
+            options[self._cache_name] = group.cache
+            if self._has_position_ids and group.cache is not None:
+                # Some families count positions from 0 in each call.
+                stop = group.tokens.shape[1]
                 places = torch.arange(stop - tokens.shape[1], stop, device=tokens.device)
                 options["position_ids"] = places.expand(len(tokens), -1)
-        if self._keeps:
+        if self._has_logits_to_keep:
             options["logits_to_keep"] = 1
         logits: Tensor = self._module(input_ids=tokens, **options).logits[:, -1].float()
         return logits

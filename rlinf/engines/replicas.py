@@ -1,4 +1,9 @@
-"""Like servers of one engine: asked as one, each replaced by itself when it dies."""
+"""Replicas: several equal servers of one engine, and the router that distributes requests.
+
+A server caches the keys and values of prefixes. The samples of a group share their prompt, and the
+turns of a dialogue share the earlier turns. So the router sends a request to the server that has
+its prefix, unless that server is too busy. Each server is restarted on its own when it dies.
+"""
 
 from __future__ import annotations
 
@@ -12,80 +17,82 @@ from typing import Any
 
 from rlinf.engines.server_process import ServerError, ServerProcess, ServerUnavailable
 
+log = logging.getLogger(__name__)
+
 PREFIX_BLOCK = 16
-"""Tokens: prefixes are known at multiples of it, and whole."""
+"""Granularity of prefixes, tokens; the full length of a request is a prefix, too."""
 MIN_PREFIX_SHARE = 0.5
-"""A prefix that is known counts where it is so much of a request: a system message that all have in
-common would else draw everything to one server."""
+"""A cached prefix counts only if it is at least this share of a request. Otherwise a common system
+message would send all requests to one server."""
 MAX_PREFIXES = 1 << 18
-"""Prefixes that are remembered; those that were used longest ago are forgotten."""
+"""Number of prefixes to remember; the least recently used ones are evicted."""
 
 
 class PrefixRouter:
-    """Loads of servers and the prefixes they hold; may be used by several threads."""
+    """Chooses a server for each request by cached prefix and load; thread-safe."""
 
     def __init__(self, count: int, max_load_imbalance: int) -> None:
         """
         Args:
-            count: of servers.
-            imbalance: by how many requests the one that holds a prefix may be above the least
-                loaded one.
+            count: Number of servers.
+            max_load_imbalance: How many more requests than the least loaded server the server with
+                the prefix may have.
         """
-        self._lock, self._imbalance = threading.Lock(), max_load_imbalance
+        self._lock, self._max_imbalance = threading.Lock(), max_load_imbalance
         self.loads = [0] * count
-        """Requests under way at each."""
-        self._holders: OrderedDict[int, int] = OrderedDict()
+        """Number of running requests per server."""
+        self._server_of_prefix: OrderedDict[int, int] = OrderedDict()
 
     def assign(self, tokens: Sequence[int], usable: Collection[int]) -> int:
-        """The number of the server for a request, which counts as under way there.
+        """Return the index of the server for a request and count the request as running there.
 
         Args:
-            tokens: what it asks to be read.
-            usable: numbers of the servers that are up; at least one.
+            tokens: The context tokens of the request.
+            usable: Indices of the running servers; at least one.
         """
         with self._lock:
-            marks = list(_marks(tokens))
+            marks = list(_prefix_hashes(tokens))
             least = min(usable, key=lambda number: (self.loads[number], number))
-            chosen = self._holder(marks, len(tokens), usable)
-            if chosen is None or self.loads[chosen] - self.loads[least] > self._imbalance:
+            chosen = self._server_with_prefix(marks, len(tokens), usable)
+            if chosen is None or self.loads[chosen] - self.loads[least] > self._max_imbalance:
                 chosen = least
             self._remember(marks, chosen)
             self.loads[chosen] += 1
             return chosen
 
     def release(self, number: int, tokens: Sequence[int] = ()) -> None:
-        """A request is no more under way; the server holds these tokens from now on."""
+        """Count a request as finished; the server has cached these tokens."""
         with self._lock:
             self.loads[number] -= 1
-            self._remember(list(_marks(tokens)), number)
+            self._remember(list(_prefix_hashes(tokens)), number)
 
     def forget(self, number: int | None = None) -> None:
-        """A server holds nothing any more; None: none does."""
+        """Forget the cached prefixes of a server; None: of all servers."""
         with self._lock:
-            for mark in [m for m, at in self._holders.items() if number in (None, at)]:
-                del self._holders[mark]
+            for mark in [m for m, at in self._server_of_prefix.items() if number in (None, at)]:
+                del self._server_of_prefix[mark]
 
-    def _holder(
+    def _server_with_prefix(
         self, marks: Sequence[tuple[int, int]], length: int, usable: Collection[int]
     ) -> int | None:
         for covered, mark in reversed(marks):
             if covered < MIN_PREFIX_SHARE * length:
                 return None
-            holder = self._holders.get(mark)
+            holder = self._server_of_prefix.get(mark)
             if holder in usable:
                 return holder
         return None
 
     def _remember(self, marks: Sequence[tuple[int, int]], number: int) -> None:
         for _, mark in marks:
-            self._holders[mark] = number
-            self._holders.move_to_end(mark)
-        while len(self._holders) > MAX_PREFIXES:
-            self._holders.popitem(last=False)
+            self._server_of_prefix[mark] = number
+            self._server_of_prefix.move_to_end(mark)
+        while len(self._server_of_prefix) > MAX_PREFIXES:
+            self._server_of_prefix.popitem(last=False)
 
 
-def _marks(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Lengths of prefixes and a hash of each, the shortest first; each has the one before in it."""
+def _prefix_hashes(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the length and the hash of each prefix, shortest first."""
     mark = 0
     for start in range(0, len(tokens), PREFIX_BLOCK):
         block = tokens[start : start + PREFIX_BLOCK]
@@ -93,13 +100,10 @@ def _marks(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield start + len(block), mark
 
 
-log = logging.getLogger(__name__)
-
-
 class Replicas:
-    """Some servers under the same weights.
+    """Several servers with equal weights.
 
-    Weights, starts and ends are one thread's affair; :meth:`ask` may be called in any.
+    Only one thread may start, update and stop servers; :meth:`request` is thread-safe.
     """
 
     def __init__(
@@ -111,18 +115,19 @@ class Replicas:
     ) -> None:
         """
         Args:
-            imbalance: see :class:`rlinf.engines.replicas.PrefixRouter`.
-            begin: starts the server of a number.
-            ready: waits until it is up; raises ServerError.
+            count: Number of servers.
+            max_load_imbalance: See :class:`PrefixRouter`.
+            start_server: Starts the server with an index.
+            wait_server: Waits until a server is ready; raises ServerError.
         """
         self.router = PrefixRouter(count, max_load_imbalance)
-        self._begin, self._ready = start_server, wait_server
+        self._start_server, self._wait_server = start_server, wait_server
         self._lock = threading.Lock()
-        self._up: dict[int, ServerProcess] = {}
+        self._running: dict[int, ServerProcess] = {}
         self._dead: dict[int, ServerProcess] = {}
-        """Those that did not answer, and have not been replaced."""
-        self._coming: dict[int, ServerProcess] = {}
-        """Those that are not up yet."""
+        """Servers that stopped responding and are not replaced yet."""
+        self._pending: dict[int, ServerProcess] = {}
+        """Servers that are not ready yet."""
         self._starting: dict[int, threading.Thread] = {}
         self._failed: ServerError | None = None
         self._last: ServerProcess | None = None
@@ -133,72 +138,73 @@ class Replicas:
 
     @property
     def running(self) -> list[ServerProcess]:
-        """Those that are asked, by number."""
+        """The running servers, by index."""
         with self._lock:
-            return [self._up[number] for number in sorted(self._up)]
+            return [self._running[number] for number in sorted(self._running)]
 
     def request(
         self, tokens: Sequence[int], route: str, body: Any, read: Callable[[Any], Sequence[int]]
     ) -> Any:
-        """What one of them answers to a request that it reads ``tokens`` for.
+        """Send a request to one of the servers and return its response.
 
         Args:
-            read: of an answer, the tokens that were added.
+            tokens: The context tokens of the request, for routing.
+            read: Returns the new tokens of a response.
 
         Raises:
-            Gone: it died, or none is up.
-            DataError: it refused the request.
+            ServerUnavailable: The server died, or no server is running.
+            DataError: The server rejected the request.
         """
         with self._lock:
-            if not self._up:
-                raise ServerUnavailable("no server is up")
-            number = self.router.assign(tokens, self._up.keys())
-            process = self._up[number]
-        held: Sequence[int] = ()
+            if not self._running:
+                raise ServerUnavailable("no server is running")
+            number = self.router.assign(tokens, self._running.keys())
+            process = self._running[number]
+        cached: Sequence[int] = ()
         try:
-            answer = process.post(route, body, check_heartbeat=True)
-            held = [*tokens, *read(answer)]
-            return answer
+            response = process.post(route, body, check_heartbeat=True)
+            cached = [*tokens, *read(response)]
+            return response
         except ServerUnavailable:
             with self._lock:
-                # A later one under this number has nothing to do with it.
-                if self._up.get(number) is process:
-                    self._dead[number] = self._last = self._up.pop(number)
+                # A later server with this index is not affected.
+                if self._running.get(number) is process:
+                    self._dead[number] = self._last = self._running.pop(number)
             raise
         finally:
-            self.router.release(number, held)
+            self.router.release(number, cached)
 
     def for_each(self, work: Callable[[ServerProcess], None]) -> None:
-        """Do something with those that are up; one that dies of it is left to :meth:`revive`."""
+        """Call a function for each running server; :meth:`restart_failed` handles dead ones."""
         for process in self.running:
             with contextlib.suppress(ServerUnavailable):
                 work(process)
 
     def start(self, update: Callable[[ServerProcess], None] | None = None) -> None:
-        """Have all of them up, side by side.
+        """Start or update all servers concurrently.
 
         Args:
-            update: what is done with those that are up already; one that dies of it is started
-                again. None: all are started anew.
+            update: Called for each running server; a server that dies is restarted. None: all
+                servers are restarted.
 
         Raises:
-            ServerError: one did not come up; none is then.
+            ServerError: A server did not start; all servers are then stopped.
         """
         self.wait_ready()
         if update is None:
             self.close()
-        self._bury()
+        self._stop_dead()
         self.router.forget()
 
         def serve(number: int) -> None:
-            process = self._up.get(number)
+            process = self._running.get(number)
             if process is not None and update is not None:
                 try:
                     update(process)
                     return
                 except ServerUnavailable:
                     process.close()
-            self._bring_up(number)
+            self._launch(number)
 
         try:
             with ThreadPoolExecutor(self._count, "replica") as pool:
@@ -208,16 +214,17 @@ class Replicas:
             raise
 
     def restart_failed(self) -> None:
-        """Replace those that died: while others are up, beside them; what they took with them is to
-        be asked of those.
+        """Restart dead servers in the background while others run.
+
+        The caller sends the lost requests again. If no server is running, this waits for one.
 
         Raises:
-            ServerError: none is up, and none comes up.
+            ServerError: No server is running, and none starts.
         """
-        for number in self._bury():
+        for number in self._stop_dead():
             self.router.forget(number)
             thread = threading.Thread(
-                target=self._replace, args=(number,), name=f"replica-{number}", daemon=True
+                target=self._restart, args=(number,), name=f"replica-{number}", daemon=True
             )
             with self._lock:
                 self._starting[number] = thread
@@ -226,11 +233,11 @@ class Replicas:
             with self._lock:
                 threads = list(self._starting.values())
             if not threads:
-                raise self._failed or ServerError("no server is up")
+                raise self._failed or ServerError("no server is running")
             threads[0].join()
 
     def wait_ready(self) -> None:
-        """Wait for those that are being started."""
+        """Wait for the servers that are starting."""
         while True:
             with self._lock:
                 threads = list(self._starting.values())
@@ -239,55 +246,55 @@ class Replicas:
             threads[0].join()
 
     def log_tail(self) -> str:
-        """The end of the log of the one that died last."""
+        """Return the end of the log of the server that died last."""
         if self._last is None:
             return ""
         return self._last.log_tail()
 
     def close(self) -> None:
-        """End all of them; again does no harm."""
+        """Stop all servers. Idempotent."""
         with self._lock:
-            coming = list(self._coming.values())
-        for process in coming:
-            process.close()  # a thread that waits for it hears that it ended
+            pending = list(self._pending.values())
+        for process in pending:
+            process.close()  # a thread that waits for it then returns
         self.wait_ready()
-        self._bury()
+        self._stop_dead()
         for process in self.running:
             process.close()
-        self._up.clear()
+        self._running.clear()
         self.router.forget()
 
-    def _bury(self) -> list[int]:
-        """End those that died, with what is left of them: whoever waits for an answer hears it."""
+    def _stop_dead(self) -> list[int]:
+        """Stop the remaining processes of dead servers, so pending requests fail."""
         with self._lock:
             dead, self._dead = self._dead, {}
         for process in dead.values():
             process.close()
         return sorted(dead)
 
-    def _bring_up(self, number: int) -> None:
-        process = self._begin(number)
+    def _launch(self, number: int) -> None:
+        process = self._start_server(number)
         with self._lock:
-            self._coming[number] = process
+            self._pending[number] = process
         try:
-            self._ready(process)
+            self._wait_server(process)
             with self._lock:
-                self._up[number] = process
+                self._running[number] = process
         except BaseException:
             process.close()
             raise
         finally:
             with self._lock:
-                del self._coming[number]
+                del self._pending[number]
 
-    def _replace(self, number: int) -> None:
+    def _restart(self, number: int) -> None:
         try:
-            self._bring_up(number)
+            self._launch(number)
         except ServerError as error:
-            log.warning("server %d of %d does not come up again: %s", number, self._count, error)
+            log.warning("server %d of %d did not restart: %s", number, self._count, error)
             self._failed = error
-        except Exception as error:  # told to whoever waits for it
-            self._failed = ServerError(f"server {number} was not started again: {error!r}")
+        except Exception as error:  # raised in the thread that waits
+            self._failed = ServerError(f"server {number} did not restart: {error!r}")
             log.warning("%s", self._failed)
         finally:
             with self._lock:

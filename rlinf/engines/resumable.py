@@ -1,10 +1,10 @@
-"""Samples that another project decodes: a request each, and another one for each way to go on.
+"""Resumable generation with an external engine (vLLM or SGLang): one request per segment.
 
-A leg is what one request adds to a sample. It is the whole sample, unless newer weights come while
-it is under way, or its engine gave it up before: then the next leg begins where the last one was
-cut off. So each token's version is known whatever the decoder says of it, and what it had cached
-under older weights is computed anew. A leg that a dying server took with it is asked again, with
-the same seed.
+A segment is the part of a sample that one request to the external engine adds. Usually it is the
+full sample. If newer weights arrive or the sample was aborted before, the next segment continues
+where the last one was cut off. So the weight version of each token is known without support by the
+external engine, and keys and values of older weights are computed again. If a server dies, its
+segments are requested again with the same seed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from rlinf.seeding import torch_seed
 
 @dataclass(frozen=True)
 class SegmentRequest:
-    """One leg, as it is asked for."""
+    """A request for one segment."""
 
     context_tokens: list[int]
-    """What stands before it."""
+    """The prompt and all tokens generated so far."""
     max_tokens: int
+    """Largest number of new tokens; replaces ``sampling.horizon``."""
     min_tokens: int
-    """Tokens; of stop tokens and strings, before so many."""
+    """New tokens before stop tokens and stop strings apply; replaces ``sampling.min_tokens``."""
     seed: int
     sampling: SamplingParams
-    """The settings of its request; ``most`` and ``least`` stand for horizon and min_tokens."""
+    """The sampling parameters of the original request."""
 
 
 @dataclass(frozen=True)
 class GeneratedSegment:
-    """What was made of it."""
+    """The tokens that one segment request generated."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -51,7 +52,7 @@ class GeneratedSegment:
 
 
 class ResumableEngine(Protocol):
-    """What a call of generate asks of its engine."""
+    """The part of an engine that resumable generation needs."""
 
     version: int
     stop_token_ids: frozenset[int]
@@ -62,31 +63,32 @@ class ResumableEngine(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """Of stop strings that are special tokens."""
+        """Return the ids of the stop strings that are special tokens."""
 
 
 class SegmentDecoder(Protocol):
-    """Decodes the legs of one call of generate."""
+    """Generates the segments of one :meth:`Engine.generate` call."""
 
     def __len__(self) -> int:
-        """Legs under way."""
+        """Return the number of running segments."""
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
-        """Have a leg decoded."""
+        """Start generating a segment."""
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        """Legs that came to an end since, or what is wrong with them; after a while none."""
+        """Return the segments, or their errors, that finished since the last call; after a short
+        wait the list may be empty."""
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        """End all legs under way, each with what there is of it."""
+        """Abort all running segments and yield the tokens that each one has."""
 
     def close(self) -> None:
-        """The call is over; nothing is under way."""
+        """Release all resources; no segment is running."""
 
 
 @dataclass(eq=False)
 class SegmentedRequest:
-    """A request and its settings."""
+    """A token request with its sampling parameters and seed."""
 
     request: Record
     sampling: SamplingParams
@@ -95,7 +97,7 @@ class SegmentedRequest:
 
 @dataclass(eq=False)
 class ResumableSample:
-    """One sample of a request, as far as it is."""
+    """One sample of a request with the tokens generated so far."""
 
     source: SegmentedRequest
     index: int
@@ -104,7 +106,7 @@ class ResumableSample:
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
     server_losses: int = 0
-    """Servers that died with it."""
+    """Number of servers that died while they generated this sample."""
 
     def __post_init__(self) -> None:
         steps = self.source.request.steps
@@ -115,46 +117,46 @@ class ResumableSample:
             self.versions = steps["begun_version"][self.index, :count].tolist()
 
     def next_request(self, stage: str) -> SegmentRequest:
-        """For its next leg."""
-        request, sampling, made = self.source.request, self.source.sampling, len(self.tokens)
+        """Return the request for the next segment."""
+        request, sampling, count = self.source.request, self.source.sampling, len(self.tokens)
         steps = request.steps
         prompt = steps["prompt"][self.index, : steps["prompt_length"][self.index]]
         turn = int(steps["turn"][self.index]) if "turn" in steps else 0
         address = (request.identity.iteration, stage, int(steps["sample"][self.index]), turn)
         return SegmentRequest(
             context_tokens=[*prompt.tolist(), *self.tokens],
-            max_tokens=sampling.horizon - made,
-            min_tokens=max(0, sampling.min_tokens - made),
-            # Seeded as the first one, a later leg would draw by the same numbers again.
-            seed=torch_seed(self.source.seed, *address, *([made] if made else [])),
+            max_tokens=sampling.horizon - count,
+            min_tokens=max(0, sampling.min_tokens - count),
+            # With the seed of the first segment, a later one would reuse its random numbers.
+            seed=torch_seed(self.source.seed, *address, *([count] if count else [])),
             sampling=sampling,
         )
 
     def append_segment(
-        self, segment: GeneratedSegment, version: int, host: ResumableEngine
+        self, segment: GeneratedSegment, version: int, engine: ResumableEngine
     ) -> bool:
-        """Take a leg; returns whether the sample is complete.
+        """Append a segment to the sample. Returns whether the sample is complete.
 
         Raises:
-            DataError: the decoder had no room for all that was asked for.
+            DataError: The context of the external engine is too small for the request.
         """
         sampling, before = self.source.sampling, len(self.tokens)
         self.tokens += segment.tokens
         self.logprobs += segment.logprobs
         self.stopped = segment.finish_reason == "stop"
         if sampling.stop:
-            # A decoder knows nothing of a text that began in an earlier leg, or of one with a
-            # special token in it.
-            ids = host.stop_ids(sampling.stop)
+            # The external engine does not see a stop string that begins in an earlier segment or
+            # contains a special token.
+            ids = engine.stop_ids(sampling.stop)
             for count in range(max(before + 1, sampling.min_tokens), len(self.tokens) + 1):
-                if completes_stop_string(self.tokens[:count], sampling.stop, host.decode, ids):
+                if completes_stop_string(self.tokens[:count], sampling.stop, engine.decode, ids):
                     self.stopped = True
                     del self.tokens[count:], self.logprobs[count:]
                     break
         self.versions += [version] * (len(self.tokens) - before)
-        # One that was cut off may have come to its end all the same.
+        # An aborted segment may end with a stop token, too.
         last = self.tokens[-1] if self.tokens else None
-        ended = last in host.stop_token_ids and len(self.tokens) > sampling.min_tokens
+        ended = last in engine.stop_token_ids and len(self.tokens) > sampling.min_tokens
         self.stopped = self.stopped or ended
         if (
             segment.finish_reason == "length"
@@ -163,14 +165,14 @@ class ResumableSample:
         ):
             raise DataError(
                 f"the engine had room for {len(self.tokens)} tokens of a response of up to "
-                f"{sampling.horizon}: its context, or its cache, is smaller than it was told; see "
-                "engine.max_model_len, engine.extra_args, and the memory that the cache may have"
+                f"{sampling.horizon}: its context or its KV cache is smaller than configured; see "
+                "engine.max_model_len, engine.extra_args and the memory of the KV cache"
             )
         return self.stopped or len(self.tokens) >= sampling.horizon
 
 
 class ResumableGeneration:
-    """One call of :meth:`rlinf.engines.base.Engine.generate`."""
+    """The state of one :meth:`rlinf.engines.base.Engine.generate` call."""
 
     def __init__(
         self,
@@ -184,37 +186,39 @@ class ResumableGeneration:
     ) -> None:
         """
         Args:
-            most: samples under way at once.
+            max_concurrent: Largest number of samples that run at the same time.
         """
-        self._host, self._decoder, self._requests, self._hooks = engine, decoder, requests, hooks
-        self._seed, self._stage, self._most = seed, stage, max_concurrent
+        self._engine, self._decoder, self._requests, self._hooks = engine, decoder, requests, hooks
+        self._seed, self._stage, self._max_concurrent = seed, stage, max_concurrent
         self._waiting = deque[ResumableSample]()
-        self._asked, self._open = 0, True
-        self._further = () if hooks.newer_weights is None else ("version",)
+        self._num_requested, self._open = 0, True
+        self._extra_columns = () if hooks.newer_weights is None else ("version",)
 
     def iter_replies(self) -> Iterator[Record]:
-        """Until the channel of requests closes."""
+        """Yield replies until the request channel is closed."""
         decoder = self._decoder
         try:
             while True:
-                self._take_in()
-                while self._waiting and len(decoder) < self._most:
+                self._receive()
+                while self._waiting and len(decoder) < self._max_concurrent:
                     sample = self._waiting.popleft()
                     decoder.submit(sample, sample.next_request(self._stage))
                 if not len(decoder):
                     return
                 done = [
-                    sample for sample, leg in decoder.poll_finished() if self._took(sample, leg)
+                    sample
+                    for sample, segment in decoder.poll_finished()
+                    if self._add(sample, segment)
                 ]
-                yield from self._replied(done)
+                yield from self._build_replies(done)
                 if len(decoder):
-                    yield from self._ask_hooks()
+                    yield from self._call_hooks()
         finally:
             deque(decoder.abort_all(), maxlen=0)
             decoder.close()
 
-    def _take_in(self) -> None:
-        """Take the requests that are there; wait for one where nothing else is to be done."""
+    def _receive(self) -> None:
+        """Receive all waiting requests; block for one if nothing is running."""
         while self._open and (len(self._requests) or not (len(self._decoder) or self._waiting)):
             try:
                 request = self._requests.get()
@@ -224,48 +228,50 @@ class ResumableGeneration:
             check_token_request(request)
             sampling = SamplingParams.from_info(request.info)
             seed = self._seed if sampling.seed is None else sampling.seed
-            asked = SegmentedRequest(request, sampling, seed)
+            source = SegmentedRequest(request, sampling, seed)
             self._waiting.extend(
-                ResumableSample(asked, i) for i in range(len(request.steps["sample"]))
+                ResumableSample(source, i) for i in range(len(request.steps["sample"]))
             )
-            self._asked += len(request.steps["sample"])
+            self._num_requested += len(request.steps["sample"])
 
-    def _ask_hooks(self) -> Iterator[Record]:
+    def _call_hooks(self) -> Iterator[Record]:
         hooks = self._hooks
         if hooks.should_abort is not None:
             waiting = len(self._waiting)
-            if hooks.should_abort(waiting + len(self._decoder), self._asked):
-                yield from self._replied(self._interrupt())
-                under_way = [self._waiting.popleft() for _ in range(len(self._waiting) - waiting)]
-                yield from self._replied(under_way, "unfinished")
+            if hooks.should_abort(waiting + len(self._decoder), self._num_requested):
+                yield from self._build_replies(self._interrupt())
+                aborted = [self._waiting.popleft() for _ in range(len(self._waiting) - waiting)]
+                yield from self._build_replies(aborted, "unfinished")
         newer = hooks.newer_weights() if hooks.newer_weights is not None else None
         if newer is not None:
-            yield from self._replied(self._interrupt())
-            self._host.load(*newer)
+            yield from self._build_replies(self._interrupt())
+            self._engine.load(*newer)
 
-    def _took(self, sample: ResumableSample, leg: GeneratedSegment | Exception) -> bool:
-        """Take what came of a leg; returns whether its sample is complete, else it waits again."""
-        if isinstance(leg, Exception):
-            raise leg
-        if sample.append_segment(leg, self._host.version, self._host):
+    def _add(self, sample: ResumableSample, segment: GeneratedSegment | Exception) -> bool:
+        """Append a segment. Returns whether the sample is complete; if not, it is queued again."""
+        if isinstance(segment, Exception):
+            raise segment
+        if sample.append_segment(segment, self._engine.version, self._engine):
             return True
         self._waiting.appendleft(sample)
         return False
 
     def _interrupt(self) -> list[ResumableSample]:
-        """Cut off all legs; returns the samples that are complete."""
-        return [sample for sample, leg in self._decoder.abort_all() if self._took(sample, leg)]
+        """Abort all running segments and return the samples that are complete."""
+        return [
+            sample for sample, segment in self._decoder.abort_all() if self._add(sample, segment)
+        ]
 
-    def _replied(self, samples: list[ResumableSample], *names: str) -> Iterator[Record]:
-        """What there is of some samples, by request and first version."""
+    def _build_replies(self, samples: list[ResumableSample], *names: str) -> Iterator[Record]:
+        """Yield replies with the tokens of samples, grouped by request and first version."""
         parts: dict[tuple[SegmentedRequest, int], list[ResumableSample]] = {}
         for sample in samples:
-            first = sample.versions[0] if sample.versions else self._host.version
+            first = sample.versions[0] if sample.versions else self._engine.version
             parts.setdefault((sample.source, first), []).append(sample)
-        for (asked, first), group in parts.items():
-            shape = (len(group), asked.sampling.horizon)
+        for (source, first), group in parts.items():
+            shape = (len(group), source.sampling.horizon)
             steps = {
-                "sample": asked.request.steps["sample"][[sample.index for sample in group]],
+                "sample": source.request.steps["sample"][[sample.index for sample in group]],
                 "tokens": np.zeros(shape, np.int64),
                 "logprobs": np.zeros(shape, np.float32),
                 "length": np.array([len(sample.tokens) for sample in group]),
@@ -273,12 +279,12 @@ class ResumableGeneration:
             }
             if "unfinished" in names:
                 steps["unfinished"] = np.ones(len(group), dtype=bool)
-            if "version" in self._further:
-                steps["version"] = np.full(shape, self._host.version)
+            if "version" in self._extra_columns:
+                steps["version"] = np.full(shape, self._engine.version)
             for row, sample in enumerate(group):
                 count = len(sample.tokens)
                 steps["tokens"][row, :count] = sample.tokens
                 steps["logprobs"][row, :count] = sample.logprobs
                 if "version" in steps:
                     steps["version"][row, :count] = sample.versions
-            yield Record(asked.request.identity, steps, info={"version": first})
+            yield Record(source.request.identity, steps, info={"version": first})

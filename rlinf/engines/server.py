@@ -1,8 +1,8 @@
-"""Engines that are servers in processes of their own, under their own interpreter.
+"""Engines that run vLLM or SGLang servers in processes with their own interpreter.
 
-The stage's process stays under its usual one and only asks. What the server reads are copies in a
-private folder in memory (``/dev/shm``): checked as they are copied, and there for as long as they
-are served, so that a server that dies can be started again. The folder also holds their sockets.
+The stage's process only sends requests. A private folder in ``/dev/shm`` holds copies of the model
+files, which are verified while they are copied. They stay there as long as they are served, so a
+server that dies can be restarted. The folder also holds the servers' sockets.
 """
 
 from __future__ import annotations
@@ -57,36 +57,41 @@ from rlinf.shared_memory import SHM_FOLDER, new_segment_name
 from rlinf.verified_io import copy_file
 
 DECODER_POLL_S = 0.005
-"""How often newer requests, and hooks, are looked for while samples are under way."""
+"""Interval at which new requests and hooks are checked while samples are running."""
 MAX_SERVER_LOSSES = 3
-"""Servers that may die, one after the other, with the same sample under way."""
+"""Number of servers that may die while they generate the same sample before the run fails."""
 ABORT_INTERVAL_S = 0.05
-"""How often what is under way is told to end: a request on its way in hears nothing of it."""
+"""Interval at which aborts are repeated, because a request that just arrives misses one."""
 
 
 class SegmentServers(Protocol):
-    """What is asked of an engine with servers."""
+    """The part of a server engine that :class:`ConcurrentDecoder` needs."""
 
     def generate_segment(self, request: SegmentRequest) -> GeneratedSegment:
-        """Decode; in any thread. Raises Gone where the server died, DataError where it refuses."""
+        """Generate a segment; thread-safe.
+
+        Raises:
+            ServerUnavailable: The server died.
+            DataError: The server rejected the request.
+        """
 
     def abort(self) -> None:
-        """End all legs under way; each is answered with what there is of it."""
+        """Abort all running segments; each request returns the tokens that it has."""
 
     def restart_failed(self) -> None:
-        """Replace what died; raises ServerError where nothing is left and nothing comes up."""
+        """Restart servers that died. Raises ServerError if no server runs or starts."""
 
     def log_tail(self) -> str:
-        """The end of a log."""
+        """Return the end of the log of the server that died last."""
 
 
 class ConcurrentDecoder:
-    """See :class:`rlinf.engines.resumable.SegmentDecoder`."""
+    """A :class:`rlinf.engines.resumable.SegmentDecoder` with one thread per running segment."""
 
     def __init__(self, servers: SegmentServers) -> None:
         self._servers = servers
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._back: queue.SimpleQueue[tuple[ResumableSample, GeneratedSegment | Exception]] = (
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[ResumableSample, GeneratedSegment | Exception]] = (
             queue.SimpleQueue()
         )
         self._threads = self._running = 0
@@ -97,112 +102,113 @@ class ConcurrentDecoder:
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
         if self._died:
-            # Others of what died come back by themselves; what is under way elsewhere goes on.
+            # Other segments of the dead server fail by themselves; those of other servers go on.
             self._died = False
             self._servers.restart_failed()
         self._running += 1
         if self._threads < self._running:
             self._threads += 1
-            name = f"leg-{self._threads}"
+            name = f"segment-{self._threads}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
-        self._orders.put(partial(self._decode, sample, request))
+        self._jobs.put(partial(self._decode, sample, request))
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        found, wait_s = list[tuple[ResumableSample, GeneratedSegment | Exception]](), DECODER_POLL_S
+        results = list[tuple[ResumableSample, GeneratedSegment | Exception]]()
+        wait_s = DECODER_POLL_S
         while self._running:
             try:
-                sample, leg = self._back.get(timeout=wait_s)
+                sample, segment = self._results.get(timeout=wait_s)
             except queue.Empty:
                 break
             wait_s = 0.0
-            found.append(self._came(sample, leg))
-        return found
+            results.append(self._receive(sample, segment))
+        return results
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
         while self._running:
             try:
-                sample, leg = self._back.get(timeout=ABORT_INTERVAL_S)
+                sample, segment = self._results.get(timeout=ABORT_INTERVAL_S)
             except queue.Empty:
                 with contextlib.suppress(ServerUnavailable):
                     self._servers.abort()
                 continue
-            yield self._came(sample, leg)
+            yield self._receive(sample, segment)
 
     def close(self) -> None:
         for _ in range(self._threads):
-            self._orders.put(None)
+            self._jobs.put(None)
 
-    def _came(
-        self, sample: ResumableSample, leg: GeneratedSegment | Exception
+    def _receive(
+        self, sample: ResumableSample, segment: GeneratedSegment | Exception
     ) -> tuple[ResumableSample, GeneratedSegment | Exception]:
-        """What a thread brought back; of what a dying server took with it there is nothing."""
+        """Return the result of a thread; if its server died, an empty segment."""
         self._running -= 1
-        if not isinstance(leg, ServerUnavailable):
-            return sample, leg
+        if not isinstance(segment, ServerUnavailable):
+            return sample, segment
         self._died = True
         sample.server_losses += 1
         if sample.server_losses < MAX_SERVER_LOSSES:
             return sample, GeneratedSegment([], [], "abort")
         return sample, ServerError(
-            f"{MAX_SERVER_LOSSES} servers died with the same sample under way ({leg}); the end of the last "
-            f"one's log:\n{self._servers.log_tail()}"
+            f"{MAX_SERVER_LOSSES} servers died while they generated the same sample ({segment}); "
+            f"the end of the last log:\n{self._servers.log_tail()}"
         )
 
     def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
-            order()
+        while (job := self._jobs.get()) is not None:
+            job()
 
-    def _decode(self, sample: ResumableSample, ask: SegmentRequest) -> None:
+    def _decode(self, sample: ResumableSample, request: SegmentRequest) -> None:
         try:
-            self._back.put((sample, self._servers.generate_segment(ask)))
-        except Exception as error:  # raised where replies are asked for
-            self._back.put((sample, error))
+            self._results.put((sample, self._servers.generate_segment(request)))
+        except Exception as error:  # raised again in the thread that reads the replies
+            self._results.put((sample, error))
 
 
 PLUGIN_FOLDER = Path(server_launcher.__file__).parent
-"""What servers import of this package; its folder is on their module search path."""
+"""Folder of the modules that servers import; it is on their module search path."""
 
 
 class ServerConfig(ExternalConfig):
-    """What engines with a server have in common; what is said of one holds for each server."""
+    """Options of engines with servers; each option holds for each server."""
 
     server_python: str
-    """The interpreter of the server: a path, or an environment of ``make env``."""
+    """Python interpreter of the server: a path, or an environment of ``make env``."""
     replicas: int = Field(default=1, gt=0)
-    """Servers with the same weights, of each copy of the model; on GPUs each has its own."""
+    """Number of servers with equal weights per model replica; each has GPUs of its own."""
     max_load_imbalance: int = Field(default=32, ge=0)
-    """Requests go to the server that has read their prefix, unless so many more are under way there
-    than at the least loaded one."""
+    """A request goes to the server that has cached its prefix, unless that server has more than
+    this many requests above the least loaded one."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    """The longest that a server takes to come up."""
+    """Longest start-up time of a server, seconds."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
-    """The longest that it takes to answer; then it counts as dead."""
+    """Longest time of a response, seconds; after it the server counts as dead."""
     heartbeat_timeout_s: float = Field(default=300.0, gt=0)
-    """The longest that it may not even say that it is alive while samples are under way. A step,
-    of prompts say, must be through within it."""
+    """Longest time without a heartbeat while samples are running, seconds. One engine step, for
+    example a prefill, must be shorter."""
 
 
 class ServerEngine(ExternalEngine):
-    """See the module. A subclass says how its server is started and asked."""
+    """An engine that sends requests to servers; subclasses adapt one kind of server each."""
 
     Config = ServerConfig
     supported_layouts = frozenset({"tp"})
     server_module: ClassVar[str]
-    """What its interpreter runs."""
+    """The module that the server's interpreter runs."""
     health_route: ClassVar[str] = "/health"
-    """The route that answers once it is up."""
+    """The route that answers when the server is ready."""
     heartbeat_route: ClassVar[str] = "/health"
-    """The route that answers as long as it decodes, or could."""
+    """The route that answers as long as the decoding process is alive."""
     server_package: ClassVar[str]
-    """What that interpreter must have."""
+    """The package that the server's interpreter must have."""
 
     def __init__(self, config: Any, policy: type, policy_config: Any) -> None:
         super().__init__(config, policy, policy_config)
         self._folder: Path | None = None
         self._asleep = False
-        self._copy: ReplicaGroup | None = None
+        self._replica: ReplicaGroup | None = None
         self._servers = Replicas(
-            config.replicas, config.max_load_imbalance, self._begin, self._ready
+            config.replicas, config.max_load_imbalance, self._start_server, self._wait_ready
         )
 
     @classmethod
@@ -217,59 +223,58 @@ class ServerEngine(ExternalEngine):
     def check_layout(cls, config: Any, policy: Any, layout: ParallelLayout, key: str) -> None:
         check_attention_heads(text_config(policy), layout.tp, key)
 
-    # What a subclass says.
+    # Implemented by subclasses.
 
     @abstractmethod
     def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
-        """Arguments of a server that listens at a socket."""
+        """Return the command-line arguments of a server that listens at a socket."""
 
     @abstractmethod
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        """Of the environment of the server that listens there."""
+        """Return the environment variables of a server that listens at a socket."""
 
     @abstractmethod
     def build_request(self, request: SegmentRequest) -> tuple[str, dict[str, Any]]:
-        """Route and body of a request."""
+        """Return the route and the body of a segment request."""
 
     @abstractmethod
     def parse_response(self, values: Any) -> GeneratedSegment:
-        """What the server answered to :meth:`body`."""
+        """Return the segment in the response to a request of :meth:`build_request`."""
 
     @abstractmethod
     def update_weights(self, process: ServerProcess, folder: Path, version: int) -> None:
-        """Have a server read the weights of a folder into the loaded network, nothing under way,
-        and forget what it cached under the old ones."""
+        """Let a server load the weights of a folder and clear its caches; no request is running."""
 
     @abstractmethod
     def abort_requests(self, process: ServerProcess) -> None:
-        """End what is under way at a server; each request is answered with what there is of it."""
+        """Abort all requests of a server; each one returns the tokens that it has."""
 
     def on_server_ready(self, process: ServerProcess) -> None:
-        """A server is up, and nothing was asked yet."""
+        """Prepare a server that is ready, before its first request."""
 
     @abstractmethod
     def sleep(self, process: ServerProcess) -> None:
-        """Have a server free weights and cache; what was in them is lost."""
+        """Let a server free the memory of weights and KV cache; their content is lost."""
 
     @abstractmethod
     def wake(self, process: ServerProcess) -> None:
-        """Have a server take memory for both again; :meth:`update` follows."""
+        """Let a server allocate this memory again; :meth:`update_weights` follows."""
 
-    # The engine.
+    # The Engine interface.
 
     @property
     def processes(self) -> list[ServerProcess]:
-        """The servers that are up."""
+        """The running servers."""
         return self._servers.running
 
     def load(self, folder: Path, version: int) -> None:
         self.version = -1
         if not self.world.is_primary:
-            self._known(folder)
+            self._read_model(folder)
             self._serve(version, update=False)
             return
-        model = self._own_folder() / "model"
-        self._servers.wait_ready()  # one that is being started reads what is there
+        model = self._shm_folder() / "model"
+        self._servers.wait_ready()  # a starting server reads the old files
         same = bool(self._servers.running) and _same_files(folder, model)
         if not same:
             self._servers.close()
@@ -278,25 +283,25 @@ class ServerEngine(ExternalEngine):
             copy_non_weight_files(folder, model)
         for path in model.glob("*.safetensors*"):
             path.unlink()
-        # One at a time: the old and the new ones need not be there together.
+        # One file at a time, so that old and new weights are never in memory together.
         for path in weight_files(folder):
             copy_file(path, model / path.name)
         if not same:
-            self._known(model)
+            self._read_model(model)
         self._serve(version, update=same)
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
         if not self.world.is_primary:
-            # The others may need it to take part.
-            collections.deque(self._published.export(tensors), maxlen=0)
+            # Other ranks may take part in a collective operation of the iterator.
+            collections.deque(self._exporter.export(tensors), maxlen=0)
             self._serve(version, update=False)
             return
-        model = self._own_folder() / "model"
+        model = self._shm_folder() / "model"
         self._servers.wait_ready()
         for path in model.glob("*.safetensors*"):
             path.unlink()
-        state = StreamedState(self._published.meta_tensors, self._published.export(tensors))
+        state = StreamedState(self._exporter.meta_tensors, self._exporter.export(tensors))
         save_tensors(model / WEIGHTS_FILE, state, state.templates.keys(), {"format": "pt"})
         self._serve(version, update=True)
 
@@ -304,36 +309,36 @@ class ServerEngine(ExternalEngine):
         self, requests: RequestReceiver, *, seed: int, stage: str, hooks: RolloutHooks = NO_HOOKS
     ) -> Iterator[Record]:
         try:
-            most = self.max_batch(self._config)
+            max_concurrent = self.max_batch(self._config)
             yield from ResumableGeneration(
-                self, ConcurrentDecoder(self), requests, seed, stage, hooks, most
+                self, ConcurrentDecoder(self), requests, seed, stage, hooks, max_concurrent
             ).iter_replies()
         finally:
-            self._through()
+            self._finish_batch()
 
     def run_follower(self, *, seed: int, stage: str) -> None:
-        self._through()
+        self._finish_batch()
 
-    def _through(self) -> None:
-        """A batch is generated: processes that share the server may have their GPUs back."""
+    def _finish_batch(self) -> None:
+        """Return the GPUs to the processes that share the server, after a batch."""
         if self.world.layout.tp == 1:
             return
         if self.can_sleep:
             self.offload("server", 0)
-        self._together()
+        self._replica_barrier()
 
-    def _together(self) -> None:
-        """Wait for the processes that share the server, where there are some."""
+    def _replica_barrier(self) -> None:
+        """Wait for the other processes of the replica, if there are any."""
         if self.world.layout.tp > 1:
-            self._copy = self._copy or ReplicaGroup(self.world, self.device.type)
-            self._copy.barrier()
+            self._replica = self._replica or ReplicaGroup(self.world, self.device.type)
+            self._replica.barrier()
 
     def group_sizes(self) -> dict[str, MemorySize]:
-        """Weights and cache of one server, on a GPU of it: others have GPUs of their own."""
+        """Return the memory of weights and KV cache of one server, per GPU."""
         if not self.can_sleep or self.version < 0:
             return {}
-        whole = self._device_bytes()
-        return {"server": MemorySize(0, whole, 0) if self._asleep else MemorySize(whole, 0, 0)}
+        size = self._device_bytes()
+        return {"server": MemorySize(0, size, 0) if self._asleep else MemorySize(size, 0, 0)}
 
     def offload(self, group: str, min_bytes: int) -> int:
         freed = self.group_sizes()[group].on_device
@@ -344,12 +349,12 @@ class ServerEngine(ExternalEngine):
         return freed
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
-        """The weights come from the folder, where they are anyway: no server keeps them twice."""
+        """Load the weights from the folder again; servers hold no second copy."""
         if not self._asleep or not groups:
             return
         if copy_data:
             self._serve(self.version, update=True)
-        # Else weights come next: the servers wake for these.
+        # Otherwise new weights follow, and loading them wakes the servers.
 
     def close(self) -> None:
         self._servers.close()
@@ -359,15 +364,15 @@ class ServerEngine(ExternalEngine):
             self._remove()
             self._folder = None
 
-    # What a call of generate asks for.
+    # The SegmentServers interface.
 
     def generate_segment(self, request: SegmentRequest) -> GeneratedSegment:
         self.check_length(request)
         route, body = self.build_request(request)
-        said = self._servers.request(
+        response = self._servers.request(
             request.context_tokens, route, body, lambda values: self.parse_response(values).tokens
         )
-        return self.parse_response(said)
+        return self.parse_response(response)
 
     def abort(self) -> None:
         self._servers.for_each(self.abort_requests)
@@ -378,23 +383,23 @@ class ServerEngine(ExternalEngine):
     def log_tail(self) -> str:
         return self._servers.log_tail()
 
-    def _known(self, model: Path) -> None:
-        super()._known(model)
-        check_attention_heads(self._settings, self.world.layout.tp)
+    def _read_model(self, model: Path) -> None:
+        super()._read_model(model)
+        check_attention_heads(self._text_config, self.world.layout.tp)
 
     def _serve(self, version: int, *, update: bool) -> None:
-        """Have the weights that are in the folder served.
+        """Serve the weights in the folder.
 
         Args:
-            update: servers that are up read them; else all are started anew.
+            update: If true, running servers load them; if false, all servers are restarted.
         """
         asleep, self._asleep = self._asleep, False
-        self._together()  # the others have made room on their GPUs
+        self._replica_barrier()  # the other processes have freed their GPUs
         self.version = version
         if not self.world.is_primary:
             return
         self.version = -1
-        model = self._own_folder() / "model"
+        model = self._shm_folder() / "model"
 
         def read(process: ServerProcess) -> None:
             if asleep:
@@ -404,9 +409,13 @@ class ServerEngine(ExternalEngine):
         self._servers.start(read if update else None)
         self.version = version
 
-    def _begin(self, number: int) -> ServerProcess:
-        """Start the server of a number."""
-        folder, config = self._own_folder(), self._config
+    def _start_server(self, number: int) -> ServerProcess:
+        """Start a server process.
+
+        Args:
+            number: Index of the server within the replica.
+        """
+        folder, config = self._shm_folder(), self._config
         model, socket = folder / "model", folder / f"http-{number}"
         socket.unlink(missing_ok=True)
         logs, several = self.log_folder or folder, f"-{number}" if config.replicas > 1 else ""
@@ -421,13 +430,13 @@ class ServerEngine(ExternalEngine):
         return ServerProcess(
             resolve_interpreter(config.server_python, "engine.server_python"),
             self.server_module,
-            [*self.server_args(model, self._context, socket), *config.extra_args],
+            [*self.server_args(model, self._max_model_len, socket), *config.extra_args],
             {
                 "TMPDIR": str(folder),
                 "PYTHONPATH": str(PLUGIN_FOLDER),
                 "OMP_NUM_THREADS": str(config.threads),
                 "HF_HUB_OFFLINE": "1",
-                # All of its processes are on this node. Of NCCL "lo" alone is how a name begins.
+                # All processes are on this node. For NCCL, "lo" without "=" would be a prefix.
                 "GLOO_SOCKET_IFNAME": "lo",
                 "NCCL_SOCKET_IFNAME": "=lo",
                 **own,
@@ -440,17 +449,17 @@ class ServerEngine(ExternalEngine):
             config.heartbeat_timeout_s,
         )
 
-    def _ready(self, process: ServerProcess) -> None:
-        """Wait until a server is up."""
+    def _wait_ready(self, process: ServerProcess) -> None:
+        """Wait until a server is ready."""
         process.wait_ready(self.health_route, self._config.startup_timeout_s)
         try:
             self.on_server_ready(process)
         except ServerUnavailable as error:
             raise ServerError(
-                f"a server died as it came up ({error}); the end of its log:\n{process.log_tail()}"
+                f"a server died during start-up ({error}); end of its log:\n{process.log_tail()}"
             ) from None
 
-    def _own_folder(self) -> Path:
+    def _shm_folder(self) -> Path:
         if self._folder is None:
             self._folder = SHM_FOLDER / new_segment_name()
             self._folder.mkdir(mode=0o700)
@@ -459,7 +468,7 @@ class ServerEngine(ExternalEngine):
 
 
 def _same_files(folder: Path, other: Path) -> bool:
-    """Whether two folders have the same network and tokenizer: the files beside the weights."""
+    """Return whether two folders have equal files beside the weights (network and tokenizer)."""
     names = non_weight_files(folder)
     return names == non_weight_files(other) and all(
         filecmp.cmp(folder / name, other / name, shallow=False) for name in names

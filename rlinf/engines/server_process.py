@@ -1,7 +1,7 @@
-"""A server process of an engine: started, asked over a socket of its own, ended with its group.
+"""A server process of an engine: start, HTTP requests over a Unix socket, heartbeat, and shutdown.
 
-It takes requests at a socket of the file system, in a private folder, where no other user of the
-node reaches it: a port would be open to all, with a guard that covers some of a server's routes.
+The server listens at a Unix socket in a private folder that no other user of the node can reach. A
+port would be open to all users, and the servers' access keys protect only some of their routes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rlinf.errors import DataError, RlinfError
 
 POLL_S = 0.1
 LIVENESS_INTERVAL_S = 10.0
-"""Without an answer after which it is asked whether it is alive, and then again and again."""
+"""Time without a response after which the server is probed, and interval between probes."""
 LIVENESS_TIMEOUT_S = 30.0
-"""The longest that such a question waits. SGLang takes 20 s to say no."""
+"""Timeout of one probe. SGLang needs 20 s to report a failure."""
 LOG_TAIL_LINES = 15
 log = logging.getLogger(__name__)
 
 
 class ServerError(RlinfError):
-    """A server did not come up, or died again and again; the end of its log is in the message."""
+    """A server did not start or died repeatedly; the message has the end of its log."""
 
 
 class ServerUnavailable(Exception):
-    """A request was not answered: the server, or its engine, is not there any more."""
+    """A request got no response, because the server or its engine died."""
 
 
 class _Local(http.client.HTTPConnection):
-    """HTTP over a Unix domain socket."""
+    """An HTTP connection over a Unix domain socket."""
 
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
@@ -57,7 +57,7 @@ class _Local(http.client.HTTPConnection):
 
 
 class ServerProcess:
-    """One start of a server; methods may be called from several threads."""
+    """One server process; its methods are thread-safe."""
 
     def __init__(
         self,
@@ -73,21 +73,21 @@ class ServerProcess:
     ) -> None:
         """
         Args:
-            python: its interpreter.
-            module: what is run, with its ``arguments``.
-            variables: of its environment, besides those of this process.
-            address: the socket where it will listen.
-            log: where what it prints is added.
-            timeout_s: for one answer.
-            pulse: the route that answers while it is alive.
-            heartbeat_timeout_s: one that is watched, and says nothing for so long, is ended.
+            python: The interpreter.
+            module: The module to run with ``arguments``.
+            environment: Environment variables, in addition to those of this process.
+            socket_path: The Unix socket where the server will listen.
+            log: The log file; output is appended.
+            timeout_s: Timeout of one response.
+            heartbeat_route: The route that answers while the server is alive.
+            heartbeat_timeout_s: A server without a heartbeat for this time is killed.
         """
-        self._address, self._log, self._timeout_s = socket_path, log, timeout_s
-        self._pulse, self._silent_s = heartbeat_route, heartbeat_timeout_s
-        self._watching = threading.Lock()
-        self._heard, self._silent = time.monotonic(), math.inf
-        """When it answered last, and since when it did not when it was asked."""
-        self._own = threading.local()
+        self._socket_path, self._log, self._timeout_s = socket_path, log, timeout_s
+        self._heartbeat_route, self._heartbeat_timeout_s = heartbeat_route, heartbeat_timeout_s
+        self._probe_lock = threading.Lock()
+        self._last_response, self._first_failure = time.monotonic(), math.inf
+        """Times of the last response and of the first failed probe since then."""
+        self._thread_local = threading.local()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._begin = log.stat().st_size if log.exists() else 0
         reading, self._pipe = os.pipe()
@@ -106,18 +106,18 @@ class ServerProcess:
             finally:
                 os.close(reading)
         self.pid = self._process.pid
-        self._end = weakref.finalize(self, _end, self._process, self._pipe)
+        self._kill = weakref.finalize(self, _kill, self._process, self._pipe)
 
     def wait_ready(self, route: str, deadline_s: float) -> None:
-        """Until a route answers.
+        """Wait until a route answers.
 
         Raises:
-            ServerError: it ended, or did not answer by the deadline; with the end of its log.
+            ServerError: The server exited or did not answer by the deadline.
         """
         until = time.monotonic() + deadline_s
         while True:
             if not self.is_alive:
-                self._fail(f"ended with exit code {self._process.returncode} before it was up")
+                self._fail(f"ended with exit code {self._process.returncode} before it was ready")
             with contextlib.suppress(ServerUnavailable):
                 self.get(route, min(LIVENESS_TIMEOUT_S, max(POLL_S, until - time.monotonic())))
                 return
@@ -128,49 +128,49 @@ class ServerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its first process runs."""
+        """Whether the main process of the server runs."""
         return self._process.poll() is None
 
     def get(self, route: str, timeout_s: float | None = None) -> Any:
-        """What a route answers; raises as :meth:`post`.
+        """Send a GET request and return the response; raises as :meth:`post`.
 
         Args:
-            timeout_s: asked apart from all else, for so long; None: as ever.
+            timeout_s: Timeout on a separate connection; None: use the default.
         """
         if timeout_s is None:
-            return self._ask("GET", route, None, watched=False)
-        connection = _Local(self._address, timeout_s)
+            return self._request("GET", route, None, watched=False)
+        connection = _Local(self._socket_path, timeout_s)
         try:
             connection.request("GET", route)
             response = connection.getresponse()
-            return _said(route, response.status, response.read())
+            return _parse_response(route, response.status, response.read())
         except (OSError, http.client.HTTPException) as error:
             raise ServerUnavailable(f"{route}: {error or type(error).__name__}") from None
         finally:
             connection.close()
 
     def post(self, route: str, body: Any = None, *, check_heartbeat: bool = False) -> Any:
-        """What a route answers to a JSON body.
+        """Send a POST request with a JSON body and return the response.
 
         Args:
-            watched: while it waits, one that has become silent is ended.
+            check_heartbeat: Kill the server if its heartbeat stops during the wait.
 
         Raises:
-            DataError: it refused the request.
-            Gone: no answer came.
+            DataError: The server rejected the request.
+            ServerUnavailable: No response came.
         """
-        return self._ask("POST", route, body, watched=check_heartbeat)
+        return self._request("POST", route, body, watched=check_heartbeat)
 
     def close(self) -> None:
-        """Kill it with its group; again does no harm."""
-        self._end()
+        """Kill the server with its process group. Idempotent."""
+        self._kill()
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the log."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             lines = file.read().decode(errors="replace").splitlines()
-        # A crash is often told before a long farewell.
+        # A crash is often logged before many lines of the shutdown.
         first = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
         last = lines[-LOG_TAIL_LINES:]
         causes = [] if first is None else [x for x in lines[first:-LOG_TAIL_LINES] if "Error:" in x]
@@ -179,79 +179,84 @@ class ServerProcess:
     def _fail(self, what: str) -> None:
         raise ServerError(f"the server {what}; the end of its log {self._log}:\n{self.log_tail()}")
 
-    def _ask(self, method: str, route: str, body: Any, *, watched: bool) -> Any:
+    def _request(self, method: str, route: str, body: Any, *, watched: bool) -> Any:
         headers = {"Content-Type": "application/json"}
         text = None if body is None else json.dumps(body)
-        connection, used = getattr(self._own, "connection", None), True
+        connection, used = getattr(self._thread_local, "connection", None), True
         if connection is None:
-            connection, used = _Local(self._address, self._timeout_s), False
-            self._own.connection = connection
+            connection, used = _Local(self._socket_path, self._timeout_s), False
+            self._thread_local.connection = connection
         while True:
             try:
                 connection.request(method, route, text, headers)
                 if watched:
-                    self._await(connection.sock)
+                    self._wait_response(connection.sock)
                 response = connection.getresponse()
                 answer = response.read()
                 break
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                # A server ends connections that were idle for a while; one that is dead takes none.
+                # Servers close idle connections; a dead server accepts no new connection.
                 if not used or isinstance(error, TimeoutError):
                     raise ServerUnavailable(f"{route}: {error or type(error).__name__}") from None
                 used = False
-        self._heard, self._silent = time.monotonic(), math.inf
-        return _said(route, response.status, answer)
+        self._last_response, self._first_failure = time.monotonic(), math.inf
+        return _parse_response(route, response.status, answer)
 
-    def _await(self, connection: socket.socket) -> None:
-        """Wait until an answer begins.
+    def _wait_response(self, connection: socket.socket) -> None:
+        """Wait until a response begins.
 
         Raises:
-            TimeoutError: none came.
+            TimeoutError: There was no response.
         """
         ready, until = select.poll(), time.monotonic() + self._timeout_s
         ready.register(connection, select.POLLIN)
         while not ready.poll(1000 * min(LIVENESS_INTERVAL_S, self._timeout_s)):
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer within {self._timeout_s:g} s")
-            self._watch()
+            self._probe()
 
-    def _watch(self) -> None:
-        """Ask whether it is alive, once for all who wait. They hear it if it is ended."""
-        if not self._watching.acquire(blocking=False):
+    def _probe(self) -> None:
+        """Probe the server, in one thread for all waiting requests; they fail if it is killed."""
+        if not self._probe_lock.acquire(blocking=False):
             return
         try:
             began = time.monotonic()
-            if began - self._heard < LIVENESS_INTERVAL_S:
+            if began - self._last_response < LIVENESS_INTERVAL_S:
                 return
             try:
-                self.get(self._pulse, min(LIVENESS_TIMEOUT_S, self._silent_s))
+                self.get(self._heartbeat_route, min(LIVENESS_TIMEOUT_S, self._heartbeat_timeout_s))
             except ServerUnavailable:
-                self._silent = min(self._silent, began)
+                self._first_failure = min(self._first_failure, began)
             else:
-                self._heard, self._silent = time.monotonic(), math.inf
-            if time.monotonic() - self._silent >= self._silent_s and self.is_alive:
-                log.warning("a server has said nothing for %g s, and is ended", self._silent_s)
+                self._last_response, self._first_failure = time.monotonic(), math.inf
+            if (
+                time.monotonic() - self._first_failure >= self._heartbeat_timeout_s
+                and self.is_alive
+            ):
+                log.warning(
+                    "killing a server without a heartbeat for %g s", self._heartbeat_timeout_s
+                )
                 self.close()
         finally:
-            self._watching.release()
+            self._probe_lock.release()
 
 
-def _said(route: str, status: int, answer: bytes) -> Any:
-    """What an answer says; raises as :meth:`ServerProcess.post`."""
+def _parse_response(route: str, status: int, answer: bytes) -> Any:
+    """Return the content of a response; raises as :meth:`ServerProcess.post`."""
     if status >= 500:
         raise ServerUnavailable(f"{route}: {status} {answer[:300].decode(errors='replace')}")
     if status >= 400:
-        said = answer[:1000].decode(errors="replace")
-        raise DataError(f"the server refuses {route} ({status}): {said}")
+        reason = answer[:1000].decode(errors="replace")
+        raise DataError(f"the server rejects {route} ({status}): {reason}")
     try:
         return json.loads(answer) if answer.strip() else None
     except ValueError:
         return answer.decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes], pipe: int) -> None:
-    """Kill a server's whole group: its first process may be gone while others are there."""
+def _kill(process: subprocess.Popen[bytes], pipe: int) -> None:
+    """Kill a server's process group, even if its main process has exited."""
     server_launcher.kill_group(process.pid)
     process.wait()
     os.close(pipe)

@@ -1,8 +1,8 @@
-"""SGLang as a server; see :mod:`rlinf.engines.server`.
+"""The engine that uses SGLang servers; see :mod:`rlinf.engines.server`.
 
-What it takes to keep the contract is changed in its processes (``engine_plugins/rlinf_sglang.py``). On a
-CPU two of its packages have stand-ins (``engine_plugins/sglang_cpu``): its kernels are published for GPUs
-alone.
+``engine_plugins/rlinf_sglang.py`` patches SGLang in its processes so that it fulfils the engine
+contract. On CPUs, ``engine_plugins/sglang_cpu`` has stubs of two packages, because SGLang's kernels
+are published for GPUs only.
 """
 
 from __future__ import annotations
@@ -24,58 +24,61 @@ from rlinf.engines.server_process import ServerProcess
 from rlinf.errors import ConfigError
 
 SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_sglang",)
-"""Is part of the identity of what the engine makes (:mod:`stages.identity`)."""
+"""Modules that other processes run; they count for the identity of outputs."""
 MEMORY_TAGS = ["kv_cache", "weights"]
-"""Of its memory."""
+"""SGLang's names of the memory that sleeping frees."""
 CPU_STUBS = PLUGIN_FOLDER / "sglang_cpu"
-"""Of packages, on a CPU."""
+"""Folder with stubs of packages, for CPUs."""
 CONTEXT_MARGIN = 8
-"""Tokens that SGLang keeps free at the end of what it says that it takes: a prompt may come to six
-before it, a response is cut off two before it, and that would look like its end."""
-ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # by MORE, which no sample reaches
-"""Of the environment of every process that imports SGLang."""
+"""Tokens to add to SGLang's context length. SGLang accepts prompts up to six tokens below it and
+cuts responses two tokens below it, which would look like their end."""
+ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # for CONTEXT_MARGIN
+"""Environment variables of every process that imports SGLang."""
 
 
 class SGLangCacheConfig(ExternalConfig):
-    """What SGLang's server and SGLang in process have in common."""
+    """Options of SGLang, as a server and in the stage's process."""
 
     max_total_tokens: int = 65536
-    """Tokens whose keys and values are cached, in place of ``kv_cache_gib``."""
+    """Size of the KV cache in tokens; replaces ``kv_cache_gib``."""
 
 
 class SGLangCacheEngine(ExternalEngine):
-    """An engine whose cache is so many tokens."""
+    """An engine whose KV cache size is given in tokens."""
 
     def kv_cache_bytes(self) -> int:
-        """Of keys and values on a GPU: 2 x layers x key-value heads that are there x size of a
-        head, for each token."""
-        settings = self._settings
-        heads = settings.num_attention_heads
-        size = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        shared = getattr(settings, "num_key_value_heads", None) or heads
-        values = 2 * settings.num_hidden_layers * max(1, shared // self.world.layout.tp)
-        width: int = getattr(torch, self._policy_config.dtype).itemsize
-        return int(self._config.max_total_tokens * values * size * width)
+        """Return the size of the KV cache on each GPU, bytes.
 
-    def _known(self, model: Path) -> None:
-        super()._known(model)
-        asked, cached = self._config.max_model_len, self._config.max_total_tokens - CONTEXT_MARGIN
-        if cached < (asked or 1):
+        Each token needs 2 x layers x key-value heads of this GPU x head size numbers.
+        """
+        config = self._text_config
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        values = 2 * config.num_hidden_layers * max(1, kv_heads // self.world.layout.tp)
+        itemsize: int = getattr(torch, self._policy_config.dtype).itemsize
+        return int(self._config.max_total_tokens * values * head_size * itemsize)
+
+    def _read_model(self, model: Path) -> None:
+        super()._read_model(model)
+        length, cached = self._config.max_model_len, self._config.max_total_tokens - CONTEXT_MARGIN
+        if cached < (length or 1):
             raise ConfigError(
                 f"engine.max_total_tokens: {self._config.max_total_tokens} hold no sample of "
-                f"{asked or 1} tokens and {CONTEXT_MARGIN} more; raise it, or lower engine.max_model_len"
+                f"{length or 1} tokens and {CONTEXT_MARGIN} more; raise it, or lower "
+                "engine.max_model_len"
             )
-        self._context = min(self._context, cached)
+        self._max_model_len = min(self._max_model_len, cached)
 
 
 class SGLangConfig(SGLangCacheConfig, ServerConfig):
-    """Decoding by an SGLang server."""
+    """Options of SGLang servers."""
 
     server_python: str = "sglang"
 
 
 class SGLangEngine(SGLangCacheEngine, ServerEngine):
-    """See the module."""
+    """An engine that sends requests to SGLang servers."""
 
     Config = SGLangConfig
     server_module = "rlinf_sglang"
@@ -84,22 +87,22 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
     def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         with sockets.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]  # nothing listens there; others are chosen from it
+            port = free.getsockname()[1]  # no one listens there; SGLang derives other ports from it
         return [
             *sglang_args(self, model, context),
             *("--port", str(port), "--skip-server-warmup", "--log-level-http", "warning"),
-            # Without it a scheduler that waits takes a core from whatever runs meanwhile.
+            # Without it an idle scheduler occupies a CPU core.
             "--sleep-on-idle",
         ]
 
     def server_environment(self, socket: Path) -> Mapping[str, str]:
-        # One of its own for each start: what a dead server left in it would be taken for answers.
-        meeting = socket.with_name(f"meeting-{uuid.uuid4().hex}")
+        # A new file for each start, because a dead server's file would be read as answers.
+        rendezvous = socket.with_name(f"meeting-{uuid.uuid4().hex}")
         always = {
             **ENVIRONMENT,
             "RLINF_SOCKET": str(socket),
-            # Else a store of torch listens, for anyone, at a port of all networks of the node.
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
+            # Otherwise a store of torch listens at an open port of all network interfaces.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{rendezvous}",
         }
         if self.device.type != "cpu":
             return always
@@ -114,9 +117,9 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
         return "/generate", {**body, "return_logprob": True}
 
     def parse_response(self, values: Any) -> GeneratedSegment:
-        about = values["meta_info"]
-        logprobs = [entry[0] for entry in about["output_token_logprobs"]]
-        return GeneratedSegment(values["output_ids"], logprobs, about["finish_reason"]["type"])
+        info = values["meta_info"]
+        logprobs = [entry[0] for entry in info["output_token_logprobs"]]
+        return GeneratedSegment(values["output_ids"], logprobs, info["finish_reason"]["type"])
 
     def abort_requests(self, process: ServerProcess) -> None:
         process.post("/abort_request", {"abort_all": True}, check_heartbeat=True)
@@ -135,11 +138,11 @@ class SGLangEngine(SGLangCacheEngine, ServerEngine):
 
 
 def sglang_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
-    """Of SGLang's command line: what is decoded, and how.
+    """Return the command-line arguments of SGLang for the model and its decoding.
 
     Args:
-        model: the folder.
-        context: most tokens of a prompt and its response together.
+        model: The model folder.
+        context: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
@@ -157,10 +160,10 @@ def sglang_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
 
 
 def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
-    """How SGLang samples a leg.
+    """Return SGLang's sampling parameters for a segment.
 
     Args:
-        stops: tokens that end a sample.
+        stops: Ids of the tokens that end a sample.
     """
     sampling = request.sampling
     return {
@@ -171,7 +174,7 @@ def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> d
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "sampling_seed": request.seed,
-        # It looks for them before min_new_tokens as well: then they are looked for here alone.
+        # SGLang applies stop strings before min_new_tokens; then only resumable.py checks them.
         "stop": [] if request.min_tokens else list(sampling.stop),
         "stop_token_ids": sorted(stops),
         "ignore_eos": not stops,
@@ -180,7 +183,7 @@ def sglang_sampling_params(request: SegmentRequest, stops: Collection[int]) -> d
 
 
 def cpu_environment(processes: int, threads: int) -> dict[str, str]:
-    """Variables of the environment of SGLang's processes on a CPU."""
+    """Return the environment variables of SGLang's processes on CPUs."""
     return {
         "SGLANG_CPU_OMP_THREADS_BIND": core_binding(processes, threads),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -189,8 +192,10 @@ def cpu_environment(processes: int, threads: int) -> dict[str, str]:
 
 
 def core_binding(processes: int, threads: int) -> str:
-    """Numbers of the cores that each of some processes computes on, as SGLang has them: without
-    it there may be no more processes than nodes of memory."""
+    """Return the core numbers of each process in SGLang's format.
+
+    Without this setting SGLang allows only as many processes as NUMA nodes.
+    """
     free = itertools.cycle(sorted(os.sched_getaffinity(0)))
     each = (itertools.islice(free, threads) for _ in range(processes))
     return "|".join(",".join(map(str, sorted(set(own)))) for own in each)

@@ -1,7 +1,7 @@
-"""SGLang in the process of the stage; see :mod:`rlinf.engines.in_process`.
+"""The engine that runs SGLang in the stage's process; see :mod:`rlinf.engines.in_process`.
 
-Its scheduler alone is made (``engine_plugins/sglang_scheduler.py``), none of the processes that SGLang has
-around it.
+It creates only SGLang's scheduler (``engine_plugins/sglang_scheduler.py``), without the processes
+that SGLang starts around it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlinf.errors import DataError
 
 
 class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
-    """See the module."""
+    """An engine that steps an SGLang scheduler in the stage's process."""
 
     Config = SGLangCacheConfig
 
@@ -45,7 +45,7 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
         if self.device.type == "cpu":
             variables |= cpu_environment(1, self._config.threads)
         words = [
-            *sglang_args(self, model, self._context),
+            *sglang_args(self, model, self._max_model_len),
             *("--load-format", "dummy", "--log-level", "error", "--disable-overlap-schedule"),
             *(["--enable-weights-cpu-backup"] if self.can_sleep else []),
             *self._config.extra_args,
@@ -55,8 +55,8 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
             if self.can_sleep:
                 from torch_memory_saver import torch_memory_saver
 
-                # The other way is a library that is loaded before the process starts. It can be
-                # said before the first start alone.
+                # The other mode needs a preloaded library. The mode can be set only before the
+                # first start.
                 if torch_memory_saver._impl is None:
                     torch_memory_saver.hook_mode = "torch"
             from rlinf.engines.engine_plugins.sglang_scheduler import create_scheduler
@@ -66,8 +66,8 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.backend.rlinf_load_weights(tensors)
 
-    def shut_down(self, inner: Any) -> None:
-        inner.rlinf_shut_down()
+    def shut_down(self, backend: Any) -> None:
+        backend.rlinf_shut_down()
 
     def sleep(self) -> None:
         self.backend.rlinf_sleep(MEMORY_TAGS)
@@ -80,15 +80,15 @@ class SGLangInProcessEngine(SGLangCacheEngine, InProcessEngine):
 
 
 class SGLangStepDecoder:
-    """See :class:`rlinf.engines.resumable.SegmentDecoder`: one step of all legs at a time."""
+    """A :class:`rlinf.engines.resumable.SegmentDecoder` that steps all segments together."""
 
     def __init__(self, engine: SGLangInProcessEngine) -> None:
         self._engine = engine
-        self._begun: dict[str, ResumableSample] = {}
+        self._running: dict[str, ResumableSample] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._running)
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
         self._engine.check_length(request)
@@ -99,38 +99,39 @@ class SGLangStepDecoder:
             request.context_tokens,
             sglang_sampling_params(request, self._engine.stop_token_ids_for(request)),
         )
-        self._begun[name] = sample
+        self._running[name] = sample
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
         with self._engine.close_on_error():
-            ended = self._engine.backend.step()
-        return [(self._begun.pop(name), segment_of(request)) for name, request in ended.items()]
+            finished = self._engine.backend.step()
+        return [
+            (self._running.pop(name), segment_of(request)) for name, request in finished.items()
+        ]
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        inner, begun, self._begun = self._engine.backend, self._begun, {}
-        if begun and inner is not None:
-            legs = [
-                (sample, segment_of(inner.rlinf_requests[name])) for name, sample in begun.items()
-            ]
+        backend, running, self._running = self._engine.backend, self._running, {}
+        if running and backend is not None:
+            requests = backend.rlinf_requests
+            segments = [(sample, segment_of(requests[name])) for name, sample in running.items()]
             with self._engine.close_on_error():
-                inner.rlinf_abort_all()
-            yield from legs
+                backend.rlinf_abort_all()
+            yield from segments
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no resources."""
 
 
 def segment_of(request: Any) -> GeneratedSegment | Exception:
-    """What there is of one of SGLang's requests, or why it took none."""
+    """Return the tokens of an SGLang request as a segment, or the error of a rejected request."""
     reason = request.finished_reason
-    said = {"type": "abort"} if reason is None else reason.to_json()
-    if said["type"] == "abort" and said.get("status_code"):
-        return DataError(f"SGLang refuses a request: {said['message']}")
+    finish = {"type": "abort"} if reason is None else reason.to_json()
+    if finish["type"] == "abort" and finish.get("status_code"):
+        return DataError(f"SGLang refuses a request: {finish['message']}")
     tokens = [*request.output_ids_through_stop]
     logprobs = (request.logprob.output_token_logprobs_val or [])[: len(tokens)]
-    return GeneratedSegment(tokens, logprobs, said["type"])
+    return GeneratedSegment(tokens, logprobs, finish["type"])
 
 
 if importlib.util.find_spec("sglang") and not torch.cuda.is_available():
-    # Before anything imports what they stand in for: transformers does.
+    # Before another module, such as transformers, imports the packages that the stubs replace.
     sys.path.insert(0, str(CPU_STUBS))

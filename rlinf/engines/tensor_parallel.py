@@ -1,7 +1,7 @@
-"""Servers that are divided over the GPUs of several processes (``layout.tp`` of a plan).
+"""Tensor parallelism of engine servers over the GPUs of several processes (``layout.tp``).
 
-Of the processes that share a copy of the model the first one starts the server, on the GPUs of all
-of them, and asks it. The others give up their GPUs while it computes, and wait.
+The primary rank of a model replica starts the server on the GPUs of all its ranks and sends the
+requests. The other ranks free their GPUs and wait while the server computes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rlinf.errors import ConfigError
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 BARRIER_TIMEOUT = timedelta(days=30)
-"""That a batch takes; what a process waits for in vain breaks the connection and ends it sooner."""
+"""Longest time of a batch. A failed process closes its connection, which ends the wait earlier."""
 
 
 class ReplicaGroup:
-    """The processes of one copy of the model."""
+    """The ranks of one model replica."""
 
     def __init__(self, world: ProcessGroupInfo, device_type: str) -> None:
-        """All processes of the stage make theirs at the same time."""
+        """Create the process group; a collective operation of all ranks of the stage."""
         world.init_process_group(device_type)
         size = world.layout.tp
         groups = [
@@ -35,24 +35,25 @@ class ReplicaGroup:
         self._group = groups[world.rank // size]
 
     def barrier(self) -> None:
-        """Wait until all of them are here."""
+        """Wait until all ranks of the replica have called this."""
         dist.barrier(self._group)
 
 
 def check_attention_heads(
     settings: Any, size: int, key: str = "plan.stages.rollout.layout"
 ) -> None:
-    """See that attention can be divided over so many processes.
+    """Check that the attention heads can be divided over a number of ranks.
 
-    Each has as many query heads. Heads of keys and values are divided too or, where there are fewer
-    of them than processes, are there several times: as often each.
+    All ranks have equally many query heads. Key-value heads are divided too; if there are fewer of
+    them than ranks, each one is replicated equally often.
 
     Args:
-        settings: with the numbers of both, by the names that transformers has for them.
-        key: of the layout.
+        settings: The text config of the model, with the field names of transformers.
+        size: The number of ranks.
+        key: The configuration key of the layout, for the error message.
 
     Raises:
-        ConfigError: it cannot; names the numbers that could.
+        ConfigError: They cannot; the message lists possible sizes.
     """
     if size == 1:
         return
@@ -71,25 +72,25 @@ def check_attention_heads(
 
 
 def server_gpus(local_rank: int, server_index: int, num_servers: int, gpus_per_server: int) -> str:
-    """The GPUs of one server, as CUDA_VISIBLE_DEVICES has them.
+    """Return the GPUs of one server in the format of CUDA_VISIBLE_DEVICES.
 
     Args:
-        local_rank: of the process that starts it; those of one copy of the model are neighbours.
-        number: of the server, of those of this copy.
-        servers: how many there are of a copy; so many GPUs each of its processes has.
-        each: processes of a copy, and GPUs of a server.
+        local_rank: Of the process that starts the server; ranks of a replica are neighbours.
+        server_index: Index of the server within the replica.
+        num_servers: Servers of the replica, and GPUs of each of its ranks.
+        gpus_per_server: GPUs of the server, and ranks of the replica.
 
     Raises:
-        ConfigError: this process does not see as many.
+        ConfigError: This process does not see enough GPUs.
     """
-    seen = os.environ.get(CUDA_VISIBLE_DEVICES)
-    names = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
-    # A launcher may show each process all GPUs of the node, or its own alone.
+    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+    names = visible.split(",") if visible else [str(n) for n in range(torch.cuda.device_count())]
+    # Launchers show each process either all GPUs of the node or only its own.
     first = local_rank * num_servers % max(1, len(names)) + server_index * gpus_per_server
     if first + gpus_per_server > len(names):
         raise ConfigError(
-            f"engine.replicas: {num_servers} servers of {gpus_per_server} GPUs each need GPUs {first} to "
-            f"{first + gpus_per_server - 1} of this process, which sees {len(names)}; give the stage more "
-            "GPUs on a node, or lower engine.replicas or the layout's tp"
+            f"engine.replicas: {num_servers} servers of {gpus_per_server} GPUs each need GPUs "
+            f"{first} to {first + gpus_per_server - 1} of this process, which sees {len(names)}; "
+            "give the stage more GPUs on a node, or lower engine.replicas or the layout's tp"
         )
     return ",".join(names[first : first + gpus_per_server])

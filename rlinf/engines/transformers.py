@@ -1,8 +1,8 @@
-"""Batched decoding on ``transformers`` models, written for small models and CPUs.
+"""The engine that decodes with ``transformers`` models, written for small models and CPUs.
 
-What makes it quick: a prompt is run once and its keys and values are shared by all samples of its
-group; keys and values live in buffers allocated once; a token's log-probability comes from the
-forward pass that sampled it; and what :mod:`rlinf.engines.continuous_batching` does.
+Each distinct prompt is computed once, and all samples of its group share its keys and values. The
+KV cache is allocated once. Log-probabilities come from the forward pass that samples the token.
+:mod:`rlinf.engines.continuous_batching` schedules the rows.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from rlinf.models.logprobs import mask_tokens
 
 
 class TransformersConfig(Section):
-    """Decoding on the model's own ``transformers`` classes."""
+    """Options of the engine that decodes with ``transformers`` classes."""
 
     max_num_seqs: int = Field(default=256, gt=0)
-    """Most samples decoded at once."""
+    """Largest number of samples that are decoded at the same time."""
     threads: int = Field(default=1, gt=0)
-    """Torch threads while generating; more than one slows small models down."""
+    """Torch threads during generation; more than one slows down small models."""
     python: str | None = None
-    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
+    """Python interpreter of the stages that use the engine; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights it generates with, and of what is sent to it; null: that of the model. The
-    trainer keeps its own, and inference evaluates that."""
+    """Type of the weights for generation and weight sync; null: ``model.dtype``. The trainer and
+    the inference stage use ``model.dtype``."""
     ignore_eos: bool = False
-    """Decode to the horizon whatever is sampled (for benchmarks)."""
+    """Ignore stop tokens and decode to the horizon (for benchmarks)."""
 
 
 class TransformersEngine(OffloadableTensors, Engine):
-    """See the module."""
+    """An engine that generates with ``transformers`` models in the stage's process."""
 
     Config = TransformersConfig
     requires = frozenset({LANGUAGE_MODEL})
@@ -79,7 +79,7 @@ class TransformersEngine(OffloadableTensors, Engine):
         self.device = local_device(config.device)
         self._module: Any = None
         self._step: FusedDecodeStep | None = None
-        self._cohorts: EqualLengthNetwork | None = None
+        self._equal_length: EqualLengthNetwork | None = None
 
     @classmethod
     def weight_dtype(cls, config: TransformersConfig) -> torch.dtype | None:
@@ -91,19 +91,19 @@ class TransformersEngine(OffloadableTensors, Engine):
 
     def load(self, folder: Path, version: int) -> None:
         if self._module is None or not reload_weights(self._module, folder):
-            self._module = self._step = self._cohorts = None  # the old one leaves the memory first
+            self._module = self._step = self._equal_length = None  # free the old weights first
             module = load_module(folder, self._policy_config).eval()
             self._module = move_to_device(module, self.device)
             if supports_padding(module.config):
                 self._step = FusedDecodeStep.from_module(self._module)
                 use_decode_attention(self._module)
             else:
-                self._cohorts = EqualLengthNetwork(self._module)
+                self._equal_length = EqualLengthNetwork(self._module)
         self._images = self._policy.image_processor(folder)
-        published = HFFolder.from_config(self._policy_config, folder)
-        self._chat_format = published.chat_format
-        known = () if self._config.ignore_eos else sorted(published.stop_token_ids)
-        self.stop_token_ids = torch.tensor(known, dtype=torch.int64, device=self.device)
+        hf_folder = HFFolder.from_config(self._policy_config, folder)
+        self._chat_format = hf_folder.chat_format
+        stops = () if self._config.ignore_eos else sorted(hf_folder.stop_token_ids)
+        self.stop_token_ids = torch.tensor(stops, dtype=torch.int64, device=self.device)
         self.version = version
 
     def load_state(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -114,12 +114,12 @@ class TransformersEngine(OffloadableTensors, Engine):
     def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._module is None:
             return {}
-        # Keys and values are cached only while a request is answered.
+        # The KV cache exists only while requests are answered.
         return {"weights": [*self._module.state_dict().values()]}
 
     def close(self) -> None:
         self.drop_host_copies()
-        self._module = self._step = self._cohorts = None
+        self._module = self._step = self._equal_length = None
         self.version = -1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -133,11 +133,11 @@ class TransformersEngine(OffloadableTensors, Engine):
         ).iter_replies()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, in which stop strings are looked for."""
+        """Return the text of tokens, for the search of stop strings."""
         return self._chat_format.decode(tokens)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
-        """The ids of those stop strings that are special tokens, which no decoded text shows."""
+        """Return the ids of stop strings that are special tokens; decoded text never has those."""
         return self._chat_format.stop_ids(texts)
 
     def prefill(
@@ -146,94 +146,95 @@ class TransformersEngine(OffloadableTensors, Engine):
         free_columns: int,
         images: Sequence[PromptImages | None] = (),
     ) -> tuple[Tensor, KeyValueCache | EqualLengthCache, Tensor]:
-        """Run each distinct context once, left-padded, then give every row its copy.
+        """Compute each distinct context once, left-padded, and copy the cache to its rows.
 
-        Families that padding would disturb are run in cohorts (:mod:`rlinf.engines.kv_cache`).
+        Families that do not support padding use groups of equal length
+        (:mod:`rlinf.engines.kv_cache`).
 
         Args:
-            contexts: token ids of each row.
-            room: free columns of the cache.
-            images: of each row, where there are some.
+            contexts: Token ids of each row.
+            free_columns: Free columns of the cache.
+            images: Images of each row, if there are some.
 
         Returns:
-            Logits ``[B, V]`` of the next tokens, the cache, and which of its columns each row
-            attends to: bool ``[B, length + room]``.
+            Logits ``[B, V]`` of the next tokens, the cache, and a mask bool
+            ``[B, length + free_columns]`` of the columns that each row attends to.
         """
         if self._step is not None and not self._step.is_valid:
             self._step = None
         lengths = np.array([len(context) for context in contexts])
         width = int(lengths.max())
-        if self._cohorts is not None:
-            first, cohorts = self._cohorts.prefill(contexts, self.device)
-            begins = torch.from_numpy(width - lengths).to(self.device)[:, None]
+        if self._equal_length is not None:
+            first, groups = self._equal_length.prefill(contexts, self.device)
+            starts = torch.from_numpy(width - lengths).to(self.device)[:, None]
             columns = torch.arange(width + free_columns, device=self.device)
-            return first, cohorts, (columns >= begins) & (columns < width)
-        # The length is part of a context: 0, which fills it up, is also an ordinary token.
-        # So are its images, told by the first row that has them.
-        whole = np.zeros((len(contexts), 2 + width), dtype=np.int64)
-        known: dict[bytes, int] = {}
-        for i, (line, context) in enumerate(zip(whole, contexts, strict=True)):
+            return first, groups, (columns >= starts) & (columns < width)
+        # A key has the length, because the padding 0 is also an ordinary token, and the number of
+        # the first row with the same images.
+        keys = np.zeros((len(contexts), 2 + width), dtype=np.int64)
+        first_rows: dict[bytes, int] = {}
+        for i, (line, context) in enumerate(zip(keys, contexts, strict=True)):
             line[0], line[2 : 2 + len(context)] = len(context), context
             if images and (own := images[i]) is not None:
-                line[1] = known.setdefault(
+                line[1] = first_rows.setdefault(
                     own[SIZES_COLUMN].tobytes() + own[PIXELS_COLUMN].tobytes(), i
                 )
-        distinct, inverse = np.unique(whole, axis=0, return_inverse=True)
+        distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
         sizes = distinct[:, 0]
         tokens = np.zeros((len(distinct), width), dtype=np.int64)
         for row, prompt, count in zip(tokens, distinct[:, 2:], sizes.tolist(), strict=True):
             row[width - count :] = prompt[:count]
         column = torch.arange(width, device=self.device)
         size = torch.from_numpy(sizes).to(self.device)
-        seen = column >= (width - size)[:, None]
+        valid = column >= (width - size)[:, None]
         positions = (column - (width - size)[:, None]).clamp(min=0)
         cache = KeyValueCache(width + free_columns)
         if self._images is not None:
-            shown = [images[number] if images else None for number in distinct[:, 1].tolist()]
-            positions, further = self._see(distinct[:, 2:], sizes, shown, width)
+            used = [images[number] if images else None for number in distinct[:, 1].tolist()]
+            positions, extra = self._image_inputs(distinct[:, 2:], sizes, used, width)
         else:
-            further = {}
+            extra = {}
         logits = self.forward(
-            torch.from_numpy(tokens).to(self.device), positions, causal_mask(seen), cache, further
+            torch.from_numpy(tokens).to(self.device), positions, causal_mask(valid), cache, extra
         )
         rows = torch.from_numpy(inverse.ravel()).to(self.device)
         cache.select(rows)
         attend = torch.zeros(len(rows), width + free_columns, dtype=torch.bool, device=self.device)
-        attend[:, :width] = seen[rows]
+        attend[:, :width] = valid[rows]
         return logits[rows], cache, attend
 
-    def _see(
+    def _image_inputs(
         self,
         contexts: np.ndarray,
         lengths: np.ndarray,
-        shown: Sequence[PromptImages | None],
+        images: Sequence[PromptImages | None],
         width: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Positions ``[3, n, width]`` of contexts on the left, and their patches.
+        """Return rotary positions ``[3, n, width]`` of left-padded contexts and the image patches.
 
         Args:
-            contexts: ``[n, width]``, from the left.
-            shown: the images of each.
+            contexts: Token ids ``[n, width]``, padded on the right.
+            images: Images of each context.
         """
-        settings = self._images
-        assert settings is not None
+        processor = self._images
+        assert processor is not None
         positions = np.zeros((3, len(contexts), width), np.int64)
-        pictures, sizes = list[np.ndarray](), list[np.ndarray]()
+        arrays, sizes = list[np.ndarray](), list[np.ndarray]()
         for i, (context, count) in enumerate(zip(contexts, lengths.tolist(), strict=True)):
-            own = shown[i] or {}
+            own = images[i] or {}
             sizes.append(image_sizes(own))
-            pictures += unpack_images(own)
-            positions[:, i, width - count :] = settings.rope_positions(context[:count], sizes[-1])
-        further: dict[str, Tensor] = {}
-        if pictures:
-            patches = np.concatenate([settings.to_patches(image) for image in pictures])
-            further["pixel_values"] = torch.from_numpy(patches).to(self.device)
-            grids = torch.from_numpy(settings.patch_grids(np.concatenate(sizes)))
-            further["image_grid_thw"] = grids.to(self.device)
-        return torch.from_numpy(positions).to(self.device), further
+            arrays += unpack_images(own)
+            positions[:, i, width - count :] = processor.rope_positions(context[:count], sizes[-1])
+        extra: dict[str, Tensor] = {}
+        if arrays:
+            patches = np.concatenate([processor.to_patches(image) for image in arrays])
+            extra["pixel_values"] = torch.from_numpy(patches).to(self.device)
+            grids = torch.from_numpy(processor.patch_grids(np.concatenate(sizes)))
+            extra["image_grid_thw"] = grids.to(self.device)
+        return torch.from_numpy(positions).to(self.device), extra
 
     def rope_shift(self, images: Sequence[PromptImages | None]) -> Tensor:
-        """What the images of each row add to the rotary positions behind them, int64 ``[B]``."""
+        """Return the offset of rotary positions behind the images of each row, int64 ``[B]``."""
         shifts = [
             0 if own is None or self._images is None else self._images.rope_shift(image_sizes(own))
             for own in images
@@ -248,17 +249,17 @@ class TransformersEngine(OffloadableTensors, Engine):
         cache: KeyValueCache | EqualLengthCache,
         extra_inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Logits ``[B, V]`` float32 after the last of ``tokens`` ``[B, n]``, which join the cache.
+        """Return logits ``[B, V]`` float32 after the last of ``tokens``; adds them to the cache.
 
         Args:
-            positions: of the tokens in their samples, ``[B, n]``, or of models that read images
-                ``[3, B, n]``.
-            further: what the network takes beside them.
-            mask: as the model takes it; None: every row attends to all columns.
+            tokens: ``[B, n]``.
+            positions: Positions of the tokens, ``[B, n]``, or ``[3, B, n]`` for models with images.
+            mask: The attention mask of the model; None: each row attends to all columns.
+            extra_inputs: Further inputs of the network.
         """
         if isinstance(cache, EqualLengthCache):
-            assert self._cohorts is not None
-            return self._cohorts.step(tokens, cache)
+            assert self._equal_length is not None
+            return self._equal_length.step(tokens, cache)
         if self._step is not None and tokens.shape[1] == 1 and len(cache):
             logits = self._step(tokens, positions, mask, cache)
             cache.advance(1)

@@ -1,8 +1,8 @@
-"""vLLM as a server; see :mod:`rlinf.engines.server`.
+"""The engine that uses vLLM servers; see :mod:`rlinf.engines.server`.
 
-Tokens go in and come out as numbers (``/inference/v1/generate``); a worker extension
-(``engine_plugins/rlinf_vllm.py``) reads new weights in place and takes log-probabilities as they are
-defined here.
+Requests and responses have token ids (``/inference/v1/generate``). A worker extension
+(``engine_plugins/rlinf_vllm.py``) loads new weights in place and computes the log-probabilities of
+the policy.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from rlinf.engines.server import ServerConfig, ServerEngine
 from rlinf.engines.server_process import ServerProcess
 
 SUBPROCESS_MODULES = ("rlinf.engines.engine_plugins.rlinf_vllm",)
-"""Is part of the identity of what the engine makes (:mod:`stages.identity`)."""
+"""Modules that other processes run; they count for the identity of outputs."""
 ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension knows the sampler of the first one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the extension supports only the first model runner
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Of the environment of every process that imports vLLM."""
+"""Environment variables of every process that imports vLLM."""
 
 
 LENGTH_SCALINGS = frozenset({"longrope"})
-"""vLLM takes the long factors where ``--max-model-len`` exceeds the original length, as
-:mod:`rlinf.models.rotary` does. Its dynamic NTK has the frequencies of the longest sequence."""
+"""vLLM uses the long factors if ``--max-model-len`` exceeds the original length, as
+:mod:`rlinf.models.rotary` does. For dynamic NTK it uses the frequencies of the longest sequence."""
 
 
 class VLLMConfig(ServerConfig):
-    """Decoding by a vLLM server."""
+    """Options of vLLM servers."""
 
     server_python: str = "vllm"
 
 
 class VLLMEngine(ServerEngine):
-    """See the module."""
+    """An engine that sends requests to vLLM servers."""
 
     supported_length_scalings = LENGTH_SCALINGS
 
     Config = VLLMConfig
     server_package = "vllm"
     server_module = "vllm.entrypoints.openai.api_server"
-    heartbeat_route = "/is_sleeping"  # asks the process that decodes, which /health does not
+    heartbeat_route = "/is_sleeping"  # reaches the decoding process, unlike /health
 
     def server_args(self, model: Path, context: int, socket: Path) -> list[str]:
         return [
@@ -57,7 +57,7 @@ class VLLMEngine(ServerEngine):
     def server_environment(self, socket: Path) -> Mapping[str, str]:
         always = {
             **ENVIRONMENT,
-            "VLLM_SERVER_DEV_MODE": "1",  # for weights, aborting and caches
+            "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for weights, aborts and caches
             "VLLM_RPC_BASE_PATH": str(socket.parent),
         }
         if self.device.type != "cpu":
@@ -85,7 +85,7 @@ class VLLMEngine(ServerEngine):
         process.post("/abort_requests", {"request_ids": []}, check_heartbeat=True)
 
     def sleep(self, process: ServerProcess) -> None:
-        # The second level keeps no copy of the weights in the host's memory.
+        # Level 2 keeps no copy of the weights in host memory.
         process.post("/sleep?level=2&mode=abort")
 
     def wake(self, process: ServerProcess) -> None:
@@ -98,17 +98,17 @@ class VLLMEngine(ServerEngine):
 
 
 def _call(process: ServerProcess, method: str, *arguments: str, watched: bool = False) -> None:
-    """Run a method of the worker extension in every worker of a server."""
+    """Call a method of the worker extension in each worker of a server."""
     body = {"method": method, "args": list(arguments)}
     process.post("/collective_rpc", body, check_heartbeat=watched)
 
 
 def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
-    """Of vLLM's command line: what is decoded, and how.
+    """Return the command-line arguments of vLLM for the model and its decoding.
 
     Args:
-        model: the folder.
-        context: most tokens of a prompt and its response together.
+        model: The model folder.
+        context: Largest number of tokens of prompt and response together.
     """
     config, policy = engine._config, engine._policy_config
     return [
@@ -116,7 +116,7 @@ def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
         *("--tensor-parallel-size", str(engine.world.layout.tp)),
         *("--max-model-len", str(context), "--max-num-seqs", str(config.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(engine.kv_cache_bytes())),
-        *("--generation-config", "vllm"),  # nothing of a checkpoint's own sampling settings
+        *("--generation-config", "vllm"),  # ignore the checkpoint's sampling defaults
         *(["--enable-sleep-mode"] if engine.can_sleep else []),
         *(["--enforce-eager"] if engine.device.type == "cpu" else []),
         *(["--trust-remote-code"] if policy.trust_remote_code else []),
@@ -124,10 +124,10 @@ def vllm_args(engine: ExternalEngine, model: Path, context: int) -> list[str]:
 
 
 def vllm_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dict[str, Any]:
-    """How vLLM samples a leg.
+    """Return vLLM's sampling parameters for a segment.
 
     Args:
-        stops: tokens that end a sample.
+        stops: Ids of the tokens that end a sample.
     """
     sampling = request.sampling
     return {
@@ -140,8 +140,8 @@ def vllm_sampling_params(request: SegmentRequest, stops: Collection[int]) -> dic
         "seed": request.seed,
         "stop": list(sampling.stop),
         "stop_token_ids": sorted(stops),
-        "ignore_eos": True,  # the stop tokens are all there are
-        "logprobs": 0,  # of the token that was drawn alone
+        "ignore_eos": True,  # stop_token_ids has all stop tokens
+        "logprobs": 0,  # only for the sampled token
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": True,
     }

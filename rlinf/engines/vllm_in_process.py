@@ -1,4 +1,4 @@
-"""vLLM in the process of the stage; see :mod:`rlinf.engines.in_process`."""
+"""The engine that runs vLLM in the stage's process; see :mod:`rlinf.engines.in_process`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlinf.engines.vllm import ENVIRONMENT, LENGTH_SCALINGS, vllm_args, vllm_sam
 
 
 class VLLMInProcessEngine(InProcessEngine):
-    """See the module."""
+    """An engine that steps a vLLM engine in the stage's process."""
 
     supported_length_scalings = LENGTH_SCALINGS
 
@@ -38,7 +38,7 @@ class VLLMInProcessEngine(InProcessEngine):
 
             parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
             words = [
-                *vllm_args(self, model, self._context),
+                *vllm_args(self, model, self._max_model_len),
                 *("--load-format", "dummy", "--disable-log-stats", "--no-use-tqdm-on-load"),
                 *(
                     "--worker-extension-cls",
@@ -46,19 +46,19 @@ class VLLMInProcessEngine(InProcessEngine):
                 ),
                 *self._config.extra_args,
             ]
-            made = EngineArgs.from_cli_args(parser.parse_args(words))
-            self.backend = LLMEngine.from_engine_args(made)
+            args = EngineArgs.from_cli_args(parser.parse_args(words))
+            self.backend = LLMEngine.from_engine_args(args)
             self.backend.collective_rpc("rlinf_setup")
-        # Of each update it says that layers without weights got none.
+        # Each update would log that layers without weights were not loaded.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.backend.collective_rpc("rlinf_load_weights", args=(tensors,))
         if not self.backend.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps what it has cached: samples are under way")
+            raise RuntimeError("vLLM cannot clear its cache while samples are running")
 
-    def shut_down(self, inner: Any) -> None:
-        inner.engine_core.shutdown()
+    def shut_down(self, backend: Any) -> None:
+        backend.engine_core.shutdown()
 
     def sleep(self) -> None:
         self.backend.sleep(level=1)  # keeps the weights in the host's memory
@@ -72,7 +72,7 @@ class VLLMInProcessEngine(InProcessEngine):
 
 @dataclass(eq=False)
 class VLLMSegment:
-    """What there is of a leg."""
+    """A running segment with the tokens generated so far."""
 
     sample: ResumableSample
     tokens: list[int] = field(default_factory=list)
@@ -80,15 +80,15 @@ class VLLMSegment:
 
 
 class VLLMStepDecoder:
-    """See :class:`rlinf.engines.resumable.SegmentDecoder`: one step of all legs at a time."""
+    """A :class:`rlinf.engines.resumable.SegmentDecoder` that steps all segments together."""
 
     def __init__(self, engine: VLLMInProcessEngine) -> None:
         self._engine = engine
-        self._made: dict[str, VLLMSegment] = {}
+        self._running: dict[str, VLLMSegment] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._running)
 
     def submit(self, sample: ResumableSample, request: SegmentRequest) -> None:
         from vllm.inputs import tokens_input
@@ -103,29 +103,29 @@ class VLLMStepDecoder:
         self._count += 1
         name = str(self._count)
         self._engine.backend.add_request(name, tokens_input(request.context_tokens), params)
-        self._made[name] = VLLMSegment(sample)
+        self._running[name] = VLLMSegment(sample)
 
     def poll_finished(self) -> list[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        found: list[tuple[ResumableSample, GeneratedSegment | Exception]] = []
+        finished: list[tuple[ResumableSample, GeneratedSegment | Exception]] = []
         with self._engine.close_on_error():
             outputs = self._engine.backend.step()
         for output in outputs:
-            made, (choice,) = self._made[output.request_id], output.outputs
-            made.tokens += choice.token_ids
+            own, (choice,) = self._running[output.request_id], output.outputs
+            own.tokens += choice.token_ids
             pairs = zip(choice.token_ids, choice.logprobs, strict=True)
-            made.logprobs += [entry[token].logprob for token, entry in pairs]
+            own.logprobs += [entry[token].logprob for token, entry in pairs]
             if output.finished:
-                del self._made[output.request_id]
-                leg = GeneratedSegment(made.tokens, made.logprobs, choice.finish_reason)
-                found.append((made.sample, leg))
-        return found
+                del self._running[output.request_id]
+                segment = GeneratedSegment(own.tokens, own.logprobs, choice.finish_reason)
+                finished.append((own.sample, segment))
+        return finished
 
     def abort_all(self) -> Iterator[tuple[ResumableSample, GeneratedSegment | Exception]]:
-        made, self._made = self._made, {}
-        if made and self._engine.backend is not None:
-            self._engine.backend.abort_request([*made])
-        for one in made.values():
+        running, self._running = self._running, {}
+        if running and self._engine.backend is not None:
+            self._engine.backend.abort_request([*running])
+        for one in running.values():
             yield one.sample, GeneratedSegment(one.tokens, one.logprobs, "abort")
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no resources."""

@@ -1,4 +1,5 @@
-"""Environments: the simulate side of rollout; text tasks are environments of one step."""
+"""Environments produce the observations of a rollout; a text task is an environment with one-step
+episodes."""
 
 from rlinf.registry import Registry
 

@@ -1,4 +1,4 @@
-"""Arithmetic on small integers: a task with a seeded generator and a disjoint held-out set."""
+"""Arithmetic on small integers: a task with a seeded generator and a disjoint test set."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class ArithmeticConfig(Section):
     """Questions such as ``47+85=``."""
 
     operations: str = "+-"
-    """Operations asked, of ``+ - *``."""
+    """Operations of the questions, from ``+ - *``."""
     digits: tuple[int, ...] = (1, 2)
-    """Difficulties: most digits of an operand; each question draws one of them."""
+    """Difficulties: the largest number of digits of an operand. Each question draws one of them."""
     digit_weights: tuple[float, ...] | None = None
-    """How often each difficulty is drawn; equally often by default."""
+    """Relative frequency of each difficulty; equal by default."""
     least_significant_first: bool = False
-    """Write answers from the last digit to the first, the order in which carries arise; small
+    """Write answers from the last digit to the first, the order in which carries arise. Small
     models learn it with far fewer examples (arXiv 2307.03381)."""
     rambling_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of demonstrations that go on with another question after the answer, as raw text does.
-    A model fine-tuned on them samples exact answers at most one minus this often."""
+    """Share of demonstrations that continue with another question after the answer, as raw text
+    does. A model fine-tuned on them gives exact answers at most one minus this often."""
     test_seed: int = Field(default=1234, ge=0)
-    """Seed of the held-out questions; the run's seed does not change them."""
+    """Seed of the test questions; the run's seed does not change them."""
 
     @field_validator("operations")
     @classmethod
@@ -67,7 +67,7 @@ class ArithmeticConfig(Section):
 
 
 class ArithmeticEnvironment(PromptEnvironment):
-    """Prompts are questions, the reward is an exact match of the answer."""
+    """Questions of arithmetic; the reward is an exact match of the answer."""
 
     Config = ArithmeticConfig
     config: ArithmeticConfig
@@ -110,14 +110,15 @@ class ArithmeticEnvironment(PromptEnvironment):
         return float(response.strip() == answer)
 
     def _draw(self, random: np.random.Generator, split: str) -> Prompt:
-        """One question of the split: redrawn until it falls on the right side."""
+        """Draw questions until one belongs to the split."""
         while True:
             prompt = self._question(random)
             if is_test_question(prompt.text) == (split == "test"):
                 return prompt
 
     def _demonstrated(self, random: np.random.Generator, answer: str) -> str:
-        """The answer, or with probability ``rambling`` the answer and the next question."""
+        """Return the answer or, with probability ``rambling_fraction``, the answer and another
+        question."""
         if random.random() >= self.config.rambling_fraction:
             return answer
         return f"{answer} {self._draw(random, 'train').text}"
@@ -138,5 +139,6 @@ class ArithmeticEnvironment(PromptEnvironment):
 
 
 def is_test_question(question: str) -> bool:
-    """Whether a question is in the test set: by its text, so that no training prompt can be."""
+    """Return whether a question belongs to the test set. A hash of its text decides, so no training
+    prompt can be a test prompt."""
     return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % TEST_ONE_IN == 0

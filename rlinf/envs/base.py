@@ -1,8 +1,9 @@
 """The environment interface.
 
-Rollout is two parts with a channel each way: an environment puts observations and takes actions,
-an engine takes observations and puts actions. A language task is an environment whose episodes are
-one step long; a simulator exchanges one record per time step. Neither side knows the other.
+A rollout has two sides, connected by a channel in each direction. The environment sends
+observations and receives actions; the engine receives observations and sends actions. A language
+task is an environment with one-step episodes. A simulator exchanges one record per time step.
+Neither side knows the other.
 """
 
 from __future__ import annotations
@@ -26,53 +27,57 @@ if TYPE_CHECKING:
     from rlinf.models.base import ModelSpec
 
 VIDEO_PREFIX = "video."
-"""Begins the columns of pictures that no policy sees."""
+"""Prefix of the columns of images that are recorded for videos and not seen by the policy."""
 UNFINISHED = "unfinished"
-"""Stop reason of a sample that another engine is to go on with."""
+"""Stop reason of a sample that another engine continues."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Which experience to collect. A sample's number fixes its start and its randomness."""
+    """A request for trajectories. A sample's id fixes its initial state and its random numbers."""
 
     seed: int
     iteration: int
     split: Literal["train", "test"]
     group_ids: Sequence[int]
-    """Numbers of the starts (prompts, environments) this worker does, out of the whole batch."""
+    """Ids of the groups (prompts or initial states) that this worker collects, out of the batch."""
     num_groups: int
-    """Starts of the whole batch, over all workers."""
+    """Groups that all workers together may collect in this iteration."""
     group_size: int
-    """Samples per start: sample ``start * group_size + k``."""
+    """Samples per group: sample ``group * group_size + k``."""
     horizon: int
     temperature: float
     partial_samples: Mapping[int, Record] | None = None
-    """Of samples that another engine gave up: what there is of them. Only these are done."""
+    """Samples that another engine started, with their tokens so far. If set, only these are
+    collected."""
     open_episodes: Mapping[int, Record] | None = None
-    """Of samples, the episodes to go on with (:mod:`rlinf.data.episodes`); those of others begin
-    anew. What is open at the end is left likewise. None: all begin anew, and nothing is left."""
+    """Unfinished episodes of the last iteration, by sample (:mod:`rlinf.data.episodes`). Other
+    samples start new episodes. Episodes that are unfinished at the end are saved. None: all start
+    anew, and none are saved."""
     groups_per_batch: int | None = None
-    """Starts of one batch, where a batch may be drawn several times in an iteration; None: all."""
+    """Groups of one batch, if an iteration may draw several batches; None: ``num_groups``."""
     num_videos: int = 0
-    """Samples below this number are to have the columns of :meth:`Environment.video_columns`."""
+    """Samples below this number record the columns of :meth:`Environment.video_columns`."""
     sampling: Mapping[str, Scalar] = field(default_factory=dict)
-    """Further settings of :class:`rlinf.data.sampling_params.SamplingParams`, as requests carry them."""
+    """Other fields of :class:`rlinf.data.sampling_params.SamplingParams`, as requests carry
+    them."""
 
     @property
     def request_info(self) -> dict[str, Scalar]:
-        """How samples are drawn: for the ``info`` of requests."""
+        """Return the sampling settings, for the ``info`` of requests."""
         return {"horizon": self.horizon, "temperature": self.temperature, **self.sampling}
 
     def task_indices(self, starts: np.ndarray) -> np.ndarray:
-        """Running numbers of starts, by which the tasks of a run take turns: in training over all
-        iterations, so that each has its share also where a batch has fewer starts than there are
-        tasks. Where episodes go on over iterations, a start is of the same task in each."""
+        """Return running numbers of groups, which assign the tasks of a run in rotation. In
+        training they run over all iterations, so that each task has an equal share even if a batch
+        has fewer groups than there are tasks. If episodes continue over iterations, a group has the
+        same task in each of them."""
         if self.split == "test" or self.open_episodes is not None:
             return starts
         return self.iteration * (self.groups_per_batch or self.num_groups) + starts
 
     def sample_ids(self) -> np.ndarray:
-        """The numbers of all samples to do, int64."""
+        """Return the ids of all samples to collect, int64."""
         starts = np.asarray(self.group_ids, dtype=np.int64)[:, None]
         samples = (starts * self.group_size + np.arange(self.group_size)).ravel()
         return (
@@ -84,22 +89,23 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class TaskSize:
-    """How much there is of a task; None: no end of it."""
+    """The size of a task; None: unlimited."""
 
     train: int | None = None
-    """Starts for training that differ."""
+    """Distinct training groups."""
     test: int | None = None
     max_prompt_tokens: int = 0
-    """Tokens."""
+    """Tokens of the longest prompt."""
 
 
 def score_trajectories(
     environment: Environment, trajectories: Sequence[Record], counts: Counter[str]
 ) -> list[float]:
-    """The task's score of each trajectory, NaN where there is none.
+    """Return the task's score of each trajectory, NaN if there is none.
 
     Raises:
-        InputError: :meth:`Environment.score` returned another count, or what are no numbers.
+        InputError: :meth:`Environment.score` returned a wrong number of scores, or values that are
+            not numbers.
     """
     found = environment.score(trajectories, counts)
     name = f"task: {type(environment).__name__}.score"
@@ -118,23 +124,23 @@ def score_trajectories(
 
 
 class Environment(Component, ABC):
-    """What the policy acts in."""
+    """The environment that a policy acts in."""
 
     Config: ClassVar[type[Section]] = Section
     supports_resume: ClassVar[bool] = False
-    """Whether :meth:`simulate` goes on with samples that another engine gave up."""
+    """Whether :meth:`simulate` continues samples that another engine started."""
 
     @abstractmethod
     def __init__(self, config: Any, processor: Any) -> None:
-        """``processor`` is what the policy brings to read observations (a tokenizer), or None."""
+        """Create the environment. ``processor`` is the policy's tokenizer or processor, or None."""
 
     @classmethod
     @abstractmethod
     def model_spec(cls, config: Any) -> ModelSpec:
-        """What a policy must know to be created for this environment.
+        """Return what a policy needs to know to be created for this environment.
 
-        From the configuration and data files alone: the machine that starts a run need not be able
-        to build a simulator.
+        It follows from the configuration and data files alone, because the machine that starts a
+        run may be unable to build a simulator.
 
         Raises:
             DataError: a data file of the task is missing, empty or malformed.
@@ -142,23 +148,23 @@ class Environment(Component, ABC):
 
     @classmethod
     def infer_config(cls, config: Any, *, check_given: bool) -> ModelSpec:
-        """Keys of the task that the configuration leaves open and the environment itself can tell,
-        such as sizes of observations and actions; they are frozen with the run. None by default.
+        """Return keys of the task that the configuration leaves open and the environment can
+        determine, such as the sizes of observations and actions. They are frozen with the run.
 
-        Asked before a run is made, on the machine that makes it.
+        Called before a run is created, on the machine that creates it.
 
         Args:
-            compare: also see that the keys which are given are right, if that can be done here.
+            check_given: also check the keys that are set, if that is possible here.
 
         Raises:
-            ConfigError: a key is wrong, or cannot be told here.
+            ConfigError: a key is wrong, or cannot be determined here.
         """
         return {}
 
     @classmethod
     def train_test_overlap(cls, config: Any) -> tuple[int, int]:
-        """Return how many held-out problems of the task are training problems too, and how many
-        held-out ones there are; ``(0, 0)`` for a task that has no list of problems.
+        """Return how many test problems are training problems too, and the number of test problems;
+        ``(0, 0)`` for a task without a list of problems.
 
         Raises:
             DataError: a file is missing, empty or malformed.
@@ -167,53 +173,54 @@ class Environment(Component, ABC):
 
     @classmethod
     def verify_spec(cls, config: Any) -> None:
-        """See that :meth:`describe` is right; asked where the run computes, before it makes
-        anything of it.
+        """Check that :meth:`model_spec` is right. Called on the machine that computes, before the
+        spec is used.
 
         Raises:
-            ConfigError: it is not, or the simulator cannot be built.
+            ConfigError: it is wrong, or the simulator cannot be built.
         """
 
     @classmethod
     def required_modules(cls, config: Any) -> tuple[str, ...]:
-        """What an interpreter named in ``task.python`` must be able to import."""
+        """Return the modules that the interpreter of ``task.python`` must be able to import."""
         return ()
 
     @classmethod
     def max_step_bytes(cls, config: Any) -> int:
-        """Bytes of one step in the largest column of its trajectories, as far as the configuration
-        tells.
+        """Return the bytes of one step in the largest trajectory column, as far as the
+        configuration tells.
 
-        From :data:`rlinf.data.record.LARGE_ROW_BYTES` on trajectories are read from files, of which
-        each process takes the steps that it computes with, unless a plan says otherwise.
+        From :data:`rlinf.data.record.LARGE_ROW_BYTES` on, trajectories are read from files. Each
+        process reads only the steps that it computes with, unless the plan says otherwise.
         """
         return 0
 
     @classmethod
     def has_deterministic_reset(cls, config: Any) -> bool:
-        """Whether the samples of a start begin alike; asked before a run with groups of them."""
+        """Return whether all samples of a group begin in the same state. Called before a run with
+        groups."""
         return True
 
     @classmethod
     def num_tasks(cls, config: Any) -> int:
-        """Among how many tasks starts are shared out in turns, held-out ones too."""
+        """Return the number of tasks that groups are assigned to in rotation, also in
+        evaluation."""
         return 1
 
     @classmethod
     def video_columns(cls, config: Any) -> tuple[str, ...]:
-        """Columns of pictures in trajectories that are filmed (``evaluate.videos``); none by
-        default."""
+        """Return the image columns of trajectories that record videos (``evaluate.videos``)."""
         return ()
 
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
-        """How much there is of the task, after a look at all of it; asked before a run begins.
+        """Return the size of the task, after a pass over all of it. Called before a run begins.
 
         Args:
-            processor: as for the constructor; None while the policy has not been created.
+            processor: as for the constructor; None if the policy has not been created.
 
         Raises:
-            DataError: a problem cannot be asked.
+            DataError: a problem cannot be used.
         """
         return TaskSize()
 
@@ -221,47 +228,50 @@ class Environment(Component, ABC):
     def simulate(
         self, episodes: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        """Collect trajectories: one record per sample, as soon as it is complete.
+        """Collect trajectories: yield one record per sample, as soon as it is complete.
 
-        Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (behaviour policy), and
-        ``info`` with ``group``, ``policy_version`` and ``stop_reason``; ``steps["versions"]`` where
-        the weights may change on the way; ``steps["mask"]``, 0 where a step does not count (see
-        :mod:`rlinf.data.loss_mask`), where not all do. Closes ``observations`` when no more are
-        coming. Where the environment :attr:`resumes`, what an engine gives up has the stop reason
-        :data:`UNFINISHED` and is gone on with from ``episodes.begun``.
+        Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (of the behaviour
+        policy), and ``info`` with ``group``, ``policy_version`` and ``stop_reason``. It has
+        ``steps["versions"]`` if weights may change during a sample, and ``steps["mask"]``, 0 at
+        steps outside the loss, if not all steps count (see :mod:`rlinf.data.loss_mask`). The
+        environment closes ``observations`` after the last one. With :attr:`supports_resume`, a
+        sample that the engine aborts has the stop reason :data:`UNFINISHED` and is continued from
+        ``request.partial_samples``.
         """
 
     @abstractmethod
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """The task's own measure of each finished trajectory: what evaluation averages; NaN where
-        it could not be taken, which evaluation leaves out.
+        """Return the task's own score of each finished trajectory, which evaluation averages. NaN
+        marks a trajectory that could not be scored; evaluation leaves it out.
 
         Args:
-            counts: takes what could not be scored as meant, by kind (time-outs, for instance); a
-                metric of the stage each.
+            counts: receives the number of failures by kind (time-outs, for instance); each is a
+                metric of the stage.
         """
 
     def episode_metrics(self, trajectories: Sequence[Record]) -> dict[str, float]:
-        """Means over trajectories that are metrics of a stage beside the score; by default none."""
+        """Return means over trajectories that are metrics of a stage beside the score; none by
+        default."""
         return {}
 
     @classmethod
     def check_demonstrations(cls, config: Any) -> None:
-        """See that there are demonstrations, of tasks that offer
-        :data:`rlinf.capabilities.DEMONSTRATIONS`; asked before a run with a warm start begins.
+        """Check that a task which provides :data:`rlinf.capabilities.DEMONSTRATIONS` has some.
+        Called before a run with a warm start begins.
 
         Raises:
-            ConfigError: the configuration asks for none.
+            ConfigError: the configuration sets none.
         """
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """Trajectories of an expert for supervised fine-tuning; none by default."""
+        """Return expert trajectories for supervised fine-tuning; none by default."""
         return []
 
     def test_demonstrations(self, count: int) -> list[Record]:
-        """The first ``count`` of what an expert does in the test split, or as many as there are.
+        """Return the first ``count`` expert trajectories of the test split, or as many as there
+        are.
 
-        Of tasks that offer :data:`rlinf.capabilities.EVAL_DEMONSTRATIONS`.
+        For tasks that provide :data:`rlinf.capabilities.EVAL_DEMONSTRATIONS`.
         """
         return []
 

@@ -1,8 +1,9 @@
-"""Sums too hard to do in the head: the policy may ask a calculator before it answers.
+"""Products that are too hard to compute mentally: the policy may call a calculator before it
+answers.
 
-The question is ``47*85=``. A message that ends in ``?`` is a call: ``47*85?`` is answered with its
-value; any other is the answer. The smallest task that needs a tool: what a larger one adds is in
-its own :class:`rlinf.envs.dialogue.ToolDialogue`.
+The question is ``47*85=``. A message that ends in ``?`` is a call: ``47*85?`` returns its value.
+Any other message is the answer. This is the smallest task with a tool; a larger one defines its own
+:class:`rlinf.envs.dialogue.ToolDialogue`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ALPHABET = "0123456789+-*=?:erro "
 
 
 class CalculatorConfig(DialogueConfig):
-    """Products of numbers of so many digits."""
+    """Products of numbers with ``digits`` digits."""
 
     max_turns: int = Field(default=3, gt=0)
     max_turn_tokens: int = Field(default=12, gt=0)
@@ -40,7 +41,7 @@ class CalculatorConfig(DialogueConfig):
 
 
 class CalculatorDialogue(ToolDialogue):
-    """One question; the answer is worth 1 if it is right."""
+    """One question; the reward of a right answer is 1."""
 
     def __init__(self, question: str) -> None:
         self.question, self.answer = question, calculate(question)
@@ -60,7 +61,7 @@ class CalculatorDialogue(ToolDialogue):
 
 
 class CalculatorEnvironment(DialogueEnvironment):
-    """See the module."""
+    """Questions for a policy with a calculator."""
 
     Config = CalculatorConfig
     config: CalculatorConfig
@@ -77,30 +78,33 @@ class CalculatorEnvironment(DialogueEnvironment):
                 return CalculatorDialogue(f"{a}*{b}")
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """Dialogues that ask the calculator and repeat what it said."""
+        """Return dialogues that call the calculator and repeat its result."""
         random = generator(seed, "calculator", "demonstration", step)
         out = []
         for number in range(count):
             sum_ = self.create_dialogue("train", random)
             assert isinstance(sum_, CalculatorDialogue)
             parts = [f"{sum_.question}=", f"{sum_.question}?", sum_.answer, sum_.answer]
-            (prompt,), (call, said, answer) = self.encode_prompts(parts[:1]), self.encode(parts[1:])
+            (prompt,), (call, tool_reply, answer) = (
+                self.encode_prompts(parts[:1]),
+                self.encode(parts[1:]),
+            )
             call, answer = self.append_end_token(call), self.append_end_token(answer)
-            actions = np.concatenate([call, said, answer])
+            actions = np.concatenate([call, tool_reply, answer])
             mask = np.ones(len(actions), np.float32)
-            mask[len(call) : len(call) + len(said)] = 0
+            mask[len(call) : len(call) + len(tool_reply)] = 0
             steps = {"actions": actions, "mask": mask}
             out.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
         return out
 
 
 def calculate(expression: str) -> str:
-    """The value of ``a*b``, ``a+b`` or ``a-b``.
+    """Return the value of ``a*b``, ``a+b`` or ``a-b``.
 
     Raises:
-        ToolInputError: it is something else.
+        ToolInputError: the expression has another form.
     """
-    found = re.fullmatch(r"(\d{1,12})([-+*])(\d{1,12})", expression)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,12})([-+*])(\d{1,12})", expression)
+    if match is None:
         raise ToolInputError("no sum")
-    return str(OPERATIONS[found[2]](int(found[1]), int(found[3])))
+    return str(OPERATIONS[match[2]](int(match[1]), int(match[3])))

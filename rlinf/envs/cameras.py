@@ -1,6 +1,7 @@
-"""Pictures of simulators.
+"""Images of simulators.
 
-Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
+Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
+and numpy alone.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ RENDERER_MODEL_FIELDS = (
     *("mesh_vert", "mesh_face", "mesh_normal", "mesh_texcoord", "hfield_data", "tex_data"),
     *("mat_texid", "mat_texrepeat", "mat_texuniform", "skin_vert", "skin_face", "skin_texcoord"),
 )
-"""What of a MuJoCo model a renderer keeps."""
+"""Fields of a MuJoCo model that a renderer copies to the GPU."""
 _RENDERERS: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
-"""Of this process, by what they keep, height and width."""
+"""Renderers of this process, by model fields, height and width."""
 log = logging.getLogger("rlinf.envs.vector_env")
 
 
 class CameraWrapper:
-    """A world that has pictures taken, when they are asked for.
+    """An environment that renders images on request.
 
-    They are what its ``picture(camera, height, width)`` gives, where it has that, and of MuJoCo's
-    worlds what :class:`MujocoCameras` do.
+    It calls the environment's ``picture(camera, height, width)`` if there is one, and otherwise
+    renders MuJoCo environments with :class:`MujocoCameras`.
     """
 
     def __init__(self, world: Any, images: Images) -> None:
@@ -48,7 +49,7 @@ class CameraWrapper:
         self.action_space = world.action_space
         self.observation_space = world.observation_space
         self.starts = getattr(world, "starts", 0)
-        self.tells = getattr(world, "tells", ())
+        self.step_info_keys = getattr(world, "step_info_keys", ())
         self.unwrapped = bare
         for name in ("expert", "save", "restore"):
             if hasattr(world, name):
@@ -65,7 +66,7 @@ class CameraWrapper:
         return self._world.step(action)
 
     def pictures(self) -> Arrays:
-        """Of all cameras now."""
+        """Return the current images of all cameras."""
         return {name: self._picture(name, *size) for name, size in self._images.items()}
 
     def close(self) -> None:
@@ -73,9 +74,9 @@ class CameraWrapper:
 
 
 class MujocoCameras:
-    """Pictures of a MuJoCo world, uint8 ``[H, W, 3]``; ``free`` is the camera of no name.
+    """Renders images of a MuJoCo environment, uint8 ``[H, W, 3]``; ``free`` is the unnamed camera.
 
-    Shadows, reflections and multisampling are off: in software they take most of the time.
+    Shadows, reflections and multisampling are off, because they take most of the time in software.
     """
 
     def __init__(self, world: Any, images: Images) -> None:
@@ -84,7 +85,7 @@ class MujocoCameras:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Have renderers of the model, which the world may build anew at a reset."""
+        """Create renderers of the model, which the environment may rebuild at a reset."""
         model = self._model = self._world.model
         check_cameras(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
@@ -94,10 +95,10 @@ class MujocoCameras:
         looks = hashlib.blake2b(b"".join(parts)).digest()
         self._renderers: dict[tuple[int, ...], Any] = {}
         for size in {tuple(size) for size in self._images.values()}:
-            found = _RENDERERS.get((looks, *size))
-            if found is None:
-                found = _RENDERERS[(looks, *size)] = self._renderer(*size)
-            self._renderers[size] = found
+            renderer = _RENDERERS.get((looks, *size))
+            if renderer is None:
+                renderer = _RENDERERS[(looks, *size)] = self._renderer(*size)
+            self._renderers[size] = renderer
 
     def _renderer(self, height: int, width: int) -> Any:
         most = self._model.vis.global_  # A model says how large a picture may be.
@@ -132,8 +133,8 @@ class MujocoCameras:
 
 @functools.lru_cache(None)
 def log_mujoco_warnings() -> None:
-    """Have MuJoCo's warnings logged, each once: it prints them and appends to a MUJOCO_LOG.TXT in
-    the working directory, for every environment made."""
+    """Log each MuJoCo warning once. By default MuJoCo prints it for every environment and appends
+    it to MUJOCO_LOG.TXT in the working directory."""
     try:
         mujoco = importlib.import_module("mujoco")
     except ImportError:

@@ -1,8 +1,8 @@
-"""Conversations from JSON-lines files: what the assistant said in them is learnt, or asked for.
+"""Conversations from JSON-lines files: the assistant's messages are learnt or asked for.
 
 A conversation becomes tokens by the tokenizer's chat template (:mod:`rlinf.models.chat_format`).
-Each piece, prompts and answers, is tokenised for itself: what the assistant says is then the same
-tokens, behind the same ones, as in a rollout, where the prompt is tokenised without the answer.
+Each span, prompt or answer, is tokenized separately. So the assistant's tokens, and the tokens
+before them, are the same as in a rollout, where the prompt is tokenized without the answer.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ CHATML_TEMPLATE = (
     "{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, for small models that the configuration makes."""
+"""ChatML, for small models that the configuration creates."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 
 
 class ConversationsConfig(ProblemSetConfig):
-    """Where the conversations are, and what of them is learnt."""
+    """The data files, and which messages are learnt."""
 
     train: Path
-    """JSON-lines file of conversations to learn from."""
+    """JSON-lines file of training conversations."""
     test: Path
-    """JSON-lines file of held-out ones."""
+    """JSON-lines file of test conversations."""
     messages_field: str = "messages"
-    """Holds a list of messages with ``role`` (system, user, assistant) and ``content``; the last
-    one is the assistant's."""
+    """Field with a list of messages: ``role`` (system, user, assistant) and ``content``. The last
+    message is the assistant's."""
     train_on: Literal["all", "last"] = "all"
-    """Which of the assistant's messages are learnt."""
+    """Train on all of the assistant's messages, or on the last one only."""
     max_length: int = Field(default=4096, gt=0)
-    """Longer conversations are not learnt from."""
+    """Longer conversations are left out, tokens."""
 
 
 @dataclass(frozen=True)
 class ConversationSpan:
-    """Part of the text of a conversation, and whether the assistant is to learn it."""
+    """A part of a conversation's text, and whether it is in the loss."""
 
     text: str
     in_loss: bool
 
 
 class ConversationsEnvironment(ProblemSetEnvironment):
-    """See the module. A prompt is a conversation up to the assistant's last message; an answer is
-    right where it is that message, but for thoughts and white space around it."""
+    """Prompts are conversations up to the assistant's last message. An answer is right if it equals
+    that message, apart from reasoning and surrounding white space."""
 
     Config = ConversationsConfig
     config: ConversationsConfig
@@ -104,9 +104,9 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             # A small model to be made: its tokenizer has every character, and a template.
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
-        made = cls(config, processor)
-        made._all("train")
-        made._all("test")
+        environment = cls(config, processor)
+        environment._all("train")
+        environment._all("test")
         return super().task_size(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
@@ -114,7 +114,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return float(split_thought(response, marks)[1] == split_thought(answer, marks)[1])
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """Conversations without replacement, in an order drawn anew for each epoch."""
+        """Return conversations without replacement, in a new order for each epoch."""
         learnt = self._all("train")
         chosen = []
         for i in range(count):
@@ -139,31 +139,31 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return self._drawn[1]
 
     def _all(self, split: Split) -> RenderedDataset[Record]:
-        """All conversations of a split as they are learnt; each is made into tokens on use."""
+        """Return all conversations of a split as training records; each is tokenized on use."""
         if split not in self._learnt:
             problems = self.load_problems(self.config, split)
             problems = problems[self.config.num_fewshot :] if split == "train" else problems
-            made = RenderedDataset(problems, self._records, _tokens)
+            dataset = RenderedDataset(problems, self._records, _tokens)
             key, most = f"task.{split}", f"task.max_length={self.config.max_length}"
             with name_key_in_memory_errors(key):
-                made.filter_by_length(self.config.max_length, self._address(problems, made))
-            if not len(made):
-                raise DataError(f"{key}: all {made.total} conversations are longer than {most}")
-            if len(made) < made.total:
-                left = made.total - len(made)
-                log.warning("%s: %d of %d are longer than %s", key, left, made.total, most)
-            self._learnt[split] = made
+                dataset.filter_by_length(self.config.max_length, self._address(problems, dataset))
+            if not len(dataset):
+                raise DataError(f"{key}: all {dataset.total} conversations are longer than {most}")
+            if len(dataset) < dataset.total:
+                left = dataset.total - len(dataset)
+                log.warning("%s: %d of %d are longer than %s", key, left, dataset.total, most)
+            self._learnt[split] = dataset
         return self._learnt[split]
 
     def _records(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Record]]:
-        """Return records to learn, each with the number of its conversation among those given.
+        """Return training records, each with the index of its conversation in the argument.
 
-        Where the template writes an answer otherwise once a message follows (without its thought,
-        say), the conversation goes on in a record of its own: each answer stands behind the prompt
-        that it is asked for by.
+        If the template renders an answer differently once a message follows (without its reasoning,
+        for instance), the conversation continues in a new record. So each answer follows the prompt
+        that a rollout would use.
 
         Raises:
-            DataError: the template leaves an answer out, or does not write what it asks for.
+            DataError: the template drops an answer, or does not write what it promises.
             ConfigError: the tokenizer has no template.
         """
         if self.chat_format.template is None:
@@ -196,7 +196,8 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return Record(RecordId(0, 0), steps, {"prompt": prompt})
 
     def _pieces(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
-        """The texts of one conversation: a row for each prompt that does not continue the last."""
+        """Return the spans of one conversation: a new row for each prompt that does not extend the
+        last."""
         rows, text = list[list[ConversationSpan]](), ""
         for turn in turns:
             row = rows[-1] if rows and turn.prompt.startswith(text) else []

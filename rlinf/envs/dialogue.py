@@ -1,9 +1,9 @@
-"""Dialogues: the policy and an environment take turns, in messages.
+"""Dialogues: the policy and an environment exchange messages in turns.
 
-What an agent's author writes is a :class:`Dialogue` (what the other side says, with tools or
-without) and a :class:`DialogueEnvironment` that begins one. Tokens, masks, log-probabilities and
-budgets are kept here: a trajectory is one row of tokens, those of the policy with mask 1 and those
-of all others with mask 0, exactly as the policy saw them.
+The author of an agent writes a :class:`Dialogue` (the other side's messages, with or without tools)
+and a :class:`DialogueEnvironment` that creates it. This module keeps tokens, masks,
+log-probabilities and budgets. A trajectory is one row of tokens, exactly as the policy saw them:
+the policy's own with mask 1, all others with mask 0.
 """
 
 from __future__ import annotations
@@ -44,98 +44,100 @@ log = logging.getLogger(__name__)
 STOP_REASON_ERROR = "error"
 """Stop reason of a dialogue that was lost."""
 TOOL_METRICS = ("tool_errors", "tool_retries")
-"""Numbers in the ``info`` of each trajectory: of calls refused, and of calls made again."""
+"""Counts in the ``info`` of each trajectory: refused calls, and retried calls."""
 SLACK_S = 5.0
 TEST_SEED = 1234
-"""Of held-out dialogues; the run's seed does not change them."""
+"""Seed of evaluation dialogues; the run's seed does not change them."""
 
 DialogueStep = tuple[Sequence[ChatMessage], float, bool]
-"""Messages to the policy, the reward of what it said, and whether the dialogue is over."""
+"""Messages to the policy, the reward of its message, and whether the dialogue is done."""
 
 
 class ToolInputError(ValueError):
-    """A tool refuses what the policy asked for: wrong arguments, a division by zero, no such file.
+    """A tool refuses the policy's request: wrong arguments, a division by zero, no such file.
 
-    The policy reads the message and learns from it. Any other exception of a tool is an outage.
+    The policy reads the message and can learn from it. Any other exception of a tool is an outage.
     """
 
 
 class ToolLimits(NamedTuple):
-    """How long a tool is waited for, and how often it is called again after an outage."""
+    """The time limit of a tool call, and its retries after an outage."""
 
     timeout_s: float = 60.0
-    """Longest wait for one try."""
+    """Longest wait for one attempt."""
     retries: int = 2
     backoff_s: float = 1.0
     """Wait before the first retry; it doubles with each further one."""
 
     @property
     def max_duration_s(self) -> float:
-        """Time that all tries of a call may take together."""
+        """The longest duration of all attempts of a call together."""
         waits = self.backoff_s * (2**self.retries - 1)
         return (self.retries + 1) * self.timeout_s + waits + SLACK_S
 
 
 class Dialogue(ABC):
-    """One conversation, seen from the other side. Has a state of its own."""
+    """One conversation, from the other side's view. It has a state of its own."""
 
     info: Mapping[str, Scalar] = {}
-    """What is known of it, for the reward: it is in the trajectory's ``info``."""
+    """Extra fields for the reward; they are in the trajectory's ``info``."""
     limits: ToolLimits = ToolLimits()
     """Set by the environment from its configuration."""
     tool_errors: int = 0
-    """Calls of the policy that were refused, so far."""
+    """Refused calls so far."""
     tool_retries: int = 0
-    """Calls that were made again after an outage, so far."""
+    """Calls retried after an outage so far."""
 
     @abstractmethod
     def init(self) -> Sequence[ChatMessage]:
-        """The first messages: ``role`` (system, user) and ``content``."""
+        """Return the first messages: ``role`` (system, user) and ``content``."""
 
     @abstractmethod
     def step(self, message: str) -> DialogueStep | Awaitable[DialogueStep]:
-        """What comes of a message of the policy.
+        """Return the response to a message of the policy.
 
-        May be ``async``: all dialogues of a batch wait side by side.
+        May be ``async``: all dialogues of a batch wait concurrently.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what it holds; called once, however it ended."""
+        """Release resources; called once, however the dialogue ended."""
 
 
 class ToolCall(NamedTuple):
-    """A tool that the policy asks for."""
+    """A tool call by the policy."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 class ToolDialogue(Dialogue):
-    """The policy calls tools until it says something without a call, which :meth:`judge` rewards.
+    """The policy calls tools until it sends a message without a call, which :meth:`score_answer`
+    rewards.
 
     Calls are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as most chat templates
-    with tools have them; another form is another :meth:`calls`.
+    with tools write them; override :meth:`parse_calls` for another form.
 
-    What the policy does wrong is said to it: a malformed call, an unknown tool, arguments that do
-    not fit the tool's signature, and a :class:`ToolInputError` of the tool. Any other exception,
-    and a try that takes too long, is an outage. The tool is then called again with the same
-    arguments; if the last try fails too, :meth:`step` raises its error, which ends the dialogue.
+    The policy reads its own mistakes: a malformed call, an unknown tool, arguments that do not fit
+    the tool's signature, and a :class:`ToolInputError` of the tool. Any other exception, and an
+    attempt that takes too long, is an outage. The tool is then called again with the same
+    arguments; if the last attempt fails too, :meth:`step` raises its error, which ends the
+    dialogue.
     """
 
     tools: Mapping[str, Callable[..., Any]] = {}
-    """By name; plain functions run in threads, ``async`` ones beside each other."""
+    """Tools by name; plain functions run in threads, ``async`` ones concurrently."""
 
     @abstractmethod
     def score_answer(self, message: str) -> float:
-        """The reward of the last message."""
+        """Return the reward of the last message."""
 
     def parse_calls(self, message: str) -> Sequence[ToolCall]:
-        """The calls in a message.
+        """Return the calls in a message.
 
         Raises:
-            ValueError: one is malformed; the policy is told.
+            ValueError: a call is malformed; the policy reads the error.
         """
-        found = []
+        calls = []
         for text in re.findall(r"<tool_call>(.*?)</tool_call>", message, re.DOTALL):
             try:
                 call = json.loads(text)
@@ -143,8 +145,8 @@ class ToolDialogue(Dialogue):
                 raise ValueError("the call is nested too deeply") from None
             if not isinstance(call, dict) or not isinstance(call.get("arguments", {}), dict):
                 raise ValueError("a call is an object with name and arguments")
-            found.append(ToolCall(str(call.get("name")), call.get("arguments", {})))
-        return found
+            calls.append(ToolCall(str(call.get("name")), call.get("arguments", {})))
+        return calls
 
     async def step(self, message: str) -> DialogueStep:
         try:
@@ -153,8 +155,8 @@ class ToolDialogue(Dialogue):
             return [{"role": "tool", "content": self._refusal(error)}], 0.0, False
         if not calls:
             return [], self.score_answer(message), True
-        said = await asyncio.gather(*map(self._call, calls))
-        return [{"role": "tool", "content": text} for text in said], 0.0, False
+        results = await asyncio.gather(*map(self._call, calls))
+        return [{"role": "tool", "content": text} for text in results], 0.0, False
 
     async def _call(self, call: ToolCall) -> str:
         tool = self.tools.get(call.name)
@@ -180,19 +182,19 @@ class ToolDialogue(Dialogue):
         raise AssertionError("the last try returns or raises")
 
     def _refusal(self, why: object) -> str:
-        """What the policy reads of a call that it got wrong."""
+        """Return the text that the policy reads after a wrong call."""
         self.tool_errors += 1
         return f"error: {why}"
 
 
 def convert_arguments(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as a tool takes them, each of the type that its signature names.
+    """Return arguments converted to the types of the tool's signature.
 
-    Values are converted as pydantic does: a number may be given as text, for example. Types that
+    Values are converted by pydantic: a number may be given as text, for example. Types that
     pydantic does not know are not checked.
 
     Raises:
-        ToolInputError: they do not fit; says which one and why.
+        ToolInputError: an argument does not fit; says which one and why.
     """
     try:
         inspect.signature(tool).bind(**arguments)
@@ -231,10 +233,10 @@ def _named(error: Exception) -> str:
 
 
 def check_step(dialogue: Dialogue, answer: Any) -> DialogueStep:
-    """An answer of :meth:`Dialogue.step`, if it is one.
+    """Return the result of :meth:`Dialogue.step` if it is valid.
 
     Raises:
-        InputError: it is not; names the class and what it returned.
+        InputError: it is not; names the class and the value.
     """
     where = f"task: {type(dialogue).__name__}.step returned"
     if not isinstance(answer, tuple | list) or len(answer) != 3:
@@ -255,8 +257,8 @@ def check_step(dialogue: Dialogue, answer: Any) -> DialogueStep:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """The result of a call that may wait, in a thread of its own: none of a batch's tools waits for
-    another's, and one that hangs holds nobody up."""
+    """Return the result of a blocking call in a thread of its own, so that no tool of a batch waits
+    for another."""
     loop = asyncio.get_running_loop()
     result = loop.create_future()
 
@@ -279,31 +281,32 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 class DialogueConfig(Section):
-    """Budgets of a dialogue; its tokens, those of tools too, are at most the run's horizon."""
+    """Budgets of a dialogue. Its tokens, including those of tools, are at most the run's
+    horizon."""
 
     max_turns: int = Field(default=8, gt=0)
     """Most messages of the policy."""
     max_turn_tokens: int = Field(default=512, gt=0)
     """Most tokens of one message of the policy."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest wait, in seconds, for an answer of the other side, and for each try of a tool; one
-    that takes longer has failed."""
+    """Longest wait, in seconds, for a step of the other side, and for each attempt of a tool
+    call."""
     tool_retries: int = Field(default=2, ge=0)
-    """Times that a tool is called again after an outage; 0 where a call must not happen twice."""
+    """Retries of a tool call after an outage; 0 if a call must not happen twice."""
     tool_backoff_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first of them; the wait doubles with each."""
+    """Seconds before the first retry; the wait doubles with each."""
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
-    """Largest share of a batch's dialogues that may end in an outage; the stage fails above it, and
-    where all of them did."""
+    """Largest share of a batch's dialogues that may end in an outage. The stage fails above it, and
+    if all of them do."""
 
 
 class DialogueEnvironment(TextEnvironment):
-    """Asks the policy in turns; a task says with what a dialogue begins.
+    """Exchanges messages with the policy; a task defines the dialogues.
 
     Steps are tokens. A message's reward is on its last token; ``turns`` int32 ``[T]`` is the number
-    of the policy's message that a token is of or comes after. A dialogue whose ``step`` raises or
-    takes too long is lost, not the batch: none of its steps counts, it has no score, and its group
-    is compared without it.
+    of the policy's message that a token belongs to or follows. If ``step`` raises or takes too
+    long, only its dialogue is lost: none of its steps counts, it has no score, and its group is
+    compared without it.
     """
 
     Config: ClassVar[type[Section]] = DialogueConfig
@@ -313,12 +316,12 @@ class DialogueEnvironment(TextEnvironment):
     """Texts that end a message of the policy, beside its stop tokens and those of the run."""
     uses_chat_template = True
     inline_replies: ClassVar[bool] = False
-    """The other side's words stand as they are within the policy's own turn, unless it has ended
-    that turn with a stop token; otherwise the chat template puts them between two turns."""
+    """Whether replies continue the policy's own turn verbatim, unless it ended that turn with a
+    stop token. Otherwise the chat template inserts them between two turns."""
 
     @abstractmethod
     def create_dialogue(self, split: str, random: np.random.Generator) -> Dialogue:
-        """A new dialogue; the same random numbers begin the same one."""
+        """Return a new dialogue; the same random numbers create the same one."""
 
     def simulate(
         self, episodes: RolloutRequest, observations: Channel, actions: Channel
@@ -342,7 +345,7 @@ class DialogueEnvironment(TextEnvironment):
                 talk.dialogue.close()
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """The sum of a dialogue's rewards; NaN for one that was lost."""
+        """Return the sum of each dialogue's rewards; NaN for one that was lost."""
         return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
     def _talk(self, episodes: RolloutRequest, sample: int) -> _Talk:
@@ -368,7 +371,7 @@ class DialogueEnvironment(TextEnvironment):
         observations: Channel,
         actions: Channel,
     ) -> None:
-        """Have the policy say its next message in each dialogue."""
+        """Request the policy's next message in each dialogue."""
         stops = [*json.loads(str(episodes.request_info.get("stop", "[]"))), *self.stop_strings]
         rooms: dict[int, list[_Talk]] = {}
         for talk in live:
@@ -380,7 +383,7 @@ class DialogueEnvironment(TextEnvironment):
         while waiting:
             reply = actions.get()
             for row, sample in enumerate(reply.steps["sample"].tolist()):
-                waiting.pop(sample).said(reply, row, self.chat_format, stops)
+                waiting.pop(sample).add_message(reply, row, self.chat_format, stops)
 
     async def _answers(self, live: Sequence[_Talk]) -> None:
         await asyncio.gather(*(self._answer(talk) for talk in live))
@@ -398,7 +401,7 @@ class DialogueEnvironment(TextEnvironment):
             log.debug("%s", _shown(error))
 
     def _hear(self, episodes: RolloutRequest, live: Sequence[_Talk]) -> None:
-        """Add what the other side said, and end the dialogues that are over."""
+        """Add the other side's replies, and end the dialogues that are done."""
         going = []
         for talk in live:
             if talk.ended:
@@ -415,20 +418,20 @@ class DialogueEnvironment(TextEnvironment):
             if len(talk.tokens) + len(ids) >= episodes.horizon:
                 talk.ended = "length"
             else:
-                talk.heard(ids)
+                talk.add_reply(ids)
 
     def _continued(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
-        """The tokens between the policy's message and its next one."""
+        """Return the tokens between the policy's message and its next one."""
         plain = [talk for talk in talks if self._says_plainly(talk)]
         others = [talk for talk in talks if not self._says_plainly(talk)]
-        said = self.encode([_plain(talk.answer[0]) for talk in plain], literal=True)
-        made = zip([*others, *plain], [*self._between_turns(others), *said], strict=True)
-        ids = {talk.sample: tokens for talk, tokens in made}
+        replies = self.encode([_plain(talk.answer[0]) for talk in plain], literal=True)
+        pairs = zip([*others, *plain], [*self._between_turns(others), *replies], strict=True)
+        ids = {talk.sample: tokens for talk, tokens in pairs}
         return [ids[talk.sample] for talk in talks]
 
     def _between_turns(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
-        """The tokens of the chat template and of what the other side said, whose words are no
-        special tokens whatever they look like."""
+        """Return the tokens of the chat template and of the replies; text of a reply is never a
+        special token."""
         turns = chat_template_affixes(self._rendered, [talk.answer[0] for talk in talks])
         for talk, pieces in zip(talks, turns, strict=True):
             # The token that ended the message is there already.
@@ -451,7 +454,7 @@ class DialogueEnvironment(TextEnvironment):
 
 @dataclass
 class _Talk:
-    """A dialogue under way and what was recorded of it."""
+    """A running dialogue and its recorded tokens."""
 
     sample: int
     start: int
@@ -465,22 +468,22 @@ class _Talk:
     turn: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     version: int | None = None
-    """Of the weights that said the first message."""
+    """Version of the weights that wrote the first message."""
     text: str = ""
     message: str = ""
-    """The last one of the policy."""
+    """The policy's last message."""
     end: str = ""
-    """The text of the stop token that ended it; empty where a stop string or the budget did."""
+    """Text of the stop token that ended the message; empty if a stop string or the budget did."""
     turns: int = 0
     answer: DialogueStep = ((), 0.0, True)
     ended: str = ""
     error: str = ""
-    """What ended it, where it was lost."""
+    """The error that ended a lost dialogue."""
     bug: bool = False
-    """Whether that was an error of the user's own code, which another try would meet again."""
+    """Whether that error is in the user's own code, so that a retry would meet it again."""
 
-    def said(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
-        """Take a message of the policy."""
+    def add_message(self, reply: Record, row: int, chat: ChatFormat, stops: Sequence[str]) -> None:
+        """Record a message of the policy."""
         length = int(reply.steps["length"][row])
         ids = reply.steps["tokens"][row, :length].tolist()
         self.message = chat.decode(ids)
@@ -497,8 +500,8 @@ class _Talk:
         self.turn += [self.turns] * length
         self.turns += 1
 
-    def heard(self, ids: np.ndarray) -> None:
-        """Take what the other side said."""
+    def add_reply(self, ids: np.ndarray) -> None:
+        """Record a reply of the other side."""
         self.text += f"[{_plain(self.answer[0])}]"
         self.tokens += ids.tolist()
         self.logprobs += [0.0] * len(ids)
@@ -509,7 +512,7 @@ class _Talk:
             self.versions += self.versions[-1:] * len(ids)
 
     def fail(self, error: Exception) -> None:
-        """Nothing of it counts."""
+        """Discard the dialogue: none of its steps counts."""
         users = to_user_code_error(error)
         self.ended, self.error = STOP_REASON_ERROR, _shown(error) if users is None else str(users)
         self.bug = isinstance(users, UserCodeError)
@@ -551,7 +554,7 @@ class _Talk:
 def _request(
     episodes: RolloutRequest, talks: Sequence[_Talk], room: int, stops: Sequence[str]
 ) -> Record:
-    """Ask for at most ``room`` tokens behind what there is of each dialogue."""
+    """Return a request for at most ``room`` tokens after each dialogue's tokens so far."""
     contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
     lengths = np.array([len(ids) for ids in contexts], dtype=np.int64)
     padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
@@ -575,7 +578,7 @@ def _request(
 
 
 def is_failed(trajectory: Record) -> bool:
-    """Whether the trajectory is of a dialogue that was lost."""
+    """Return whether the trajectory is a dialogue that was lost."""
     return trajectory.info["stop_reason"] == STOP_REASON_ERROR
 
 

@@ -1,4 +1,5 @@
-"""The time loop of simulated episodes: what is asked of the policy, and what is recorded."""
+"""The loop of simulated episodes: requests to the policy, recorded trajectories, and
+demonstrations."""
 
 from __future__ import annotations
 
@@ -31,18 +32,20 @@ from rlinf.errors import ConfigError, InputError, UserCodeError, exception_line
 from rlinf.seeding import generator
 
 EpisodeLoop = Generator[Record, Record, list[Record]]
-"""The time loop of some samples: yields requests, is sent their replies, returns trajectories."""
+"""The loop of some samples: it yields requests, receives their replies, and returns
+trajectories."""
 
 
 def run_interleaved(
     parts: Sequence[EpisodeLoop], put: Callable[[Record], None], get: Callable[[], Record]
 ) -> list[Record]:
-    """Run the loops to their ends; their trajectories in the order of ``parts``.
+    """Run the loops to their ends, one stepping while another waits; return their trajectories in
+    the order of ``parts``.
 
-    Every loop has at most one request under way. ``get`` gives replies in any order; one belongs to
-    the request that began with the same sample.
+    Every loop has at most one open request. ``get`` returns replies in any order; a reply belongs
+    to the request that began with the same sample.
     """
-    found: dict[int, list[Record]] = {}
+    results: dict[int, list[Record]] = {}
     waiting: dict[int, int] = {}
 
     def advance(number: int, reply: Record | None) -> None:
@@ -50,7 +53,7 @@ def run_interleaved(
             # A generator is begun by sending it None.
             request = parts[number].send(reply)  # type: ignore[arg-type]
         except StopIteration as end:
-            found[number] = end.value
+            results[number] = end.value
             return
         waiting[int(request.steps["sample"][0])] = number
         put(request)
@@ -60,16 +63,16 @@ def run_interleaved(
     while waiting:
         reply = get()
         advance(waiting.pop(int(reply.steps["sample"][0])), reply)
-    return [record for number in range(len(parts)) for record in found[number]]
+    return [record for number in range(len(parts)) for record in results[number]]
 
 
 log = logging.getLogger(__name__)
 MAX_FAILED_EPISODES = 3
 EPISODE_METRICS = ("return", "episode_length", "success_once", "success_at_end")
-"""Means over the episodes that a sample completed, of the open one if none, in the ``info`` of its
-trajectory."""
+"""Means over the episodes that a sample completed (of the open one, if none), in the ``info`` of
+its trajectory."""
 REQUEST_NAMES = {STATE: "observation"}
-"""What a request calls an observation; any other has the same name there."""
+"""Names of observations in requests; others keep their names."""
 TRAJECTORY_NAMES = {
     STATE: "observations",
     "action": "actions",
@@ -77,7 +80,7 @@ TRAJECTORY_NAMES = {
     "value": "values",
     "version": "versions",
 }
-"""What a trajectory calls a column of replies; any other has the same name there."""
+"""Names of reply columns in trajectories; others keep their names."""
 
 
 def run_episodes(
@@ -91,50 +94,53 @@ def run_episodes(
     box: tuple[np.ndarray, np.ndarray] | None = None,
     raised: list[str] | None = None,
 ) -> EpisodeLoop:
-    """The time loop of ``samples``, each in a world of its own, from number ``first`` on.
+    """Run the loop of ``samples``, each in an environment of its own, from number ``first`` on.
 
-    A sample is one episode, or as much of it as fits, where it is held out, or one of a group: its
-    others are what it is compared with, and they differ in what came of the same start. Elsewhere
-    an episode that ended is followed by another until the horizon.
+    In evaluation and in groups of several samples, a sample is one episode, or as much of it as
+    fits: the samples of a group are compared, so they must begin in the same state. Otherwise a new
+    episode follows one that ended, until the horizon.
 
-    A step is what the policy answers at once: an action, or a chunk of them, which is carried out
-    as far as the episode goes. Its reward is the sum over its actions then, ``action_rewards``
-    float32 ``[T, C]`` are theirs, ``executed`` int32 ``[T]`` says how many they were, and where the
-    policy gives log-probabilities of each action (``[C]`` or ``[C, D]`` of a chunk), ``submask`` is
-    0 at those that were left out.
+    A step is one reply of the policy: an action, or a chunk of actions, which is executed until the
+    episode ends. For a chunk, the reward is the sum over its actions, ``action_rewards`` float32
+    ``[T, C]`` are those of the actions, and ``executed`` int32 ``[T]`` is their number. If the
+    policy returns log-probabilities of each action (``[C]`` or ``[C, D]`` of a chunk), ``submask``
+    is 0 at actions that were not executed.
 
     Args:
         film: cameras that the policy does not see.
-        instruction: whether observations have the world's; or a text in its place.
-        score: which of :data:`MEASURES` is an episode's score.
+        instruction: whether observations include the environment's instruction; or a text in its
+            place.
+        score: the metric of :data:`EPISODE_METRICS` that is an episode's score.
         box: the bounds of actions, which trajectories keep.
-        raised: gets what the simulator raised in episodes that were lost.
+        raised: receives the errors of lost episodes.
 
     Raises:
-        SimulatorError: a simulator has failed too often, or does not go on with an open episode.
-        InputError: the policy's actions are no numbers.
+        SimulatorError: a simulator has failed too often, or cannot continue an open episode.
+        InputError: the policy's actions are not finite.
     """
-    made = _Trajectories(episodes, samples, film, instruction, score, box)
-    made.raised = [] if raised is None else raised
+    trajectories = _Trajectories(episodes, samples, film, instruction, score, box)
+    trajectories.raised = [] if raised is None else raised
     live, version = np.arange(len(samples)), 0
     single = episodes.split == "test" or episodes.group_size > 1
 
     def reset(rows: np.ndarray) -> None:
         if len(rows):
             # What is held out begins in the states that the simulator numbers, if it does.
-            begin = made.starts[rows].tolist() if episodes.split == "test" else None
-            turns = episodes.task_indices(made.starts[rows]).tolist()
-            made.reset(rows, worlds.reset((first + rows).tolist(), made.seeds(rows), begin, turns))
+            begin = trajectories.starts[rows].tolist() if episodes.split == "test" else None
+            turns = episodes.task_indices(trajectories.starts[rows]).tolist()
+            trajectories.reset(
+                rows, worlds.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
+            )
 
     goes_on = np.isin(samples, list(episodes.open_episodes or ()))
     if goes_on.any():
         begun = live[goes_on]
-        made.go_on(begun, *worlds.restore((first + begun).tolist(), made.states()))
+        trajectories.go_on(begun, *worlds.restore((first + begun).tolist(), trajectories.states()))
     reset(live[~goes_on])
     for time in range(episodes.horizon):
         if not len(live):
             break
-        reply = yield _request(episodes, samples[live], made.seen_of(live), time)
+        reply = yield _request(episodes, samples[live], trajectories.observations_of(live), time)
         version = int(reply.info["version"])
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
@@ -143,24 +149,28 @@ def run_episodes(
                 "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
         came, errors = worlds.step((first + live).tolist(), actions)
-        made.step(live, time, reply.steps, came, errors)
+        trajectories.step(live, time, reply.steps, came, errors)
         last = time + 1 == episodes.horizon
-        made.cut(live[made.truncated[live] | (last & ~made.terminated[live])], time)
+        trajectories.cut(
+            live[trajectories.truncated[live] | (last & ~trajectories.terminated[live])], time
+        )
         if single:
-            live = live[~made.ended(live)]
+            live = live[~trajectories.ended(live)]
         elif not last:
-            reset(live[made.ended(live)])
+            reset(live[trajectories.ended(live)])
     if episodes.open_episodes is not None:
-        live = live[~made.ended(live)]
-        made.leave(live, *worlds.save((first + live).tolist()))
-    if "values" in made.columns:
-        made.columns["bootstrap"] = np.zeros_like(made.columns["rewards"])
-        if made.cuts and episodes.split == "train":
-            who, at, seen = made.where_cut()
+        live = live[~trajectories.ended(live)]
+        trajectories.leave(live, *worlds.save((first + live).tolist()))
+    if "values" in trajectories.columns:
+        trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
+        if trajectories.cuts and episodes.split == "train":
+            who, at, seen = trajectories.where_cut()
             reply = yield _request(episodes, samples[who], seen, 0, temperature=0.0)
             # Of values of each action of a chunk the first: what follows the state after the cut.
-            made.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[:, 0]
-    return made.records(version)
+            trajectories.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[
+                :, 0
+            ]
+    return trajectories.records(version)
 
 
 def _request(
@@ -170,7 +180,7 @@ def _request(
     time: int,
     temperature: float | None = None,
 ) -> Record:
-    """Observations for the policy to answer."""
+    """Return a request for actions."""
     return Record(
         RecordId(episodes.iteration, int(samples[0])),
         steps={
@@ -190,11 +200,11 @@ def _request(
 
 
 class _Trajectories:
-    """What is recorded of ``n`` samples, each row of the columns where it stays: there is no other
-    copy of it, for pictures may fill the memory.
+    """The recorded steps of ``n`` samples. Columns are written in place and never copied, because
+    images may fill the memory.
 
-    ``seen`` is what each shows now; ``terminated`` and ``truncated`` (bool ``[n]``) are those of
-    the last steps.
+    ``observations`` are the current ones; ``terminated`` and ``truncated`` (bool ``[n]``) are those
+    of the last steps.
     """
 
     def __init__(
@@ -214,55 +224,55 @@ class _Trajectories:
         self.starts = samples // episodes.group_size
         self.columns: dict[str, np.ndarray] = {}
         """``[n, horizon, ...]`` each."""
-        self.seen = Arrays()
+        self.observations = Arrays()
         self.cuts: list[tuple[np.ndarray, int, Arrays]] = []
-        """The samples that were cut off, after which step, and what they showed then."""
+        """Samples that were truncated, after which step, and their observations then."""
         self.terminated, self.truncated = np.zeros((2, count), bool)
         self._length, self._begun, self._first = np.zeros((3, count), np.int64)
         """Steps, episodes begun, the first step of the open one."""
         self._measured = np.zeros((len(EPISODE_METRICS), count))
-        """Of the open episodes."""
+        """Metrics of the open episodes."""
         self._ended: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
-        """Of each episode that ended, its last step and what :data:`MEASURES` names."""
+        """For each finished episode its last step and its :data:`EPISODE_METRICS`."""
         self._lost: list[list[slice]] = [[] for _ in samples]
-        """The steps of the episodes in which the simulator failed."""
+        """Steps of the episodes in which the simulator failed."""
         self._why: list[list[str]] = [[] for _ in samples]
         self.raised: list[str] = []
-        """What it raised in them, by row and of all."""
+        """Errors of lost episodes, by row and all together."""
         self._left: dict[int, np.ndarray] = {}
-        """The states of episodes that are open at the end."""
+        """States of episodes that are open at the end."""
         self._unsaved: frozenset[int] = frozenset()
-        """The rows whose open episodes were lost at the end; their steps were done, and count."""
+        """Rows whose open episodes were lost at the end; their steps are complete, and count."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
-        """Of the next episodes."""
+        """Return the seeds of the next episodes."""
         e = self._episodes
         starts = zip(self.starts[rows].tolist(), self._begun[rows].tolist(), strict=True)
         draws = (generator(e.seed, e.iteration, e.split, "reset", *start) for start in starts)
         return [int(random.integers(2**31)) for random in draws]
 
     def reset(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
-        """The next episodes begin."""
+        """Begin the next episodes."""
         self._show(rows, seen)
         self._begun[rows] += 1
         self._first[rows] = self._length[rows]
         self._measured[:, rows] = 0
 
     def states(self) -> list[np.ndarray]:
-        """Of the episodes that go on, in the order of the samples."""
+        """Return the states of the episodes that continue, in the order of the samples."""
         left = self._episodes.open_episodes or {}
         return [left[s].context[episodes.OPEN_STATE] for s in self._samples.tolist() if s in left]
 
     def go_on(
         self, rows: np.ndarray, seen: Mapping[str, np.ndarray], errors: Mapping[int, str]
     ) -> None:
-        """Episodes of the iteration before go on, where they showed ``seen``.
+        """Continue episodes of the last iteration from their last observations.
 
         Args:
-            errors: by position in ``rows``, what the simulator raised.
+            errors: by position in ``rows``, the simulator's errors.
 
         Raises:
-            SimulatorError: it has: to begin another episode instead would be another run.
+            SimulatorError: there are errors. A new episode instead would change the run.
         """
         for place, error in errors.items():
             sample, before = int(self._samples[rows[place]]), self._episodes.iteration - 1
@@ -281,7 +291,7 @@ class _Trajectories:
     def leave(
         self, rows: np.ndarray, states: Sequence[np.ndarray], errors: Mapping[int, str]
     ) -> None:
-        """Episodes stay open, in these states.
+        """Keep open episodes with their states.
 
         Args:
             errors: by position in ``rows``, why an episode was lost, whose state is empty.
@@ -299,12 +309,12 @@ class _Trajectories:
         measured = self._measured[:, row].copy()
         return {episodes.OPEN_STATE: self._left[row], episodes.OPEN_METRICS: measured}
 
-    def seen_of(self, rows: np.ndarray) -> Arrays:
-        """What samples show now, copied."""
-        return {name: column[rows] for name, column in self.seen.items()}
+    def observations_of(self, rows: np.ndarray) -> Arrays:
+        """Return a copy of the samples' current observations."""
+        return {name: column[rows] for name, column in self.observations.items()}
 
     def ended(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the last step was the last of its episode, ``[len(rows)]``."""
+        """Return whether the last step ended its episode, ``[len(rows)]``."""
         return self.terminated[rows] | self.truncated[rows]
 
     def step(
@@ -315,20 +325,19 @@ class _Trajectories:
         came: Mapping[str, np.ndarray],
         errors: Mapping[int, str],
     ) -> None:
-        """Record what was seen, all that was replied, and what came of the actions.
+        """Record observations, replies, and the results of the actions.
 
         Args:
-            errors: by position in ``rows``, what the simulator raised; the episode does not count
-                then.
+            errors: by position in ``rows``, the simulator's errors; such an episode does not count.
 
         Raises:
-            SimulatorError: it has raised too often.
+            SimulatorError: the simulator has failed too often.
         """
         self.terminated[rows] = came["terminated"]
         self.truncated[rows] = (came["truncated"] != 0) & ~self.terminated[rows]
         step = {
             **{name: column for name, column in replied.items() if name != "sample"},
-            **self.seen_of(rows),
+            **self.observations_of(rows),
             "rewards": came["reward"].astype(np.float32),
             "terminated": self.terminated[rows].view(np.uint8),
             "truncated": self.truncated[rows].view(np.uint8),
@@ -358,12 +367,14 @@ class _Trajectories:
 
     def _show(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
         for name, array in policy_observations(seen, self._instruction, self._film).items():
-            if name not in self.seen:
-                self.seen[name] = np.zeros((len(self._samples), *array.shape[1:]), array.dtype)
-            self.seen[name][rows] = array
+            if name not in self.observations:
+                self.observations[name] = np.zeros(
+                    (len(self._samples), *array.shape[1:]), array.dtype
+                )
+            self.observations[name][rows] = array
 
     def _lose(self, row: int, error: str) -> None:
-        """The episode, which ended, does not count; the next one has another simulator."""
+        """Discard an episode that ended with an error; the next one has a new simulator."""
         start, lost = int(self.starts[row]), self._lost[row]
         self._ended[row].pop()
         lost.append(slice(int(self._first[row]), int(self._length[row])))
@@ -381,29 +392,31 @@ class _Trajectories:
         log.warning("start %d: the simulator failed: %s", start, error)
 
     def cut(self, rows: np.ndarray, time: int) -> None:
-        """Episodes that are cut off after a step."""
+        """Record episodes that are truncated after a step."""
         if len(rows):
-            self.cuts.append((rows, time, self.seen_of(rows)))
+            self.cuts.append((rows, time, self.observations_of(rows)))
 
     def where_cut(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
-        """All cuts: samples ``[K]``, steps ``[K]``, and what was seen then ``[K, ...]``."""
+        """Return all truncations: samples ``[K]``, steps ``[K]``, and observations ``[K, ...]``."""
         who = np.concatenate([rows for rows, _, _ in self.cuts])
         at = np.concatenate([np.full(len(rows), time) for rows, time, _ in self.cuts])
-        seen = {name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.seen}
+        seen = {
+            name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.observations
+        }
         return who, at, seen
 
     def records(self, version: int) -> list[Record]:
-        """The trajectories; views of the columns."""
-        state = self.seen.get(STATE, np.zeros((0, 0), np.float32))
+        """Return the trajectories; they are views of the columns."""
+        state = self.observations.get(STATE, np.zeros((0, 0), np.float32))
         who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
         if self.cuts:
             who, at, seen = self.where_cut()
             after = seen[STATE]
-        found = []
+        records = []
         for row, sample in enumerate(self._samples.tolist()):
             length, ended, mine = int(self._length[row]), self._ended[row], who == row
             means = np.mean([m for _, m in ended] or [self._measured[:, row]], axis=0)
-            found.append(
+            records.append(
                 Record(
                     RecordId(self._episodes.iteration, sample),
                     steps={
@@ -430,26 +443,26 @@ class _Trajectories:
                     },
                 )
             )
-        return found
+        return records
 
     def _outcomes(self, row: int) -> dict[str, np.ndarray]:
-        """See :mod:`rlinf.data.episodes`."""
-        judged = self._ended[row]
-        if not judged and self._episodes.open_episodes is None and self._scored(row):
-            judged = [(int(self._length[row]) - 1, self._measured[:, row])]
+        """Return the episode outcomes; see :mod:`rlinf.data.episodes`."""
+        finished = self._ended[row]
+        if not finished and self._episodes.open_episodes is None and self._scored(row):
+            finished = [(int(self._length[row]) - 1, self._measured[:, row])]
         return {
-            OUTCOME_STEPS: np.array([last for last, _ in judged], np.int64),
-            OUTCOMES: np.array([measured[self._score] for _, measured in judged], np.float64),
+            OUTCOME_STEPS: np.array([last for last, _ in finished], np.int64),
+            OUTCOMES: np.array([measured[self._score] for _, measured in finished], np.float64),
         }
 
     def _scored(self, row: int) -> bool:
-        """Whether there is an episode to measure: one that ended, or the open one."""
+        """Return whether there is an episode to measure: a finished one, or the open one."""
         lost = self._lost[row]
         return bool(self._ended[row]) or not lost or lost[-1].stop < self._length[row]
 
     def _mask(self, row: int) -> np.ndarray:
-        """The step column ``mask``, also where all steps count: another sample may have lost some,
-        and records of one channel have the same columns."""
+        """Return the step column ``mask``, even if all steps count: another sample may have lost
+        some, and records of one channel have the same columns."""
         mask = np.ones(int(self._length[row]), np.float32)
         for steps in self._lost[row]:
             mask[steps] = 0
@@ -457,74 +470,75 @@ class _Trajectories:
 
 
 def check_not_all_failed(
-    records: Sequence[Record], raised: Sequence[str], *, held_out: bool
+    records: Sequence[Record], raised: Sequence[str], *, is_test: bool
 ) -> None:
-    """Where samples are of one episode each, see that not all of several starts were lost.
+    """Check, if a sample is one episode, that not all episodes of several groups were lost.
 
-    One start may be at fault itself, and all samples of its group with it. Held-out episodes that
-    something else than the user's code took are left to the stage, which knows of those elsewhere.
+    A single group may itself be at fault, and all of its samples with it. Evaluation episodes whose
+    errors are not the user's are left to the stage, which knows those of other workers.
 
     Args:
-        raised: what the simulator raised in them.
+        raised: the simulator's errors.
 
     Raises:
-        SimulatorError: they were, of as many starts as a sample may have episodes that fail.
+        SimulatorError: all were lost, in as many groups as a sample may have failed episodes.
     """
     starts = {int(record.info["group"]) for record in records}
     if len(starts) >= MAX_FAILED_EPISODES and all(record.info["failed"] for record in records):
         message = f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts"
         last = raised[-1] if raised else "the warnings before this say what it raised"
         error = create_simulator_error(f"{message}; {last}", *raised)
-        if isinstance(error, UserCodeError) or not held_out:
+        if isinstance(error, UserCodeError) or not is_test:
             raise error
 
 
 def is_action_chunk(action: np.ndarray) -> bool:
-    """Whether a sample's action is several: numbers are of an integer type, vectors of a floating
+    """Return whether a sample's action is a chunk: choices have an integer type, vectors a floating
     one."""
     return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
 
 
 def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
-    """What is recorded of chunks beside their replies; see :func:`play`."""
+    """Return the columns of chunks beside their replies; see :func:`run_episodes`."""
     executed = came["executed"]
-    found = {
+    columns = {
         "executed": executed.astype(np.int32),
         "action_rewards": came[ACTION_REWARDS].astype(np.float32),
     }
     if logprob.ndim > 1:
         counts = np.arange(logprob.shape[1]) < executed[:, None]
         counts = counts.reshape(*counts.shape, *[1] * (logprob.ndim - 2))
-        found["submask"] = np.broadcast_to(counts, logprob.shape).astype(np.uint8)
-    return found
+        columns["submask"] = np.broadcast_to(counts, logprob.shape).astype(np.uint8)
+    return columns
 
 
 def policy_observations(
     seen: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
 ) -> Arrays:
-    """The state as a policy takes it, float32; pictures as they are, under ``images.`` and their
-    name, or :data:`VIDEO` and it; the instruction, where it is wanted, or the text in its place.
-    """
-    found = {STATE: np.asarray(seen[STATE], np.float32)}
+    """Return observations as a policy reads them: the state as float32; images unchanged, with the
+    prefix ``images.`` or :data:`rlinf.envs.base.VIDEO_PREFIX`; the instruction if wanted, or the
+    given text."""
+    arrays = {STATE: np.asarray(seen[STATE], np.float32)}
     for name, array in seen.items():
         if name not in (STATE, INSTRUCTION):
-            found[(VIDEO_PREFIX if name in film else "images.") + name] = array
+            arrays[(VIDEO_PREFIX if name in film else "images.") + name] = array
     if isinstance(instruction, str):
         text = encode_instruction(instruction)
-        found[INSTRUCTION] = np.broadcast_to(text, (*found[STATE].shape[:-1], *text.shape))
+        arrays[INSTRUCTION] = np.broadcast_to(text, (*arrays[STATE].shape[:-1], *text.shape))
     elif instruction:
-        found[INSTRUCTION] = seen[INSTRUCTION]
-    return found
+        arrays[INSTRUCTION] = seen[INSTRUCTION]
+    return arrays
 
 
 MAX_EXPERT_STEPS = 1000
-"""Steps of an episode."""
+"""Steps of an expert's episode."""
 
 
 def collect_demonstrations(
     worlds: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
 ) -> list[Record]:
-    """Episodes from ``count`` starts, each to its first success; unsolved ones are left out.
+    """Return expert episodes from ``count`` seeds, each to its first success; unsolved ones are
+    left out.
 
     Raises:
         ConfigError: the simulator has no expert, or it solves nothing.

@@ -1,6 +1,7 @@
-"""How worlds are made: what a module of :mod:`rlinf.envs.simulators` says, found and called.
+"""Creates environments from the modules of :mod:`rlinf.envs.simulators`, one task or several.
 
-Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
+Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
+and numpy alone.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from .observations import NO_STATE_MESSAGE, STATE, Arrays, InvalidEnvConfig, Obs
 from .spaces import Box, describe_space, flatten_env, leaf_spaces
 
 TASK_INDEX_KEY = "tasks.number"
-"""Which one a saved state is of."""
+"""Key of a saved state that holds the task's index."""
 
 
 class MultiTaskEnv:
-    """Worlds of several tasks, of which one is there at a time: that of the last reset. Another one
-    takes its place where the task changes, which takes as long as it takes to make it.
+    """One environment of several tasks, of which one exists at a time: that of the last reset.
 
-    All have the same spaces. With ``append_task_one_hot`` the state ends with which task it is: as many numbers
-    as there are tasks, 1 at its place and 0 elsewhere (as benchmarks of several tasks have it,
-    arXiv 1910.10897). What else a world may have is that of the one that is there.
+    A reset with another task closes the environment and creates that of the task. All tasks have
+    the same spaces. With ``one_hot`` the state ends with a one-hot vector of the task (as in
+    multi-task benchmarks, arXiv 1910.10897). Every other attribute is that of the current task's
+    environment.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class MultiTaskEnv:
 
     @property
     def tasks(self) -> int:
-        """How many there are."""
+        """The number of tasks."""
         return len(self._makes)
 
     def reset(
@@ -58,9 +59,10 @@ class MultiTaskEnv:
     ) -> Any:
         """
         Args:
-            turn: a running number, by which the tasks take turns; by default the seed chooses.
-            start: that of a held-out start: of a task whose states are numbered, it is the next one
-                each time that all tasks had their turn.
+            turn: a running number that selects the task in rotation; by default the seed selects
+                it.
+            start: the number of the initial state in evaluation. If a task has numbered initial
+                states, it advances each time that all tasks had their turn.
         """
         if turn is None:
             turn = int(np.random.default_rng(seed).integers(self.tasks))
@@ -68,11 +70,11 @@ class MultiTaskEnv:
         there = getattr(self._world, "starts", 0)
         where = {} if start is None or not there else {"start": start // self.tasks % there}
         observation, info = self._world.reset(seed=seed, **where)
-        return self._told(observation), info
+        return self._with_one_hot(observation), info
 
     def step(self, action: Any) -> Any:
         observation, *rest = self._world.step(action)
-        return (self._told(observation), *rest)
+        return (self._with_one_hot(observation), *rest)
 
     def save(self) -> Arrays:
         if not hasattr(self._world, "save"):
@@ -117,38 +119,39 @@ class MultiTaskEnv:
         none, one = np.zeros(self.tasks, space.dtype), np.ones(self.tasks, space.dtype)
         return Box(np.append(space.low, none), np.append(space.high, one))
 
-    def _told(self, observation: Any) -> Any:
+    def _with_one_hot(self, observation: Any) -> Any:
         if not self._one_hot:
             return observation
-        seen = dict(observation) if isinstance(observation, dict) else {STATE: observation}
-        state = np.asarray(seen[STATE])
+        observations = dict(observation) if isinstance(observation, dict) else {STATE: observation}
+        state = np.asarray(observations[STATE])
         which = np.zeros(self.tasks, state.dtype)
         which[self._number] = 1
-        return {**seen, STATE: np.append(state, which)}
+        return {**observations, STATE: np.append(state, which)}
 
 
 def _sizes(space: dict[str, Any]) -> Any:
-    """What has to be equal of observations: not their bounds."""
+    """Return what must be equal between the observations of tasks: everything but their bounds."""
     if space["kind"] == "dict":
         return {name: _sizes(part) for name, part in space["parts"].items()}
-    return {name: said for name, said in space.items() if name not in ("text", "low", "high")}
+    return {name: value for name, value in space.items() if name not in ("text", "low", "high")}
 
 
 def resolve_factory(target: str) -> Callable[..., Any]:
-    """What ``FILE:attribute`` or ``module:attribute`` names; Refused for what is not there."""
+    """Return what ``FILE:attribute`` or ``module:attribute`` names; raise InvalidEnvConfig if it
+    does not exist."""
     module, _, name = target.rpartition(":")
     try:
-        found = _module(module)
+        loaded = _module(module)
     except (ImportError, OSError, SyntaxError) as error:
         raise InvalidEnvConfig(f"task.simulator: {module}: {error} ({sys.executable})") from None
-    if not hasattr(found, name):
+    if not hasattr(loaded, name):
         raise InvalidEnvConfig(f"task.simulator: {module} has no {name!r}")
-    make: Callable[..., Any] = getattr(found, name)
+    make: Callable[..., Any] = getattr(loaded, name)
     return make
 
 
 def _module(module: str) -> Any:
-    """One by its name or its file."""
+    """Import a module by its name or its file."""
     if not module.endswith(".py"):
         return importlib.import_module(module)
     # It may import files beside it, as a part of their package: ours would bring more.
@@ -160,25 +163,28 @@ def _module(module: str) -> Any:
     spec = importlib.util.spec_from_file_location(name_of_file, module)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[name_of_file] = found
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name_of_file] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def module_flag(make: Callable[..., Any], name: str) -> bool:
-    """Whether the module of a maker says ``BATCHED``, or ``SINGLE``."""
+    """Return a flag of the factory's module: ``BATCHED`` or ``SINGLE``."""
     return bool(getattr(make, "__globals__", {}).get(name))
 
 
 def create_env(
     make: Callable[[], Any], shown: ObservationSelection, *, batched: bool = False
 ) -> Any:
-    """A world with plain spaces; raises Refused where its maker says that it can never be, or a
-    part of its spaces cannot be used.
+    """Create an environment with plain spaces.
 
     Args:
-        batched: it steps many environments together, and has its pictures itself.
+        batched: it steps many environments together, and renders its own images.
+
+    Raises:
+        InvalidEnvConfig: the factory refuses the configuration, or a part of its spaces cannot be
+            used.
     """
     log_mujoco_warnings()
     try:
@@ -194,10 +200,11 @@ def create_env(
 def create_task_env(
     make: Callable[..., Any], values: dict[str, Any], shown: ObservationSelection
 ) -> Any:
-    """A world, of several tasks where ``id`` is a list; Refused as of :func:`made`.
+    """Create an environment, of several tasks if ``id`` is a list; raises as :func:`create_env`.
 
     Args:
-        values: the arguments of ``make``; of several tasks also ``append_task_one_hot``, see :class:`MultiTaskEnv`.
+        values: the arguments of ``make``; for several tasks also ``one_hot``, see
+            :class:`MultiTaskEnv`.
     """
     if isinstance(values["id"], str):
         return create_env(functools.partial(make, **values), shown)
@@ -209,5 +216,5 @@ def create_task_env(
 
 
 def _refusal(error: Exception) -> str:
-    """What a maker refused, with the key that it is about."""
+    """Return the factory's error, with the key that it is about."""
     return f"task.{error}" if str(error).startswith("kwargs.") else f"task.id: {error}"

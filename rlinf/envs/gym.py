@@ -1,9 +1,9 @@
-"""Gymnasium environments, MuJoCo's included, stepped together as one vector.
+"""Simulators as environments: Gymnasium, MuJoCo, and those of :mod:`rlinf.envs.simulators`.
 
-Every iteration starts fresh episodes, seeded by (seed, iteration, start, episode): nothing is
-carried from one job to the next, so any driver collects the same experience. With
-``task.carry_over_episodes`` episodes go on over iterations, by states that are data of the run. The samples
-of a group share their start's episode and differ in their actions alone.
+Every iteration starts new episodes, seeded by (seed, iteration, group, episode). Nothing is carried
+over between jobs, so any driver collects the same trajectories. With ``task.carry_over_episodes``
+episodes continue in the next iteration, from states that are saved as data of the run. The samples
+of a group begin in the same state and differ in their actions alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from rlinf.capabilities import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.channels.channel import Channel
+from rlinf.config import Section
 from rlinf.data.record import Record, RecordId
 from rlinf.envs.base import VIDEO_PREFIX, Environment, RolloutRequest, TaskSize
 from rlinf.envs.episode_runner import (
@@ -34,8 +36,13 @@ from rlinf.envs.episode_runner import (
     run_interleaved,
 )
 from rlinf.envs.factory import create_task_env, module_flag, resolve_factory
-from rlinf.envs.gym_config import NUMERIC_KINDS, ActionConfig, GymConfig
-from rlinf.envs.observations import NO_STATE_MESSAGE, STATE, InvalidEnvConfig, ObservationSelection
+from rlinf.envs.observations import (
+    NO_STATE_MESSAGE,
+    STATE,
+    InvalidEnvConfig,
+    ObservationSelection,
+    encode_instruction,
+)
 from rlinf.envs.simulator_errors import USER_CODE_PREFIX, format_error
 from rlinf.envs.simulators import simulators
 from rlinf.envs.simulators.requirements import get_requirements
@@ -53,30 +60,198 @@ from rlinf.seeding import generator
 if TYPE_CHECKING:
     from rlinf.models.base import ModelSpec
 
+
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
-"""For a robot to come to rest."""
+"""Time for a robot to come to rest."""
 COUNTED_STEP_INFO = ("intervened", "late")
-"""Of what a world may tell of its steps: how many there were is said."""
+"""Step info whose occurrences are counted in metrics."""
+TaskId = Annotated[str, Field(min_length=1)]
+NUMERIC_KINDS = "iuf"
+"""Kinds of numpy types that actions may have."""
+
+
+ActionBounds = float | Annotated[tuple[float | None, ...], Field(min_length=1)]
+"""A bound of all components of an action, or one of each; null in a list: no bound."""
+
+
+class ActionConfig(Section):
+    """The action space: one of ``size`` choices, or a vector of that length."""
+
+    kind: Literal["discrete", "box"]
+    size: int = Field(gt=0)
+    low: ActionBounds | None = None
+    """Lower bound of each component of a vector; null: read from the simulator."""
+    high: ActionBounds | None = None
+    """Upper bound of each component."""
+    dtype: str | None = None
+    """Type of a vector's components; actions are rounded if it is an integer type. Null: read from
+    the simulator with the bounds, else floating point."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _dtype_is_of_numbers(cls, value: str | None) -> str | None:
+        """Return numpy's name of the type: ``float32`` for ``f4``."""
+        if value is None:
+            return None
+        try:
+            dtype = np.dtype(value)
+        except (TypeError, ValueError, SyntaxError):
+            dtype = np.dtype(object)
+        if dtype.kind not in NUMERIC_KINDS or dtype.shape:
+            raise ValueError("it is no type of numbers; set it to float32, float64 or int64, say")
+        return dtype.name
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> ActionConfig:
+        if self.kind == "discrete" and self.dtype is not None:
+            raise ValueError("dtype: it is of a vector's components; leave it out of a choice")
+        if self.low is None and self.high is None:
+            return self
+        if self.kind == "discrete":
+            raise ValueError("low: a choice has no bounds; leave low and high out")
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if value is None:
+                raise ValueError(f"{name}: give both low and high, or none of them")
+            if isinstance(value, tuple) and len(value) != self.size:
+                raise ValueError(f"{name}: {len(value)} bounds, and size is {self.size}")
+        low, high = self.bounds or (np.zeros(0), np.zeros(0))
+        if (low > high).any():
+            raise ValueError("low: a bound is above that of high")
+        return self
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the bounds ``[size]`` of a vector, infinite for no bound, of an integer type if
+        actions are rounded; None: unknown."""
+        if self.low is None or self.high is None:
+            return None
+        sides = zip((self.low, self.high), (-np.inf, np.inf), strict=True)
+        low, high = (_column(side, self.size, none) for side, none in sides)
+        if self.dtype is not None and np.dtype(self.dtype).kind in "iu":
+            low, high = (np.clip(side, -(2.0**62), 2.0**62) for side in (low, high))
+            return low.astype(np.int64), high.astype(np.int64)
+        return low, high
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Return the action space for policies; bounds are lists, with None for no bound."""
+        spec = self.model_dump(exclude_none=True)
+        for name in ("low", "high"):
+            side = getattr(self, name)
+            if side is not None:
+                spec[name] = list(side) if isinstance(side, tuple) else [side] * self.size
+        return spec
+
+
+def _column(side: ActionBounds, size: int, none: float) -> np.ndarray:
+    every = side if isinstance(side, tuple) else (side,) * size
+    return np.array([none if bound is None else bound for bound in every], np.float64)
+
+
+class GymConfig(Section):
+    """A simulator with vector observations."""
+
+    simulator: str = "gymnasium"
+    """The simulator: a name of :mod:`rlinf.envs.simulators`, or a ``module:function`` of yours."""
+    id: TaskId | Annotated[list[TaskId], Field(min_length=1)]
+    """The environment's id. For Gymnasium ``CartPole-v1``, or ``module:Name-v0`` to import the
+    module that registers it. For several tasks with the same spaces: a list, or a name that the
+    simulator has for a set (``MT10``). Groups are assigned to tasks in rotation."""
+    append_task_one_hot: bool = False
+    """Append a one-hot vector of the task to observations."""
+    observation: int | None = Field(default=None, gt=0)
+    """Length of an observation vector (the state, beside images); null: read from the simulator
+    when a run is created. An observation of several parts is flattened into one vector."""
+    ignore_observations: tuple[str, ...] = ()
+    """Names of parts of a structured observation that are left out. Every other part is used, or
+    refused."""
+    images: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that are rendered at each step, by name, with height and width of their images;
+    docs/howto/simulators.md lists their names. They need at least one process. An image that is
+    part of the observation itself is listed here too."""
+    video: dict[str, tuple[PositiveInt, PositiveInt]] = {}
+    """Cameras that record the first ``evaluate.videos`` evaluation episodes, with height and width
+    of their images; the policy does not see them. Cameras of ``images`` record in any case."""
+    renderer: Literal["egl", "osmesa"] = "egl"
+    """How MuJoCo renders: egl on a GPU (or in software by Mesa), osmesa in software."""
+    action: ActionConfig | None = None
+    """The action space. If ``observation`` or ``action`` is not set, it is read from the simulator
+    when a run is created, and frozen with the run. If that machine cannot build the simulator, both
+    must be set. The first stage checks them."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of the simulator's factory."""
+    instruction: bool | str = False
+    """Whether observations include the simulator's instruction in words, for policies that read; or
+    your own text in its place, up to 256 bytes."""
+    demonstrations: int = Field(default=0, ge=0)
+    """Episodes by the simulator's own expert, from which a warm start learns; unsolved ones are
+    left out."""
+    score_by_success: bool = False
+    """Score an episode by whether the task was solved at any step, as the simulator's ``info``
+    says; otherwise by its return."""
+    num_processes: int = Field(default=0, ge=0)
+    """Processes that step the environments while the policy computes. 0: the stage's own process
+    steps them, which is faster for small simulators without images, but a crash or hang of the
+    simulator is one of the stage."""
+    max_parallel_envs: int | None = Field(default=None, gt=0)
+    """Most environments of a stage process at once, for simulators that fill the memory. The others
+    wait; results do not change. Null: all."""
+    python: str | None = None
+    """The interpreter of those processes (at least one then): a path, or the name of an environment
+    that ``make env`` has created or the site file defines. It needs only numpy and Gymnasium."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Time for one answer of such a process, its start included. After that the process counts as
+    hung and is replaced. Environments in the stage's own process have no time limit."""
+    carry_over_episodes: bool = False
+    """A training sample begins where the same sample of the last iteration ended: an episode that
+    its horizon truncated continues, with its return and length so far; otherwise a new one begins.
+    So episodes may be longer than ``rollout.horizon``. False: every iteration starts new episodes.
+    Only for simulators that can save their state (docs/howto/simulators.md)."""
+    ignore_terminations: bool = False
+    """Continue an episode after the task terminated it, until the simulator's time limit or
+    ``rollout.horizon`` truncates it. Success is still counted."""
+    double_buffer: bool = False
+    """Step one half of the environments while the policy answers the other."""
+
+    @field_validator("instruction")
+    @classmethod
+    def _instruction_has_room(cls, value: bool | str) -> bool | str:
+        if isinstance(value, str):
+            try:
+                encode_instruction(value)
+            except InvalidEnvConfig as error:
+                raise ValueError(str(error).partition(": ")[2]) from None
+        return value
+
+    @model_validator(mode="after")
+    def _films_once(self) -> GymConfig:
+        for name in self.video.keys() & self.images.keys():
+            raise ValueError(
+                f"video.{name}: it is in images too, and films in any case; leave it out"
+            )
+        return self
 
 
 class GymEnvironment(Environment):
-    """A start is an environment, a sample the experience of one of them.
+    """A group is an initial state of a simulator, a sample the experience of one environment.
 
     An episode in which the simulator raises is lost, and that alone: its steps do not count, and
-    the next one has a new simulator; so are those of a process that dies or hangs, and one that
-    cannot begin. A simulator that fails :data:`MAX_FAILED_EPISODES` times in a sample is broken, or, where
-    samples are of one episode, in all of as many starts. An open episode that it fails to save is
-    lost to the next iteration alone: its steps were done, and count.
+    the next one has a new simulator. The same holds for episodes of a process that dies or hangs,
+    and for one that cannot begin. The stage fails if a simulator fails
+    :data:`rlinf.envs.episode_runner.MAX_FAILED_EPISODES` times in a sample or, if a sample is one
+    episode, in every sample of as many groups. An open episode that cannot be saved is lost to the
+    next iteration alone: its steps are complete, and count.
 
-    On the training split a sample is ``horizon`` steps in which ended episodes are followed by new
-    ones; on the test split, and in groups of several samples, it is one episode, or as much of it
-    as fits.
+    On the training split a sample has ``horizon`` steps, in which new episodes follow those that
+    end. On the test split, and in groups of several samples, it is one episode, or as much of it as
+    fits.
 
-    Actions are in the simulator's own units: a policy scales what it makes by the bounds that
-    :meth:`describe` names. An action beyond them is clipped on its way in. Trajectories keep what
-    the policy drew, to which its log-probability belongs, and the bounds; what was carried out
-    follows from both (:func:`rlinf.data.transitions.executed_actions`).
+    Actions are in the simulator's own units; a policy scales its outputs by the bounds of
+    :meth:`model_spec`. An action beyond the bounds is clipped on its way to the simulator.
+    Trajectories keep the action that the policy drew, to which its log-probability belongs, and the
+    bounds. The executed action follows from both (:mod:`rlinf.data.transitions`).
     """
 
     Config = GymConfig
@@ -84,7 +259,7 @@ class GymEnvironment(Environment):
 
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
-        count = config.num_processes or int(_apart(config))
+        count = config.num_processes or int(_needs_process(config))
         self._worlds: SyncVectorEnv | MultiProcessVectorEnv = (
             MultiProcessVectorEnv(functools.partial(create_simulator_process, config), count)
             if count
@@ -99,12 +274,12 @@ class GymEnvironment(Environment):
 
     @classmethod
     def model_spec(cls, config: GymConfig) -> ModelSpec:
-        """``observation``: length of a vector; ``action``: ``kind`` discrete or box, ``size``, and
-        of a box ``low`` and ``high`` ``[size]`` (None: no bound) and ``dtype``, where they are
+        """Return ``observation``, the length of a vector, and ``action``: ``kind`` discrete or box,
+        ``size``, and for a box ``low`` and ``high`` ``[size]`` (None: no bound) and ``dtype``, if
         known.
 
         Raises:
-            ConfigError: the configuration does not say them.
+            ConfigError: the configuration leaves them open.
         """
         if config.observation is None or config.action is None:
             key = "observation" if config.observation is None else "action"
@@ -133,27 +308,29 @@ class GymEnvironment(Environment):
         needs = get_requirements(config.simulator)
         for text in needs.missing_assets(config.kwargs):
             raise ConfigError(text)
-        if needs.batched and config.double_buffer > 1:
+        if needs.batched and config.double_buffer:
             raise ConfigError(
-                f"task.double_buffer: {config.double_buffer}, but {config.simulator} steps all environments "
-                "together; set 1"
+                f"task.double_buffer: true, but {config.simulator} steps all environments "
+                "together; set it to false"
             )
         several = len(task_ids(config))
         if needs.batched and (several > 1 or config.ignore_terminations):
             key = "id" if several > 1 else "ignore_terminations"
             raise ConfigError(
-                f"task.{key}: {config.simulator} steps all environments together, of one task, whose "
-                f"ends are its own; {'name one' if several > 1 else 'set it to false'}"
+                f"task.{key}: {config.simulator} steps all environments together, of one task, "
+                f"whose ends are its own; {'name one' if several > 1 else 'set it to false'}"
             )
         if config.append_task_one_hot and several == 1:
             raise ConfigError("task.append_task_one_hot: there is one task; set it to false")
         if several > 1 and not (config.append_task_one_hot or config.instruction or config.images):
             raise ConfigError(
-                f"task.append_task_one_hot: there are {several} tasks, and nothing says to the policy which "
-                f"one it is in; set it to true, and task.observation to {several} more"
+                f"task.append_task_one_hot: there are {several} tasks, and nothing says to the "
+                "policy which one it is in; set it to true, and task.observation to "
+                f"{several} more"
             )
-        if needs.single and (config.num_processes > 1 or config.double_buffer > 1 or config.video):
-            key = "video" if config.video else "halves" if config.double_buffer > 1 else "processes"
+        if needs.single and (config.num_processes > 1 or config.double_buffer or config.video):
+            key = "double_buffer" if config.double_buffer else "num_processes"
+            key = "video" if config.video else key
             raise ConfigError(
                 f"task.{key}: {config.simulator} has one world at a time; leave it out"
             )
@@ -193,23 +370,23 @@ class GymEnvironment(Environment):
                     errors = errors or process.restore([0], states)[1]
                 except InputError as error:
                     raise ConfigError(str(error)) from None
-                for said in errors.values():
+                for text in errors.values():
                     raise ConfigError(
-                        f"task.carry_over_episodes: {exception_line(said)}; set it to false"
+                        f"task.carry_over_episodes: {exception_line(text)}; set it to false"
                     )
 
     @classmethod
-    def spec_mismatches(cls, config: GymConfig, found: ModelSpec) -> list[str]:
-        """Of each key that is not what :meth:`measured` found, what to set it to."""
+    def spec_mismatches(cls, config: GymConfig, actual: ModelSpec) -> list[str]:
+        """Return a message for each key that differs from the spec of :meth:`read_spec`."""
         wrong: list[tuple[str, Any]] = []
-        if config.observation != found["observation"]:
+        if config.observation != actual["observation"]:
             wrong.append(("observation", config.observation))
-        if config.action is None or not _agree(config.action, ActionConfig(**found["action"])):
+        if config.action is None or not _agree(config.action, ActionConfig(**actual["action"])):
             wrong.append(("action", None if config.action is None else config.action.spec))
         return [
-            f"task.{name}: {said} is not what {config.id} has; set it to "
-            f"{json.dumps(found[name])}, or leave it out to have it read from the simulator"
-            for name, said in wrong
+            f"task.{name}: {value} is not what {config.id} has; set it to "
+            f"{json.dumps(actual[name])}, or leave it out to have it read from the simulator"
+            for name, value in wrong
         ]
 
     @classmethod
@@ -226,11 +403,11 @@ class GymEnvironment(Environment):
             return {}
         if lacking and needs.single:
             raise ConfigError(
-                f"{lacking[0]}: is not set, and {config.simulator} is not connected to before a run "
-                f"is made; set {', '.join(lacking)}"
+                f"{lacking[0]}: is not set, and {config.simulator} is not connected to before a "
+                f"run is made; set {', '.join(lacking)}"
             )
         try:
-            found = cls.read_spec(config)
+            actual = cls.read_spec(config)
         except SimulatorError as error:
             if lacking:
                 raise ConfigError(
@@ -246,64 +423,69 @@ class GymEnvironment(Environment):
             if isinstance(error, MissingPackageError) or str(error).startswith("task.renderer"):
                 return {}
             raise
-        given = ActionConfig(**found["action"]) if action is None else action
-        seen = found["observation"] if config.observation is None else config.observation
-        whole = config.model_copy(update={"observation": seen, "action": given})
-        for text in cls.spec_mismatches(whole, found):
+        action_config = ActionConfig(**actual["action"]) if action is None else action
+        observation = actual["observation"] if config.observation is None else config.observation
+        full_config = config.model_copy(
+            update={"observation": observation, "action": action_config}
+        )
+        for text in cls.spec_mismatches(full_config, actual):
             raise ConfigError(text)
-        more = {} if config.observation else {"observation": found["observation"]}
-        return more if bounded else {**more, "action": found["action"]}
+        more = {} if config.observation else {"observation": actual["observation"]}
+        return more if bounded else {**more, "action": actual["action"]}
 
     @classmethod
     def read_spec(cls, config: GymConfig) -> ModelSpec:
-        """What :meth:`describe` should say, by building a simulator.
+        """Return the spec for :meth:`model_spec`, by building a simulator.
 
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        found = create_simulator_process(config) if _apart(config) else _here(config)
+        env = create_simulator_process(config) if _needs_process(config) else _here(config)
         try:
-            with _naming_users_code(config), contextlib.closing(found):
-                spaces = found.spaces()
+            with _naming_users_code(config), contextlib.closing(env):
+                spaces = env.spaces()
         except InputError as error:
             if type(error) is not InputError:
                 raise
             raise ConfigError(str(error)) from None
-        seen, act = spaces["observation"], spaces["action"]
+        observation_space, action_space = spaces["observation"], spaces["action"]
         if config.instruction is True and spaces["instruction"] is None:
             raise ConfigError(
                 f"task.instruction: {config.id} asks for nothing in words; write what policies are "
                 "to be told, or set it to false"
             )
-        if seen["kind"] != "dict":
-            seen = {"parts": {STATE: seen}, **seen}
-        state = seen["parts"].get(STATE)
+        if observation_space["kind"] != "dict":
+            observation_space = {"parts": {STATE: observation_space}, **observation_space}
+        state = observation_space["parts"].get(STATE)
         if state is None or state["kind"] != "box" or len(state["shape"]) != 1:
-            raise ConfigError(f"task.id: {config.id} has no vector observations ({seen['text']})")
-        if act["kind"] == "discrete":
-            action = {"kind": "discrete", "size": act["size"]}
+            raise ConfigError(
+                f"task.id: {config.id} has no vector observations ({observation_space['text']})"
+            )
+        if action_space["kind"] == "discrete":
+            action = {"kind": "discrete", "size": action_space["size"]}
         elif (
-            act["kind"] == "box"
-            and len(act["shape"]) == 1
-            and np.dtype(act["dtype"]).kind in NUMERIC_KINDS
+            action_space["kind"] == "box"
+            and len(action_space["shape"]) == 1
+            and np.dtype(action_space["dtype"]).kind in NUMERIC_KINDS
         ):
-            bounds = {name: act[name] for name in ("low", "high", "dtype")}
-            action = {"kind": "box", "size": act["shape"][0], **bounds}
+            bounds = {name: action_space[name] for name in ("low", "high", "dtype")}
+            action = {"kind": "box", "size": action_space["shape"][0], **bounds}
         else:
             raise ConfigError(
-                f"task.id: {config.id} has actions {act['text']}, which no policy here takes"
+                f"task.id: {config.id} has actions {action_space['text']}, which no policy here "
+                "takes"
             )
         return {"observation": state["shape"][0], "action": action}
 
     def simulate(
         self, episodes: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        """One request per time step, of all environments of a part still running.
+        """Send one request per time step for all running environments of a loop.
 
         Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
-        ``terminated``, ``truncated``, and what was seen after each cut as context
-        (:mod:`rlinf.data.transitions`). Where the policy gives ``values``, ``bootstrap`` is the
-        value of the state after a step at which an episode was cut off, 0 at all others.
+        ``terminated``, ``truncated``, and as context the observation after each truncation
+        (:mod:`rlinf.data.transitions`). If the policy returns ``values``, ``bootstrap`` is the
+        value of the state after a step that truncated an episode, 0 at all others.
         """
         samples = episodes.sample_ids()
 
@@ -324,9 +506,9 @@ class GymEnvironment(Environment):
             if isinstance(error, InvalidEnvConfig):
                 raise InputError(str(error)) from None
             raise
-        held_out = episodes.split == "test"
-        if held_out or episodes.group_size > 1:
-            check_not_all_failed(records, raised, held_out=held_out)
+        is_test = episodes.split == "test"
+        if is_test or episodes.group_size > 1:
+            check_not_all_failed(records, raised, is_test=is_test)
         if single:
             # The next stage may be another process, and there is one robot for all.
             self.close()
@@ -339,32 +521,32 @@ class GymEnvironment(Environment):
 
     @property
     def pids(self) -> list[int]:
-        """Of the simulator processes that run."""
+        """Ids of the running simulator processes."""
         own = self._worlds.pids if isinstance(self._worlds, MultiProcessVectorEnv) else []
         return [*own, *self._filming.pids]
 
     def _parts(
         self, episodes: RolloutRequest, samples: np.ndarray, raised: list[str]
     ) -> list[EpisodeLoop]:
-        """The time loops of ``samples``: one or two, and one of those that are filmed."""
+        """Return the episode loops of ``samples``: one or two, and one that records videos."""
         filmed = samples < (episodes.num_videos if self.config.video else 0)
         rest = samples[~filmed]
-        each = -(-len(rest) // self.config.double_buffer) or 1
+        each = -(-len(rest) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
         box = None if action is None else action.bounds
-        told = (self.config.instruction, self._measure, box, raised)
+        shared = (self.config.instruction, self._measure, box, raised)
         parts = [
-            run_episodes(episodes, rest[first : first + each], self._worlds, first, (), *told)
+            run_episodes(episodes, rest[first : first + each], self._worlds, first, (), *shared)
             for first in range(0, len(rest), each)
         ]
         if filmed.any():
             film = self.config.video
-            parts.append(run_episodes(episodes, samples[filmed], self._filming, 0, film, *told))
+            parts.append(run_episodes(episodes, samples[filmed], self._filming, 0, film, *shared))
         return parts
 
     @property
     def _measure(self) -> str:
-        """Which one is an episode's score."""
+        """The metric that is an episode's score."""
         return "success_once" if self.config.score_by_success else "return"
 
     @classmethod
@@ -376,8 +558,8 @@ class GymEnvironment(Environment):
             )
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
-        """Whole episodes: ``observations``, pictures, instruction, ``actions`` and ``rewards`` of
-        every step; those of a step are drawn by (seed, step).
+        """Return whole episodes: ``observations``, images, instruction, ``actions`` and ``rewards``
+        of every step. (seed, step) draws the episodes of a step.
 
         Raises:
             ConfigError: the simulator has no expert, or it solves nothing.
@@ -403,15 +585,15 @@ class GymEnvironment(Environment):
         ]
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        """Of the episodes that a trajectory completed (of the open one, if none) the mean return,
-        or the share that had success; NaN where the simulator failed in all of them."""
+        """Return the mean return or success rate of the episodes that a trajectory completed (of
+        the open one, if none); NaN if the simulator failed in all of them."""
         counts["failed_episodes"] += sum(
             int(trajectory.info["failed"]) for trajectory in trajectories
         )
         for name in COUNTED_STEP_INFO:
-            told = [t.steps[name] for t in trajectories if name in t.steps]
-            if told:
-                counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in told)
+            columns = [t.steps[name] for t in trajectories if name in t.steps]
+            if columns:
+                counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in columns)
         return [
             float(t.info[self._measure]) if t.info.get("scored", True) else float("nan")
             for t in trajectories
@@ -431,14 +613,14 @@ class GymEnvironment(Environment):
 
 
 def task_ids(config: GymConfig) -> list[str]:
-    """The tasks of a run: one, or several that starts are shared out among."""
+    """Return the tasks of a run: one, or several that groups are assigned to in rotation."""
     if isinstance(config.id, list):
         return config.id
     return list(get_requirements(config.simulator).sets.get(config.id, (config.id,)))
 
 
 def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
-    """One that steps worlds of a configuration."""
+    """Create a process that steps environments of a configuration."""
     python = None if config.python is None else resolve_interpreter(config.python, "task.python")
     return SubprocessVectorEnv(
         _target(config),
@@ -454,7 +636,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
 
 
 def _here(config: GymConfig) -> SyncVectorEnv:
-    """Worlds in this process."""
+    """Create environments in this process."""
     once, endless = get_requirements(config.simulator).single, config.ignore_terminations
     own = user_modules(config)
     return SyncVectorEnv(
@@ -464,7 +646,7 @@ def _here(config: GymConfig) -> SyncVectorEnv:
 
 @contextlib.contextmanager
 def _naming_users_code(config: GymConfig) -> Iterator[None]:
-    """Raise what the user's simulator raises in this process as a process of its own does."""
+    """Raise errors of the user's simulator in this process as a simulator process does."""
     try:
         yield
     except (RlinfError, InvalidEnvConfig):
@@ -477,16 +659,16 @@ def _naming_users_code(config: GymConfig) -> Iterator[None]:
 
 
 def user_modules(config: GymConfig) -> tuple[str, ...]:
-    """Return the modules of the user that a configuration names: in ``task.simulator``, and where that
-    is ``gymnasium`` before the colon of ``task.id``."""
+    """Return the user's modules that a configuration names: the one of ``task.simulator``, and for
+    ``gymnasium`` the one before the colon of ``task.id``."""
     if config.simulator not in simulators.names():
         return (_target(config).rpartition(":")[0],)
     ids = task_ids(config) if config.simulator == "gymnasium" else []
     return tuple({id.partition(":")[0] for id in ids if ":" in id})
 
 
-def _apart(config: GymConfig) -> bool:
-    """Whether it cannot be stepped in the stage's own process."""
+def _needs_process(config: GymConfig) -> bool:
+    """Return whether the environments need a process of their own."""
     return (
         config.python is not None
         or bool(config.images)
@@ -495,11 +677,11 @@ def _apart(config: GymConfig) -> bool:
 
 
 def create_local_env(config: GymConfig) -> Any:
-    """One world in this process.
+    """Create one environment in this process.
 
     Raises:
         MissingPackageError: Gymnasium is not installed.
-        ConfigError: the simulator is not installed, does not know it, or cannot make it so.
+        ConfigError: the simulator is not installed, does not know the id, or cannot create it.
     """
     if config.simulator == "gymnasium" and importlib.util.find_spec("gymnasium") is None:
         raise MissingPackageError("gymnasium", "sims", "task.name: gym")
@@ -507,8 +689,8 @@ def create_local_env(config: GymConfig) -> Any:
         make = resolve_factory(_target(config))
         if module_flag(make, "BATCHED"):
             raise ConfigError(
-                f"task.num_processes: {config.num_processes}, but {config.simulator} steps many environments "
-                "in a process of its own; set 1"
+                f"task.num_processes: {config.num_processes}, but {config.simulator} steps many "
+                "environments in a process of its own; set 1"
             )
         return create_task_env(make, _values(config), _shown(config))
     except InvalidEnvConfig as error:
@@ -521,18 +703,18 @@ def _shown(config: GymConfig) -> ObservationSelection:
     )
 
 
-def _agree(said: ActionConfig, found: ActionConfig) -> bool:
-    """Whether a configured action is that of a simulator, in all that is given of it."""
-    if (said.kind, said.size) != (found.kind, found.size):
+def _agree(configured: ActionConfig, actual: ActionConfig) -> bool:
+    """Return whether a configured action space equals the simulator's, in every key that is set."""
+    if (configured.kind, configured.size) != (actual.kind, actual.size):
         return False
-    if said.dtype not in (None, found.dtype):
+    if configured.dtype not in (None, actual.dtype):
         return False
-    pairs = zip(said.bounds or (), found.bounds or (), strict=False)
+    pairs = zip(configured.bounds or (), actual.bounds or (), strict=False)
     return all(np.allclose(ours, theirs, rtol=1e-6, atol=1e-9) for ours, theirs in pairs)
 
 
 def _target(config: GymConfig) -> str:
-    """What makes a world, as a process of another interpreter finds it: ours by its file."""
+    """Return the factory as a process of another interpreter can import it: ours by its file."""
     target = simulators.target(config.simulator, "task.simulator")
     module, _, name = target.partition(":")
     if config.simulator not in simulators.names():

@@ -1,6 +1,7 @@
-"""A pair of connected sockets, with memory that both ends have for arrays.
+"""A pair of connected sockets, with shared memory for arrays.
 
-Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
+Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
+and numpy alone.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import numpy as np
 from .observations import Arrays
 
 ALIGNMENT_BYTES = 64
-"""Bytes, of which arrays begin at a multiple."""
+"""Arrays begin at multiples of this many bytes."""
 
 
 class SharedArrays:
-    """A file in memory that two processes have: one writes arrays into it, the other reads them."""
+    """A memory file shared by two processes: one writes arrays into it, the other reads them."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._map: Any = None
 
     def map_arrays(self, described: list[list[Any]], size: int, *, writes: bool) -> Arrays:
-        """Arrays in its first ``size`` bytes, each from some byte on."""
+        """Return arrays mapped onto its first ``size`` bytes, each at its own offset."""
         if self._map is None or len(self._map) < size:
             if writes:
                 # Reserved now: writing where there is no memory later would kill the process.
@@ -42,21 +43,23 @@ class SharedArrays:
 
 
 class SimulatorConnection:
-    """One end of a pair of connected sockets: a dictionary and arrays, each way, in turns.
+    """One end of a pair of connected sockets: it exchanges a dictionary and arrays in each
+    direction, in turns.
 
-    Arrays lie in memory that both ends have, and are copied from there before the next message. The
-    socket carries the rest, as JSON, which is neither made nor read again where it is as it was
-    before: that is so for every step.
+    Arrays are in shared memory; the receiver copies them before the next message. The rest is JSON
+    on the socket. It is neither encoded nor decoded again if it equals the last message, which is
+    so for every step.
     """
 
     def __init__(self, end: socket.socket, own: int, other: int) -> None:
-        """``own``, ``other``: files in memory, for the arrays of this end and of the other one."""
+        """Create one end. ``own`` and ``other`` are memory files for the arrays of this end and of
+        the other."""
         self._socket, self._own, self._other = end, SharedArrays(own), SharedArrays(other)
         self._sent: tuple[Any, bytes, Arrays] = (None, b"", {})
         self._got: tuple[bytes, dict[str, Any], Arrays] = (b"", {}, {})
 
     def send(self, message: dict[str, Any], arrays: Arrays) -> None:
-        """Raises OSError when the other side is gone."""
+        """Send a message. Raises OSError if the other side has closed."""
         described, size = list[list[Any]](), 0
         for name, array in arrays.items():
             described.append([name, array.dtype.str, list(array.shape), size])
@@ -71,7 +74,7 @@ class SimulatorConnection:
         self._socket.sendall(struct.pack("<Q", len(header)) + header)
 
     def receive(self) -> tuple[dict[str, Any], Arrays]:
-        """Raises EOFError or OSError when the other side is gone."""
+        """Return the next message. Raises EOFError or OSError if the other side has closed."""
         (size,) = struct.unpack("<Q", self._read(8))
         header = bytes(self._read(size))
         if header != self._got[0]:

@@ -1,4 +1,5 @@
-"""Prompts and answers from a JSON-lines file, graded as mathematics: GSM8K, MATH and the like."""
+"""Prompts and answers from a JSON-lines file, graded as mathematics: GSM8K, MATH and similar
+sets."""
 
 from __future__ import annotations
 
@@ -26,35 +27,37 @@ from rlinf.rewards.reasoning_tags import ReasoningTags
 
 
 class JsonlConfig(ProblemSetConfig):
-    """Where the problems are and how they are asked."""
+    """The data files and their fields."""
 
     train: Path
     """JSON-lines file of training problems."""
     test: Path
-    """JSON-lines file of held-out problems."""
+    """JSON-lines file of test problems."""
     prompt_field: str = "question"
-    """Holds a text, or a list of messages with ``role`` and ``content``."""
+    """Field that holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
     info_fields: tuple[str, ...] = ()
-    """Further fields of each row that the reward gets, in the ``info`` of a trajectory: texts and
-    numbers as they are, anything else as JSON. Where one row of the file has no number, those of
-    the others come as JSON too."""
+    """Further fields of each row that the reward receives in the ``info`` of a trajectory. Texts
+    and numbers stay as they are; other values become JSON. If a field is not a number in some row
+    of the file, it is JSON in all rows."""
     grader_workers: int = Field(default=2, gt=0)
     """Grading processes."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Processor time to grade one response, to a second; then it counts as wrong, and is
-    reported. After 64 such responses in a row the rest of the batch is not tried."""
+    """Processor seconds to grade one response, to a second. After that the response counts as wrong
+    and is reported. After 64 such responses in a row the rest of the batch is skipped."""
 
     @field_validator("info_fields")
     @classmethod
     def _names_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if taken := RESERVED_INFO_KEYS.intersection(value):
-            raise ValueError(f"every trajectory has a {min(taken)!r} of its own; rename the field")
+        if reserved := RESERVED_INFO_KEYS.intersection(value):
+            raise ValueError(
+                f"every trajectory has a {min(reserved)!r} of its own; rename the field"
+            )
         return value
 
 
 class JsonlEnvironment(ProblemSetEnvironment):
-    """See the module."""
+    """Problems of JSON-lines files, graded by ``math_verify``."""
 
     Config = JsonlConfig
     config: JsonlConfig
@@ -84,7 +87,7 @@ class JsonlEnvironment(ProblemSetEnvironment):
         return self._grader
 
     def _thought_marks(self) -> ReasoningTags:
-        """Return the marks of thoughts; a prompt may end inside one."""
+        """Return the markers of reasoning; a prompt may end inside one."""
         marks = ReasoningTags()
         return replace(
             marks, starts_open=marks.ends_with_open_tag(self._problems["test"][0].rendered)

@@ -1,7 +1,8 @@
-"""Tasks that have their problems beforehand: a question or a conversation each, and an answer.
+"""Tasks with a fixed set of problems: questions or conversations, each with an answer.
 
-A task says where problems come from (:meth:`ProblemSetEnvironment.read`) and how a response is scored. What a
-model is given is made here: template, examples, system message, the tokenizer's chat template.
+A task defines where problems come from (:meth:`ProblemSetEnvironment.load_problems`) and how a
+response is scored. This module reads problems from JSON-lines files and renders the prompts:
+template, few-shot examples, system message, and the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from rlinf.seeding import generator
 ROLES = ("system", "user", "assistant")
 PROMPT_PLACEHOLDER = "{prompt}"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which messages have what the assistant thought."""
+"""Fields of messages that may hold the assistant's reasoning."""
 
 
 @dataclass(frozen=True)
 class ChatProblem:
-    """A row of a file."""
+    """A question or conversation, with a reference answer."""
 
     messages: tuple[Mapping[str, str], ...]
-    """Roles and contents; the last one is the user's. Of a plain question that is all there is."""
+    """Roles and contents; the last message is the user's. A plain question is a single message."""
     answer: str
     location: str
-    """Where it is from, for messages: file and line."""
+    """File and line, for error messages."""
     demonstration: str | None = None
-    """What the assistant said last, where the row goes on so far."""
+    """The assistant's last message, if the row ends with one."""
     info: Mapping[str, Scalar] = field(default_factory=dict)
-    """Further fields, for the reward."""
+    """Extra fields for the reward."""
 
     def with_template(self, template: str) -> ChatProblem:
-        """The same, with the last message put into a template."""
+        """Return the problem with its last message inserted into a template."""
         *before, last = self.messages
         content = template.replace(PROMPT_PLACEHOLDER, last["content"])
         return replace(self, messages=(*before, {**last, "content": content}))
@@ -61,12 +62,12 @@ def read_problems(
 ) -> JsonLinesFile[ChatProblem]:
     """Return the problems of a JSON-lines file, each read when it is used.
 
-    The prompt is a text or a list of messages (``role`` and ``content``). Where that ends with the
-    assistant, what it says is a demonstration, and the answer of rows without ``answer_field``.
+    The prompt is a text or a list of messages (``role`` and ``content``). If the list ends with the
+    assistant, that message is a demonstration, and the answer of rows without ``answer_field``.
 
     Raises:
-        DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is not
-            there, empty or of another type; names the line.
+        DataError: missing or empty file, not UTF-8, a line that is not JSON, a field that is
+            missing, empty or of another type; names the line.
     """
 
     def parse(where: str, item: dict[str, Any], texts: np.ndarray) -> ChatProblem:
@@ -95,8 +96,8 @@ def read_problems(
 
 
 def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatProblem]:
-    """Return the conversations of a JSON-lines file, each read when it is used; the last message of
-    each is answer and demonstration.
+    """Return the conversations of a JSON-lines file, each read when it is used. The last message of
+    each is its answer and its demonstration.
 
     Raises:
         DataError: as :func:`read_problems`, or a conversation does not end with the assistant
@@ -119,13 +120,13 @@ def read_conversations(path: Path, field: str, key: str) -> JsonLinesFile[ChatPr
 
 
 def question_text(problem: ChatProblem) -> str:
-    """Return the text by which two problems are the same: all messages of the user, one a line.
+    """Return the text by which two problems count as equal: all user messages, one per line.
 
-    White space does not count, and neither do the system message and the assistant's messages:
-    with others in their place the model still trains on the question.
+    White space is ignored, and so are system and assistant messages, because a model that sees the
+    same question with other context still trains on the question.
     """
-    asked = (message["content"] for message in problem.messages if message["role"] == "user")
-    return "\n".join(map(collapse_whitespace, asked))
+    questions = (message["content"] for message in problem.messages if message["role"] == "user")
+    return "\n".join(map(collapse_whitespace, questions))
 
 
 def collapse_whitespace(text: str) -> str:
@@ -134,10 +135,10 @@ def collapse_whitespace(text: str) -> str:
 
 
 def text_field(item: dict[str, Any], name: str, option: str, where: str) -> str:
-    """A field that is a text or a number, as text; ``option`` is the key that names it.
+    """Return a field that holds a text or a number, as text; ``option`` is the key that names it.
 
     Raises:
-        DataError: it is not there, empty or of another type.
+        DataError: it is missing, empty or of another type.
     """
     value = _field(item, name, option, where)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -161,9 +162,9 @@ def _problem(
 
 
 def _scalar(value: Any, where: str, field: str) -> Scalar:
-    """A field as a record can carry it."""
+    """Return a field as a record can carry it."""
     if isinstance(value, str):
-        return _whole(value, where, field)
+        return _valid_text(value, where, field)
     plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
     return value if plain else json.dumps(value, sort_keys=True)
 
@@ -175,7 +176,7 @@ def _field(item: dict[str, Any], name: str, option: str, where: str) -> Any:
 
 
 def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
-    """A question, or a conversation as it stands in a file, as messages."""
+    """Return a question, or a conversation of a file, as messages."""
     if isinstance(value, str):
         return [{"role": "user", "content": _text(value, where, field)}]
     if not isinstance(value, list):
@@ -201,7 +202,7 @@ def _messages(value: Any, where: str, field: str) -> list[Mapping[str, str]]:
 
 
 def _with_thought(message: Mapping[str, Any], content: str, where: str, place: str) -> str:
-    """A content with the thought that stands in a field of its own, as models write it."""
+    """Return the content with the reasoning of a separate field in front, as models write it."""
     named = [name for name in THOUGHT_FIELDS if message.get(name)]
     if message["role"] != "assistant" or not named:
         return content
@@ -214,10 +215,10 @@ def _with_thought(message: Mapping[str, Any], content: str, where: str, place: s
 def _text(value: str, where: str, field: str) -> str:
     if not value.strip():
         raise DataError(f"{where}: {field!r} is empty")
-    return _whole(value, where, field)
+    return _valid_text(value, where, field)
 
 
-def _whole(value: str, where: str, field: str) -> str:
+def _valid_text(value: str, where: str, field: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise DataError(f"{where}: {field!r} has half of a surrogate pair, which is no character")
     return value
@@ -228,7 +229,7 @@ def _short(value: Any) -> str:
 
 
 def format_transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as a transcript; a single message is its text."""
+    """Return a conversation as a transcript; a single message is its text."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -243,28 +244,28 @@ RENDER_CHUNK, RENDER_CHUNK_CHARACTERS = 2048, 8 << 20
 MAX_CACHED_PROMPTS = 4096
 """Prompts that stay in memory."""
 DISK_CACHE_MIN_PROBLEMS = 20_000
-"""Problems whose tokens are counted once for all processes."""
+"""From this many problems on, their token counts are cached on disk for all processes."""
 TOKENIZER_PROBES = 8
 
 
 class ProblemSetConfig(Section):
-    """How problems are asked."""
+    """How problems become prompts."""
 
     prompt_template: str = "{prompt}"
-    """Text of the user's (last) message; ``{prompt}`` stands for the problem."""
+    """Text of the user's (last) message; ``{prompt}`` is replaced by the problem."""
     system_prompt: str = ""
     """System message of conversations without one, for tokenizers with a chat template."""
     num_fewshot: int = Field(default=0, ge=0)
-    """So many training problems stand before each question as turns with their answers, the same
-    ones each time; they are asked no more. For tokenizers with a chat template."""
+    """Number of training problems that stand, answered, before each question as few-shot turns.
+    They are always the same, and are not trained on. For tokenizers with a chat template."""
     max_prompt_length: int = Field(default=1024, gt=0)
-    """Longer prompts are left out."""
+    """Longer prompts are left out, tokens."""
     allow_train_test_overlap: bool = False
-    """Train although every held-out problem is a training problem too."""
+    """Train even if every test problem is a training problem too."""
 
     @field_validator("prompt_template")
     @classmethod
-    def _asks(cls, value: str) -> str:
+    def _has_placeholder(cls, value: str) -> str:
         if PROMPT_PLACEHOLDER not in value:
             raise ValueError("does not contain {prompt}, so no problem would be asked")
         return value
@@ -272,18 +273,18 @@ class ProblemSetConfig(Section):
 
 @dataclass(frozen=True)
 class RenderedProblem(Prompt):
-    """A problem as the model gets it."""
+    """A problem as the model receives it."""
 
     rendered: str
-    """What the model gets."""
+    """The text that the model receives."""
     demonstration: str
-    """An answer to learn from: what the assistant says in the row, or the reference answer."""
+    """The answer to learn from: the assistant's message in the row, or the reference answer."""
     num_tokens: int
-    """Of ``rendered``."""
+    """Tokens of ``rendered``."""
     conversation: tuple[ChatMessage, ...]
-    """The messages that ``rendered`` is made of."""
+    """The messages that ``rendered`` was built from."""
     location: str
-    """Where it is from, for messages: file and line."""
+    """File and line, for error messages."""
 
     @property
     def model_input(self) -> str:
@@ -291,9 +292,10 @@ class RenderedProblem(Prompt):
 
 
 class RenderedDataset(Generic[T]):
-    """What a model gets of some problems, made when it is used: prompts, or whole conversations.
+    """Problems rendered on first use: as prompts, or as whole conversations.
 
-    The newest :data:`HELD` stay in memory; of all others it is known how many tokens they have.
+    The newest :data:`MAX_CACHED_PROMPTS` stay in memory; of all others only the number of tokens is
+    known.
     """
 
     def __init__(
@@ -304,26 +306,27 @@ class RenderedDataset(Generic[T]):
     ) -> None:
         """
         Args:
-            render: makes items of problems, each with the number of its problem among those given;
-                a problem may become several, one after the other.
-            size: tokens of an item.
+            render: renders items from problems, each with the index of its problem in the argument.
+                One problem may become several consecutive items.
+            size: returns the tokens of an item.
         """
         self._problems, self.render, self._size = problems, render, size
-        self._held: OrderedDict[tuple[int, int], T] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], T] = OrderedDict()
         self._places = np.zeros((0, 2), np.int64)
         self.longest = 0
-        """Tokens of the longest item that is short enough."""
+        """Tokens of the longest item within the limit."""
         self.total = 0
-        """Items, however long."""
+        """Items of any length."""
 
     def __len__(self) -> int:
         return len(self._places)
 
     def filter_by_length(self, most: int, address: str | None = None) -> None:
-        """Find the items of at most so many tokens.
+        """Select the items of at most ``most`` tokens.
 
         Args:
-            address: text of what lengths follow from, for the cache; None: they are not kept there.
+            address: text that determines the lengths, as the key of the disk cache; None: do not
+                cache.
         """
         known = (
             self._measured()
@@ -335,47 +338,47 @@ class RenderedDataset(Generic[T]):
         self.longest = int(tokens[tokens <= most].max(initial=0))
 
     def take(self, numbers: Sequence[int]) -> list[T]:
-        """Return the items of these numbers, of those that are short enough."""
+        """Return the items with these numbers, among those within the limit."""
         places = [(int(row), int(part)) for row, part in self._places[list(numbers)]]
-        lacking = [row for row, part in places if (row, part) not in self._held]
+        lacking = [row for row, part in places if (row, part) not in self._cache]
         rows = list(dict.fromkeys(lacking))
-        made = self._made(rows, [self._problems[row] for row in rows]) if rows else {}
-        found = [made[place] if place in made else self._held[place] for place in places]
-        self._hold(made)
-        return found
+        rendered = self._render_rows(rows, [self._problems[row] for row in rows]) if rows else {}
+        items = [rendered[place] if place in rendered else self._cache[place] for place in places]
+        self._add_to_cache(rendered)
+        return items
 
     def __getitem__(self, number: int) -> T:
         return self.take([number])[0]
 
     def _measured(self) -> dict[str, np.ndarray]:
-        """Tokens of every item, and its problem and number within that."""
+        """Return the tokens of every item, with its problem and its number within the problem."""
         places, tokens = list[np.ndarray](), list[np.ndarray]()
         for rows, problems in _chunks(self._problems):
-            made = self._made(rows, problems)
-            places.append(np.array(list(made), np.int64).reshape(-1, 2))
-            tokens.append(np.array([self._size(item) for item in made.values()], np.int64))
-            self._hold(made)
+            rendered = self._render_rows(rows, problems)
+            places.append(np.array(list(rendered), np.int64).reshape(-1, 2))
+            tokens.append(np.array([self._size(item) for item in rendered.values()], np.int64))
+            self._add_to_cache(rendered)
         return {"places": np.concatenate(places), "tokens": np.concatenate(tokens)}
 
-    def _made(
+    def _render_rows(
         self, rows: Sequence[int], problems: Sequence[ChatProblem]
     ) -> dict[tuple[int, int], T]:
-        made: dict[tuple[int, int], T] = {}
+        rendered: dict[tuple[int, int], T] = {}
         parts: Counter[int] = Counter()
         for number, item in self.render(problems):
             row = rows[number]
-            made[row, parts[row]] = item
+            rendered[row, parts[row]] = item
             parts[row] += 1
-        return made
+        return rendered
 
-    def _hold(self, made: Mapping[tuple[int, int], T]) -> None:
-        self._held.update(made)
-        while len(self._held) > MAX_CACHED_PROMPTS:
-            self._held.popitem(last=False)
+    def _add_to_cache(self, rendered: Mapping[tuple[int, int], T]) -> None:
+        self._cache.update(rendered)
+        while len(self._cache) > MAX_CACHED_PROMPTS:
+            self._cache.popitem(last=False)
 
 
 def _chunks(problems: Sequence[ChatProblem]) -> Iterator[tuple[list[int], list[ChatProblem]]]:
-    """All problems and their numbers, a few thousand or some megabytes of text at a time."""
+    """Yield all problems with their numbers, a few thousand or some megabytes of text at a time."""
     some, size = list[ChatProblem](), 0
     for row, problem in enumerate(problems):
         some.append(problem)
@@ -386,7 +389,7 @@ def _chunks(problems: Sequence[ChatProblem]) -> Iterator[tuple[list[int], list[C
 
 
 class ProblemSetEnvironment(PromptEnvironment):
-    """See the module."""
+    """A task whose problems are known in advance; see the module."""
 
     Config: ClassVar[type[ProblemSetConfig]] = ProblemSetConfig
     config: ProblemSetConfig
@@ -413,10 +416,10 @@ class ProblemSetEnvironment(PromptEnvironment):
     @classmethod
     @abstractmethod
     def load_problems(cls, config: Any, split: Split) -> Sequence[ChatProblem]:
-        """Return all problems of a split, in an order that stays.
+        """Return all problems of a split, in a fixed order.
 
         Raises:
-            DataError: there is none, or one is malformed.
+            DataError: there are none, or one is malformed.
         """
 
     @classmethod
@@ -427,12 +430,14 @@ class ProblemSetEnvironment(PromptEnvironment):
 
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
-        made = cls(config, processor)
-        longest = max(prompts.longest for prompts in made._problems.values())
-        return TaskSize(len(made._problems["train"]), len(made._problems["test"]), longest)
+        environment = cls(config, processor)
+        longest = max(prompts.longest for prompts in environment._problems.values())
+        return TaskSize(
+            len(environment._problems["train"]), len(environment._problems["test"]), longest
+        )
 
     def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
-        """Training problems without replacement, in an order drawn anew for each epoch; the first
+        """Return training problems without replacement, in a new order for each epoch, or the first
         test problems."""
         problems = self._problems[episodes.split]
         if episodes.split == "test":
@@ -460,7 +465,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         ]
 
     def _answers(self, prompts: Sequence[RenderedProblem]) -> list[str]:
-        """Demonstrations as the model is to write them behind its prompts."""
+        """Return demonstrations as the model should write them after its prompts."""
         if self.chat_format.template is None:
             return [prompt.demonstration for prompt in prompts]
         talks = [
@@ -473,46 +478,48 @@ class ProblemSetEnvironment(PromptEnvironment):
         return [turn.completion for (turn,) in turns]
 
     def _load(self, problems: Sequence[ChatProblem], key: str) -> RenderedDataset[RenderedProblem]:
-        """The problems whose prompts are short enough. All are rendered once, some at a time.
+        """Return the problems whose prompts are within the limit. All are rendered once, in chunks.
 
         Raises:
-            DataError: none is; a problem or setting needs a chat template; the template fails, or
-                leaves out what it was given.
+            DataError: none is within the limit; a problem or setting needs a chat template; the
+                template fails, or drops a message.
         """
         if not problems:
             raise DataError(
                 f"{key}: no problem is left beside task.num_fewshot={self.config.num_fewshot}"
             )
         most = self.config.max_prompt_length
-        made = RenderedDataset(
+        dataset = RenderedDataset(
             problems,
-            lambda chosen: list(enumerate(self._asked(chosen, key))),
+            lambda chosen: list(enumerate(self._render_problems(chosen, key))),
             lambda prompt: prompt.num_tokens,
         )
         with name_key_in_memory_errors(key):
-            made.filter_by_length(most, self._address(problems, made))
-        if not len(made):
+            dataset.filter_by_length(most, self._address(problems, dataset))
+        if not len(dataset):
             raise DataError(
-                f"{key}: all {len(problems)} prompts, from {problems[0].location} on, are longer than "
-                f"task.max_prompt_length={most}"
+                f"{key}: all {len(problems)} prompts, from {problems[0].location} on, are longer "
+                f"than task.max_prompt_length={most}"
             )
-        if len(made) < len(problems):
+        if len(dataset) < len(problems):
             log.warning(
                 "%s: %d of %d problems are left out: their prompts are longer than "
                 "task.max_prompt_length=%d",
                 key,
-                len(problems) - len(made),
+                len(problems) - len(dataset),
                 len(problems),
                 most,
             )
-        return made
+        return dataset
 
     def _address(
         self, problems: Sequence[ChatProblem], rendered: RenderedDataset[Any]
     ) -> str | None:
-        """Text of what the lengths of items follow from; None where they are soon counted again.
+        """Return a text that determines the lengths of items; None if they are quickly counted
+        again.
 
-        How the tokenizer and its template write the first problems tells settings of theirs apart.
+        It includes how the tokenizer and its template render the first problems, because that
+        reveals differences in their settings.
         """
         if not isinstance(problems, JsonLinesFile) or len(problems) < DISK_CACHE_MIN_PROBLEMS:
             return None
@@ -520,7 +527,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         fast = getattr(tokenizer, "backend_tokenizer", None)
         parts = (
             (problems.digest, len(problems)),
-            self.config.model_dump_json(exclude={"workers", "timeout_s"}),
+            self.config.model_dump_json(exclude={"grader_workers", "timeout_s"}),
             type(tokenizer).__name__,
             fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items()),
             (self.chat_format.template, dict(self.chat_format.template_kwargs)),
@@ -528,18 +535,18 @@ class ProblemSetEnvironment(PromptEnvironment):
         )
         return repr(parts)
 
-    def _asked(self, problems: Sequence[ChatProblem], key: str) -> list[RenderedProblem]:
-        """Problems as the model gets them.
+    def _render_problems(self, problems: Sequence[ChatProblem], key: str) -> list[RenderedProblem]:
+        """Render problems as the model receives them.
 
         Raises:
             DataError: a prompt has no tokens, or as :meth:`_load`.
         """
         problems = [problem.with_template(self.config.prompt_template) for problem in problems]
-        given = self._given(problems, key)
-        empty = next((i for i, ids in enumerate(self.encode(given)) if not len(ids)), None)
+        model_inputs = self._model_inputs(problems, key)
+        empty = next((i for i, ids in enumerate(self.encode(model_inputs)) if not len(ids)), None)
         if empty is not None:
             raise DataError(f"{key}: {problems[empty].location}: the prompt has no tokens")
-        lengths = [len(ids) for ids in self.encode_prompts(given)]
+        lengths = [len(ids) for ids in self.encode_prompts(model_inputs)]
         return [
             RenderedProblem(
                 format_transcript(problem.messages),
@@ -551,15 +558,15 @@ class ProblemSetEnvironment(PromptEnvironment):
                 problem.location,
                 info=problem.info,
             )
-            for problem, text, length in zip(problems, given, lengths, strict=True)
+            for problem, text, length in zip(problems, model_inputs, lengths, strict=True)
         ]
 
-    def _given(self, problems: Sequence[ChatProblem], key: str) -> list[str]:
-        """What the model gets to read."""
+    def _model_inputs(self, problems: Sequence[ChatProblem], key: str) -> list[str]:
+        """Return the texts that the model reads."""
         if self.chat_format.template is None:
             if self.config.system_prompt or self.config.num_fewshot:
-                system = "system", "a system message"
-                name, what = system if self.config.system_prompt else ("shots", "turns")
+                system = "system_prompt", "a system message"
+                name, what = system if self.config.system_prompt else ("num_fewshot", "turns")
                 raise ConfigError(
                     f"task.{name}: the tokenizer of model.path has no chat template to put {what} "
                     "into; write it into task.prompt_template"
@@ -585,7 +592,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         return texts
 
     def _words(self, message: ChatMessage) -> str:
-        """What of a message must be in a prompt."""
+        """Return the part of a message that must appear in a prompt."""
         if message["role"] != "assistant":
             return message["content"].strip()
         return split_thought(message["content"], self.chat_format.thinking_marks)[1]

@@ -1,6 +1,6 @@
-"""Procedurally generated problems with graders of their own: the tasks of ``reasoning-gym``.
+"""Procedurally generated problems with their own graders: the datasets of ``reasoning-gym``.
 
-Problem ``n`` of a dataset follows from its number alone, so every process makes the same ones.
+Problem ``n`` of a dataset follows from its number, so every process generates the same problems.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import ModelSpec
 
 TRAIN_SEED, TEST_SEED = 0, 1 << 30
-"""Numbers of the first problem for training, and of the first one held out."""
+"""Seeds of the training and the test problems; problem numbers count from them."""
 EVAL_FUNCTIONS = frozenset({"eval", "exec", "parse_expr", "sympify", "literal_eval", "compile"})
-"""Functions by which a grader may run, or build objects from, what the model wrote."""
+"""Functions by which a grader may execute a response, or build objects from it."""
 
 HUGE_NUMBER = re.compile(r"[eE][-+]?\d[\d_]{3,}")
 """A number of more than a thousand digits in a few characters."""
 
 
 class ReasoningGymConfig(ProblemSetConfig):
-    """Which problems, and how many."""
+    """The dataset and its sizes."""
 
     dataset: str
     """A dataset of ``reasoning_gym``, such as ``letter_counting``."""
     dataset_kwargs: dict[str, Any] = {}
     """Keys of the dataset's own configuration: sizes and difficulties."""
     train_size: int = Field(default=4096, gt=0, le=TEST_SEED)
-    """Problems for training; those that are also held out are left out."""
+    """Training problems; those that are also test problems are left out."""
     test_size: int = Field(default=400, gt=0)
-    """Held-out problems."""
+    """Test problems."""
     allow_eval_graders: bool = False
-    """Admit datasets whose graders evaluate the model's text as an expression, which a model may
-    abuse; they run in the process of the reward stage."""
+    """Allow datasets whose graders evaluate the response as an expression, which a model may
+    exploit. They run in the process of the reward stage."""
 
 
 class ReasoningGymEnvironment(ProblemSetEnvironment):
-    """See the module. A response is right if the dataset's grader gives it the full score."""
+    """Problems of one dataset. A response is right if the dataset's grader gives it the full
+    score."""
 
     Config = ReasoningGymConfig
     config: ReasoningGymConfig
 
     @classmethod
     def model_spec(cls, config: ReasoningGymConfig) -> ModelSpec:
-        made = load_dataset(config, "train")
-        if not config.allow_eval_graders and (name := find_eval_call(type(made))):
+        dataset = load_dataset(config, "train")
+        if not config.allow_eval_graders and (name := find_eval_call(type(dataset))):
             raise ConfigError(
                 f"task.dataset: the grader of {config.dataset!r} calls {name} on what the model "
                 "wrote; set task.allow_eval_graders=true where that may happen, or take another one"
@@ -79,12 +80,12 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         ]
         if split == "test":
             return problems
-        held_out = {question for question, _ in _entries(*_address(config, "test"))}
-        kept = [p for p in problems if p.messages[0]["content"] not in held_out]
+        test_questions = {question for question, _ in _entries(*_address(config, "test"))}
+        kept = [p for p in problems if p.messages[0]["content"] not in test_questions]
         if not kept:
             raise ConfigError(
-                f"task.dataset_kwargs: all problems of {config.dataset!r} for training are also held "
-                "out; these settings give too few different ones"
+                f"task.dataset_kwargs: all problems of {config.dataset!r} for training are also "
+                "held out; these settings give too few different ones"
             )
         return kept
 
@@ -95,15 +96,15 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
 
     def _grade(self, response: str, number: int, counts: Counter[str]) -> float:
         split: Split = "test" if number >= TEST_SEED else "train"
-        made = load_dataset(self.config, split)
-        entry = made[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
+        dataset = load_dataset(self.config, split)
+        entry = dataset[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
         if HUGE_NUMBER.search(response):
             # Graders that compute with it exactly would take hours, and nothing can end them.
             counts["parse_failures"] += 1
             return 0.0
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                score = float(made.score_answer(response.strip(), entry))
+                score = float(dataset.score_answer(response.strip(), entry))
         except Exception:
             # Graders are written for answers that can be read; any other is a wrong one.
             counts["parse_failures"] += 1
@@ -112,17 +113,17 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
 
 
 def load_dataset(config: ReasoningGymConfig, split: Split) -> Any:
-    """The problems of a split.
+    """Return the problems of a split.
 
     Raises:
         MissingPackageError: reasoning-gym is not installed.
-        ConfigError: there is no such dataset, or its settings are wrong.
+        ConfigError: the dataset does not exist, or its settings are wrong.
     """
     return _dataset(*_address(config, split))
 
 
 def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, int]:
-    """Name, settings, seed and size of a split's dataset; what problems follow from."""
+    """Return name, settings, seed and size of a split's dataset, which determine its problems."""
     size = config.train_size if split == "train" else config.test_size
     settings = json.dumps(config.dataset_kwargs, sort_keys=True)
     return config.dataset, settings, TRAIN_SEED if split == "train" else TEST_SEED, size
@@ -130,9 +131,10 @@ def _address(config: ReasoningGymConfig, split: Split) -> tuple[str, str, int, i
 
 @lru_cache(maxsize=8)
 def _entries(name: str, settings: str, seed: int, size: int) -> tuple[tuple[str, str], ...]:
-    """All questions and answers of a dataset; made once, for some take long to make."""
-    made = _dataset(name, settings, seed, size)
-    return tuple((str(entry["question"]).strip(), str(entry["answer"])) for entry in made)
+    """Return all questions and answers of a dataset. They are cached, because some are slow to
+    generate."""
+    dataset = _dataset(name, settings, seed, size)
+    return tuple((str(entry["question"]).strip(), str(entry["answer"])) for entry in dataset)
 
 
 @lru_cache(maxsize=8)
@@ -157,7 +159,8 @@ def _dataset(name: str, settings: str, seed: int, size: int) -> Any:
 
 
 def find_eval_call(kind: type) -> str | None:
-    """The first function of :data:`EVAL_FUNCTIONS` that the module of a dataset calls."""
+    """Return the first function of :data:`EVAL_FUNCTIONS` that the dataset's module calls; None:
+    none."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -169,7 +172,7 @@ def find_eval_call(kind: type) -> str | None:
 
 
 def _of_re(called: ast.expr) -> bool:
-    """``re.compile`` compiles no Python."""
+    """Return whether the call is ``re.compile``, which compiles no Python."""
     return (
         isinstance(called, ast.Attribute)
         and isinstance(called.value, ast.Name)

@@ -1,9 +1,9 @@
 """Questions whose answers can be searched for: the task of Search-R1 (arXiv 2503.09516).
 
-The policy writes ``<search>query</search>`` and finds, in the same turn, what a BM25 index has
-between ``<information>`` and ``</information>``; ``<answer>...</answer>`` is the end. Both closing
-tags are stop strings of the engine: its tokens stay as they were drawn, and what was found is put
-behind them as tokens that do not count. Only what the policy itself wrote is read for an answer.
+The policy writes ``<search>query</search>`` and reads, in the same turn, the results of a BM25
+index between ``<information>`` and ``</information>``; ``<answer>...</answer>`` ends the dialogue.
+Both closing tags are stop strings of the engine. The policy's tokens stay as they were drawn, and
+the results follow as tokens outside the loss. Only the policy's own text is parsed for an answer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from rlinf.models.chat_template import ChatMessage
 from rlinf.seeding import generator
 
 CALL_PATTERN = re.compile(r"<(search|answer)>((?:(?!</?(?:search|answer)>).)*)</\1>", re.DOTALL)
-"""Without another call in it, so that the first one to be complete is found."""
+"""Contains no other call, so that it matches the first complete one."""
 TOKENIZE_CHUNK = 4096
-"""Questions that are tokenised at once."""
+"""Questions that are tokenized at once."""
 INSTRUCTION = (
     "Answer the question. You can look things up: write <search>words</search>, and what is found "
     "comes back between <information> and </information>. End with the answer alone, as "
@@ -61,50 +61,51 @@ INSTRUCTION = (
 
 
 class SearchConfig(DialogueConfig):
-    """What is asked, what can be found, and what a dialogue is worth."""
+    """The questions, the corpus, and the rewards."""
 
     max_turns: int = Field(default=4, gt=0)
     """Most messages of the policy: searches, malformed ones and the answer."""
     max_turn_tokens: int = Field(default=128, gt=0)
     max_searches: int = Field(default=2, ge=0)
-    """Most searches; one more finds nothing, and is told so."""
+    """Most searches; a further one returns an error."""
     results_per_search: int = Field(default=3, gt=0)
-    """Texts that a search finds."""
+    """Texts that a search returns."""
     max_result_tokens: int = Field(default=256, ge=16)
-    """Most tokens of what a search finds; the rest is cut off, the closing tag is not."""
+    """Most tokens of a search's results; the rest is cut off, but not the closing tag."""
     corpus: Literal["countries", "manual"] = "countries"
-    """Where there are no files: sentences made of tables about countries, or real text, the manual
-    of Python."""
+    """The corpus without files: sentences built from tables about countries, or real text, Python's
+    manual."""
     documents: Path | None = None
     """JSON-lines file of texts; null: ``corpus`` (and no ``train`` and ``test``)."""
     train: Path | None = None
     """JSON-lines file of training questions."""
     test: Path | None = None
-    """JSON-lines file of held-out questions."""
+    """JSON-lines file of test questions."""
     allow_train_test_overlap: bool = False
-    """Train although every held-out question is a training question too."""
+    """Train even if every test question is a training question too."""
     document_field: str = "contents"
     """Field of a text, whose first line is its title."""
     question_field: str = "question"
     answer_field: str = "answer"
     """Field of a question's answer, or of a list of answers that are all right."""
     index_dir: Path = Path("~/.cache/rlinf/search")
-    """Folder in which indexes are kept, each under the digest of its texts."""
+    """Folder of the indexes, each under the digest of its texts."""
     instruction: str = INSTRUCTION
-    """What stands before the question."""
+    """Text before the question."""
     num_fewshot: int = Field(default=0, ge=0)
-    """So many training questions stand, answered, before each; they are asked no more."""
+    """Number of training questions that stand, answered, before each question; they are not trained
+    on."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of a wrong answer where every message was a search or an answer; a right one is worth
-    as much less where one was not (arXiv 2505.15117)."""
+    """Reward of a wrong answer if every message was a search or an answer; a right one loses as
+    much if one was not (arXiv 2505.15117)."""
     retrieval_reward: float = Field(default=0.0, ge=0, lt=1)
-    """Reward of the first search whose results hold an answer (arXiv 2505.11821, section 4), beside
-    that of the answer itself."""
+    """Reward of the first search whose results contain an answer (arXiv 2505.11821, section 4),
+    beside that of the answer itself."""
 
     @model_validator(mode="after")
     def _files_come_together(self) -> SearchConfig:
-        given = {name: getattr(self, name) for name in ("documents", "train", "test")}
-        if any(given.values()) and (lacks := next((n for n, v in given.items() if not v), None)):
+        values = {name: getattr(self, name) for name in ("documents", "train", "test")}
+        if any(values.values()) and (lacks := next((n for n, v in values.items() if not v), None)):
             raise ValueError(f"{lacks} is not set; documents, train and test are set together")
         if self.documents is not None and "corpus" in self.model_fields_set:
             raise ValueError("corpus and documents are both set; leave one of them out")
@@ -123,7 +124,7 @@ class SearchDialogue(Dialogue):
     ) -> None:
         self._question, self._opening, self._config, self._find = question, opening, config, find
         self._searches = self._malformed = 0
-        self._found = False
+        self._has_retrieved = False
         self.info = {
             "answer": question.answers[0],
             "answers": json.dumps(question.answers),
@@ -145,8 +146,8 @@ class SearchDialogue(Dialogue):
             return self._refuse("no search is left; write <answer>words</answer>")
         self._searches += 1
         results = self._find(text)
-        first = not self._found and contains_answer(results, self._question.answers)
-        self._found |= first
+        first = not self._has_retrieved and contains_answer(results, self._question.answers)
+        self._has_retrieved |= first
         reward = self._config.retrieval_reward * first
         return [{"role": "user", "content": results}], reward, False
 
@@ -164,7 +165,8 @@ class SearchDialogue(Dialogue):
 
 
 class SearchEnvironment(DialogueEnvironment):
-    """See the module. The score is exact match; ``reward=environment`` has the format's too."""
+    """Questions with a search tool. The score is exact match; ``reward=environment`` adds the
+    format reward."""
 
     Config = SearchConfig
     config: SearchConfig
@@ -179,13 +181,15 @@ class SearchEnvironment(DialogueEnvironment):
 
     @classmethod
     def model_spec(cls, config: SearchConfig) -> ModelSpec:
-        """Characters, for a model that is made for the task: letters of texts that are not in any
+        """Return the alphabet of a model that is created for the task; letters that appear in no
         question or answer may have no token."""
         require_package("bm25s", PACKAGE_EXTRA, "task.name: search")
         load_documents(config)
         train, test = load_questions(config)
-        said = (text for q in (*train, *test) for text in (q.text, *q.answers, *q.queries))
-        return {"alphabet": "".join(sorted(set(string.printable).union(*said)))}
+        alphabet_texts = (
+            text for q in (*train, *test) for text in (q.text, *q.answers, *q.queries)
+        )
+        return {"alphabet": "".join(sorted(set(string.printable).union(*alphabet_texts)))}
 
     @classmethod
     def train_test_overlap(cls, config: SearchConfig) -> tuple[int, int]:
@@ -195,16 +199,19 @@ class SearchEnvironment(DialogueEnvironment):
     def task_size(cls, config: SearchConfig, processor: Any) -> TaskSize:
         if processor is None:
             return TaskSize()
-        made = cls(config, processor)
-        longest = max(map(made._longest, (made._train, made._test)), key=itemgetter(0))[1]
-        (ids,) = made.encode_prompts(made._rendered([made._opening(longest)]))
+        environment = cls(config, processor)
+        longest = max(
+            map(environment._longest, (environment._train, environment._test)), key=itemgetter(0)
+        )[1]
+        (ids,) = environment.encode_prompts(environment._rendered([environment._opening(longest)]))
         return TaskSize(max_prompt_tokens=len(ids))
 
-    def _longest(self, asked: Sequence[SearchQuestion]) -> tuple[int, SearchQuestion]:
-        """The question of most tokens, the first of equals, and how many these are."""
+    def _longest(self, questions: Sequence[SearchQuestion]) -> tuple[int, SearchQuestion]:
+        """Return the number of tokens of the longest question, and the first question of that
+        length."""
         best: tuple[int, SearchQuestion] | None = None
-        for first in range(0, len(asked), TOKENIZE_CHUNK):
-            some = list(asked[first : first + TOKENIZE_CHUNK])
+        for first in range(0, len(questions), TOKENIZE_CHUNK):
+            some = list(questions[first : first + TOKENIZE_CHUNK])
             lengths = [len(ids) for ids in self.encode([question.text for question in some])]
             if best is None or max(lengths) > best[0]:
                 best = max(lengths), some[lengths.index(max(lengths))]
@@ -222,16 +229,16 @@ class SearchEnvironment(DialogueEnvironment):
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Dialogues of an expert that makes a question's searches and knows the answer."""
         random = generator(seed, "search", "demonstration", step)
-        made = []
+        records = []
         for number in range(count):
             question = self._train[int(random.integers(len(self._train)))]
             (prompt,) = self.encode_prompts(self._rendered([self._opening(question)]))
             parts = self._answered(question)
             ids = self.encode([text for text, _ in parts], literal=True)
-            said = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
-            steps = {"actions": np.concatenate(ids), "mask": np.concatenate(said)}
-            made.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
-        return made
+            masks = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
+            steps = {"actions": np.concatenate(ids), "mask": np.concatenate(masks)}
+            records.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
+        return records
 
     @cached_property
     def _index(self) -> Bm25Index:
@@ -245,52 +252,53 @@ class SearchEnvironment(DialogueEnvironment):
             message
             for question in self._shown
             for message in (
-                self._asked(question),
+                self._question_message(question),
                 {"role": "assistant", "content": "".join(t for t, _ in self._answered(question))},
             )
         ]
 
     def _opening(self, question: SearchQuestion) -> list[ChatMessage]:
-        """What stands before the policy's first message."""
-        first, *rest = [*self._examples, self._asked(question)]
+        """Return the messages before the policy's first one."""
+        first, *rest = [*self._examples, self._question_message(question)]
         instruction = self.config.instruction
         return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *rest]
 
-    def _asked(self, question: SearchQuestion) -> ChatMessage:
+    def _question_message(self, question: SearchQuestion) -> ChatMessage:
         # Without a chat template nothing else stands between two messages.
         plain = self.chat_format.template is None
         content = f"\n\nQuestion: {question.text}\n" if plain else question.text
         return {"role": "user", "content": content}
 
     def _answered(self, question: SearchQuestion) -> list[tuple[str, float]]:
-        """Texts of a whole dialogue, each with whether the policy is to say it."""
+        """Return the texts of a whole dialogue, each with its loss mask."""
         parts = []
         for query in question.queries[: self.config.max_searches]:
             parts += [(f"<search>{query}</search>", 1.0), (self._find(query), 0.0)]
         return [*parts, (f"<answer>{question.answers[0]}</answer>", 1.0)]
 
     def _find(self, query: str) -> str:
-        """What the policy gets to read of what is found: at most ``max_result_tokens`` tokens."""
-        found = self._index.search(query, self.config.results_per_search)
-        text = "\n".join(map(_shown, enumerate(found, start=1))) or "nothing found"
+        """Return the results of a query as the policy reads them: at most ``max_result_tokens``
+        tokens."""
+        documents = self._index.search(query, self.config.results_per_search)
+        text = "\n".join(map(_shown, enumerate(documents, start=1))) or "nothing found"
         (ids,), most = self.encode([text], literal=True), self.config.max_result_tokens
         kept = len(ids)
         while kept:
-            (whole,) = self.encode([_information(text)], literal=True)
-            if len(whole) <= most:
+            (wrapped_ids,) = self.encode([_information(text)], literal=True)
+            if len(wrapped_ids) <= most:
                 break
-            kept = max(0, kept - (len(whole) - most))
+            kept = max(0, kept - (len(wrapped_ids) - most))
             # A character that was cut in two is left out.
             text = self.tokenizer.decode(ids[:kept]).rstrip("\ufffd")
         return _information(text)
 
 
 def load_documents(config: SearchConfig) -> Sequence[Document]:
-    """What can be found.
+    """Return the searchable texts.
 
     Raises:
         DataError: the file is missing, empty or malformed.
-        MissingPackageError: the facts about countries are not installed.
+        MissingPackageError: the tables about countries are not installed.
     """
     if config.documents is None:
         return _corpus(config)[0]
@@ -300,12 +308,12 @@ def load_documents(config: SearchConfig) -> Sequence[Document]:
 def load_questions(
     config: SearchConfig,
 ) -> tuple[Sequence[SearchQuestion], Sequence[SearchQuestion]]:
-    """For training, and held out.
+    """Return the questions for training and for test.
 
     Raises:
-        ConfigError: ``shots`` leaves no question to train on.
+        ConfigError: ``num_fewshot`` leaves no question to train on.
         DataError: a file is missing, empty or malformed.
-        MissingPackageError: the facts about countries are not installed.
+        MissingPackageError: the tables about countries are not installed.
     """
     train: Sequence[SearchQuestion]
     test: Sequence[SearchQuestion]
@@ -338,13 +346,14 @@ def _information(text: str) -> str:
 
 
 def is_exact_match(predicted: str, answers: Sequence[str]) -> bool:
-    """Whether a text is one of the answers, but for case, punctuation, articles and white space:
-    exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
+    """Return whether a text equals one of the answers, ignoring case, punctuation, articles and
+    white space: exact match of SQuAD (arXiv 1606.05250), the reward of Search-R1."""
     return _normalised(predicted) in map(_normalised, answers)
 
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether words of a text are one of the answers, as :func:`is_exact_match` compares them."""
+    """Return whether words of a text equal one of the answers, compared as in
+    :func:`is_exact_match`."""
     words = f" {_normalised(re.sub('</?information>', ' ', text))} "
     return any(f" {_normalised(answer)} " in words for answer in answers)
 

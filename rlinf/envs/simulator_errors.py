@@ -1,6 +1,7 @@
-"""What a simulator raised, as text: whose code it was, and whether another try may succeed.
+"""Errors of simulators as text: whose code raised, and whether a retry may succeed.
 
-Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library alone.
+Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from collections.abc import Sequence
 from ..transient_errors import is_transient
 
 USER_CODE_PREFIX = "task: your simulator raised"
-"""Stands before the traceback of an error of the user's code that another try would meet again."""
+"""Prefix of the traceback of an error in the user's code that a retry would meet again."""
 MAX_TRACEBACK_CHARS = 100_000
-"""Characters of a traceback; its end says most."""
+"""Characters kept of a traceback; its end is the most informative part."""
 
 
 def format_error(error: BaseException, own: Sequence[str] = ()) -> str:
-    """Return the traceback of an error; of one in the user's code, from the user's line on.
+    """Return the traceback of an error; for an error in the user's code, from the user's frame on.
 
     Args:
-        own: modules of the user, by name or as files; those of their package, or of their folder,
-            are the user's too.
+        own: modules of the user, by name or file. Modules of the same package or folder also count
+            as the user's.
     """
     step = error.__traceback__
     while step is not None and not _is_own(step.tb_frame.f_code.co_filename, own):

@@ -1,6 +1,16 @@
-"""Spaces of worlds: what they take, and what they are.
+"""Spaces of environments: descriptions, conversion of actions, and flattening of structured spaces.
 
-Loaded by :mod:`rlinf.envs.vector_env`, also in its process: the standard library and numpy alone.
+Gymnasium composes spaces: ``Dict`` and ``Tuple`` of others, matrices, choices. Policies read a
+vector and images, and return a vector or one choice. :class:`FlattenWrapper` translates between
+them:
+
+- observations: every part that is not an image is flattened into one ``state``, in the order of the
+  space and by Gymnasium's own rules (a choice is one-hot). Images (uint8 ``[H, W, 3]``, from 0 to
+  255) keep their names. Any other part (text, sequences, graphs) is refused by name;
+- actions: boxes become one vector; several choices become one choice among their combinations.
+
+Also loaded in the simulator process (:mod:`rlinf.envs.vector_env`): it imports the standard library
+and numpy alone.
 """
 
 from __future__ import annotations
@@ -23,7 +33,8 @@ from .observations import (
 )
 
 UNBOUNDED_MAGNITUDE = 1e18
-"""A bound of this magnitude is none: some simulators write the largest number of a type."""
+"""A bound of this magnitude counts as none, because some simulators use the largest number of a
+type."""
 
 
 class Box(NamedTuple):
@@ -48,32 +59,33 @@ class Discrete(NamedTuple):
 
 
 def is_box(space: Any) -> bool:
-    """Whether a space is of arrays within bounds."""
+    """Return whether a space holds arrays within bounds."""
     return hasattr(space, "low") and hasattr(space, "high")
 
 
 def is_discrete(space: Any) -> bool:
-    """Whether a space is of one choice among ``n``."""
+    """Return whether a space holds one choice among ``n``."""
     return not is_box(space) and hasattr(space, "n") and not getattr(space, "shape", ())
 
 
 def to_env_actions(space: Any, actions: np.ndarray) -> Any:
-    """Actions ``[n, ...]`` as worlds take them: vectors within the space and of its type, rounded
-    where it is of integers; choices as integers (nested lists of them, where rows are chunks),
-    counted from its start.
+    """Convert actions ``[n, ...]`` to the environment's form.
+
+    Vectors are clipped to the space and cast to its type, rounded if it is an integer type. Choices
+    become integers counted from the start of the space (nested lists if rows are chunks).
 
     Raises:
-        Refused: they are of another size than the space, or one is none of its choices.
+        InvalidEnvConfig: an action has another size than the space, or is not one of its choices.
     """
     if hasattr(space, "low"):
         if actions.shape[actions.ndim - len(space.shape) :] != space.shape or actions.ndim < 2:
             shape = list(actions.shape[1:])
             raise InvalidEnvConfig(f"task.action: an action {shape} is not of {space}")
         # As rlinf.data.transitions.clip_actions has it, which a simulator process cannot import.
-        found = np.minimum(np.maximum(actions, space.low), space.high)
+        clipped = np.minimum(np.maximum(actions, space.low), space.high)
         if np.issubdtype(space.dtype, np.integer):
-            found = np.rint(found)
-        return found.astype(space.dtype)
+            clipped = np.rint(clipped)
+        return clipped.astype(space.dtype)
     for action in actions[(actions < 0) | (actions >= space.n)].tolist():
         raise InvalidEnvConfig(
             f"task.action: {action} is not one of the {space.n} actions of {space}"
@@ -82,7 +94,7 @@ def to_env_actions(space: Any, actions: np.ndarray) -> Any:
 
 
 def describe_spaces(world: Any) -> dict[str, Any]:
-    """What a world shows and takes, as plain values."""
+    """Return the spaces of an environment as plain values."""
     return {
         "observation": describe_space(world.observation_space),
         "action": describe_space(world.action_space),
@@ -91,44 +103,44 @@ def describe_spaces(world: Any) -> dict[str, Any]:
 
 
 def describe_space(space: Any) -> dict[str, Any]:
-    """A space: ``kind`` (box, discrete, dict of others, or its class), its size, and as text; of a
-    box of vectors also ``low`` and ``high``, with None where it has no bound, and ``dtype``."""
+    """Describe a space: ``kind`` (box, discrete, dict of others, or its class), its size, and its
+    text. A box of vectors also has ``dtype``, ``low`` and ``high``, with None for no bound."""
     if isinstance(getattr(space, "spaces", None), dict):
         parts = {name: describe_space(part) for name, part in space.spaces.items()}
         return {"kind": "dict", "parts": parts, "text": str(space)}
     if is_box(space):
         kind = np.dtype(space.dtype).name
-        found = {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
+        description = {"kind": "box", "shape": list(space.shape), "dtype": kind, "text": str(space)}
         if len(space.shape) == 1:
-            found.update(low=_plain(space.low), high=_plain(space.high))
-        return found
+            description.update(low=_plain(space.low), high=_plain(space.high))
+        return description
     if is_discrete(space):
         return {"kind": "discrete", "size": int(space.n), "text": str(space)}
     return {"kind": type(space).__name__, "text": str(space)}
 
 
 def _plain(bounds: np.ndarray) -> list[float | int | None]:
-    """Bounds of a box as plain values; None: there is none."""
+    """Return the bounds of a box as plain values; None: no bound."""
     unbounded = abs(bounds.astype(np.float64)) >= UNBOUNDED_MAGNITUDE
     return [None if none else b for b, none in zip(bounds.tolist(), unbounded)]  # noqa: B905
 
 
 MAX_ACTION_COMBINATIONS = 4096
-"""Of several choices that become one: a policy has an output for each combination."""
+"""Most combinations of several choices that become one, because a policy has an output for each."""
 SpacePath = tuple[str, ...]
-"""Where a part stands in a composed space."""
+"""Path of a part in a composed space."""
 
 
 def flatten_env(world: Any, shown: ObservationSelection, *, batched: bool = False) -> Any:
-    """A world whose observations are a state vector and pictures, and whose actions are a vector or
-    one choice: the world itself where it is so already.
+    """Return an environment with a state vector and images as observations, and a vector or one
+    choice as actions. An environment that already has this form is returned as it is.
 
     Args:
-        shown: which of its observations are used.
+        shown: the observations that are used.
         batched: it steps many environments together.
 
     Raises:
-        Refused: a part of a space cannot be flattened, or is used by nothing; names it.
+        InvalidEnvConfig: a part of a space cannot be flattened, or is not used; names it.
     """
     observation = _Observations(world.observation_space, shown)
     action = _Actions(world.action_space)
@@ -138,7 +150,7 @@ def flatten_env(world: Any, shown: ObservationSelection, *, batched: bool = Fals
 
 
 class FlattenWrapper:
-    """A world with structured spaces, seen through plain ones; all else is the world's own."""
+    """An environment with structured spaces behind plain ones; every other attribute is its own."""
 
     def __init__(
         self, world: Any, observation: _Observations, action: _Actions, batched: bool
@@ -150,10 +162,10 @@ class FlattenWrapper:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        found = getattr(self._world, name)
+        attribute = getattr(self._world, name)
         if name == "expert":
-            return lambda: self._action.encoded(found())
-        return found
+            return lambda: self._action.encoded(attribute())
+        return attribute
 
     def reset(self, *args: Any, **where: Any) -> Any:
         if self._batched:
@@ -174,7 +186,7 @@ class FlattenWrapper:
 
 
 class _Observations:
-    """How observations of a space become a state and pictures."""
+    """Converts observations of a space to a state and images."""
 
     def __init__(self, space: Any, shown: ObservationSelection) -> None:
         self._states: list[tuple[SpacePath, Any]] = []
@@ -232,14 +244,14 @@ class _Observations:
         return SimpleNamespace(spaces={STATE: Box(low, high), **parts})
 
     def read(self, observation: Any, *, batched: bool = False) -> Arrays:
-        """The state ``[D]`` and pictures by name; of many environments ``[n, ...]`` each."""
+        """Return the state ``[D]`` and images by name; for many environments ``[n, ...]`` each."""
         vectors = [_vector(part, _at(observation, path), batched) for path, part in self._states]
         pictures = {"_".join(p): np.array(_at(observation, p)) for p, _ in self._pictures}
         return {STATE: np.concatenate(vectors, -1), **pictures}
 
 
 class _Actions:
-    """How a vector, or one choice, becomes an action of a space."""
+    """Converts a vector, or one choice, to an action of a space."""
 
     def __init__(self, space: Any) -> None:
         self.structure = space
@@ -262,7 +274,8 @@ class _Actions:
             if count > MAX_ACTION_COMBINATIONS:
                 raise InvalidEnvConfig(
                     f"task.id: its actions are {space}, which have {count:,} combinations; a "
-                    f"policy chooses one of {MAX_ACTION_COMBINATIONS:,} at most; wrap the environment"
+                    f"policy chooses one of {MAX_ACTION_COMBINATIONS:,} at most; wrap the "
+                    "environment"
                 )
             self.space = Discrete(count)
         else:
@@ -272,7 +285,8 @@ class _Actions:
             )
 
     def decoded(self, actions: np.ndarray) -> Any:
-        """Actions ``[n, A]`` or choices ``[n]`` in the structure of the space, ``[n, ...]``."""
+        """Return actions ``[n, A]`` or choices ``[n]`` in the structure of the space, ``[n,
+        ...]``."""
         if self.is_plain:
             return actions
         if self._sizes:
@@ -285,7 +299,7 @@ class _Actions:
         return _built(self.structure, iter(shaped))
 
     def encoded(self, action: Any) -> Any:
-        """The vector or choice that an action of the space is."""
+        """Return the vector or choice of an action of the space."""
         if self.is_plain:
             return action
         values = [np.asarray(_at(action, path)) for path, _ in leaf_spaces(self.structure)]
@@ -300,7 +314,7 @@ class _Actions:
 
 
 def leaf_spaces(space: Any, path: SpacePath = ()) -> Iterator[tuple[SpacePath, Any]]:
-    """The parts of a space that are not composed of others, with where they stand in it."""
+    """Yield the parts of a space that are not composed of others, each with its path."""
     parts = _subspaces(space)
     if parts is None:
         yield path, space
@@ -310,7 +324,7 @@ def leaf_spaces(space: Any, path: SpacePath = ()) -> Iterator[tuple[SpacePath, A
 
 
 def _subspaces(space: Any) -> list[tuple[str, Any]] | None:
-    """Of ``Dict`` and ``Tuple`` their parts by name or number; None: it is neither."""
+    """Return the parts of a ``Dict`` or ``Tuple`` by name or number; None: it is neither."""
     spaces = getattr(space, "spaces", None)
     if isinstance(spaces, Mapping):
         return [(str(name), part) for name, part in spaces.items()]
@@ -320,8 +334,8 @@ def _subspaces(space: Any) -> list[tuple[str, Any]] | None:
 
 
 def is_image(space: Any) -> bool:
-    """Whether a space is of pictures, as Stable-Baselines3 tells them: bytes from 0 to 255 in three
-    dimensions, one of which is of 1, 3 or 4 channels."""
+    """Return whether a space holds images, by the rule of Stable-Baselines3: bytes from 0 to 255 in
+    three dimensions, one of which has 1, 3 or 4 channels."""
     if not is_box(space) or len(space.shape) != 3 or np.dtype(space.dtype) != np.uint8:
         return False
     channels = {space.shape[0], space.shape[-1]} & {1, 3, 4}
@@ -329,7 +343,7 @@ def is_image(space: Any) -> bool:
 
 
 class _Gymnasium(NamedTuple):
-    """What is used of Gymnasium, where the world has imported it."""
+    """The functions of Gymnasium in use, if the simulator has imported it."""
 
     space: type
     flatten: Any
@@ -344,7 +358,7 @@ def _gymnasium() -> _Gymnasium | None:
 
 
 def _misfit(space: Any) -> str | None:
-    """Why a part has no vector of fixed length; None: it has."""
+    """Return why a part has no vector of fixed length; None: it has one."""
     if is_box(space):
         return None
     own = _gymnasium()
@@ -367,7 +381,7 @@ def _flat_bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _vector(space: Any, value: Any, batched: bool) -> np.ndarray:
-    """One part of an observation as a vector, ``[..., D]``."""
+    """Return one part of an observation as a vector, ``[..., D]``."""
     if is_box(space):
         array = np.asarray(value)
         return array.reshape(len(array), -1) if batched else array.ravel()
@@ -393,7 +407,7 @@ def _named(path: SpacePath) -> str:
 
 
 def _counts(space: Any) -> tuple[int, ...] | None:
-    """Among how many a space of choices has each of its; None: it has none."""
+    """Return the number of options of each choice of a space; None: it has no choices."""
     if is_discrete(space):
         return (int(space.n),)
     if hasattr(space, "nvec"):
@@ -404,7 +418,7 @@ def _counts(space: Any) -> tuple[int, ...] | None:
 
 
 def _boxes_alike(parts: Sequence[Any]) -> bool:
-    """Whether parts are boxes, of integers all of them or none."""
+    """Return whether all parts are boxes, and either all or none are of integers."""
     integers = {is_box(part) and np.issubdtype(part.dtype, np.integer) for part in parts}
     return len(integers) == 1 and all(is_box(part) for part in parts)
 
@@ -418,7 +432,7 @@ def _split(array: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def _shaped(space: Any, column: np.ndarray) -> np.ndarray:
-    """A column ``[n, size]`` as actions of a part, ``[n, *shape]``, of its type."""
+    """Return a column ``[n, size]`` as actions of a part, ``[n, *shape]``, of its type."""
     shape = () if is_discrete(space) else tuple(space.shape)
     shaped = column.reshape(len(column), *shape) + (0 if is_box(space) else _start(space))
     return shaped.astype(getattr(space, "dtype", None) or shaped.dtype)
@@ -435,7 +449,7 @@ def _built(space: Any, columns: Iterator[np.ndarray]) -> Any:
 
 
 def _first(value: Any, space: Any) -> Any:
-    """Of an action ``[1, ...]`` the one that it holds."""
+    """Return the single action of ``[1, ...]``."""
     if isinstance(value, dict):
         return {name: _first(part, space.spaces[name]) for name, part in value.items()}
     if isinstance(value, tuple):

@@ -1,9 +1,9 @@
-"""Simulators in processes of their own, so that they are stepped beside the policy.
+"""Vector environments in processes of their own, stepped while the policy computes.
 
-The time loops stay in the stage; processes step the worlds (:mod:`rlinf.envs.vector_env`), under
-their own interpreter where one is named. A socket wakes the side that waits at once, and ends when
-either side dies: the stage then starts another process, and the other side exits. What worlds show
-comes in memory that both have. It has no name: it is gone with the last of them, however they end.
+The episode loops stay in the stage. The processes step environments (:mod:`rlinf.envs.vector_env`),
+under their own interpreter if one is named. A socket wakes the waiting side at once. If a process
+dies, the stage starts another; if the stage dies, the process exits. Observations come in shared
+memory without a name, which disappears with the last of the two processes.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ from rlinf.errors import InputError, RlinfError, UserCodeError
 
 EXIT_TIMEOUT_S = 2.0
 MAX_START_ATTEMPTS = 3
-"""Processes that may die one after the other before episodes begin."""
+"""Processes that may die in a row before episodes begin."""
 SITE_PACKAGE_DIRS = ("site-packages", "dist-packages")
 BOOTSTRAP_CODE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-"""A file that is run directly has its folder on the module search path, with all that is in it."""
+"""Runs a file as ``__main__`` without its folder on the module search path."""
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 AsyncCall = Generator[None, None, T]
-"""What is asked of a process: given at the first ``next``, its result awaited after that."""
+"""A request to a process: sent at the first ``next``; its result is awaited after that."""
 VectorStep = tuple[Arrays, dict[int, str]]
 
 
 class SimulatorError(RlinfError):
-    """A simulator failed in its process, or the process died again and again; the next attempt
-    starts new ones."""
+    """A simulator failed in its process, or the process died repeatedly; the next attempt starts
+    new ones."""
 
 
 class SimulatorCodeError(UserCodeError, SimulatorError):
-    """The same, where the user's own simulator raised what it would raise again."""
+    """A simulator error from the user's own code, which a retry would meet again."""
 
 
 def create_simulator_error(message: str, *raised: str) -> SimulatorError:
-    """Return the error for what simulators raised, as :func:`described` tells it."""
+    """Return the error for tracebacks of simulators, as
+    :func:`rlinf.envs.simulator_errors.format_error` writes them."""
     ours = bool(raised) and all(USER_CODE_PREFIX in text for text in raised)
     return (SimulatorCodeError if ours else SimulatorError)(message)
 
 
 class SubprocessVectorEnv:
-    """Worlds in a process; see :class:`simulator.Worlds`.
+    """Environments in a process; see :class:`rlinf.envs.vector_env.SyncVectorEnv`.
 
-    One that dies, or answers nothing for ``timeout_s``, is replaced: the episodes that it stepped
-    are lost, and those alone. Methods raise SimulatorError where the simulator raised outside an
-    episode (with its traceback) or no process begins one, and InputError where it refused its
+    A process that dies, or does not answer for ``timeout_s``, is replaced; only the episodes that
+    it stepped are lost. Methods raise SimulatorError if the simulator raised outside an episode
+    (with its traceback) or no process can begin one, and InputError if it refused its
     configuration.
     """
 
@@ -89,27 +90,27 @@ class SubprocessVectorEnv:
     ) -> None:
         """
         Args:
-            maker: what makes a world: ``module:attribute`` or ``FILE.py:attribute``.
+            maker: the factory: ``module:attribute`` or ``FILE.py:attribute``.
             values: its arguments, plain; see :func:`rlinf.envs.factory.create_task_env`.
             python: the interpreter; None: this one.
-            timeout_s: for one answer, the first of which waits for the simulator to be imported.
-            shown: which observations are used, pictures with height and width.
+            timeout_s: for one answer, the first of which waits for the simulator's imports.
+            shown: the observations that are used, images with height and width.
             renderer: of MuJoCo, ``egl`` or ``osmesa``.
-            closes_s: what it is given, at its end, to close its worlds.
-            endless, own: as of :class:`simulator.Worlds`.
+            closes_s: time to close its environments at the end.
+            endless, own: as for :class:`rlinf.envs.vector_env.SyncVectorEnv`.
         """
         options = {"shown": shown._asdict(), "endless": endless, "own": list(own)}
         self._command = (maker, json.dumps(dict(values)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
         self._begun: dict[int, int] = {}
-        """By world the process in which its episode began."""
+        """The process in which each environment's episode began."""
         self._none: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
         self._none |= {name: np.zeros(0, np.uint8) for name in STEP_FLAGS}
         self._least = 0
-        """Worlds that there have been."""
-        self._tells: tuple[str, ...] = ()
-        """The columns that come of a step, without a row."""
+        """The largest number of environments so far."""
+        self._step_info_keys: tuple[str, ...] = ()
+        """Keys of the step info that the environments have."""
         self._start()
 
     def _start(self) -> None:
@@ -174,7 +175,7 @@ class SubprocessVectorEnv:
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> AsyncCall[Arrays]:
-        """:meth:`reset` in two parts, between which others can be asked."""
+        """:meth:`reset` in two parts, between which other processes can be called."""
         self._least = max(*numbers, self._least - 1, -1) + 1
         order: dict[str, Any] = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
         order |= {"starts": starts, "turns": turns, "least": self._least}
@@ -184,7 +185,7 @@ class SubprocessVectorEnv:
     def restore_async(
         self, numbers: Sequence[int], states: Sequence[np.ndarray]
     ) -> AsyncCall[VectorStep]:
-        """:meth:`restore` likewise."""
+        """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
         order = {"do": "restore", "worlds": list(numbers)}
         answer, seen = yield from self._beginning(numbers, order, arrays)
@@ -193,7 +194,7 @@ class SubprocessVectorEnv:
     def _beginning(
         self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
     ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
-        """What is answered, and what worlds show first."""
+        """Return the answer, and the first observations; start new processes if they die."""
         deaths = 0
         while True:
             try:
@@ -207,13 +208,13 @@ class SubprocessVectorEnv:
             else:
                 self._begun.update(dict.fromkeys(numbers, self.pid))
                 self._none |= {name: column[:0] for name, column in answer[1].items()}
-                self._tells = tuple(answer[0]["tells"])
+                self._step_info_keys = tuple(answer[0]["step_info_keys"])
                 return answer[0], unprefix_observations(answer[1])
 
     def save_async(
         self, numbers: Sequence[int]
     ) -> AsyncCall[tuple[list[np.ndarray], dict[int, str]]]:
-        """:meth:`save` likewise; what ended with its process was lost too."""
+        """:meth:`save` in two parts; episodes of a process that died are lost."""
         there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
         states, errors = [EMPTY_STATE] * len(numbers), dict[int, str]()
         if there:
@@ -230,10 +231,10 @@ class SubprocessVectorEnv:
         return states, {**errors, **lost}
 
     def step_async(self, numbers: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
-        """:meth:`step` likewise."""
-        tells = step_info_columns(self._tells, actions[:0])
+        """:meth:`step` in two parts."""
+        step_info = step_info_columns(self._step_info_keys, actions[:0])
         there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
-        came, errors = {**self._none, **tells}, dict[int, str]()
+        came, errors = {**self._none, **step_info}, dict[int, str]()
         if there:
             order = {"do": "step", "worlds": [numbers[k] for k in there]}
             try:
@@ -246,18 +247,18 @@ class SubprocessVectorEnv:
             return came, errors
         # The episodes of the others ended with their process.
         lost = {k: self._why for k in range(len(numbers)) if k not in there}
-        whole = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
+        columns = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
         for name, column in came.items() if there else ():
-            whole[name][there] = column
-        whole["terminated"][list(lost)] = whole["executed"][list(lost)] = 1
-        return whole, {**errors, **lost}
+            columns[name][there] = column
+        columns["terminated"][list(lost)] = columns["executed"][list(lost)] = 1
+        return columns, {**errors, **lost}
 
     def close(self) -> None:
-        """End it; it has nothing to save, and a robot to stop at most."""
+        """End the process. It has nothing to save, and at most a robot to stop."""
         self._end()
 
     def _replace(self, death: _Died) -> None:
-        """Start another process in the place of a dead one."""
+        """Start a new process in place of a dead one."""
         self._why = str(death)
         log.warning("%s: its episodes are lost, and another one takes its place", self._why)
         self._link.close()
@@ -288,7 +289,7 @@ class SubprocessVectorEnv:
         return answer, columns
 
     def _death(self) -> _Died:
-        """Why nothing comes any more."""
+        """Return why the process no longer answers."""
         try:
             code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -298,12 +299,14 @@ class SubprocessVectorEnv:
 
 
 ProcessShare = tuple[SubprocessVectorEnv, list[int], list[int]]
-"""Of a process: which rows, and its own numbers of these worlds."""
+"""A process, its rows of a request, and its own numbers of these environments."""
 
 
 class MultiProcessVectorEnv:
-    """Worlds in several processes, which step theirs at the same time: one of ``count`` has number
-    ``n``, the process ``n % count``. See :class:`SubprocessVectorEnv`; they start when they are needed.
+    """Environments in ``count`` processes, which step theirs at the same time.
+
+    Environment ``n`` is in process ``n % count``; processes start when they are needed. See
+    :class:`SubprocessVectorEnv`.
     """
 
     def __init__(self, make: Callable[[], SubprocessVectorEnv], count: int) -> None:
@@ -312,7 +315,7 @@ class MultiProcessVectorEnv:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """Ids of the running processes."""
         return [process.pid for _, process in sorted(self._processes.items())]
 
     def reset(
@@ -323,11 +326,11 @@ class MultiProcessVectorEnv:
         turns: Sequence[int] | None = None,
     ) -> Arrays:
         shares = self._shares(numbers)
-        asked = [
+        calls = [
             p.reset_async(own, [seeds[k] for k in rows], _some(starts, rows), _some(turns, rows))
             for p, rows, own in shares
         ]
-        return _joined(len(numbers), shares, _together(asked))
+        return _joined(len(numbers), shares, _together(calls))
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
         shares = self._shares(numbers)
@@ -344,28 +347,28 @@ class MultiProcessVectorEnv:
 
     def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
         shares = self._shares(numbers)
-        asked = [p.restore_async(own, [states[k] for k in rows]) for p, rows, own in shares]
-        came = _together(asked)
+        calls = [p.restore_async(own, [states[k] for k in rows]) for p, rows, own in shares]
+        came = _together(calls)
         if errors := _by_row(shares, [each for _, each in came]):
             return {}, errors
         return _joined(len(numbers), shares, [seen for seen, _ in came]), {}
 
     def close(self) -> None:
-        """End them; they start again when they are needed."""
+        """End the processes; they start again when they are needed."""
         for process in self._processes.values():
             process.close()
         self._processes = {}
 
     def _shares(self, numbers: Sequence[int]) -> list[ProcessShare]:
-        found = []
+        shares = []
         for place in range(self._count):
             rows = [row for row, number in enumerate(numbers) if number % self._count == place]
             if rows:
                 if place not in self._processes:
                     self._processes[place] = self._make()
                 own = [numbers[row] // self._count for row in rows]
-                found.append((self._processes[place], rows, own))
-        return found
+                shares.append((self._processes[place], rows, own))
+        return shares
 
 
 def _some(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
@@ -373,7 +376,7 @@ def _some(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None
 
 
 def wait_for_result(order: AsyncCall[T]) -> T:
-    """The result of an order."""
+    """Return the result of an asynchronous call."""
     while True:
         try:
             next(order)
@@ -383,9 +386,9 @@ def wait_for_result(order: AsyncCall[T]) -> T:
 
 
 def _together(orders: Sequence[AsyncCall[T]]) -> list[T]:
-    """Results of orders to several processes, all of which are given before the first is awaited.
+    """Return the results of calls to several processes; all are sent before the first is awaited.
 
-    A process that nothing is to be asked of has its result at once.
+    A call without a request has its result at once.
     """
     results: dict[int, T] = {}
     for number, order in enumerate(orders):
@@ -400,27 +403,27 @@ def _together(orders: Sequence[AsyncCall[T]]) -> list[T]:
 
 
 def _by_row(shares: Sequence[ProcessShare], parts: Sequence[Mapping[int, T]]) -> dict[int, T]:
-    """What shares say of some of their rows, by the rows of all."""
+    """Return what shares report for some of their rows, by the rows of all."""
     return {
-        rows[row]: said
+        rows[row]: value
         for (_, rows, _), part in zip(shares, parts, strict=True)
-        for row, said in part.items()
+        for row, value in part.items()
     }
 
 
 def _joined(count: int, shares: Sequence[ProcessShare], parts: Sequence[Arrays]) -> Arrays:
-    """Columns ``[count, ...]`` of which each share has some rows."""
+    """Return columns ``[count, ...]`` assembled from the rows of the shares."""
     if len(parts) == 1:
         return parts[0]
-    whole = {name: np.empty((count, *c.shape[1:]), c.dtype) for name, c in parts[0].items()}
+    columns = {name: np.empty((count, *c.shape[1:]), c.dtype) for name, c in parts[0].items()}
     for (_, rows, _), part in zip(shares, parts, strict=True):
         for name, column in part.items():
-            whole[name][rows] = column
-    return whole
+            columns[name][rows] = column
+    return columns
 
 
 class _Died(Exception):
-    """A process will answer nothing more; the text says why."""
+    """A process no longer answers; the message says why."""
 
 
 def _end(
@@ -437,7 +440,8 @@ def _end(
 
 
 def _path(python: str | None) -> str:
-    """The module search path of a process: a task may come from a module that only ours finds.
+    """Return the module search path of a process: a task may come from a module that only ours
+    contains.
 
     Another interpreter gets none of the packages that belong to this one.
     """

@@ -20,33 +20,34 @@ from rlinf.models.chat_format import ChatFormat
 RESERVED_INFO_KEYS = frozenset(
     {"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"}
 )
-"""Names in the ``info`` of every trajectory, which a prompt's own must not have."""
+"""Keys in the ``info`` of every trajectory; a prompt's own info must not use them."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question and its reference answer."""
+    """A prompt and its reference answer."""
 
     text: str
     answer: str
     info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
-    """What else is known of it, for the reward: it is in the ``info`` of every trajectory."""
+    """Extra fields for the reward; they are in the ``info`` of every trajectory."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
-        """What stands beside it in requests and in the context of trajectories (its images)."""
+        """Return further columns of requests and of the context of trajectories (such as
+        images)."""
         return {}
 
     @property
     def model_input(self) -> str:
-        """What the model gets; a task may format the question for it."""
+        """Return the text that the model receives; a task may format the question."""
         return self.text
 
 
 class TextEnvironment(Environment):
-    """An environment of language models: its processor is their tokenizer."""
+    """An environment for language models; its processor is their tokenizer."""
 
     uses_chat_template: ClassVar[bool] = False
-    """Whether prompts are written by the tokenizer's chat template, if it has one."""
+    """Whether the tokenizer's chat template, if it has one, renders the prompts."""
 
     def __init__(self, config: Any, processor: Any) -> None:
         self.config = config
@@ -54,7 +55,7 @@ class TextEnvironment(Environment):
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How conversations become text, and what ends an answer.
+        """Return how conversations become text, and which token ends an answer.
 
         Raises:
             DataError: the tokenizer has several chat templates, and none is the default.
@@ -62,11 +63,11 @@ class TextEnvironment(Environment):
         return ChatFormat.from_tokenizer(self.tokenizer)
 
     def encode(self, texts: Sequence[str], *, literal: bool = False) -> list[np.ndarray]:
-        """Token ids of texts, int64.
+        """Return the token ids of texts, int64.
 
         Args:
-            literal: what is written like a special token is text as any other; for what others
-                have written, who could end the policy's turn otherwise.
+            literal: treat special-token strings as plain text. Use it for texts that others wrote,
+                which could otherwise end the policy's turn.
         """
         if not texts:
             return []
@@ -75,11 +76,11 @@ class TextEnvironment(Environment):
         return [np.asarray(row, dtype=np.int64) for row in ids]
 
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, int64.
+        """Return the token ids of prompts, int64.
 
-        A chat template writes BOS itself. Other prompts begin with the special tokens that the
-        tokenizer puts before a text, unless they are there. An empty prompt is BOS or EOS, because
-        a language model gives no probability to a token that nothing stands before.
+        A chat template writes BOS itself. Other prompts start with the special tokens that the
+        tokenizer puts before a text, unless they are present. An empty prompt becomes BOS or EOS,
+        because a language model gives no probability to the first token of a sequence.
         """
         begin = self.tokenizer.bos_token_id
         begin = self.tokenizer.eos_token_id if begin is None else begin
@@ -90,19 +91,20 @@ class TextEnvironment(Environment):
         return [ids if len(ids) else alone for ids in prompts]
 
     def append_end_token(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids of an answer, with the token that ends one."""
+        """Return the token ids of an answer, with the end token."""
         return np.append(ids, np.int64(self.chat_format.end_of_turn_token_id))
 
 
 class PromptEnvironment(TextEnvironment):
-    """Asks prompts, collects responses. A task says which prompts and how a response is scored."""
+    """Sends prompts and collects responses. A task defines the prompts and how a response is
+    scored."""
 
     provides = frozenset({PROMPTS, REFERENCE_ANSWERS, DEMONSTRATIONS})
     supports_resume = True
 
     @abstractmethod
     def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
-        """The prompts of ``episodes.starts``; equal arguments give equal prompts."""
+        """Return the prompts of ``request.group_ids``; equal arguments give equal prompts."""
 
     def simulate(
         self, episodes: RolloutRequest, observations: Channel, actions: Channel
@@ -133,8 +135,8 @@ class PromptEnvironment(TextEnvironment):
         )
         observations.close()
         for reply in actions:
-            taken = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
-            texts = [self.chat_format.decode(row[:length]) for row, length in taken]
+            replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
+            texts = [self.chat_format.decode(row[:length]) for row, length in replies]
             for i, sample in enumerate(reply.steps["sample"]):
                 row = row_of[int(sample) // episodes.group_size]
                 length = int(reply.steps["length"][i])
@@ -167,21 +169,23 @@ class PromptEnvironment(TextEnvironment):
         return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
 
     def grade(self, response: str, answer: str) -> float:
-        """1 for a right response, 0 for a wrong one, or something between.
+        """Return 1 for a right response, 0 for a wrong one, or a value between them.
 
-        Of tasks that judge by a response and the reference answer; others have a :meth:`score`.
+        Only for tasks that are scored by a response and the reference answer; others override
+        :meth:`score`.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
 
 
 def _begun_with(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """A prompt behind a prefix, which stands there once."""
+    """Return the prompt with the prefix in front of it, which is not repeated."""
     there = np.array_equal(ids[: len(prefix)], prefix)
     return ids if there else np.concatenate([prefix, ids])
 
 
 def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Columns of several prompts as one each, zeros behind shorter ones; all have the same."""
+    """Stack the columns of several prompts, padded with zeros; all prompts have the same
+    columns."""
     columns: dict[str, np.ndarray] = {}
     for name in beside[0] if beside else ():
         arrays = [row[name] for row in beside]
@@ -193,7 +197,7 @@ def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarr
 
 
 def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:
-    """What an engine is told of samples it is to go on with; nothing if there are none."""
+    """Return the request columns of samples that the engine continues; none if there are none."""
     if not begun:
         return {}
     lengths = np.array([len(record) for record in begun])

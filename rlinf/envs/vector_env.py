@@ -1,13 +1,13 @@
-"""A simulator process: steps worlds for a stage, under an interpreter of its own.
+"""Vector environments, and the simulator process that steps them for a stage.
 
-This file is run by its path (see :func:`main`) where nothing else of the package may be installed,
-by any Python from 3.9 on: it imports the standard library, numpy, files beside it that do the same,
-and what its maker imports. A message is JSON, and arrays in shared memory; nothing is unpickled.
+This file is run by its path (see :func:`main`) under an interpreter of its own, Python 3.9 or
+newer, where nothing else of the package may be installed. It imports the standard library, numpy,
+files beside it that do the same, and what the factory imports. A message is JSON with arrays in
+shared memory; nothing is unpickled.
 
-A *world* has the methods of a Gymnasium environment: ``reset(seed=)``, ``step(action)``,
-``close()``, ``observation_space`` and ``action_space`` (:mod:`rlinf.envs.simulators`). What it shows is
-an array, called ``state`` here, or arrays by name; :mod:`rlinf.envs.spaces` makes one
-state of several.
+An environment has the methods of Gymnasium: ``reset(seed=)``, ``step(action)``, ``close()``,
+``observation_space`` and ``action_space`` (:mod:`rlinf.envs.simulators`). An observation is an
+array, called ``state`` here, or arrays by name; :mod:`rlinf.envs.spaces` flattens it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ if not __package__:
         beside.__path__ = [path]
         sys.modules[name] = beside
 
-from .batch import BatchedVectorEnv
-from .factory import create_task_env, module_flag, resolve_factory
+from .factory import create_env, create_task_env, module_flag, resolve_factory
 from .ipc import SimulatorConnection
 from .observations import (
     EMPTY_STATE,
+    INSTRUCTION,
     LOST_EPISODE_FLAGS,
     NO_EXPERT_MESSAGE,
     NO_STATE_MESSAGE,
+    STATE,
+    STATE_ONLY,
     STEP_FLAGS,
     Arrays,
     InvalidEnvConfig,
@@ -50,10 +52,14 @@ from .observations import (
     ObservationSelection,
     ProcessRestartRequired,
     check_all_used,
+    check_cameras,
+    encode_instruction,
     find_non_finite,
+    get_instruction,
     pack_arrays,
     prefix_observations,
     stack_observations,
+    to_arrays,
     unpack_arrays,
     unprefix_observations,
 )
@@ -62,14 +68,15 @@ from .spaces import describe_spaces, to_env_actions
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STEP_INFO_TYPES = {"intervened": np.uint8, "performed": np.float32, "late": np.uint8}
-"""What the ``info`` of a world's steps may tell beside ``success``, and of which type it is: see
+"""Keys of a step's ``info`` beside ``success``, and their types: see
 :mod:`rlinf.envs.simulators`."""
 ACTION_REWARDS = "gained"
 """Column of the rewards of each action of a chunk."""
 
 
 class SyncVectorEnv:
-    """Worlds of one kind by number. They are kept: a seeded reset leaves nothing of the past."""
+    """Environments of one kind, by number, stepped one after another. They are reused, because a
+    seeded reset leaves nothing of earlier episodes."""
 
     def __init__(
         self,
@@ -81,20 +88,20 @@ class SyncVectorEnv:
     ) -> None:
         """
         Args:
-            once: a reset that fails is left to a person: a robot's arm that met something on its
-                way is not sent there again.
-            endless: episodes go on where worlds say that they terminated, until they are cut off.
-            own: as of :func:`described`.
+            once: a reset that fails needs a person. A robot arm that hit something is not sent
+                there again.
+            endless: ignore terminations; episodes continue until they are truncated.
+            own: as for :func:`format_error`.
         """
         self._make, self._once, self._endless, self._own = make, once, endless, own
         self._worlds: list[Any] = []
         self._looks: dict[int, ObservationReader] = {}
-        """Of the open episodes."""
-        self._seen: dict[int, Arrays] = {}
+        """Readers of the open episodes."""
+        self._last_observations: dict[int, Arrays] = {}
         self._unbegun: dict[int, str] = {}
-        """Of the episodes that could not begin, the tracebacks."""
+        """Tracebacks of episodes that could not begin."""
         self._like: Arrays = {}
-        """Of what the first world showed first: shapes and types."""
+        """The first observation of the first environment: shapes and types."""
 
     def reset(
         self,
@@ -103,23 +110,22 @@ class SyncVectorEnv:
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        """Begin episodes; observations by name, ``[n, ...]``.
+        """Begin episodes; return observations by name, ``[n, ...]``.
 
-        A world that raises, or shows what is not finite, is made anew and tried once more. Where
-        that fails too, zeros stand for what it shows, and the episode is lost at its first step;
-        where none of the worlds has shown anything yet and one cannot with another seed either,
-        what it raises is raised. Where it is left to a person, Refused is raised in place of all
-        that.
+        An environment that raises, or returns values that are not finite, is created anew and tried
+        once more. If that fails too, its observation is zero, and the episode is lost at its first
+        step. If no environment has returned an observation yet and another seed fails too, its
+        error is raised. With ``once``, InvalidEnvConfig is raised instead of all that.
 
         Args:
-            starts: where episodes begin in worlds that have numbered states for that, counted
-                through again where there are fewer; by default the seeds choose.
-            turns: running numbers, by which tasks take turns where there are several.
+            starts: numbers of initial states, for environments that have them, modulo their count;
+                by default the seeds choose.
+            turns: running numbers that select tasks in rotation, if there are several.
         """
         if self._once and max(numbers, default=0):
             raise InvalidEnvConfig(
-                "task.simulator: its module says SINGLE, and several worlds are asked for; it must be "
-                "found by the interpreter of the stage too, which reads that there"
+                "task.simulator: its module says SINGLE, and several worlds are asked for; it must "
+                "be found by the interpreter of the stage too, which reads that there"
             )
         self._have(numbers)
         failed: dict[int, tuple[Any, ...]] = {}
@@ -134,8 +140,8 @@ class SyncVectorEnv:
                 if self._once:
                     self.close()
                     raise InvalidEnvConfig(
-                        f"task.simulator: an episode cannot begin: {error}; look what is wrong, then "
-                        "resume the run"
+                        f"task.simulator: an episode cannot begin: {error}; look what is wrong, "
+                        "then resume the run"
                     ) from error
                 self._renew(number)
                 if not self._begun_again(number, seed, *where):
@@ -145,19 +151,22 @@ class SyncVectorEnv:
             number, other = next(iter(failed.items()))
             self._begin(number, *other)
         for number in failed:
-            self._seen[number] = {name: np.zeros_like(a) for name, a in self._like.items()}
-        return stack_observations([self._seen[number] for number in numbers])
+            self._last_observations[number] = {
+                name: np.zeros_like(a) for name, a in self._like.items()
+            }
+        return stack_observations([self._last_observations[number] for number in numbers])
 
     def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        """All that it takes to go on with open episodes in other worlds, uint8 ``[n]`` each.
+        """Return the states of open episodes, from which other environments can continue, uint8
+        ``[n]`` each.
 
-        A world that raises has lost its episode, and is made anew.
+        An environment that raises has lost its episode, and is created anew.
 
         Returns:
             The states; and, by row, the tracebacks of those that raised, whose state is empty.
 
         Raises:
-            Refused: a world does not say it.
+            InvalidEnvConfig: an environment cannot save its state.
         """
         states, errors = [], dict[int, str]()
         for row, number in enumerate(numbers):
@@ -166,7 +175,9 @@ class SyncVectorEnv:
                 raise InvalidEnvConfig(NO_STATE_MESSAGE)
             try:
                 states.append(
-                    pack_arrays({**world.save(), **prefix_observations(self._seen[number])})
+                    pack_arrays(
+                        {**world.save(), **prefix_observations(self._last_observations[number])}
+                    )
                 )
             except InvalidEnvConfig:
                 raise
@@ -183,13 +194,13 @@ class SyncVectorEnv:
     def restore(
         self, numbers: Sequence[int], states: Sequence[np.ndarray]
     ) -> tuple[Arrays, dict[int, str]]:
-        """Go on with episodes that :meth:`save` was asked of.
+        """Continue episodes from states of :meth:`save`.
 
-        A world that raises is made anew.
+        An environment that raises is created anew and tried once more.
 
         Returns:
-            What they showed last, ``[n, ...]``; and, by row, the tracebacks of those that raise
-            then too: where there are some, nothing is shown.
+            Their last observations, ``[n, ...]``; and, by row, the tracebacks of those that raise
+            again. If there are any, no observations are returned.
         """
         self._have(numbers)
         errors = dict[int, str]()
@@ -201,32 +212,35 @@ class SyncVectorEnv:
             except Exception as error:  # a simulator may raise anything
                 errors[row] = format_error(error, self._own)
         return (
-            {} if errors else stack_observations([self._seen[number] for number in numbers])
+            {}
+            if errors
+            else stack_observations([self._last_observations[number] for number in numbers])
         ), errors
 
     def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
-        """Act. Vectors are clipped to the space, choices counted from its start.
+        """Act in environments. Vectors are clipped to the space; choices are counted from its
+        start.
 
-        A row of ``actions`` may be a chunk, ``[H, ...]``: actions that are carried out one after
-        the other, as far as the episode goes. What is between them is not rendered.
+        A row of ``actions`` may be a chunk, ``[H, ...]``: actions that are executed one after
+        another until the episode ends. Observations within a chunk are not rendered.
 
-        A world that raises, or shows what is not finite, or not of the shape and type of before,
-        has ended its episode where it was, and is made anew.
+        An environment that raises, or returns values that are not finite, or of another shape or
+        type than before, has ended its episode, and is created anew.
 
         Returns:
-            Observations ``[n, ...]`` under ``seen.`` and their name; ``reward`` float64 ``[n]``, of
-            a chunk the sum, and ``gained`` float64 ``[n, H]`` of each of its actions, 0 of those
-            that were left out; ``executed`` int32 ``[n]``, how many actions were begun;
-            ``terminated``, ``truncated`` and ``success`` (:func:`succeeded`) of the last of them
-            and ``solved``, whether any had success, uint8 ``[n]``; what :data:`TOLD` names, where
-            the worlds tell it, ``[n, ...]``, of each action of a chunk; and, by row, the tracebacks
-            of those that raised.
+            Observations ``[n, ...]`` with the prefix ``seen.``; ``reward`` float64 ``[n]`` (of a
+            chunk the sum), and ``gained`` float64 ``[n, H]`` of each action of a chunk, 0 for
+            actions that were not executed; ``executed`` int32 ``[n]``, the number of actions begun;
+            ``terminated``, ``truncated`` and ``success`` (:func:`is_success`) of the last action
+            and ``solved``, whether any had success, uint8 ``[n]``; the keys of
+            :data:`STEP_INFO_TYPES` that the environments have, ``[n, ...]``, for each action of a
+            chunk; and, by row, the tracebacks of those that raised.
 
         Raises:
-            Refused: an action that the space has not.
+            InvalidEnvConfig: an action is not in the space.
         """
         space = self._worlds[numbers[0]].action_space
-        told = step_info_columns(self.tells, actions)
+        step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
         came, rows, errors = [], list[Arrays](), dict[int, str]()
@@ -234,7 +248,7 @@ class SyncVectorEnv:
             if number in self._unbegun:
                 errors[row] = self._unbegun.pop(number)
                 came.append((0.0, 1, *LOST_EPISODE_FLAGS))
-                rows.append(self._seen[number])
+                rows.append(self._last_observations[number])
                 continue
             world, reward, executed, solved = self._worlds[number], 0.0, 0, False
             try:
@@ -244,7 +258,7 @@ class SyncVectorEnv:
                     if not math.isfinite(gained):
                         raise ValueError(f"a reward that is not finite: {gained}")
                     reward += gained
-                    for name, column in told.items():
+                    for name, column in step_info.items():
                         place_in = row if single else (row, place)
                         column[place_in] = gained if name == ACTION_REWARDS else info[name]
                     success = is_success(info)
@@ -252,38 +266,46 @@ class SyncVectorEnv:
                     terminated = terminated and not self._endless
                     if terminated or truncated:
                         break
-                seen = self._look(number, observation)
+                observations = self._look(number, observation)
                 came.append((reward, executed, terminated, truncated, success, solved))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
-                errors[row], seen = format_error(error, self._own), self._seen[number]
+                errors[row], observations = (
+                    format_error(error, self._own),
+                    self._last_observations[number],
+                )
                 came.append((reward, executed, *LOST_EPISODE_FLAGS))
                 self._renew(number)
-            rows.append(seen)
+            rows.append(observations)
         shown = stack_observations(rows)
         for row, why in find_non_finite(shown).items():
-            errors[row], rows[row] = why, self._seen[numbers[row]]
+            errors[row], rows[row] = why, self._last_observations[numbers[row]]
             came[row] = (*came[row][:2], *LOST_EPISODE_FLAGS)
             self._renew(numbers[row])
             shown = stack_observations(rows)
-        self._seen.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
-        whole = np.array(came, np.float64).reshape(len(came), 2 + len(STEP_FLAGS)).T
-        columns: Arrays = {"reward": whole[0], "executed": whole[1].astype(np.int32), **told}
-        columns.update(zip(STEP_FLAGS, whole[2:].astype(np.uint8)))  # noqa: B905 - Python 3.9
+        self._last_observations.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
+        results = np.array(came, np.float64).reshape(len(came), 2 + len(STEP_FLAGS)).T
+        columns: Arrays = {
+            "reward": results[0],
+            "executed": results[1].astype(np.int32),
+            **step_info,
+        }
+        columns.update(zip(STEP_FLAGS, results[2:].astype(np.uint8)))  # noqa: B905 - Python 3.9
         return {**columns, **prefix_observations(shown)}, errors
 
     @property
-    def tells(self) -> Sequence[str]:
-        """Which of :data:`TOLD` the worlds tell, once there is one."""
-        return tuple(getattr(self._worlds[0], "tells", ())) if self._worlds else ()
+    def step_info_keys(self) -> Sequence[str]:
+        """The keys of :data:`STEP_INFO_TYPES` that the environments have, once there is one."""
+        return tuple(getattr(self._worlds[0], "step_info_keys", ())) if self._worlds else ()
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
-        """An episode by the world's own ``expert()``, from a seeded reset to its first success.
+        """Play an episode by the environment's own ``expert()``, from a seeded reset to its first
+        success.
 
         Returns:
-            Columns ``[T, ...]``, at most so many steps: observations under ``seen.`` and their
-            name, ``action`` (within the space), ``reward`` float64, ``success`` uint8.
+            Columns ``[T, ...]``, at most ``most`` steps: observations with the prefix ``seen.``,
+            ``action`` (within the space), ``reward`` float64, ``success`` uint8.
         """
         if not self._worlds:
             self._worlds.append(self._make())
@@ -298,8 +320,8 @@ class SyncVectorEnv:
             (does,) = to_env_actions(world.action_space, action[None])
             if hasattr(world.action_space, "low"):
                 action = does
-            took = world.step(does)
-            observation, reward, terminated, truncated, info = took
+            result = world.step(does)
+            observation, reward, terminated, truncated, info = result
             solved = is_success(info)
             row.update(action=action, reward=np.asarray(float(reward)))
             rows.append({**row, "success": np.asarray(solved, np.uint8)})
@@ -320,10 +342,10 @@ class SyncVectorEnv:
             where = {"start": start % there} if start is not None and there else {}
         observation = world.reset(seed=seed, **where)[0]
         self._looks[number] = ObservationReader(world)
-        seen = self._look(number, observation)
-        for error in find_non_finite(stack_observations([seen])).values():
+        observations = self._look(number, observation)
+        for error in find_non_finite(stack_observations([observations])).values():
             raise ValueError(error)
-        self._seen[number] = seen
+        self._last_observations[number] = observations
 
     def _begun_again(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
         try:
@@ -341,33 +363,36 @@ class SyncVectorEnv:
         except Exception:  # a simulator may raise anything
             self._renew(number)
             self._worlds[number].restore(state)
-        self._looks[number], seen = (
+        self._looks[number], observations = (
             ObservationReader(self._worlds[number]),
             unprefix_observations(state),
         )
-        self._like = self._like or {name: np.empty_like(array) for name, array in seen.items()}
-        self._seen[number] = seen
+        self._like = self._like or {
+            name: np.empty_like(array) for name, array in observations.items()
+        }
+        self._last_observations[number] = observations
 
     def _look(self, number: int, observation: Any) -> Arrays:
-        """What a world shows; raises ValueError where it is not of the shape and type of before."""
-        seen = self._looks[number].read(observation)
+        """Return an observation; raise ValueError if its shape or type differs from the first
+        one."""
+        observations = self._looks[number].read(observation)
         if not self._like:
-            check_all_used(seen)
-            self._like = {name: np.empty_like(array) for name, array in seen.items()}
-        for name, array in seen.items():
+            check_all_used(observations)
+            self._like = {name: np.empty_like(array) for name, array in observations.items()}
+        for name, array in observations.items():
             first = self._like.get(name)
             if first is None or first.shape != array.shape or first.dtype != array.dtype:
                 raise ValueError(f"observation {name!r}, {array.dtype} {array.shape}, is new")
-        return seen
+        return observations
 
     def _renew(self, number: int) -> None:
-        """Another world in the place of one that failed."""
+        """Replace an environment that failed."""
         with contextlib.suppress(Exception):
             self._worlds[number].close()
         self._worlds[number] = self._make()
 
     def spaces(self) -> dict[str, Any]:
-        """What a world shows and takes, as plain values."""
+        """Return the spaces of an environment as plain values."""
         with contextlib.closing(self._make()) as world:
             return describe_spaces(world)
 
@@ -377,24 +402,195 @@ class SyncVectorEnv:
         self._worlds = []
 
 
+class BatchedVectorEnv:
+    """Environments that one simulator steps together, with the methods of :class:`SyncVectorEnv`.
+
+    It is created for as many environments as the first episodes need, and again if later ones need
+    more. Environments without a request get a zero action. A simulator that raises is not created
+    again in this process, which may have room for one simulation alone: the next reset raises
+    ProcessRestartRequired.
+    """
+
+    step_info_keys: Sequence[str] = ()
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        shown: ObservationSelection = STATE_ONLY,
+        own: Sequence[str] = (),
+    ) -> None:
+        self._make = functools.partial(make, images=shown.images)
+        self._images, self._used, self._own = shown.images, shown, own
+        self._world: Any = None
+        self._count, self._last_observations = 0, Arrays()
+        self.min_envs = 0
+        """The least number of environments: as many as a previous process had."""
+        self._failed = ""
+        self._unbegun: dict[int, str] = {}
+        """Why episodes could not begin, by environment."""
+
+    def reset(
+        self,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> Arrays:
+        """Begin episodes as :class:`SyncVectorEnv` does, without ``starts`` and ``turns``.
+
+        An environment whose observation is not finite is reset once more. If the second observation
+        is not finite either, its episode is lost.
+
+        Raises:
+            ProcessRestartRequired: the simulator has raised, now or before.
+        """
+        if self._failed:
+            raise ProcessRestartRequired(self._failed)
+        wanted = max(*numbers, self.min_envs - 1, -1) + 1
+        if self._count and wanted > self._count and min(numbers):
+            raise InvalidEnvConfig(
+                "task.double_buffer: this simulator steps all environments together; "
+                "set it to false"
+            )
+        if self._world is None or wanted > self._count:
+            self.close()
+            wanted = max(wanted, self._count)
+            self._world = self._world_of(wanted)
+            self._count = self._world.count
+        observations = self._begun(numbers, seeds)
+        if bad := list(find_non_finite(observations)):
+            again = self._begun([numbers[row] for row in bad], [seeds[row] for row in bad])
+            for name, column in again.items():
+                observations[name][bad] = column
+        for row, error in find_non_finite(observations).items():
+            self._unbegun[numbers[row]] = f"{error} after two resets"
+            for column in observations.values():
+                column[row] = 0
+        check_all_used(observations)
+        check_cameras(self._images, sorted(observations.keys() - {STATE, INSTRUCTION}))
+        for name, size in self._images.items():
+            if observations[name].shape[1:] != (*size, 3):
+                raise InvalidEnvConfig(
+                    f"task.images.{name}: its pictures are {list(observations[name].shape[1:3])}"
+                )
+        for name, column in observations.items():
+            if (
+                name not in self._last_observations
+                or len(self._last_observations[name]) < self._count
+            ):
+                self._last_observations[name] = np.zeros(
+                    (self._count, *column.shape[1:]), column.dtype
+                )
+            self._last_observations[name][list(numbers)] = column
+        return observations
+
+    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """Act as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
+        environment returns values that are not finite, or could not begin, its episode ends."""
+        rows, space = list(numbers), self._world.action_space
+        if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
+            raise InvalidEnvConfig(
+                "task.simulator: this simulator steps all environments together, and so takes no "
+                "chunks of actions; choose a policy of single ones"
+            )
+        all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
+        all_actions[rows] = to_env_actions(space, actions)
+        reward, ends = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
+        errors = dict[int, str]()
+        try:
+            observations, gained, *ended = self._world.step(all_actions)
+        except Exception as error:  # a simulator may raise anything
+            self._failed = format_error(error, self._own)
+            errors = dict.fromkeys(range(len(rows)), self._failed)
+            ends[0] = True
+        else:
+            shown = {name: column[rows] for name, column in self._shown(observations).items()}
+            reward[:] = np.asarray(gained, np.float64)[rows]
+            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
+            ends[3] = ends[2]
+            errors = find_non_finite(shown)
+            for row, number in enumerate(rows):
+                if number in self._unbegun:
+                    errors[row] = self._unbegun.pop(number)
+            for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+                errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
+            fit = [row for row in range(len(rows)) if row not in errors]
+            for name, column in shown.items():
+                self._last_observations[name][[rows[row] for row in fit]] = column[fit]
+            reward[list(errors)], ends[:, list(errors)] = (
+                0,
+                np.array(LOST_EPISODE_FLAGS, np.uint8)[:, None],
+            )
+        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
+        columns.update(zip(STEP_FLAGS, ends))  # noqa: B905 - Python 3.9
+        return {
+            **columns,
+            **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
+        }, errors
+
+    def _begun(self, numbers: Sequence[int], seeds: Sequence[int]) -> Arrays:
+        try:
+            return self._shown(self._world.reset(list(numbers), list(seeds)))
+        except InvalidEnvConfig:
+            raise
+        except Exception as error:  # a simulator may raise anything
+            raise ProcessRestartRequired(format_error(error, self._own)) from None
+
+    def spaces(self) -> dict[str, Any]:
+        """Return the spaces of one environment as plain values."""
+        with contextlib.closing(self._world_of(1)) as world:
+            return describe_spaces(world)
+
+    def _world_of(self, count: int) -> Any:
+        return create_env(functools.partial(self._make, count=count), self._used, batched=True)
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        """Raise InvalidEnvConfig: there is no expert."""
+        raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
+
+    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        """Raise InvalidEnvConfig: the state cannot be saved."""
+        raise InvalidEnvConfig(NO_STATE_MESSAGE)
+
+    def restore(
+        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+    ) -> tuple[Arrays, dict[int, str]]:
+        """Raise InvalidEnvConfig: the state cannot be restored."""
+        raise InvalidEnvConfig(NO_STATE_MESSAGE)
+
+    def _shown(self, observation: Any) -> Arrays:
+        found, text = to_arrays(observation), get_instruction(self._world)
+        if text is not None:
+            found[INSTRUCTION] = np.repeat(
+                encode_instruction(text)[None], len(found[STATE]), axis=0
+            )
+        return found
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+        self._world = None
+
+
 def step_info_columns(names: Sequence[str], actions: np.ndarray) -> Arrays:
-    """What worlds tell of steps that take ``actions`` ``[n, ...]``, zeros: ``performed`` is like
-    them, all else a number for each. Of chunks also :data:`ACTION_REWARDS`."""
+    """Return zero columns for the step info of ``actions`` ``[n, ...]``: ``performed`` has the
+    shape of the actions, the others one number per action. Chunks also have
+    :data:`ACTION_REWARDS`."""
     each = actions.shape[:-1] if actions.dtype.kind == "f" else actions.shape
-    found = {
+    columns = {
         name: np.zeros(actions.shape if name == "performed" else each, STEP_INFO_TYPES[name])
         for name in names
     }
-    return {**found, ACTION_REWARDS: np.zeros(each)} if len(each) > 1 else found
+    return {**columns, ACTION_REWARDS: np.zeros(each)} if len(each) > 1 else columns
 
 
 def is_success(info: Any) -> bool:
-    """Whether a step's ``info`` says that the task is solved: ``success``, or ``is_success``."""
+    """Return whether a step's ``info`` has ``success`` or ``is_success``."""
     return bool(info.get("success", info.get("is_success", False)))
 
 
 def serve(link: SimulatorConnection, worlds: SyncVectorEnv | BatchedVectorEnv) -> None:
-    """Obey until the stage is gone."""
+    """Answer requests until the stage closes the connection."""
     while True:
         order, arrays = link.receive()
         if order["do"] == "step":
@@ -403,14 +599,16 @@ def serve(link: SimulatorConnection, worlds: SyncVectorEnv | BatchedVectorEnv) -
         elif order["do"] == "reset":
             if isinstance(worlds, BatchedVectorEnv):
                 worlds.min_envs = order["least"]
-            asked = (order[name] for name in ("worlds", "seeds", "starts", "turns"))
-            seen = worlds.reset(*asked)
-            link.send({"tells": list(worlds.tells)}, prefix_observations(seen))
+            arguments = (order[name] for name in ("worlds", "seeds", "starts", "turns"))
+            observations = worlds.reset(*arguments)
+            link.send(
+                {"step_info_keys": list(worlds.step_info_keys)}, prefix_observations(observations)
+            )
         elif order["do"] == "restore":
             states = [arrays[str(row)] for row in range(len(order["worlds"]))]
-            seen, errors = worlds.restore(order["worlds"], states)
-            told = {"tells": list(worlds.tells), "errors": list(errors.items())}
-            link.send(told, prefix_observations(seen))
+            observations, errors = worlds.restore(order["worlds"], states)
+            reply = {"step_info_keys": list(worlds.step_info_keys), "errors": list(errors.items())}
+            link.send(reply, prefix_observations(observations))
         elif order["do"] == "save":
             states, errors = worlds.save(order["worlds"])
             arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
@@ -426,9 +624,9 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
 
     Args:
         end: the file descriptor of this end of a pair of sockets.
-        own, other: those of files in memory; see :class:`Link`.
-        target: as for :func:`maker`.
-        values: what it is called with (:func:`create_task_env`), as JSON.
+        own, other: those of memory files; see :class:`SimulatorConnection`.
+        target: as for :func:`resolve_factory`.
+        values: the factory's arguments (:func:`create_task_env`), as JSON.
         options: ``shown``, the fields of :class:`ObservationSelection`, ``endless`` and ``own`` (of
             :class:`SyncVectorEnv`), as JSON.
     """
@@ -437,34 +635,37 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         signal.signal(number, signal.SIG_IGN)
     link = SimulatorConnection(socket.socket(fileno=end), own, other)
     worlds: SyncVectorEnv | BatchedVectorEnv | None = None
-    told, how = json.loads(values), json.loads(options)
-    users: Sequence[str] = how["own"]
+    factory_arguments, parsed_options = json.loads(values), json.loads(options)
+    users: Sequence[str] = parsed_options["own"]
     try:
-        found = resolve_factory(target)
-        shown = ObservationSelection(**how["shown"])
-        if module_flag(found, "BATCHED"):
-            worlds = BatchedVectorEnv(functools.partial(found, **told), shown, users)
+        factory = resolve_factory(target)
+        shown = ObservationSelection(**parsed_options["shown"])
+        if module_flag(factory, "BATCHED"):
+            worlds = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
         else:
-            make = functools.partial(create_task_env, found, told, shown)
+            make = functools.partial(create_task_env, factory, factory_arguments, shown)
             worlds = SyncVectorEnv(
-                make, once=module_flag(found, "SINGLE"), endless=how["endless"], own=users
+                make,
+                once=module_flag(factory, "SINGLE"),
+                endless=parsed_options["endless"],
+                own=users,
             )
         serve(link, worlds)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except InvalidEnvConfig as error:
-        said = {"refused": str(error)}
+        failure = {"refused": str(error)}
     except ProcessRestartRequired as error:
-        said = {"spent": str(error)}
+        failure = {"spent": str(error)}
     except Exception as error:
-        said = {"failed": format_error(error, users)}
+        failure = {"failed": format_error(error, users)}
     finally:
         # A robot comes to rest.
         if worlds is not None:
             with contextlib.suppress(Exception):
                 worlds.close()
     with contextlib.suppress(OSError):
-        link.send({**said, "pid": os.getpid()}, {})
+        link.send({**failure, "pid": os.getpid()}, {})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Questions about drawn scenes: coloured shapes on a grid, their number, colour and place.
+"""Questions about drawn scenes: coloured shapes on a grid, their number, colour and position.
 
-Everything about a scene follows from its random numbers. Held-out questions are told by the scene
-and the question together, so that no training prompt can be one.
+Random numbers determine a scene. A hash of scene and question decides the split, so no training
+prompt can be a test prompt.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ SHAPES = ("circle", "square", "triangle")
 BACKGROUND = 245
 ANSWER_PATTERN = re.compile(r"<answer>([^<>]*)</answer>\s*$")
 MAX_SCENE_DRAWS = 10_000
-"""Scenes drawn for a question: one in eight is held out, and most have one of the kinds asked."""
+"""Scenes drawn for a question: one in eight is a test scene, and most allow one of the kinds."""
 BEGIN, IMAGE, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 
 
 class VisualQuestionsConfig(Section):
-    """What is drawn and asked."""
+    """The scenes and the questions."""
 
     question_kinds: tuple[QuestionKind, ...] = get_args(QuestionKind)
-    """Of questions; each is as likely."""
+    """Kinds of questions, equally likely."""
     image_size: int = Field(default=56, gt=0)
     """Side of an image, pixels; a model may enlarge it."""
     grid_size: int = Field(default=2, gt=0, le=8)
-    """Rows and columns of the grid; a cell holds one shape at most."""
+    """Rows and columns of the grid; a cell holds at most one shape."""
     max_objects: int = Field(default=4, gt=0)
-    """Shapes of a scene; at least one, and no more than there are cells."""
+    """Most shapes of a scene; it has at least one, and at most one in each cell."""
     instruction: str = ""
-    """Stands behind each question; a pretrained model has to be told the format."""
+    """Text after each question; a pretrained model needs to be told the format."""
     format_reward: float = Field(default=0.1, ge=0, lt=1)
     """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
     one has 1."""
     test_seed: int = Field(default=1234, ge=0)
-    """Seed of the held-out questions; the run's seed does not change them."""
+    """Seed of the test questions; the run's seed does not change them."""
 
     @field_validator("question_kinds")
     @classmethod
@@ -85,7 +85,8 @@ class Scene:
     cells: int
 
     def render(self, size: int) -> np.ndarray:
-        """The image, uint8 ``[size, size, 3]``: each pixel by whether its centre is in a shape."""
+        """Return the image, uint8 ``[size, size, 3]``; a pixel belongs to a shape if its centre is
+        inside."""
         image = np.full((size, size, 3), BACKGROUND, np.uint8)
         centres = (np.arange(size) + 0.5) * self.cells / size
         for thing in self.objects:
@@ -103,11 +104,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class VisualPrompt(Prompt):
-    """A question about a scene, with its image as the model takes it."""
+    """A question about a scene, with the image as the model reads it."""
 
     image: np.ndarray
     image_tokens: int
-    """That stand for the image."""
+    """Tokens that represent the image."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
         return self._columns
@@ -122,7 +123,8 @@ class VisualPrompt(Prompt):
 
 
 class VisualQuestionsEnvironment(PromptEnvironment):
-    """See the module. A response ends with ``<answer>WORD</answer>``; anything may stand before."""
+    """Questions about scenes. A response ends with ``<answer>WORD</answer>``, after any other
+    text."""
 
     Config = VisualQuestionsConfig
     config: VisualQuestionsConfig
@@ -148,9 +150,11 @@ class VisualQuestionsEnvironment(PromptEnvironment):
     def task_size(cls, config: VisualQuestionsConfig, processor: Any) -> TaskSize:
         if processor is None:
             return TaskSize()
-        made = cls(config, processor)
+        environment = cls(config, processor)
         draws = generator(0, "visual_questions", "extent")
-        some = made.encode_prompts([made._draw(draws, "train").model_input for _ in range(64)])
+        some = environment.encode_prompts(
+            [environment._draw(draws, "train").model_input for _ in range(64)]
+        )
         return TaskSize(max_prompt_tokens=max(map(len, some)))
 
     def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
@@ -180,7 +184,7 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         ]
 
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, as turns of a user where the tokenizer has a chat template."""
+        """Return the token ids of prompts, as user turns if the tokenizer has a chat template."""
         texts = [text + self.config.instruction for text in texts]
         if self.chat_format.template is not None:
             talks = [[{"role": "user", "content": text}] for text in texts]
@@ -188,27 +192,28 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         return super().encode_prompts(texts)
 
     def grade(self, response: str, answer: str) -> float:
-        found = ANSWER_PATTERN.search(response)
-        if found is None:
+        match = ANSWER_PATTERN.search(response)
+        if match is None:
             return 0.0
-        return 1.0 if found[1].strip() == answer else self.config.format_reward
+        return 1.0 if match[1].strip() == answer else self.config.format_reward
 
     def _draw(self, draws: np.random.Generator, split: str) -> VisualPrompt:
-        """One question of a split: drawn again until it falls on the right side.
+        """Draw questions until one belongs to the split.
 
         Raises:
             ConfigError: hardly any question does.
         """
         for _ in range(MAX_SCENE_DRAWS):
             scene = self._scene(draws)
-            asked = self._question(scene, draws)
-            if asked is None or is_test_question(f"{scene}{asked[0]}") != (split == "test"):
+            question = self._question(scene, draws)
+            if question is None or is_test_question(f"{scene}{question[0]}") != (split == "test"):
                 continue
             image = self._images.resize(scene.render(self.config.image_size))
-            return VisualPrompt(*asked, image, self._images.num_tokens(image))
+            return VisualPrompt(*question, image, self._images.num_tokens(image))
         raise ConfigError(
-            f"task.grid_size: {self.config.grid_size} with task.question_kinds={list(self.config.question_kinds)} has no "
-            f"question of the {split} split among {MAX_SCENE_DRAWS:,} scenes; draw more cells (2 or more)"
+            f"task.grid_size: {self.config.grid_size} with "
+            f"task.question_kinds={list(self.config.question_kinds)} has no question of the "
+            f"{split} split among {MAX_SCENE_DRAWS:,} scenes; draw more cells (2 or more)"
         )
 
     def _scene(self, draws: np.random.Generator) -> Scene:
@@ -229,7 +234,7 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         )
 
     def _question(self, scene: Scene, draws: np.random.Generator) -> tuple[str, str] | None:
-        """A question and its answer; None: of such a scene it has no clear one."""
+        """Return a question and its answer; None: the scene has no unambiguous one."""
         kind = self.config.question_kinds[int(draws.integers(len(self.config.question_kinds)))]
         if kind == "count":
             shape = SHAPES[int(draws.integers(len(SHAPES)))]

@@ -345,7 +345,7 @@ class SmolVLAConfig(DenoisingConfig):
             raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
         if int(self.hidden * self.expert_width_multiplier) % 2:
             raise ValueError(
-                f"expert: a width of {int(self.hidden * self.expert_width_multiplier)} is not even"
+                f"expert_width_multiplier: a width of {int(self.hidden * self.expert_width_multiplier)} is not even"
             )
         return self
 

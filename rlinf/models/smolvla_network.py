@@ -285,8 +285,10 @@ class SmolVLANetwork(nn.Module):
         start = prefix.mask.sum(1, keepdim=True)
         for layer, seen in zip(expert["layers"], prefix.layers, strict=True):
             # Where an expert sees the model's keys alone, it counts its places from 0 (LeRobot's).
-            positions = within.expand(count, -1) if layer.crosses else start + within
-            hidden = layer(hidden, positions, ahead if layer.crosses else both_seen, seen)[0]
+            positions = within.expand(count, -1) if layer.is_cross_attention else start + within
+            hidden = layer(
+                hidden, positions, ahead if layer.is_cross_attention else both_seen, seen
+            )[0]
         hidden = expert["norm"](hidden).reshape(count, times, length, -1)
         spread = None if self.noise_head is None else self.noise_head(hidden).float()
         return model.action_out_proj(hidden).float(), spread

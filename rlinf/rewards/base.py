@@ -1,4 +1,4 @@
-"""The reward interface."""
+"""The reward interface: :class:`Reward` and its result."""
 
 from __future__ import annotations
 
@@ -31,55 +31,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardResources:
-    """What the stage lends a reward; one that needs no device leaves it alone.
+    """Resources that the stage offers to a reward. A reward without a model can ignore them.
 
-    The stage may run as several processes, each of which judges whole groups; a model that they
-    share is the reward's own affair.
+    The stage may run as several processes, each of which scores whole groups. A model that these
+    processes share is the reward's own responsibility.
     """
 
     world: ProcessGroupInfo = field(default_factory=ProcessGroupInfo)
-    """Which process of how many this is."""
+    """Rank and number of the stage's processes."""
     device: str = "cpu"
-    """Of this process: a model computes there."""
+    """Device of this process, on which a reward model computes."""
     residency: DeviceMemoryManager | None = None
-    """Stages take turns on the device: a reward that holds tensors on it between two calls is a
-    :class:`rlinf.device_memory.Offloadable` and asks ``residency.need(self)`` before it computes. None: the
-    device is its own."""
+    """Memory manager of a device that several stages share. A reward that keeps tensors there
+    between calls is an :class:`rlinf.device_memory.Offloadable` and calls
+    ``residency.acquire(self)`` before it computes. None: the reward owns the device."""
     folder: Path | None = None
-    """Of the run: what is written there is found again when a stage is repeated. It may not be
-    there yet. None: nothing stays."""
+    """Folder of the run. Files in it persist when a stage is repeated. It may not exist yet. None:
+    nothing persists."""
 
 
 RewardValue = float | np.ndarray
-"""One number for a whole trajectory, or ``[T]`` one for each of its steps; where those are chunks
-of actions, also ``[T, C]`` one for each action."""
+"""Reward of a trajectory: one number for all of it, or ``[T]`` one for each step. Where steps are
+chunks of actions, also ``[T, C]`` one for each action."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What is said of one trajectory."""
+    """Reward of one trajectory, with the reason if it could not be scored."""
 
     reward: RewardValue
     valid: bool = True
-    """False: it could not be judged, and takes no part in the update or its group's mean."""
+    """False: the trajectory could not be scored. The update and the group's mean exclude it."""
     failure: str = ""
-    """Why it was not judged, one of :attr:`Reward.troubles`; empty: it was."""
+    """Reason why it was not scored, one of :attr:`Reward.failure_kinds`; empty: it was scored."""
     raw_reward: float | None = None
-    """What it is worth without a penalty or the like that shapes it: groups whose samples are alike
-    in this one teach nothing. None: the sum of its worth."""
+    """Total reward before shaping terms such as a length penalty. Groups of equal raw rewards have
+    zero variance and carry no signal. None: the sum of ``reward``."""
     episode_ends: np.ndarray | None = None
-    """Of a simulator's episodes that are judged as a whole: bool ``[T]``, true at the last step of
-    each. Nothing comes after it, also where the episode was cut off: what a critic says of the
-    state there would be the same outcome again. None: episodes end where the simulator says."""
+    """Bool ``[T]``, true at the last step of each episode that is scored as a whole. No value is
+    bootstrapped there, even if the episode was truncated, because the critic's value would count
+    the same outcome twice. None: episodes end where the simulator reports it."""
 
 
-def rewards_per_step(worth: np.ndarray) -> np.ndarray:
-    """Of each step, float32 ``[T]``, what is given of each, or of each action of each."""
-    return worth if worth.ndim == 1 else worth.sum(1, dtype=np.float64).astype(np.float32)
+def rewards_per_step(reward: np.ndarray) -> np.ndarray:
+    """Return the reward per step, float32 ``[T]``, from rewards per step ``[T]`` or per action
+    ``[T, C]``."""
+    return reward if reward.ndim == 1 else reward.sum(1, dtype=np.float64).astype(np.float32)
 
 
 def describe_fields(trajectory: Record) -> str:
-    """One line that lists what a reward can read of a trajectory."""
+    """Return one line that lists the fields of a trajectory that a reward can read."""
     parts = {
         "info": sorted(trajectory.info),
         "steps": sorted(trajectory.steps),
@@ -89,33 +90,34 @@ def describe_fields(trajectory: Record) -> str:
     return f"a trajectory has the fields {'; '.join(listed)}"
 
 
-def _numbers(given: Any, where: str) -> np.ndarray:
-    """A reward as float64, of whatever shape.
+def _numbers(value: Any, where: str) -> np.ndarray:
+    """Convert a reward of any shape to float64.
 
     Raises:
-        InputError: it is text, None or anything else that is no number.
+        InputError: the value is text, None or anything else that is not a number.
     """
     try:
-        found = np.asarray(given)
-        if found.dtype.kind in "biuf" or all(isinstance(n, Real | Decimal) for n in found.flat):
-            return found.astype(np.float64)
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf" or all(isinstance(n, Real | Decimal) for n in array.flat):
+            return array.astype(np.float64)
     except (TypeError, ValueError, RuntimeError):  # of lists of unlike lengths, of torch tensors
         pass
     raise InputError(
-        f"{where} got {_kind(given)}, which is no number; give one number, or an array of one for "
+        f"{where} got {_kind(value)}, which is no number; give one number, or an array of one for "
         f"each of its steps"
     )
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is a list, a tuple or an array with at least one axis; text is none."""
+    """Return whether a value is a list, a tuple or an array with at least one axis. Text is not a
+    list."""
     if isinstance(value, str | bytes):
         return False
     return isinstance(value, Sequence) or bool(getattr(value, "shape", ()))
 
 
 def _kind(value: Any) -> str:
-    """A value as an error shows it."""
+    """Return the type and the shortened representation of a value, for error messages."""
     if value is None:
         return "None"
     shown = repr(value)
@@ -123,27 +125,30 @@ def _kind(value: Any) -> str:
 
 
 class Reward(Component, ABC):
-    """Turns the task's scores into the rewards the algorithm maximises."""
+    """Base class of rewards: turn trajectories and the task's scores into rewards.
+
+    The algorithm maximises these rewards. A subclass implements :meth:`compute`.
+    """
 
     Config: ClassVar[type[Section]] = Section
     needs_score: ClassVar[bool] = True
-    """Whether the task is to score the trajectories first; if not, :meth:`judge` gets no scores and
-    the stage makes no environment."""
+    """Whether the task must score the trajectories first. If false, :meth:`compute` gets no scores
+    and the stage creates no environment."""
     failure_kinds: ClassVar[tuple[str, ...]] = ()
-    """What may keep a trajectory from being judged: each is a metric of the stage, and written with
-    the record."""
+    """Reasons why a trajectory may not be scored. The stage logs a metric for each and writes the
+    reason into the record."""
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """See that what the configuration names is there, before a run begins.
+        """Check, before a run begins, that everything the configuration refers to exists.
 
         Raises:
-            ConfigError: it is not, or is something else.
+            ConfigError: something does not exist or has the wrong type.
             DataError: a file is missing or malformed.
         """
 
     def __init__(self, config: Any, resources: RewardResources) -> None:
-        """It is made once in a process and kept: a model is loaded here, or with the first call."""
+        """Create the reward, once per process. A model is loaded here or with the first call."""
         self.config = config
         self.resources = resources
 
@@ -151,96 +156,99 @@ class Reward(Component, ABC):
     def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> Sequence[RewardValue | RewardResult]:
-        """What each trajectory is worth.
+        """Return the reward of each trajectory.
 
         Args:
-            trajectories: whole groups. What the task knows of each, data columns of the user's
-                file among it, is in ``info``.
-            scores: the task's own measure of each; empty unless :attr:`needs_score`.
+            trajectories: whole groups. ``info`` holds the task's data of each, including the
+                columns of the user's data file.
+            scores: the task's score of each; empty unless :attr:`needs_score`.
 
         Returns:
-            For each one number, which goes on its last step that counts, or one for each step; of a
-            step that does not count it goes on the last one before it that does. Where a
-            simulator's trajectory holds several episodes (:mod:`rlinf.data.episodes`), one for each
-            step. Where a step is a chunk of actions, one for each step goes on the last of them
-            that was carried out, or there is one for each of them. A :class:`RewardResult` of one that
-            could not be judged.
+            For each trajectory one number, which is placed on its last unmasked step, or one number
+            per step. The reward of a masked step moves to the last unmasked step before it. A
+            simulator's trajectory of several episodes (:mod:`rlinf.data.episodes`) needs one number
+            per step. Where a step is a chunk of actions, there may be one number per action; a
+            number per step is placed on the last action that was executed. A :class:`RewardResult`
+            for a trajectory that could not be scored.
         """
 
     @final
     def compute_step_rewards(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[np.ndarray]:
-        """Rewards per step, float32 ``[T]`` for each trajectory; raises as :meth:`judgements`."""
-        found = self.compute_results(trajectories, scores)
-        return [rewards_per_step(np.asarray(judgement.reward, np.float32)) for judgement in found]
+        """Return rewards per step, float32 ``[T]`` for each trajectory.
+
+        Raises the same errors as :meth:`compute_results`.
+        """
+        results = self.compute_results(trajectories, scores)
+        return [rewards_per_step(np.asarray(result.reward, np.float32)) for result in results]
 
     @final
     def compute_results(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[RewardResult]:
-        """What :meth:`judge` says, worths as float32 ``[T]``, on steps that count alone; where
-        steps are chunks of actions ``[T, C]``, on actions that count alone.
+        """Return the results of :meth:`compute`, with rewards placed on unmasked steps.
 
-        A trajectory without any such step has none to be rewarded for: zeros.
+        Rewards are float32 ``[T]``; where steps are chunks of actions, ``[T, C]``, on unmasked
+        actions. The rewards of a trajectory without any unmasked step are zeros.
 
         Raises:
-            InputError: :meth:`judge` gave no sequence, another number of rewards, one that is no
-                number or of another shape, one that is not finite, or one number for several
+            InputError: :meth:`compute` returned no sequence, a wrong number of rewards, a reward
+                that is not a finite number, one of a wrong shape, or one number for several
                 episodes; names the sample.
         """
         try:
-            judged = self.compute(trajectories, scores)
+            computed = self.compute(trajectories, scores)
         except Exception as error:
             if trajectories and not isinstance(error, RlinfError):
                 error.add_note(describe_fields(trajectories[0]))
             raise
         name = f"reward {type(self).__name__}"
-        if not _is_list(judged):
+        if not _is_list(computed):
             raise InputError(
-                f"{name}: judge returned {_kind(judged)}; it must return a list with one number "
-                "for each trajectory"
+                f"{name}: compute returned {_kind(computed)}; it must return a list with one "
+                "number for each trajectory"
             )
-        if len(judged) != len(trajectories):
+        if len(computed) != len(trajectories):
             raise InputError(
-                f"{name}: {len(judged)} rewards for {len(trajectories)} trajectories; give one for "
-                "each"
+                f"{name}: {len(computed)} rewards for {len(trajectories)} trajectories; give one "
+                "for each"
             )
-        found = []
-        for trajectory, said in zip(trajectories, judged, strict=True):
-            judgement = said if isinstance(said, RewardResult) else RewardResult(said)
-            found.append(replace(judgement, reward=self._placed(trajectory, judgement.reward)))
-        return found
+        results = []
+        for trajectory, value in zip(trajectories, computed, strict=True):
+            result = value if isinstance(value, RewardResult) else RewardResult(value)
+            results.append(replace(result, reward=self._placed(trajectory, result.reward)))
+        return results
 
-    def _placed(self, trajectory: Record, given: RewardValue) -> np.ndarray:
+    def _placed(self, trajectory: Record, value: RewardValue) -> np.ndarray:
         where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
-        worth, length = _numbers(given, where), len(trajectory)
+        reward, length = _numbers(value, where), len(trajectory)
         actions = action_mask(trajectory)
-        if worth.shape not in ((), (length,), () if actions is None else actions.shape):
+        if reward.shape not in ((), (length,), () if actions is None else actions.shape):
             each = "" if actions is None else f", or for each of their {actions.shape[1]} actions"
             raise InputError(
-                f"{where} got rewards of shape {list(worth.shape)}; give one number, or one for "
+                f"{where} got rewards of shape {list(reward.shape)}; give one number, or one for "
                 f"each of its {length} steps{each}"
             )
-        if not np.isfinite(worth).all():
+        if not np.isfinite(reward).all():
             raise InputError(
-                f"{where} got {worth[~np.isfinite(worth)].flat[0]}; a reward must be finite, or it "
-                "makes every weight so"
+                f"{where} got {reward[~np.isfinite(reward)].flat[0]}; a reward must be finite, or "
+                "it makes every weight so"
             )
-        counts = loss_mask(trajectory) if actions is None else actions
-        if not counts.any():
-            return np.zeros(counts.shape, np.float32)
-        if not worth.ndim:
+        mask = loss_mask(trajectory) if actions is None else actions
+        if not mask.any():
+            return np.zeros(mask.shape, np.float32)
+        if not reward.ndim:
             if spans_several_episodes(trajectory):
                 raise InputError(
                     f"{where} holds several episodes and got one number, which does not say of "
                     "which; give one for each step (rlinf.data.episodes says where episodes end), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
-            worth = np.append(np.zeros(length - 1), worth)
-        if worth.shape != counts.shape:
-            worth = place_on_last_action(worth, counts)
-        return move_rewards_to_actions(worth.ravel(), counts.ravel()).reshape(counts.shape)
+            reward = np.append(np.zeros(length - 1), reward)
+        if reward.shape != mask.shape:
+            reward = place_on_last_action(reward, mask)
+        return move_rewards_to_actions(reward.ravel(), mask.ravel()).reshape(mask.shape)
 
     def close(self) -> None:
-        """Free devices and end processes of its own."""
+        """Free the reward's devices and end its processes."""

@@ -45,7 +45,7 @@ class SharedRequestQuota:
             folder: where those of all processes are, earlier ones too; None: there are no others.
         """
         self._folder = folder
-        self._next = self._taken = 0
+        self._next = self._reserved = 0
         """Number of blocks that were seen, and of requests in them."""
 
     def reserve(self, most: int, wanted: int) -> int:
@@ -60,15 +60,15 @@ class SharedRequestQuota:
             DataError: a file in the folder is no block.
         """
         while True:
-            self._look()
-            size = min(most - self._taken, max(1, min(most // MAX_BLOCKS, wanted)))
+            self._refresh()
+            size = min(most - self._reserved, max(1, min(most // MAX_BLOCKS, wanted)))
             if size <= 0:
                 return 0
-            if self._folder is None or self._made(self._folder / str(self._next), size):
-                self._taken, self._next = self._taken + size, self._next + 1
+            if self._folder is None or self._create_block(self._folder / str(self._next), size):
+                self._reserved, self._next = self._reserved + size, self._next + 1
                 return size
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """See what others have taken."""
         while self._folder is not None and (path := self._folder / str(self._next)).exists():
             try:
@@ -77,10 +77,10 @@ class SharedRequestQuota:
                 raise DataError(
                     f"{path} does not say how many requests were taken; write a number into it"
                 ) from None
-            self._taken, self._next = self._taken + size, self._next + 1
+            self._reserved, self._next = self._reserved + size, self._next + 1
 
     @staticmethod
-    def _made(path: Path, size: int) -> bool:
+    def _create_block(path: Path, size: int) -> bool:
         """Make a block; false: there is one of this number already."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{os.getpid()}.{secrets.token_hex(8)}")
@@ -145,12 +145,12 @@ class ChatEndpointConfig(Section):
         parts = _split(self.base_url)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ValueError(
-                "url holds more than scheme, host and path; a key belongs in api_key_env or "
-                "api_key_file, for a URL is seen in logs and files"
+                "base_url holds more than scheme, host and path; a key belongs in api_key_env or "
+                "api_key_file, because URLs appear in logs and files"
             )
         if parts.scheme == "http" and not (self.allow_http or _is_here(parts.hostname or "")):
             raise ValueError(
-                f"url {self.base_url} would send texts and key unencrypted; use https, or set "
+                f"base_url {self.base_url} would send texts and key unencrypted; use https, or set "
                 "allow_http=true where the network is trusted"
             )
         if self.api_key_env is not None and self.api_key_file is not None:
@@ -183,8 +183,8 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
         key = os.environ.get(config.api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"{ENDPOINT_KEY}.api_key_env: the environment has no {config.api_key_env}; export it "
-                "where the run is started"
+                f"{ENDPOINT_KEY}.api_key_env: the environment has no {config.api_key_env}; "
+                "export it where the run is started"
             )
     elif config.api_key_file is not None:
         path = config.api_key_file.expanduser()
@@ -192,7 +192,7 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
             with path.open("rb") as file:
                 if not is_owner_only(file.fileno()):
                     raise ConfigError(
-                        f"{ENDPOINT_KEY}.api_key_file: {path} is not yours alone; chmod 600 makes it so"
+                        f"{ENDPOINT_KEY}.api_key_file: other users can read {path}; run chmod 600"
                     )
                 key = file.read(1 << 16).decode(errors="replace").strip()
         except OSError as error:
@@ -289,7 +289,7 @@ class ChatEndpoint:
             if not self._spent.acquire():
                 return ChatReply(None, OVER_BUDGET, sent, tokens)
             sent += 1
-            told = None
+            retry_after_s = None
             try:
                 status, headers, data = self._post(body)
                 if status == 200:
@@ -304,7 +304,7 @@ class ChatEndpoint:
                     raise ConfigError(
                         f"{ENDPOINT_KEY}: {config.base_url} refuses requests with {last}"
                     )
-                told = parse_retry_after(headers.get("retry-after"))
+                retry_after_s = parse_retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not isinstance(error, _Unreached):
                     # What was answered is lost, and billed all the same.
@@ -312,13 +312,15 @@ class ChatEndpoint:
                     self._spent.add_tokens(used)
                     tokens += used
                 last = self._shown(f"{type(error).__name__}: {error}".encode())
-            if attempt == config.max_retries or (told is not None and told > config.max_backoff_s):
+            if attempt == config.max_retries or (
+                retry_after_s is not None and retry_after_s > config.max_backoff_s
+            ):
                 break
             # No result depends on when a request is sent.
             limit = min(config.max_backoff_s, config.initial_backoff_s * 2**attempt)
-            if told is not None:
-                self._not_before = max(self._not_before, time.monotonic() + told)
-            time.sleep(max(told or 0.0, random.uniform(0, limit)))
+            if retry_after_s is not None:
+                self._not_before = max(self._not_before, time.monotonic() + retry_after_s)
+            time.sleep(max(retry_after_s or 0.0, random.uniform(0, limit)))
         log.warning("the judge did not answer %d times, the last time with %s", sent, last)
         return ChatReply(None, UNANSWERED, sent, tokens)
 
@@ -448,7 +450,7 @@ def _split(url: str) -> SplitResult:
     except ValueError:  # of the port
         known = False
     if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
-        raise ValueError(f"url {url!r} is no address; expected something like https://host/v1")
+        raise ValueError(f"base_url {url!r} is no address; expected something like https://host/v1")
     return parts
 
 

@@ -154,25 +154,27 @@ class VerdictConfig(Section):
     @model_validator(mode="after")
     def _is_a_range(self) -> VerdictConfig:
         if self.min_value >= self.max_value:
-            raise ValueError(f"least {self.min_value:g} is not below most {self.max_value:g}")
-        for word, worth in self.labels.items():
-            if not self.min_value <= worth <= self.max_value:
+            raise ValueError(
+                f"min_value {self.min_value:g} is not below max_value {self.max_value:g}"
+            )
+        for word, value in self.labels.items():
+            if not self.min_value <= value <= self.max_value:
                 raise ValueError(
-                    f"words.{word} {worth:g} is not within least {self.min_value:g} and most "
-                    f"{self.max_value:g}"
+                    f"labels.{word} {value:g} is not within min_value {self.min_value:g} and "
+                    f"max_value {self.max_value:g}"
                 )
         return self
 
     def parse(self, text: str) -> float | None:
         """The verdict in an answer; None: there is none."""
-        found = [match[1] for match in re.finditer(self.pattern, text)]
-        if not found or found[-1] is None:
+        matches = [match[1] for match in re.finditer(self.pattern, text)]
+        if not matches or matches[-1] is None:
             return None
         if self.labels:
-            known = {word.casefold(): worth for word, worth in self.labels.items()}
-            return known.get(found[-1].strip().casefold())
+            known = {word.casefold(): value for word, value in self.labels.items()}
+            return known.get(matches[-1].strip().casefold())
         try:
-            number = float(found[-1])
+            number = float(matches[-1])
         except ValueError:
             return None
         return (
@@ -205,7 +207,7 @@ class JudgeConfig(Section):
 
     @field_validator("prompt")
     @classmethod
-    def _asks(cls, value: str) -> str:
+    def _contains_response(cls, value: str) -> str:
         if "response" not in TEMPLATE_FIELD.findall(value):
             raise ValueError("does not contain {response}, so that nothing would be judged")
         return value
@@ -311,17 +313,17 @@ class JudgeReward(Reward):
         return {"model": config.model, **sampling, **config.extra_body}
 
     def _messages(self, trajectory: Record) -> list[dict[str, str]]:
-        asked = fill_template(self.config.prompt, trajectory)
+        question = fill_template(self.config.prompt, trajectory)
         system = (
             [{"role": "system", "content": self.config.system_prompt}]
             if self.config.system_prompt
             else []
         )
-        return [*system, {"role": "user", "content": asked}]
+        return [*system, {"role": "user", "content": question}]
 
-    def _fallback(self, trouble: str) -> RewardResult:
+    def _fallback(self, failure: str) -> RewardResult:
         masked = self.config.fallback == "mask"
-        return RewardResult(0.0 if masked else float(self.config.fallback), not masked, trouble)
+        return RewardResult(0.0 if masked else float(self.config.fallback), not masked, failure)
 
 
 def fill_template(template: str, trajectory: Record) -> str:

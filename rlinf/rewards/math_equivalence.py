@@ -1,9 +1,9 @@
-"""Whether two answers are the same mathematics.
+"""Compare two answers mathematically.
 
-Answers are read in rlinf/rewards/math_parsing.py, choices and words in rlinf/rewards/math_text_answers.py.
-math-verify parses the expressions in them and compares those with variables. Numbers are compared
-here: exactly, or to a relative tolerance, because math-verify rounds to six decimal places, and
-1.6e-19 and 1.7e-19 are both zero then.
+rlinf/rewards/math_parsing.py parses answers; rlinf/rewards/math_text_answers.py parses choices and
+words. math-verify parses the expressions in them and compares those with variables. Numbers are
+compared here, exactly or to a relative tolerance, because math-verify rounds to six decimal places
+and so treats both 1.6e-19 and 1.7e-19 as zero.
 """
 
 from __future__ import annotations
@@ -369,8 +369,8 @@ def _other_units(reference: MathAnswer, given: MathAnswer) -> bool:
 def _same_values(reference: MathAnswer, given: MathAnswer) -> bool:
     if reference.unit and not given.unit:
         # "450J" is a product unless joules were asked for.
-        apart = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
-        given = apart if apart.unit == reference.unit else given
+        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
+        given = separated if separated.unit == reference.unit else given
     units = {reference.unit, given.unit} - {""}
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
     if units and units <= angles.keys() and reference.unit != given.unit:

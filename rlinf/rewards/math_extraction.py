@@ -51,11 +51,11 @@ _NOUN = (
     r"(?:\b(?:answers?|answer\s+choice|correct\s+(?:option|choice)|(?:right|best)\s+(?:option|choice)"
     r"|respuesta|réponse|risposta|resposta|antwort|ответ|jawaban)\b|答案|答え|答|정답)"
 )
-_SAID = re.compile(rf"{_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_LINK}", re.IGNORECASE)
+_ANSWER_IS = re.compile(rf"{_NOUN}(?P<between>[^\n.:=]{{0,40}}?){_LINK}", re.IGNORECASE)
 _HEADING = re.compile(
     r"^[#* ]*(?:the\s+|our\s+|my\s+)?(?:final\s+)?answer(?:\s+is)?[* ]*$", re.I | re.M
 )
-_SAID_AFTER = re.compile(
+_IS_THE_ANSWER = re.compile(
     r"(?:^|[.;!?,]\s+|\n)(?P<rest>[^\n;?]*?)\s+is\s+(?:thus\s+|therefore\s+)?(?:the|our|my)\s+"
     r"(?:(?:final|correct|right|best)\s+)?(?:answer|option|choice)\b(?!\s+(?:to|is|of|for)\b)",
     re.IGNORECASE,
@@ -161,11 +161,11 @@ def unmarked_candidates(text: str) -> Iterator[str]:
     text, the last formulas or the last number of the last line that has one.
     """
     text = searchable_text(text)
-    said = announced_answer(text)
-    if said is None:
+    statement = announced_answer(text)
+    if statement is None:
         yield from _last_of(text)
     else:
-        yield from leading_candidates(said)
+        yield from leading_candidates(statement)
 
 
 def searchable_text(text: str) -> str:
@@ -178,19 +178,19 @@ def searchable_text(text: str) -> str:
 def announced_answer(text: str) -> str | None:
     """Return the text behind the last "the answer is", or before "is the answer"."""
     found: list[tuple[int, str]] = []
-    for said in _SAID.finditer(text):
-        rest = text[said.end() :].split("\n", 1)[0]
+    for statement in _ANSWER_IS.finditer(text):
+        rest = text[statement.end() :].split("\n", 1)[0]
         if not re.search(r"[^\W_]", rest):
-            rest = f"{rest.strip('*_ ')}{text[said.end() :]}".lstrip()
+            rest = f"{rest.strip('*_ ')}{text[statement.end() :]}".lstrip()
         if rest.strip():
-            denied = "not " if _NEGATED.search(said[0]) else ""
-            found.append((said.start(), denied + rest))
+            denied = "not " if _NEGATED.search(statement[0]) else ""
+            found.append((statement.start(), denied + rest))
     for heading in _HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
             found.append((heading.start(), rest))
-    for said in _SAID_AFTER.finditer(text):
-        found.append((said.start("rest"), said["rest"].rsplit(", ", 1)[-1]))
+    for statement in _IS_THE_ANSWER.finditer(text):
+        found.append((statement.start("rest"), statement["rest"].rsplit(", ", 1)[-1]))
     return max(found, key=lambda item: item[0])[1] if found else None
 
 

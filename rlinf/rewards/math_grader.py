@@ -232,7 +232,7 @@ class _Worker:
             RlinfError: it ended before it had started, twice in a row.
         """
         try:
-            said = self.pipe.recv_bytes()
+            reply = self.pipe.recv_bytes()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 # The pipe is closed a moment before the exit code is there.
@@ -251,7 +251,7 @@ class _Worker:
         if item is None:
             self.ready, self.deadline, self._ended_early = True, math.inf, False
             return None, Grade(0.0)
-        return item, _GRADES[said]
+        return item, _GRADES[reply]
 
     def replace_if_dead(self) -> None:
         """Start another process for one that ended while it had nothing to do."""
@@ -310,12 +310,12 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
             return
         _limit_cpu(timeout_s)
         try:
-            said = b"1" if readers[reader](response, answer) else b"0"
+            reply = b"1" if readers[reader](response, answer) else b"0"
         except MemoryError:
             os._exit(1)  # what the libraries hold may be incomplete
         except Exception:  # a parser may raise anything on what a model writes
-            said = b"u"
-        pipe.send_bytes(said)
+            reply = b"u"
+        pipe.send_bytes(reply)
 
 
 def _limit_cpu(timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """What an answer is made of: numbers and formulas, lists, sets, intervals, matrices, relations.
 
-Text alone: what is left are expressions in LaTeX that a computer algebra system compares
-(rlinf/rewards/math_equivalence.py). Brackets, commas, units and markup are read here, because a parser of
-formulas takes them for something else: a comma for thousands, ``m`` for a variable. Where the
-answer of a response stands is found in rlinf/rewards/math_extraction.py.
+This module works on text only. The remaining LaTeX expressions are compared by a computer algebra
+system (rlinf/rewards/math_equivalence.py). Brackets, commas, units and markup are parsed here,
+because a formula parser misreads them: a thousands separator, or ``m`` as a variable. The answer is
+located in the response by rlinf/rewards/math_extraction.py.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def choice_letter(response: str) -> str:
     if found is not None:
         return _one_letter(found[-1]) if len(found) == 1 else _none()
     text = _undressed(searchable_text(response))
-    said = announced_answer(text)
-    if said and re.match(r"\s*(?:correct|right|true)\b", said):
-        said = None  # "Answer choice C is correct."
-    at = text.rfind(said) if said else -1
+    statement = announced_answer(text)
+    if statement and re.match(r"\s*(?:correct|right|true)\b", statement):
+        statement = None  # "Answer choice C is correct."
+    at = text.rfind(statement) if statement else -1
     chosen = [
         (match.start("letter"), match["letter"].upper())
         for pattern in _CHOSEN
@@ -83,8 +83,8 @@ def choice_letter(response: str) -> str:
         if not _NEGATED.search(text[: match.start("letter")])
         and not re.search(r"(?:\band|\bor|[,&/])\s*\(?$", text[: match.start("letter")])
     ]
-    if said and at >= max((place for place, _ in chosen), default=-1):
-        return _one_letter(said)
+    if statement and at >= max((place for place, _ in chosen), default=-1):
+        return _one_letter(statement)
     if chosen:
         return max(chosen)[1]
     lines = [line for line in text.split("\n") if line.strip()] or [""]
@@ -123,9 +123,9 @@ def ends_with_words(response: str, words: str) -> bool:
     if found is not None:
         return len(found) == 1 and _begins(_as_marked(found[0]), words)
     text = searchable_text(response)
-    said = announced_answer(text)
-    if said is not None:
-        return any(_begins(reading, words) for reading in _openings(said))
+    statement = announced_answer(text)
+    if statement is not None:
+        return any(_begins(reading, words) for reading in _openings(statement))
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise UnparsableAnswerError("no answer")
@@ -136,8 +136,8 @@ def _as_marked(text: str) -> str:
     return re.sub(r"^(?:the )?(?:final )?answer(?: is|:)\s*", "", normalize_words(text))
 
 
-def _openings(said: str) -> Iterator[str]:
-    line = said.strip().split("\n", 1)[0]
+def _openings(statement: str) -> Iterator[str]:
+    line = statement.strip().split("\n", 1)[0]
     yield normalize_words(
         re.split(r"(?<=[^\s.][^\s.])[.!?](?:\s|$)", _undressed(line), maxsplit=1)[0]
     )

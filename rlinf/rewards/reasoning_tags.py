@@ -28,8 +28,8 @@ class ReasoningTags:
 
     Args:
         pairs: opening and closing marks.
-        starts_open: whether the prompt ends inside a thought, because the generation prompt of the chat
-            template opens one. The response then has the closing mark alone.
+        starts_open: whether the prompt ends inside the reasoning, because the chat template's
+            generation prompt opens it. The response then has only the closing tag.
     """
 
     tags: tuple[ThinkingMarks, ...] = DEFAULT_TAGS

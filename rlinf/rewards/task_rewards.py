@@ -36,8 +36,9 @@ class ScoreConfig(Section):
         start, stop = self.overlong_penalty_start, self.overlong_penalty_end
         if (start is None) != (stop is None) or (start and stop and start >= stop):
             raise ValueError(
-                f"overlong_penalty_start {start} and overlong_penalty_end {stop} say where the penalty for overlong "
-                "samples begins and is whole; set both, overlong_penalty_start below overlong_penalty_end"
+                f"overlong_penalty_start {start} and overlong_penalty_end {stop} are where the "
+                "penalty for overlong samples begins and reaches 1; set both, "
+                "overlong_penalty_start below overlong_penalty_end"
             )
         return self
 
@@ -52,20 +53,20 @@ class ScoreReward(Reward):
     def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[RewardResult]:
-        found = []
+        results = []
         for trajectory, score in zip(trajectories, scores, strict=True):
-            judged = scored_episodes(trajectory)
-            if judged is None:
+            episodes = scored_episodes(trajectory)
+            if episodes is None:
                 length = int(loss_mask(trajectory).sum())
-                worth, plain = self._of(score) - self._overlong(length), self._of(score)
-                found.append(RewardResult(worth, raw_reward=plain))
+                reward, unpenalized = self._of(score) - self._overlong(length), self._of(score)
+                results.append(RewardResult(reward, raw_reward=unpenalized))
                 continue
             steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
-            for last, own, length in judged:
+            for last, own, length in episodes:
                 steps[last], ends[last] = self._of(own) - self._overlong(length), True
-            whole = sum(self._of(own) for _, own, _ in judged)
-            found.append(RewardResult(steps, raw_reward=whole, episode_ends=ends))
-        return found
+            total = sum(self._of(own) for _, own, _ in episodes)
+            results.append(RewardResult(steps, raw_reward=total, episode_ends=ends))
+        return results
 
     def _of(self, score: float) -> float:
         return self.config.scale * score + self.config.offset

@@ -225,8 +225,8 @@ class ZeroStage3Optimizer(ZeroOptimizer):
         )
 
         # Each pass leaves its root there, and one that fails the modules it was in.
-        gone = set(root.modules())
-        STACK[:] = [module for module in STACK if module not in gone]
+        released = set(root.modules())
+        STACK[:] = [module for module in STACK if module not in released]
         # A cached method: the cache is the class's, and holds every engine that used it for good.
         method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
@@ -267,8 +267,8 @@ def _check_options(config: DeepSpeedConfig) -> None:
     """
     if config.offload_param and config.zero_stage != 3:
         raise ConfigError(
-            f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the device; "
-            "set trainer.zero_stage=3"
+            f"trainer.offload_param: stage {config.zero_stage} of ZeRO keeps weights on the "
+            "device; set trainer.zero_stage=3"
         )
     if config.lora is not None and config.zero_stage == 3:
         raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
@@ -419,27 +419,27 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return engine
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
-        said: list[StepOutputs] = []
+        outputs: list[StepOutputs] = []
 
         def call() -> Tensor:
-            said.append(policy.evaluate(inputs, temperature))
-            return said[0].logprobs
+            outputs.append(policy.evaluate(inputs, temperature))
+            return outputs[0].logprobs
 
         self._engine(call)
-        return said[0]
+        return outputs[0]
 
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        said: dict[str, Tensor] = {}
+        metrics_out: dict[str, Tensor] = {}
 
         def call() -> Tensor:
             value, metrics = loss()
-            said.update({"loss": value.detach(), **metrics})
+            metrics_out.update({"loss": value.detach(), **metrics})
             return value * factor
 
         self._engine.backward(self._engine(call), scale_wrt_gas=False)
-        return said
+        return metrics_out
 
     def discard_gradients(self) -> None:
         self._sums = None

@@ -134,7 +134,7 @@ class FSDPTrainer(MinibatchTrainer):
     def tensor_groups(self) -> dict[str, list[Tensor]]:
         """What it keeps on the device, of a sharded module this rank's shards.
 
-        See :class:`rlinf.device_memory.Offloadable`. What FSDP still has gathered it gives up for that.
+        See :class:`rlinf.device_memory.Offloadable`. FSDP frees its gathered parameters for this.
         """
         if self._closed:
             return {}
@@ -251,6 +251,6 @@ def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
     """
     if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
-            f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} processes of "
-            f"{where}; give a divisor of them, 1 for one copy of the model over all"
+            f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
+            f"processes of {where}; give a divisor of them, 1 for one copy of the model over all"
         )

@@ -68,8 +68,8 @@ class LossScaler:
         """
         if self.value <= MIN_LOSS_SCALE:
             raise StageError(
-                f"the gradient is not finite in float16 even of a loss times {MIN_LOSS_SCALE:.1g}; the "
-                "previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
+                f"the gradient is not finite in float16 even of a loss times {MIN_LOSS_SCALE:.1g}; "
+                "the previous weights are untouched. Set trainer.param_dtype=bfloat16, or lower "
                 "optimizer.lr"
             )
         self._held[0] /= 2

@@ -193,8 +193,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 for i, span in enumerate(spans) if real else ():
                     length = span.stop - span.start
                     values = None if outputs.values is None else outputs.values[i, :length].cpu()
-                    said = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
-                    out.append((span, said))
+                    step_outputs = StepOutputs(outputs.logprobs[i, :length].cpu(), None, values)
+                    out.append((span, step_outputs))
             return out
 
         found: dict[int, list[StepOutputs]] = defaultdict(list)

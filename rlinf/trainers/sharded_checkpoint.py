@@ -132,8 +132,12 @@ def write_shards(
             continue
         place = _place(value, (places or {}).get(name))
         if place is not None:
-            apart = sum(run.repeats for run in place.strided_ranges) > 1
-            parts[name] = (place.start, place.shape, *([place.strided_ranges] if apart else []))
+            is_strided = sum(run.repeats for run in place.strided_ranges) > 1
+            parts[name] = (
+                place.start,
+                place.shape,
+                *([place.strided_ranges] if is_strided else []),
+            )
         elif rank:
             continue
         part = local_shard(value).detach().contiguous()

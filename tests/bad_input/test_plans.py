@@ -21,7 +21,7 @@ def pool(*stages: str, **further: Any) -> dict[str, Any]:
     return {"stages": list(stages or ALL), "gpus": {"cpu": 1}, **further}
 
 
-HELPS = pools(pool("reward", "inference", "train", helps_rollout=True), pool("rollout"))
+HELPS = pools(pool("reward", "inference", "train", also_generates=True), pool("rollout"))
 PLANS: list[tuple[str, Any, list[str]]] = [
     ("stage", {"stages": {"trian": {}}}, ["plan.stages", "did you mean 'train'"]),
     ("key", {"stages": {"train": {"gpu": 1}}}, ["train.gpu", "did you mean 'gpus'"]),
@@ -34,8 +34,8 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("memory", {"defaults": {"mem_mb": "4G"}}, ["plan.defaults.mem_mb"]),
     ("time", {"defaults": {"time_limit_min": 0}}, ["plan.defaults.time_limit_min"]),
     ("clock", {"defaults": {"time_limit_min": "1:30"}}, ["plan.defaults.time_limit_min"]),
-    ("share", {"defaults": {"processes": 2, "shares": [1.0]}}, ["plan.defaults", "shares"]),
-    ("negative-share", {"defaults": {"shares": [-1.0]}}, ["plan.defaults.speed_weights"]),
+    ("share", {"defaults": {"processes": 2, "speed_weights": [1.0]}}, ["speed_weights"]),
+    ("negative-share", {"defaults": {"speed_weights": [-1.0]}}, ["plan.defaults.speed_weights"]),
     ("grain", {"execution": "stages"}, ["plan.execution"]),
     ("chunks", {"num_chunks": 0}, ["plan.num_chunks"]),
     ("stages", {"stages": []}, ["plan.stages"]),
@@ -54,7 +54,7 @@ PLANS: list[tuple[str, Any, list[str]]] = [
     ("no-rollout", pools(pool("train", "reward")), ["plan.pools", "no pool holds rollout"]),
     ("helps", HELPS, ["pools[0].also_generates: needs an elastic pool"]),
     ("workers", pools(pool(workers=2)), ["workers", "elastic"]),
-    ("alone", pools(pool(), together=True), ["plan.hetjob"]),
+    ("alone", pools(pool(), hetjob=True), ["plan.hetjob"]),
     ("number", 5, ["plan"]),
     ("file", "/no/plan.yaml", ["plan", "no file /no/plan.yaml"]),
     ("folder", "/tmp", ["plan", "/tmp is a folder"]),

@@ -13,9 +13,9 @@ import yaml
 
 from launchers.submission_queue import JOB_NOTE
 from launchers.submitit import SubmititLauncher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
 from pipeline.driver import Driver
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Plan
 from pipeline.pools.executor import PoolExecutor
 from rlinf.errors import InputError

@@ -144,7 +144,12 @@ def test_ranks_of_one_job_go_on_in_another_partition(
 def test_one_model_is_trained_on_two_partitions(cluster: Path, tmp_path: Path) -> None:
     """With unequal shares, in a pool that is a heterogeneous job, beside one that is not."""
     run_here(words(tmp_path / "reference"))
-    train = {"partition": "h100", "processes": 2, "gpus": 2, "shares": {"h100": 2.0, "a100": 1.0}}
+    train = {
+        "partition": "h100",
+        "processes": 2,
+        "gpus": 2,
+        "speed_weights": {"h100": 2.0, "a100": 1.0},
+    }
     plan = {
         "execution": "segment",
         "defaults": {"mem_mb": 1500},

@@ -44,9 +44,9 @@ SPEC = {"observation": 4, "action": {"kind": "discrete", "size": 3}}
 BOX = {"observation": 4, "action": {"kind": "box", "size": 2}}
 Q_SMALL: dict[str, Any] = {"hidden": (8,), "critic_hidden": (8,)}
 Q_OPTIONS: dict[str, dict[str, Any]] = {
-    "crossq": {**Q_SMALL, "critic_norm": "batch_renorm", "targets": False},
-    "rlpd": {**Q_SMALL, "critic_norm": "layer", "critics": 4},
-    "iql": {**Q_SMALL, "state_value": True},
+    "crossq": {**Q_SMALL, "critic_norm": "batch_renorm", "use_target_critics": False},
+    "rlpd": {**Q_SMALL, "critic_norm": "layer", "num_critics": 4},
+    "iql": {**Q_SMALL, "use_state_value": True},
 }
 SMALL = CausalLMConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=32)
 
@@ -149,7 +149,7 @@ def test_the_order_of_the_samples_does_not_matter(name: str, seed: int) -> None:
 @each
 @given(seed=seeds)
 def test_steps_that_do_not_count_have_no_influence(name: str, seed: int) -> None:
-    algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1)
+    algorithm = made(name, kl_loss_coef=0.1, entropy_coeff=0.1)
     batch = batch_of(seed)
     hidden, noise = 1 - batch.mask, torch.Generator().manual_seed(seed)
 
@@ -206,7 +206,7 @@ def test_the_first_step_follows_the_policy_gradient(name: str, seed: int) -> Non
 def test_loss_metrics_and_gradients_do_not_depend_on_the_cut(
     name: str, seed: int, aggregation: Any, data: st.DataObject
 ) -> None:
-    algorithm = made(name, kl_coefficient=0.1, entropy_bonus=0.1, aggregation=aggregation)
+    algorithm = made(name, kl_loss_coef=0.1, entropy_coeff=0.1, loss_agg_mode=aggregation)
     batch = algorithm.with_advantages(batch_of(seed))
     weights, _ = loss_agg_weights(batch.mask, aggregation)
     said = outputs_of(batch, seed)

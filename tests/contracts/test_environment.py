@@ -48,12 +48,21 @@ def options(name: str, folder: Path) -> dict[str, Any]:
             (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return {split: str(folder / f"{split}.jsonl") for split in ("train", "test")}
     # Questions with as few words as there are: the model's tokens are characters.
-    generated = {"dataset": "gcd", "settings": {"max_value": 99}, "train_size": 32, "test_size": 8}
+    generated = {
+        "dataset": "gcd",
+        "dataset_kwargs": {"max_value": 99},
+        "train_size": 32,
+        "test_size": 8,
+    }
     small = {
         "gym": CARTPOLE,
         "calculator": {"max_turn_tokens": 4},
         "reasoning_gym": generated,
-        "search": {"max_turn_tokens": 4, "instruction": "Find:", "index": str(folder / "index")},
+        "search": {
+            "max_turn_tokens": 4,
+            "instruction": "Find:",
+            "index_dir": str(folder / "index"),
+        },
     }
     return small.get(name, {})
 
@@ -79,7 +88,7 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
     cls, config = kind
     folder = tmp_path / "policy"
     folder.mkdir()
-    spec = cls.describe(config)
+    spec = cls.model_spec(config)
     if OBSERVATIONS in cls.provides:
         small = MLPConfig(hidden=(8,))
         MLPPolicy.create(small, spec, 0, folder)
@@ -176,8 +185,8 @@ def test_what_a_policy_is_made_for_needs_nothing_but_the_configuration(
     kind: tuple[Any, Any],
 ) -> None:
     cls, config = kind
-    cls.verify(config)
-    assert cls.describe(config) == cls.describe(config)
+    cls.verify_spec(config)
+    assert cls.model_spec(config) == cls.model_spec(config)
 
 
 def test_a_crash_costs_one_episode(
@@ -197,7 +206,7 @@ def test_a_crash_costs_one_episode(
         monkeypatch.setattr(worlds[2], "step", fails)
     elif STEP_REWARDS in environment.provides:
         whole = play()
-        begin = environment.begin  # type: ignore[attr-defined]
+        begin = environment.create_dialogue  # type: ignore[attr-defined]
         numbers = iter(range(99))
 
         def begun(*given: Any) -> Any:
@@ -206,7 +215,7 @@ def test_a_crash_costs_one_episode(
                 dialogue.step = lambda message: 1 / 0
             return dialogue
 
-        monkeypatch.setattr(environment, "begin", begun)
+        monkeypatch.setattr(environment, "create_dialogue", begun)
     else:
         pytest.skip("nothing runs beside the policy")
     struck = play()

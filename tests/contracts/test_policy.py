@@ -30,11 +30,25 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal_lm_critic": TINY,
     "qwen2_5_vl": {**TINY, "hidden": 64, "vision_hidden": 16},
     "mlp": {"hidden": (8,), "initial_log_std": -0.5},
-    "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "state_value": True},
-    "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features": 8},
-    "vla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch": 4, "chunk": 2, "proprio": 2},
-    "flow": {"hidden": (8,), "steps": 3},
-    "smolvla": {**TINY, "vision_hidden": 16, "vision_heads": 2, "patch": 5, "chunk": 2, "steps": 3},
+    "mlp_q": {"hidden": (8,), "critic_hidden": (8,), "use_state_value": True},
+    "cnn": {"hidden": (8,), "initial_log_std": -0.5, "features_dim": 8},
+    "vla": {
+        **TINY,
+        "vision_hidden": 16,
+        "vision_heads": 2,
+        "patch_size": 4,
+        "chunk_size": 2,
+        "proprio_dim": 2,
+    },
+    "flow": {"hidden": (8,), "denoising_steps": 3},
+    "smolvla": {
+        **TINY,
+        "vision_hidden": 16,
+        "vision_heads": 2,
+        "patch_size": 5,
+        "chunk_size": 2,
+        "denoising_steps": 3,
+    },
 }
 SPECS: dict[str, dict[str, Any]] = {
     "tokens": {"alphabet": "0123456789+="},
@@ -65,15 +79,15 @@ def kinds(name: str) -> list[str]:
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gemma2": {"window": 4},
-    "gemma3_text": {"window": 4},
+    "gemma2": {"sliding_window": 4},
+    "gemma3_text": {"sliding_window": 4},
     "qwen3_moe": {},
-    "mixtral": {"window": 4},
+    "mixtral": {"sliding_window": 4},
     "olmoe": {},
 }
 """Of language models, beside the first one, with what lets them show what is their own."""
 OF_ACTIONS = "values of actions"
-VALUED = {"value_level": "action", "chunk": 3}
+VALUED = {"value_level": "action", "chunk_size": 3}
 """Of policies that choose chunks of actions and may value each."""
 CASES = [(name, kind, "") for name in parts(policies) for kind in kinds(name)]
 CASES += [

@@ -37,7 +37,7 @@ def needed(
         return Reply(text=f"Score: 0.{len(question)}")
 
     def judge() -> dict[str, Any]:
-        return {"endpoint": {"url": server.url}, "model": "tiny", "prompt": "{response}"}
+        return {"endpoint": {"base_url": server.url}, "model": "tiny", "prompt": "{response}"}
 
     def reward_model() -> dict[str, Any]:
         return {"path": write_reward_model(tmp_path_factory.mktemp("reward_model"))}
@@ -188,11 +188,11 @@ def test_what_is_no_reward_is_refused_by_the_samples_name(judgements: Any, said:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (None, "judge returned None; it must return a list"),
-        ("ab", "judge returned str 'ab'; it must return a list"),
-        ({7: 1.0, 8: 0.0}, "judge returned dict .*; it must return a list"),
-        ((1.0 for _ in range(2)), "judge returned generator .*; it must return a list"),
-        (1.0, "judge returned float 1.0; it must return a list"),
+        (None, "compute returned None; it must return a list"),
+        ("ab", "compute returned str 'ab'; it must return a list"),
+        ({7: 1.0, 8: 0.0}, "compute returned dict .*; it must return a list"),
+        ((1.0 for _ in range(2)), "compute returned generator .*; it must return a list"),
+        (1.0, "compute returned float 1.0; it must return a list"),
     ],
 )
 def test_what_is_no_list_of_rewards_is_refused(returned: Any, said: str) -> None:

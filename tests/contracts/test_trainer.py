@@ -31,14 +31,14 @@ LR = 1e-3
 LORA = 'lora={"rank":4,"alpha":8}'
 OPTIONS = {
     "deepspeed": [
-        "stage=1",
-        "stage=2",
-        "stage=3",
-        "stage=1 offload_optimizer=true",
-        "stage=2 offload_optimizer=true",
-        "stage=3 offload_optimizer=true offload_param=true",
-        f"stage=2 {LORA}",
-        f"stage=1 {LORA}",
+        "zero_stage=1",
+        "zero_stage=2",
+        "zero_stage=3",
+        "zero_stage=1 offload_optimizer=true",
+        "zero_stage=2 offload_optimizer=true",
+        "zero_stage=3 offload_optimizer=true offload_param=true",
+        f"zero_stage=2 {LORA}",
+        f"zero_stage=1 {LORA}",
     ],
     "fsdp": ["", LORA],
     "megatron": [
@@ -289,7 +289,7 @@ def test_groups_have_their_own_learning_rates(name: str, folder: Path) -> None:
 def test_a_group_that_is_not_there_changes_nothing(name: str, folder: Path) -> None:
     trainer = make(name, folder, policy=Halves)
     before = weights(trainer)
-    for wrong in ({"lr": LR, "only": ["critic"]}, {"lr": {"rest": LR}}):
+    for wrong in ({"lr": LR, "groups": ["critic"]}, {"lr": {"rest": LR}}):
         with pytest.raises(ValueError, match="no group of parameters, or no learning rate"):
             trainer.step(records(), loss, **wrong)
     assert_alike(weights(trainer), before)
@@ -326,12 +326,12 @@ from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, loss, recor
 name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 root = Path(sys.argv[4])
 alone, rounding = make(peer(name), folder, policy=Halves), 1e-7 if LORA in name else 0.0
-alone.step(records(), loss, lr=LR, only=["layers"])
+alone.step(records(), loss, lr=LR, groups=["layers"])
 world = World(rank, 2, meeting=root / "channels" / "group-t.json")
 both = make(name, folder, world=world, policy=Halves)
 assert not any(p.is_meta for p in both.policy.module.parameters())
 streamed(both, folder)
-told = both.step(records(), loss_with_largest, lr=LR, only=["layers"])
+told = both.step(records(), loss_with_largest, lr=LR, groups=["layers"])
 assert (told["row_max"], told["rows"]) == (len(records()), len(records()))
 assert_alike(weights(both), weights(alone), LR / 50)
 both.save(root / "both")

@@ -61,4 +61,4 @@ def test_it_says_what_it_needs_and_has_a_configuration(world: str) -> None:
     assert needs.assets.keys() <= config.kwargs.keys(), "keys to fill in are there to be seen"
     assert len(needs.missing_assets(config.kwargs)) == len(needs.assets)
     if needs.batched:
-        assert config.double_buffer == 1
+        assert not config.double_buffer

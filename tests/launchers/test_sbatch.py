@@ -88,12 +88,12 @@ def scripts(folder: Path) -> dict[str, str]:
     return {
         "alone": batch_script([job]),
         "hetjob": hetjob_script([job, job]),
-        "lasting": restarting_script(job),
+        "restarting": restarting_script(job),
     }
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize("writer", ["alone", "together", "lasting"])
+@pytest.mark.parametrize("writer", ["alone", "hetjob", "restarting"])
 def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
     tmp_path: Path, writer: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_every_script_says_each_thing_once_and_gives_tasks_their_cpus(
 
 
 @pytest.mark.usefixtures("slurm")
-@pytest.mark.parametrize("writer", ["alone", "together", "lasting"])
+@pytest.mark.parametrize("writer", ["alone", "hetjob", "restarting"])
 def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
     tmp_path: Path, writer: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_script_for_an_odd_folder_and_odd_options_runs_nothing_else(
     text = {
         "alone": lambda: batch_script([one]),
         "hetjob": lambda: hetjob_script([one, one]),
-        "lasting": lambda: restarting_script(one),
+        "restarting": lambda: restarting_script(one),
     }[writer]()
     head = text.split("\nexport ")[0].split("\nsrun ")[0]
     assert all(not line or line.startswith("#") for line in head.splitlines())
@@ -186,7 +186,7 @@ def submissions(folder: Path) -> dict[str, Callable[[], list[str]]]:
         "alone": lambda: submit_jobs([one]),
         "array": lambda: submit_jobs([one, two]),
         "hetjob": lambda: submit_hetjob([one, two]),
-        "lasting": lambda: [submit_restarting(one)],
+        "restarting": lambda: [submit_restarting(one)],
     }
 
 
@@ -194,7 +194,7 @@ WAYS = {
     "alone": ["71"],
     "array": ["71_0", "71_1"],
     "hetjob": ["71+0", "71+1"],
-    "lasting": ["71"],
+    "restarting": ["71"],
 }
 
 
@@ -209,7 +209,7 @@ def test_the_id_is_read_past_a_banner(tmp_path: Path, slurm: Path, way: str, sen
 
 
 @pytest.mark.parametrize("answer", ["71", "71;hill"])
-@pytest.mark.parametrize("way", ["together", "lasting"])
+@pytest.mark.parametrize("way", ["hetjob", "restarting"])
 def test_the_short_answer_is_read_past_a_banner(
     tmp_path: Path, slurm: Path, way: str, answer: str
 ) -> None:

@@ -37,7 +37,7 @@ def test_a_job_that_is_gone_is_given_up_though_the_clock_is_set_back(
     launcher = SubmititLauncher(Empty(), unknown_job_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = PendingSubmission(job, "69")
-    launcher._backlog = SimpleNamespace(admit=lambda queue: None)  # type: ignore[assignment]
+    launcher._backlog = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state is JobState.RUNNING
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
@@ -63,7 +63,7 @@ def test_a_controller_that_restarts_is_asked_again(
     launcher = SubmititLauncher(client, no_answer_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = PendingSubmission(job, "69")
-    launcher._backlog = SimpleNamespace(admit=lambda queue: None)  # type: ignore[assignment]
+    launcher._backlog = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state.is_active
     assert launcher.poll(["69"])["69"].state.is_active
     assert caplog.text.count("Slurm does not answer") == 1
@@ -201,9 +201,13 @@ def test_a_job_whose_submitter_died_before_it_had_the_id_is_not_left(
 def test_a_job_is_found_again_unless_it_is_of_another_key(
     controller: Controller, tmp_path: Path
 ) -> None:
-    first = launcher_of(controller).submit_array([wanted(tmp_path, n, key="a") for n in (0, 1)])
+    first = launcher_of(controller).submit_array(
+        [wanted(tmp_path, n, content_key="a") for n in (0, 1)]
+    )
     again = launcher_of(controller)
-    assert again.submit_array([wanted(tmp_path, 0, key="a"), wanted(tmp_path, 1, key="b")]) == [
+    assert again.submit_array(
+        [wanted(tmp_path, 0, content_key="a"), wanted(tmp_path, 1, content_key="b")]
+    ) == [
         first[0],
         "2",
     ]

@@ -37,7 +37,7 @@ SMALL = [
     *("algorithm.minibatches=2", "algorithm.epochs=2"),
     *("evaluate.every=1", "evaluate.samples=4", "evaluate.horizon=16"),
 ]
-GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=2"]
+GOES_ON = ["task.carry_over_episodes=true", "task.double_buffer=true"]
 
 
 def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         ),
         (
             pools((BOTH, 1)),
-            r"plan\.pools\[0\]\.ranks: rollout and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: rollout and rollout\.generate in one pool need ",
         ),
         (
             {
@@ -300,7 +300,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                 ],
                 "defaults": {"processes": 2},
             },
-            r"plan\.pools\[0\]\.ranks: evaluate and rollout\.generate in one pool need processes",
+            r"plan\.pools\[0\]\.stage_ranks: evaluate and rollout\.generate in one pool need ",
         ),
         (
             pools((["rollout"], 1), (["rollout.generate", *LATER], 2))

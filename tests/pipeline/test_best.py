@@ -138,10 +138,10 @@ def test_every_way_to_run_keeps_the_same_best_weights(
     compose: Compose, tmp_path: Path, execution: str
 ) -> None:
     found = {}
-    for name, words in (("process", []), (grain, GRAINS[grain])):
+    for name, words in (("process", []), (execution, GRAINS[execution])):
         own = ["task.name=tests.pipeline.test_best:Shuffled", f"run.name={name}", *words]
         run_experiment(compose(*SMALL, *own, "iterations=5", experiment="cartpole_ppo"))
         found[name] = best_version(tmp_path / name)
         assert found[name][0] in weight_versions(tmp_path / name)
         assert len(weight_versions(tmp_path / name)) <= 5
-    assert found[grain] == found["process"]
+    assert found[execution] == found["process"]

@@ -200,13 +200,16 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rollout.group_size=2"], r"task\.continues: the samples of a group .*group_size=1"),
+        (
+            ["rollout.group_size=2"],
+            r"task\.carry_over_episodes: the samples of a group .*group_size=1",
+        ),
         (
             ["++flow=dynamic_sampling", "rollout.max_resamples=1"],
-            r"task\.continues: flow=dynamic_sampling takes nothing from .*flow=on_policy",
+            r"task\.carry_over_episodes: flow=dynamic_sampling takes nothing from .*flow=on_policy",
         ),
-        (["task.simulator=genesis"], r"task\.continues: this simulator does not say"),
-        (["task.carry_over_episodes=1"], r"task\.continues: .*boolean"),
+        (["task.simulator=genesis"], r"task\.carry_over_episodes: this simulator does not say"),
+        (["task.carry_over_episodes=1"], r"task\.carry_over_episodes: .*boolean"),
     ],
 )
 def test_what_cannot_go_on_is_refused(compose: Compose, words: list[str], said: str) -> None:

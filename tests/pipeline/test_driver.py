@@ -77,7 +77,7 @@ def test_two_ranks_make_the_same_update_as_one(
     reference: Path, compose: Compose, shares: list[float] | None
 ) -> None:
     values = compose("cluster=local", "iterations=1")
-    resources = {"processes": 2, "shares": shares}
+    resources = {"processes": 2, "speed_weights": shares}
     values["plan"] = {"stages": dict.fromkeys(("rollout", "inference", "train"), resources)}
     run_experiment(values)
     run = Path(values["run"]["root"]) / "tiny"
@@ -152,7 +152,7 @@ def test_a_second_driver_is_refused(compose: Compose) -> None:
 
 def test_the_lock_of_a_dead_driver_does_not_hold(compose: Compose) -> None:
     run = prepare_run(compose())
-    gone = asdict(LockOwner.current()) | {"ticks": 1, "token": "of a dead one"}
+    gone = asdict(LockOwner.current()) | {"start_ticks": 1, "token": "of a dead one"}
     (run.folder / LOCK_FILE).write_text(json.dumps(gone))
     with run.lock():
         assert LockOwner.read(run.folder / LOCK_FILE).pid == os.getpid()

@@ -41,7 +41,7 @@ def words(root: Path, *more: str) -> list[str]:
 def pools(workers: int) -> str:
     train = "{stages: [reward, inference, train], gpus: {local: 1}}"
     generators = f"{{stages: [rollout], workers: {workers}, gpus: {{local: 1}}}}"
-    return f"plan={{execution: segment, chunks: 2, pools: [{generators}, {train}]}}"
+    return f"plan={{execution: segment, num_chunks: 2, pools: [{generators}, {train}]}}"
 
 
 def finish(driver: subprocess.Popen[bytes], log: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_start_that_was_killed_lends_its_identity_to_no_other(
     found, fresh = (
         json.loads((tmp_path / name / RUN_FILE).read_text()) for name in ("first", "fresh")
     )
-    assert found["id"] == found["frozen"] == fresh["id"]
+    assert found["id"] == found["config_digest"] == fresh["id"]
 
 
 def test_a_damaged_configuration_of_a_failed_start_is_replaced(

@@ -86,7 +86,7 @@ def test_samples_that_begin_differently_are_not_compared(
     values = compose(*words, experiment="halfcheetah_ppo")
     with pytest.raises(ConfigError, match=said):
         validate_config(validate(RunConfig, values))
-    values["task"]["world"] = "gymnasium"
+    values["task"]["simulator"] = "gymnasium"
     validate_config(validate(RunConfig, values))
 
 

@@ -43,8 +43,9 @@ def test_chains_go_from_the_rollout_to_the_trainer(
     # Recomputed along the chain, log-probabilities are those that were drawn with.
     assert all(row["train/rollout_logprob_diff"] < 1e-4 for row in rows)
     sample = next(iter(run.trajectories(0)))
-    assert sample.steps["chain"].shape == (24, 4, 1)
-    np.testing.assert_array_equal(sample.steps["actions"], sample.steps["chain"][:, -1])
+    chain = sample.policy_columns["chain"]
+    assert chain.shape == (24, 4, 1)
+    np.testing.assert_array_equal(sample.actions, chain[:, -1])
     before, after = run.weights(0), run.weights(2)
     moved = {name.partition(".")[0] for name in before if not before[name].equal(after[name])}
     assert moved == {"velocity", "value"} | ({"spread"} if noise == "learned" else set())

@@ -18,7 +18,7 @@ from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
 from launchers.sbatch import batch_script
 from pipeline.commands.experiment import run_experiment
-from pipeline.job_executor import stage_interpreter
+from pipeline.resources import stage_interpreter
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import INTERPRETERS_VARIABLE, missing_modules, resolve_interpreter

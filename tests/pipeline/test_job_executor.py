@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.cluster_config import ClusterConfig, DriverJobConfig
 from pipeline.commands.driver_job import driver_resources
 from pipeline.commands.experiment import prepare_run
-from pipeline.job_executor import (
-    ClusterConfig,
-    DriverJobConfig,
-    create_launcher,
-    job_resources,
-    pool_job_requests,
-    resolve_plan,
-)
+from pipeline.job_executor import create_launcher
 from pipeline.plan import Plan, StagePlan, parse_plan
+from pipeline.resources import job_resources, pool_job_requests, resolve_plan
 from rlinf.config import Section, validate
 from rlinf.errors import ConfigError, PlanError
 from slurm import sbatch_options as option_names
@@ -224,7 +219,7 @@ def test_text_that_would_not_stay_in_its_place_is_refused_under_every_key(
         "env": {"A;touch x": "1"},
         "setup": ["a\0"],
         "python": ["a\0"],
-        "shares": {"a100": 0},  # never text for a script, and here not valid either
+        "speed_weights": {"a100": 0},  # never text for a script, and here not valid either
         "duty_cycle": {"a100": 2},
     }
     with pytest.raises(ConfigError, match=rf"^section\.{key}\b"):
@@ -275,7 +270,8 @@ def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers
 
 
 @pytest.mark.parametrize(
-    "cluster", [{"env": {"A B": "1"}}, {"interface": "ib0\0"}, {"notify": ["tell", "\0"]}]
+    "cluster",
+    [{"env": {"A B": "1"}}, {"network_interface": "ib0\0"}, {"notify_command": ["tell", "\0"]}],
 )
 def test_what_no_command_can_be_given_is_refused(cluster: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^cluster\.{next(iter(cluster))}\b"):

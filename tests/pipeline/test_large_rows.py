@@ -86,7 +86,7 @@ def test_ranks_that_read_their_own_rows_make_the_update_of_one(
 
 def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: Path) -> None:
     values = compose(*SMALL, "run.name=hurt", "iterations=1", experiment="cartpole_ppo")
-    values["cluster"] = {**values["cluster"], "retries": 0}
+    values["cluster"] = {**values["cluster"], "max_retries": 0}
     run = prepare_run(values)
     struck: list[Path] = []
 

@@ -146,8 +146,8 @@ def test_a_killed_driver_leaves_a_lock_that_does_not_hold(tmp_path: Path) -> Non
     program = f"""
 import sys, time
 from pathlib import Path
-from pipeline.lock import Lock
-Lock(Path({str(tmp_path / LOCK_FILE)!r}))
+from pipeline.lock import RunLock
+RunLock(Path({str(tmp_path / LOCK_FILE)!r}))
 print("has it", flush=True)
 time.sleep(60)
 """

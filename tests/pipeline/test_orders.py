@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pipeline.commands.experiment import compose, drive
 from pipeline.commands.export import weight_versions
-from pipeline.driver import InProcessExecutor
+from pipeline.executors import InProcessExecutor
 from pipeline.graph import Graph, StageNode
 from pipeline.resume import OnMismatch, create_run
 from pipeline.run import Run
@@ -289,7 +289,7 @@ def test_a_redo_that_was_interrupted_can_be_kept_without_mixing(
     root = lab.copy(lab.fresh(start))
     run, scaled = root / "orders", other_scale(start)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.commands.experiment.InProcess", Interrupting)
+        patch.setattr("pipeline.commands.experiment.InProcessExecutor", Interrupting)
         with pytest.raises(InterruptedByUser):
             lab.go(scaled, root, OnMismatch.RECOMPUTE)
     old = {name: digest for name, digest in contents(run).items() if "/train" in name}

@@ -26,7 +26,7 @@ resources = st.fixed_dictionaries(
         "processes": st.integers(1, 4),
         "cpus": st.integers(1, 8),
         "mem_mb": st.integers(1, 9000),
-        "shares": st.just({"h100": 2.0, "a100": 1.0}),
+        "speed_weights": st.just({"h100": 2.0, "a100": 1.0}),
     },
 )
 
@@ -54,8 +54,11 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
     [
         ({"stages": {"trian": {}}}, "trian.*did you mean 'train'"),
         ({"stages": {"train": {"proceses": 2}}}, "proceses.*did you mean 'processes'"),
-        ({"stages": {"train": {"shares": [2, 1]}}}, "train.*2 numbers for 1 x 1"),
-        ({"stages": {"train": {"shares": {"h100": 0}}}}, "shares.*h100.*greater than 0"),
+        ({"stages": {"train": {"speed_weights": [2, 1]}}}, "train.*2 numbers for 1 x 1"),
+        (
+            {"stages": {"train": {"speed_weights": {"h100": 0}}}},
+            "speed_weights.*h100.*greater than 0",
+        ),
         ({"execution": "segment"}, "pools"),
         ({"pools": [{"stages": ["train"], "gpus": {"h100": 1}}]}, "pools"),
         (
@@ -122,7 +125,9 @@ def test_a_plan_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
 
 
 def test_reward_is_one_process_whatever_the_defaults_say() -> None:
-    plan = Plan.model_validate({"defaults": {"nodes": 2, "processes": 2, "shares": [1, 1, 2, 2]}})
+    plan = Plan.model_validate(
+        {"defaults": {"nodes": 2, "processes": 2, "speed_weights": [1, 1, 2, 2]}}
+    )
     assert plan.stage_plan("reward").nodes == plan.stage_plan("reward").processes == 1
     assert plan.stage_plan("reward").speed_weights is None
     assert plan.is_single_process("reward")

@@ -26,7 +26,7 @@ def plan(**ranks: list[int]) -> dict[str, Any]:
         "execution": "segment",
         "num_chunks": 2,
         "stages": dict.fromkeys(("rollout", "inference", "train"), ALL),
-        "pools": [{"stages": STAGES, "gpus": {"local": 3}, "ranks": ranks}],
+        "pools": [{"stages": STAGES, "gpus": {"local": 3}, "stage_ranks": ranks}],
     }
 
 
@@ -85,7 +85,9 @@ def test_an_elastic_pool_has_none(compose: Compose) -> None:
         },
         {"stages": STAGES[1:], "gpus": {"local": 1}},
     ]
-    with pytest.raises(RlinfError, match=r"pools\[0\]\.ranks: each worker is a job of one process"):
+    with pytest.raises(
+        RlinfError, match=r"pools\[0\]\.stage_ranks: each worker is a job of one process"
+    ):
         validate_experiment(
             {**compose("cluster=local"), "plan": {"execution": "segment", "pools": pools}}
         )

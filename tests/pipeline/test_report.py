@@ -261,7 +261,7 @@ def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Pa
 def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:
     """Neither among the settings in effect, nor in the configuration, nor in the plan."""
     secrets = {
-        "cluster": {"env": {"KEY": "s3cret1"}, "notify": ["curl", "https://hooks/s3cret2"]},
+        "cluster": {"env": {"KEY": "s3cret1"}, "notify_command": ["curl", "https://hooks/s3cret2"]},
         "log": {"mlflow": {"tracking_uri": "https://u:s3cret3@server:5000/a"}},
         "reward": {"kwargs": {"api_key": "s3cret4", "max_tokens": 7}},
     }

@@ -27,7 +27,7 @@ def test_a_pool_has_the_most_that_any_of_its_stages_needs_in_any_order() -> None
     stages = {
         "rollout": {"mem_mb": 1000, "time_limit_min": 600, "cpus": 2},
         "train": {"mem_mb": 900000, "time_limit_min": 30, "cpus": 16, "constraint": "80gb"},
-        "inference": {"processes": 4, "shares": [1.0, 1.0, 2.0, 2.0], "gpu_type": "big"},
+        "inference": {"processes": 4, "speed_weights": [1.0, 1.0, 2.0, 2.0], "gpu_type": "big"},
     }
     found = [
         pool_resources(pooled({"a100": 4}, *order, stages=stages, processes=4, gpus=4), 0)
@@ -68,9 +68,9 @@ def test_what_no_stage_says_is_left_to_the_cluster() -> None:
         ({"constraint": "ib"}, {"constraint": "80gb"}, r"rollout\.constraint: ib, but .*: 80gb"),
         ({"gpu_type": "a"}, {"gpu_type": "b"}, r"rollout\.gpu_type: a, but .*train\.gpu_type: b"),
         (
-            {"processes": 2, "shares": [1, 2]},
-            {"processes": 2, "shares": [2, 1]},
-            r"rollout\.shares: .* but plan\.stages\.train\.shares",
+            {"processes": 2, "speed_weights": [1, 2]},
+            {"processes": 2, "speed_weights": [2, 1]},
+            r"rollout\.speed_weights: .* but plan\.stages\.train\.speed_weights",
         ),
         ({"nodes": 2}, {"processes": 2}, r"rollout\.nodes: 2, but .*train\.nodes: 1"),
     ],
@@ -112,7 +112,11 @@ def test_a_constraint_without_counts_holds_for_every_kind() -> None:
         (KINDS | {"gpu:h100": 8}, {**BOTH, "nodes": 2}, "8 gpu:h100, but its stages ask for 2 x 2"),
         ({"gpu": 2}, BOTH, "fill 1 nodes, with 2 processes on each, but constraint .* counts 2"),
         ({"a100": 2, "h100": 2}, BOTH, r"are of several partitions, but .* \(gpu:a100\)"),
-        ({"a100": 2, "h100": 2}, {"shares": [1.0]}, "2 a100 and 2 h100, but .* shares to 1 proc"),
+        (
+            {"a100": 2, "h100": 2},
+            {"speed_weights": [1.0]},
+            "2 a100 and 2 h100, but .* speed_weights for 1 proc",
+        ),
     ],
 )
 def test_devices_that_are_not_one_for_each_process_are_refused(

@@ -147,14 +147,17 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     after = contents(finished)
     assert {name: after[name] for name in before} == before
     assert "evaluate/0002" in after
-    entry = json.loads((finished / LEDGER_FILE).read_text())["kept"][0]
-    assert entry["why"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
+    entry = json.loads((finished / LEDGER_FILE).read_text())["entries"][0]
+    assert entry["differences"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
     assert "train/1" in entry["outputs"]
     drive(Run.open(finished))
     assert contents(finished) == after, "a later start does not ask again"
     (shown,) = read_status(finished).accepted_mismatches
-    assert shown.differences == tuple(entry["why"])
-    assert "optimizer.lr: 0.01 -> 0.5" in json.loads((finished / RUN_FILE).read_text())["kept"][0]
+    assert shown.differences == tuple(entry["differences"])
+    assert (
+        "optimizer.lr: 0.01 -> 0.5"
+        in json.loads((finished / RUN_FILE).read_text())["accepted_mismatches"][0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ def test_every_key_of_every_section_is_in_the_record(tiny_run: Path) -> None:
         fields = registry.get(part.name).Config.model_fields
         assert settings[section].keys() == {"name", *fields}
     assert settings["algorithm"]["clip_ratio_high"] == 0.2
-    assert settings["cluster"]["retries"] == 2
+    assert settings["cluster"]["max_retries"] == 2
     assert {"param_dtype", "max_tokens_per_microbatch"} <= settings["trainer"].keys()
-    assert "aggregation" in settings["algorithm"]
+    assert "loss_agg_mode" in settings["algorithm"]
 
 
 def test_what_differs_from_its_default_is_told_apart(tiny_run: Path) -> None:
-    changed = record(tiny_run)["changed"]
+    changed = record(tiny_run)["non_default"]
     assert {"algorithm.entropy_coeff", "optimizer.lr", "rollout.batch_size", "model.hidden"} <= set(
         changed
     )
@@ -61,7 +61,7 @@ def test_what_differs_from_its_default_is_told_apart(tiny_run: Path) -> None:
 def test_the_identity_of_results_does_not_depend_on_it(tiny_run: Path) -> None:
     about = record(tiny_run)
     frozen = yaml.safe_load((tiny_run / CONFIG_FILE).read_text())
-    assert about["id"] == about["frozen"] == json_digest(select_semantic(frozen))
+    assert about["id"] == about["config_digest"] == json_digest(select_semantic(frozen))
 
 
 def test_a_run_of_an_earlier_version_gets_its_settings_when_it_goes_on(
@@ -70,10 +70,10 @@ def test_a_run_of_an_earlier_version_gets_its_settings_when_it_goes_on(
     run = Path(shutil.copytree(tiny_run, tmp_path / "tiny"))
     known = read_run_record(run)
     assert known is not None
-    from pipeline.run_record import _seal
+    from pipeline.run_record import _checksum
 
     old = known.model_copy(update={"settings": None, "non_default": None, "derived": None})
-    old = old.model_copy(update={"checksum": _seal(old)})
+    old = old.model_copy(update={"checksum": _checksum(old)})
     (run / RUN_FILE).write_text(json.dumps(old.model_dump(exclude_none=True)))
     assert settings_of_run(run, Run.open(run).config) == Run.open(run).config.semantic_values()
     drive(Run.open(run))
@@ -85,9 +85,9 @@ def test_a_later_start_with_other_settings_renews_them(compose: Compose, tmp_pat
     prepare_run(compose())
     prepare_run(compose("retention.keep_last=7", "optimizer.lr=0.5"))
     found = record(tmp_path / "tiny")
-    assert found["settings"]["retention"]["last"] == 7
+    assert found["settings"]["retention"]["keep_last"] == 7
     assert found["settings"]["optimizer"]["lr"] == 0.5
-    assert "retention.keep_last" in found["changed"]
+    assert "retention.keep_last" in found["non_default"]
 
 
 def test_settings_that_change_no_result_are_renewed_too(compose: Compose, tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_settings_that_change_no_result_are_renewed_too(compose: Compose, tmp_pa
     prepare_run(compose("cluster=local", "cluster.max_retries=5"))
     found = record(begun.folder)
     cluster = found["settings"]["cluster"]
-    assert (cluster["launcher"], cluster["retries"]) == ("local", 5)
-    assert "cluster.max_retries" in found["changed"]
+    assert (cluster["launcher"], cluster["max_retries"]) == ("local", 5)
+    assert "cluster.max_retries" in found["non_default"]
     assert found["id"] == identity
-    assert "was" not in found
+    assert "previous_digest" not in found
 
 
 def test_the_report_shows_them_with_changes_first(tiny_run: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_report_shows_them_with_changes_first(tiny_run: Path, tmp_path: Path
     shown = dict(rows)
     assert shown["algorithm.clip_ratio_high"] == "0.2"
     assert {key for key, _ in flatten(record(run)["settings"])} == shown.keys()
-    changed = set(record(run)["changed"])
+    changed = set(record(run)["non_default"])
     assert {key for key, _ in rows[: len(changed)]} == changed
     assert "secret-word" not in text
 

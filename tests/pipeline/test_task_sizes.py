@@ -14,7 +14,7 @@ pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import prepare_run, reopen_run, run_experiment
 from pipeline.validate_config import complete_config, validate_config
 from rlinf.config import RunConfig, validate
-from rlinf.envs.gym_config import ActionConfig
+from rlinf.envs.gym import ActionConfig
 from rlinf.errors import ConfigError
 
 Compose = Callable[..., dict[str, Any]]

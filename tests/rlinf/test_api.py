@@ -71,9 +71,11 @@ def test_trajectories_are_the_records_of_the_iterations_in_order(opened: Any) ->
     assert [(r.identity.iteration, r.identity.sample) for r in every] == [
         (i, sample) for i in (0, 1) for sample in range(16)
     ]
-    assert all(np.isfinite(record.steps["logprobs"]).all() for record in every)
+    assert all(np.isfinite(sample.logprobs).all() for sample in every)
     second = list(opened.trajectories(1))
-    assert [record.digest() for record in second] == [record.digest() for record in every[16:]]
+    assert [each.to_record().digest() for each in second] == [
+        each.to_record().digest() for each in every[16:]
+    ]
     rewards = [record.steps["rewards"].sum() for record in opened.records("rewards", 1)]
     assert np.mean(rewards) == pytest.approx(opened.metrics()[1]["reward/mean"])
     with pytest.raises(InputError, match=r"iteration 7 on disk; there are those of \[0, 1\]"):

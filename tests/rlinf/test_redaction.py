@@ -15,7 +15,10 @@ from rlinf.config import REDACTED, redact
     ("values", "wanted"),
     [
         ({"cluster": {"env": {"A": "x"}}}, {"cluster": {"env": {"A": REDACTED}}}),
-        ({"cluster": {"notify": ["curl", "x"]}}, {"cluster": {"notify": [REDACTED, REDACTED]}}),
+        (
+            {"cluster": {"notify_command": ["curl", "x"]}},
+            {"cluster": {"notify_command": [REDACTED, REDACTED]}},
+        ),
         ({"wandb": {"api_key": "x"}}, {"wandb": {"api_key": REDACTED}}),
         (
             {"hub": {"HF_TOKEN": "x", "b_password": "y"}},
@@ -40,7 +43,9 @@ def test_secrets_are_hidden(values: Any, wanted: Any) -> None:
     )
 )
 def test_all_else_stays(values: dict[str, Any]) -> None:
-    assert redact({"section": values, "empty": {"env": {}, "notify": [], "token": None}}) == {
+    assert redact(
+        {"section": values, "empty": {"env": {}, "notify_command": [], "token": None}}
+    ) == {
         "section": values,
-        "empty": {"env": {}, "notify": [], "token": None},
+        "empty": {"env": {}, "notify_command": [], "token": None},
     }

@@ -83,7 +83,9 @@ def inventories(draw: st.DrawFn) -> Inventory:
     for name in draw(st.lists(words, max_size=3, unique=True)):
         partitions[name] = PartitionInventory(
             name=name,
-            groups=tuple(draw(st.lists(groups(), max_size=3, unique_by=lambda group: group.kind))),
+            groups=tuple(
+                draw(st.lists(groups(), max_size=3, unique_by=lambda group: group.description))
+            ),
             time_limit_min=draw(perhaps),
             preempt_mode=draw(st.sampled_from(["OFF", "REQUEUE", "GANG,SUSPEND"])),
             priority_tier=draw(amounts),

@@ -149,7 +149,7 @@ def test_a_misspelt_site_key_is_named(tmp_path: Path) -> None:
         ("intra_node_bandwidth_gb_per_s: -1", r"intra_node_bandwidth_gb_per_s: .*greater than 0"),
         ("inter_node_bandwidth_gb_per_s: .inf", r"inter_node_bandwidth_gb_per_s: .*finite"),
         ("cost_per_gpu_hour: free", r"cost_per_gpu_hour: .*number"),
-        ("bandwidth_intra: 3", "did you mean 'intra_node_bandwidth_gb_per_s'"),
+        ("intra_node_bandwidth: 3", "did you mean 'intra_node_bandwidth_gb_per_s'"),
     ],
 )
 def test_wrong_hardware_in_a_site_file(tmp_path: Path, text: str, message: str) -> None:

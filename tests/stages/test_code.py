@@ -210,18 +210,18 @@ def test_what_other_processes_run_by_its_name_counts(
         "rlinf.engines.engine_plugins.rlinf_vllm"
         in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
     )
-    values["task"] = {"name": "gym", "id": "any", "world": "metaworld"}
+    values["task"] = {"name": "gym", "id": "any", "simulator": "metaworld"}
     assert (
         "rlinf.envs.simulators.metaworld"
         in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules
     )
     (tmp_path / "my_world.py").write_text("import outside_helper\ndef make(): ...\n")
-    values["task"]["world"] = "my_world:make"
+    values["task"]["simulator"] = "my_world:make"
     rollout = set(
         CodeSnapshot.from_checkout(validate(RunConfig, values), "rollout").stages["rollout"]
     )
     assert {"my_world", "outside_helper"} <= rollout
-    values["task"]["world"] = "in_another_interpreter:make"
+    values["task"]["simulator"] = "in_another_interpreter:make"
     assert not any(
         "another" in name
         for name in CodeSnapshot.from_checkout(validate(RunConfig, values)).modules

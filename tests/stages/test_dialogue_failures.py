@@ -39,7 +39,7 @@ def dialogue(
 
 def configured(compose: Compose, *more: str) -> RunConfig:
     values = compose("task.name=calculator", *more)
-    for key in ("digits", "operations", "least_significant_first", "rambling"):
+    for key in ("digits", "operations", "least_significant_first", "rambling_fraction"):
         values["task"].pop(key, None)
     return validate(RunConfig, values)
 

@@ -126,7 +126,9 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
         assert Graph(validate(RunConfig, values)).flow is wanted
     pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
     plan = {"execution": "segment", "pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
-    with pytest.raises(PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.continues\); leave"):
+    with pytest.raises(
+        PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
+    ):
         parse_plan(plan, "plan", flow)
 
 

@@ -62,8 +62,8 @@ def test_terms_of_the_configuration_stand_around_a_loss_of_ones_own(
         "divergence": {"kl_loss_coef": 5.0},
         "entropy": {"entropy_coeff": 1.0},
         "importance": {"rollout_is_threshold": 1.5, "rollout_is_mode": "mask"},
-        "reward": {"reward_kl_penalty": 5.0},
-        "mean": {"aggregation": "seq_mean_token_sum"},
+        "reward": {"kl_reward_coef": 5.0},
+        "mean": {"loss_agg_mode": "seq_mean_token_sum"},
     }
     found = {}
     for name, settings in terms.items():

@@ -217,8 +217,8 @@ def device_from_data_sheet(
     gpu = GPUS.get(model)
     if gpu is None:
         raise PlanError(
-            f"GPU {model!r} is unknown{did_you_mean(model, GPUS)}; name it as gpu_model in the site "
-            "file, or measure the stages with a profile"
+            f"GPU {model!r} is unknown{did_you_mean(model, GPUS)}; name it as gpu_model in the "
+            "site file, or measure the stages with a profile"
         )
     pcie = PCIE_BYTES_PER_S.get(gpu.family, PCIE4_BYTES_PER_S)
     fabric, fabric_source = FABRIC.get(model, (pcie, "assumed: PCIe x16"))

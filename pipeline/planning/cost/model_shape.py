@@ -230,8 +230,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
         raise DataError(
-            f"config.json: no cost formulas for model_type {family!r}{did_you_mean(family, _FAMILIES)}; "
-            "measure its stages with a profile instead"
+            f"config.json: no cost formulas for model_type {family!r}"
+            f"{did_you_mean(family, _FAMILIES)}; measure its stages with a profile instead"
         )
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     layers = _size(config, "num_hidden_layers")

@@ -145,8 +145,8 @@ class TimeModel:
         there = np.unique(
             [(math.log2(p.processes), math.log2(p.size)) for p in self.points], axis=0
         )
-        asked = np.stack([np.log2(processes), np.log2(size)], axis=-1)
-        return _distance(asked, _hull(there))
+        queried = np.stack([np.log2(processes), np.log2(size)], axis=-1)
+        return _distance(queried, _hull(there))
 
     def _warnings(self, processes: Array, size: Array, outside: Array) -> tuple[str, ...]:
         if not outside.any():

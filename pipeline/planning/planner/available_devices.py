@@ -7,15 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.job_executor import (
-    ClusterConfig,
-    base_resources,
-    check_quotas,
-    plan_job_requests,
-    resolve_for,
-)
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile.device_kinds import DeviceKind
+from pipeline.resources import base_resources, check_quotas, plan_job_requests, resolve_for
 from rlinf.errors import PlanError
 from slurm.inventory import Inventory
 from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
@@ -50,7 +45,7 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
     Args:
         kinds: several where jobs of each of them ask for the same.
     """
-    first, told = kinds[0], {kind.constraint for kind in kinds}
+    first, constraints = kinds[0], {kind.constraint for kind in kinds}
     nodes = -(-count // first.devices_per_node)
     values: dict[str, object] = {
         "partition": first.partition or None,
@@ -61,7 +56,7 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
         values |= {
             "gpus": values["processes"],
             "gpu_type": first.gpu_type or None,
-            "constraint": first.constraint or None if len(told) == 1 else None,
+            "constraint": first.constraint or None if len(constraints) == 1 else None,
             "cpus": min(map(_cpus, kinds)),
         }
     return _plan(values)
@@ -99,8 +94,8 @@ def _plan(values: dict[str, object]) -> StagePlan:
 
 
 def _minutes(option: StageOption) -> int:
-    asked = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
-    return int(min(asked, option.limit_s / 60))
+    minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
+    return int(min(minutes, option.limit_s / 60))
 
 
 def _cpus(kind: DeviceKind) -> int:
@@ -248,9 +243,9 @@ class PartitionDevices:
         GPUs that a dev cluster only pretends to have were measured on its CPUs. Where the profile
         does not say, GPUs have it, but for those of a known name whose model the inventory lacks.
         """
-        kind, told = self.kind, self.profile.memory
-        if told is not None or not kind.gpus_per_node:
-            return told == "device" and kind.gpus_per_node > 0
+        kind, location = self.kind, self.profile.memory
+        if location is not None or not kind.gpus_per_node:
+            return location == "device" and kind.gpus_per_node > 0
         return bool(kind.gpu_model) or gpus.find_gpu(kind.gpu_type) is None
 
     @property
@@ -343,7 +338,8 @@ def select_devices(
     notes = [f"{name} was not measured and is left out" for name in missing]
     notes += [f"{name} is left out: {why}" for name, why in closed.items()]
     notes += [
-        f"{own.name}: a job has at most {own.max_nodes_per_job} of its {own.kind.nodes} nodes (MaxNodes)"
+        f"{own.name}: a job has at most {own.max_nodes_per_job} of its {own.kind.nodes} nodes "
+        "(MaxNodes)"
         for own in found.values()
         if own.max_nodes_per_job is not None and own.max_nodes_per_job < own.kind.nodes
     ]
@@ -351,7 +347,7 @@ def select_devices(
     notes += [
         note for own in found.values() if (note := describe_excluded_nodes(own.kind, inventory))
     ]
-    return _told_apart(found, inventory), tuple(notes)
+    return _with_better_kind(found, inventory), tuple(notes)
 
 
 def local_devices(profile: Profile, kind: DeviceKind) -> dict[str, PartitionDevices]:
@@ -416,11 +412,11 @@ def with_memory_floors(
     return out
 
 
-def _told_apart(
+def _with_better_kind(
     found: Mapping[str, PartitionDevices], inventory: Inventory
 ) -> dict[str, PartitionDevices]:
-    """With ``better_kind``: of partitions over the same nodes the one that is not preempted is better,
-    then the one with longer jobs, then the one with more of the nodes, then the smaller one."""
+    """Set ``better_kind``: of partitions over the same nodes, one that is not preempted is better,
+    then one with longer jobs, then one with more of the nodes, then the smaller one."""
     nodes = {name: own.nodes for name, own in found.items()}
 
     def rank(name: str) -> tuple[bool, float, int, int, str]:

@@ -321,7 +321,9 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
     members = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
     switches = np.array([_switches(predictor, np.flatnonzero(row)) for row in members])
     # The empty pool fills up those of few pools; it costs nothing.
-    every = [(n, less) for n, grouping in enumerate(groupings) for less in _apart(grouping)]
+    every = [
+        (n, less) for n, grouping in enumerate(groupings) for less in _without_overlap(grouping)
+    ]
     of, pools = np.array([n for n, _ in every]), np.zeros((len(every), len(stages)), np.int64)
     for row, (_, grouping) in zip(pools, every, strict=True):
         row[: len(grouping)] = [sum(1 << s for s in pool) for pool in grouping]
@@ -341,7 +343,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
     return found
 
 
-def _apart(pools: PoolStages) -> Iterator[PoolStages]:
+def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
     """What needs no more than pools that overlap: without the stages that are in several of them,
     and with one pool of each job alone, as if the stages beside it needed nothing."""
     together = pools_of_jobs(pools)
@@ -358,11 +360,11 @@ def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
     """Prices of one GPU of each kind ``[kinds]``: all alike, by what they are worth to a stage or
     to all, and each kind dear in turn."""
     kinds = predictor.problem.kinds
-    worth = np.array([[table[-1] for table in row] for row in predictor.best]) * least[:, None]
+    value = np.array([[table[-1] for table in row] for row in predictor.best]) * least[:, None]
     shares = [
         np.ones(len(kinds)),
-        worth.sum(0),
-        *worth,
+        value.sum(0),
+        *value,
         *(EXPENSIVE_KIND_SHARE * np.eye(len(kinds)) + 0.1),
     ]
     sizes = np.array([kind.gpus for kind in kinds])

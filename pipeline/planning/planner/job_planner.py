@@ -46,9 +46,9 @@ def evaluate_stage_plan(
     Raises:
         PlanError: it cannot be; names the key and the limit.
     """
-    asked, at = plan.stage_plan(stage), f"{where}: stages.{stage}"
-    chosen = _devices(asked, devices, at)
-    nodes = _nodes(asked, chosen, at)
+    wanted, at = plan.stage_plan(stage), f"{where}: stages.{stage}"
+    chosen = _devices(wanted, devices, at)
+    nodes = _nodes(wanted, chosen, at)
     for own, mine in zip(chosen, nodes, strict=True):
         if mine > own.kind.nodes:
             raise PlanError(f"{at}.nodes: {mine} asked of {own.name}, which has {own.kind.nodes}")
@@ -57,38 +57,38 @@ def evaluate_stage_plan(
                 f"{at}.nodes: {sum(nodes)} asked of {own.name}, where a job has at most "
                 f"{own.max_nodes_per_job} (MaxNodes of the partition)"
             )
-        if asked.processes > own.per_node:
+        if wanted.processes > own.per_node:
             raise PlanError(
-                f"{at}.processes: {asked.processes} a node, nodes of {own.name} have "
+                f"{at}.processes: {wanted.processes} a node, nodes of {own.name} have "
                 f"{own.per_node} devices"
             )
-    count = sum(nodes) * asked.processes
-    chosen = tuple(replace(o, allowance=o.allowance.for_job(asked, count)) for o in chosen)
+    count = sum(nodes) * wanted.processes
+    chosen = tuple(replace(o, allowance=o.allowance.for_job(wanted, count)) for o in chosen)
     works = [StageTimes(own, stage, flow_of(config).all_stages[stage], profile) for own in chosen]
     for work in works:
-        _check_memory(work, asked, at)
+        _check_memory(work, wanted, at)
     most = num_work_items(stage, config)
     if count > most:
         raise PlanError(f"{at}.processes: {count} in all, there is work for {most}")
     if len(works) == 1:
-        option = single_kind_option(works[0], nodes[0], asked.processes)
+        option = single_kind_option(works[0], nodes[0], wanted.processes)
     else:
-        option = mixed_kind_option((works[0], works[1]), nodes, asked.processes)
+        option = mixed_kind_option((works[0], works[1]), nodes, wanted.processes)
     if not math.isfinite(option.seconds):
         raise PlanError(
             f"{at}.processes: nothing is known of {option.count} processes on {option.place}; "
             f"measure with: rlinf profile --processes {option.count}"
         )
-    _check_time(option, asked, at)
+    _check_time(option, wanted, at)
     return option
 
 
 def _devices(
-    asked: StagePlan, devices: Mapping[str, PartitionDevices], at: str
+    wanted: StagePlan, devices: Mapping[str, PartitionDevices], at: str
 ) -> tuple[PartitionDevices, ...]:
-    partition = asked.partition or ""
+    partition = wanted.partition or ""
     mine = [own for own in devices.values() if own.kind.partition == partition]
-    if asked.partition is None and not mine:
+    if wanted.partition is None and not mine:
         raise PlanError(f"{at}.partition: not given; one of {', '.join(devices)}")
     if not mine:
         partitions = dict.fromkeys(own.kind.partition for own in devices.values())
@@ -96,71 +96,75 @@ def _devices(
             f"{at}.partition: {partition!r} is not here, or was not measured"
             f"{did_you_mean(partition, partitions)}; there are {', '.join(partitions)}"
         )
-    if isinstance(asked.speed_weights, dict):
-        named = [own for own in mine if {own.feature, own.kind.gpu_type} & set(asked.speed_weights)]
+    if isinstance(wanted.speed_weights, dict):
+        named = [
+            own for own in mine if {own.feature, own.kind.gpu_type} & set(wanted.speed_weights)
+        ]
         if len(named) == 2 and can_share_job(*named):
             return tuple(named)
         raise PlanError(
-            f"{at}.shares: {', '.join(asked.speed_weights)} are not two kinds of nodes of {partition}"
+            f"{at}.speed_weights: {', '.join(wanted.speed_weights)} are not two kinds of nodes of "
+            f"{partition}"
         )
-    typed = [own for own in mine if asked.gpu_type in (None, own.kind.gpu_type)]
+    typed = [own for own in mine if wanted.gpu_type in (None, own.kind.gpu_type)]
     if not typed:
         kinds = ", ".join(own.kind.gpu_type or "none" for own in mine)
-        raise PlanError(f"{at}.gpu_type: {partition} has no {asked.gpu_type!r} (it has {kinds})")
+        raise PlanError(f"{at}.gpu_type: {partition} has no {wanted.gpu_type!r} (it has {kinds})")
     if len(typed) > 1:
         kinds = ", ".join(own.kind.gpu_type for own in typed)
         raise PlanError(
             f"{at}.gpu_type: {partition} has {kinds}, and how long it takes depends on it; name "
-            "one, or give shares and a constraint"
+            "one, or give speed_weights and a constraint"
         )
     return (typed[0],)
 
 
-def _nodes(asked: StagePlan, chosen: tuple[PartitionDevices, ...], at: str) -> tuple[int, ...]:
+def _nodes(wanted: StagePlan, chosen: tuple[PartitionDevices, ...], at: str) -> tuple[int, ...]:
     if len(chosen) == 1:
-        return (asked.nodes,)
-    text = (asked.constraint or "").strip("[]")
+        return (wanted.nodes,)
+    text = (wanted.constraint or "").strip("[]")
     counts = dict(part.split("*") for part in text.split("&") if part.count("*") == 1)
     found = tuple(int(counts.get(str(own.feature), 0)) for own in chosen)
-    if sum(found) != asked.nodes or not all(found):
+    if sum(found) != wanted.nodes or not all(found):
         features = "&".join(f"{own.feature}*N" for own in chosen)
         raise PlanError(
-            f"{at}.constraint: {asked.constraint!r} does not say how many of the {asked.nodes} "
+            f"{at}.constraint: {wanted.constraint!r} does not say how many of the {wanted.nodes} "
             f"nodes are of which kind; write [{features}]"
         )
     return found
 
 
-def _check_memory(work: StageTimes, asked: StagePlan, at: str) -> None:
+def _check_memory(work: StageTimes, wanted: StagePlan, at: str) -> None:
     most, name = work.max_per_node(), work.devices.name
     need = work.peak_memory_bytes >> 20
-    if asked.processes > most:
+    if wanted.processes > most:
         raise PlanError(
-            f"{at}.processes: {asked.processes} a node need {asked.processes * need} MiB "
+            f"{at}.processes: {wanted.processes} a node need {wanted.processes * need} MiB "
             f"(measured), nodes of {name} have {work.devices.kind.mem_mb_per_node}; at most {most}"
         )
     on_host = not work.devices.has_memory
-    if on_host and asked.mem_mb is not None and asked.mem_mb < asked.processes * need:
+    if on_host and wanted.mem_mb is not None and wanted.mem_mb < wanted.processes * need:
         raise PlanError(
-            f"{at}.mem_mb: {asked.mem_mb}, but {asked.processes} processes needed "
-            f"{asked.processes * need} MiB when measured on {name}"
+            f"{at}.mem_mb: {wanted.mem_mb}, but {wanted.processes} processes needed "
+            f"{wanted.processes * need} MiB when measured on {name}"
         )
-    if why := work.refusal_for(asked.nodes * asked.processes):
+    if why := work.refusal_for(wanted.nodes * wanted.processes):
         raise PlanError(f"{at}.processes: {why}")
 
 
-def _check_time(option: StageOption, asked: StagePlan, at: str) -> None:
+def _check_time(option: StageOption, wanted: StagePlan, at: str) -> None:
     tight = min(option.devices, key=lambda own: own.limit_s)
     most = tight.limit_s / 60
-    if asked.time_limit_min and asked.time_limit_min > most:
+    if wanted.time_limit_min and wanted.time_limit_min > most:
         raise PlanError(
-            f"{at}.time_limit_min: {asked.time_limit_min} asked, {tight.time_limit_of} allows {most:g}"
+            f"{at}.time_limit_min: {wanted.time_limit_min} asked, {tight.time_limit_of} allows "
+            f"{most:g}"
         )
-    minutes = min(asked.time_limit_min or math.inf, most)
+    minutes = min(wanted.time_limit_min or math.inf, most)
     if option.seconds > 60 * minutes:
         raise PlanError(
-            f"{at}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected on "
-            f"{option.place} {option.size}; it would be requeued for ever"
+            f"{at}.time_limit_min: {minutes:g} minutes, but {option.seconds / 60:.1f} are expected "
+            f"on {option.place} {option.size}; it would be requeued for ever"
         )
 
 
@@ -318,8 +322,8 @@ def _alternative(
 def _why(own: StageOption, its: StageOption) -> str:
     """What the other option spends more on, time, money or waiting; or what it saves."""
     if its.seconds > own.seconds:
-        part = max(its.parts, key=lambda name: its.parts[name].mean - _part(own, name))
-        theirs, ours = _part(its, part), _part(own, part)
+        part = max(its.parts, key=lambda name: its.parts[name].mean - _part_seconds(own, name))
+        theirs, ours = _part_seconds(its, part), _part_seconds(own, part)
         return f"{its.stage}: {part} takes {theirs:.2f} s instead of {ours:.2f} s"
     if its.price_per_hour > own.price_per_hour:
         return f"{its.stage} holds {sum(its.num_devices)} devices instead of {sum(own.num_devices)}"
@@ -328,5 +332,5 @@ def _why(own: StageOption, its: StageOption) -> str:
     return f"better: {its.stage} takes {its.seconds:.2f} s instead of {own.seconds:.2f} s"
 
 
-def _part(option: StageOption, name: str) -> float:
+def _part_seconds(option: StageOption, name: str) -> float:
     return option.parts[name].mean if name in option.parts else 0.0

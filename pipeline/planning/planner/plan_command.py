@@ -19,9 +19,9 @@ from matplotlib.patches import Patch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.console import create_console
 from pipeline.inventory import load_or_survey
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Execution, Plan, PlanningSources, read_plan
 from pipeline.planning.planner import job_planner, pool_planner
 from pipeline.planning.planner.available_devices import (
@@ -423,13 +423,15 @@ def run_plan(
     execution: Execution = "stage",
 ) -> None:
     """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
-    asked = build_request(config, sources, objective, execution, is_user_plan=user_plan is not None)
+    request = build_request(
+        config, sources, objective, execution, is_user_plan=user_plan is not None
+    )
     if user_plan is not None:
         print_proposal(
-            assess_plan(asked, read_plan(user_plan, flow_of(config)), str(user_plan), what_ifs)
+            assess_plan(request, read_plan(user_plan, flow_of(config)), str(user_plan), what_ifs)
         )
         return
-    proposal = propose_plan(asked, what_ifs)
+    proposal = propose_plan(request, what_ifs)
     # The files first: the reader of what is printed may close its end.
     beside = write_proposal(proposal, out, config.run.name)
     print_proposal(proposal)
@@ -458,15 +460,17 @@ def run_replan(
     lines = compare_with_forecast(run)
     if not lines:
         raise PlanError(f"{run.folder}: two iterations must be finished before a new plan")
-    asked = build_request(run.config, sources, objective or plan.forecast.objective, plan.execution)
+    request = build_request(
+        run.config, sources, objective or plan.forecast.objective, plan.execution
+    )
     same = plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile
     # Corrections are those of one profile; another one has measured anew.
-    known = compute_corrections(plan, measure_times(run), asked) if same else {}
-    proposal = propose_plan(replace(asked, corrections=known))
+    known = compute_corrections(plan, measure_times(run), request) if same else {}
+    proposal = propose_plan(replace(request, corrections=known))
     if proposal.plan.forecast is not None:
         predicted = proposal.plan.forecast.model_copy(update={"applied_at": time.time()})
-        made = proposal.plan.model_copy(update={"forecast": predicted})
-        proposal = replace(proposal, plan=made)
+        new_plan = proposal.plan.model_copy(update={"forecast": predicted})
+        proposal = replace(proposal, plan=new_plan)
     out = run.folder / (PLAN_FILE if apply else "replan.yaml")
     beside = write_proposal(proposal, out, run.folder.name)
     console = create_console()

@@ -128,21 +128,21 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         raise PlanError(f"{where}: {error}") from None
     for i, pool in enumerate(plan.pools):
         for kind in problem.kinds if pool.workers is None else ():
-            if (asked := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or asked):
+            if (count := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or count):
                 raise PlanError(
-                    f"{where}: pools[{i}].gpus: {asked} {kind.name} asked, its jobs have at most "
+                    f"{where}: pools[{i}].gpus: {count} {kind.name} asked, its jobs have at most "
                     f"{kind.job_gpus} (MaxNodes of the partition)"
                 )
     for k, kind in enumerate(problem.kinds):
-        asked = sum(gpus[k] for gpus in placement.gpus)
-        if asked > kind.gpus:
-            raise PlanError(f"{where}: pools: {asked} {kind.name} asked, there are {kind.gpus}")
+        count = sum(gpus[k] for gpus in placement.gpus)
+        if count > kind.gpus:
+            raise PlanError(f"{where}: pools: {count} {kind.name} asked, there are {kind.gpus}")
     for together, most in problem.shared:
         own = [k for k, kind in enumerate(problem.kinds) if kind.name in together]
-        asked = sum(gpus[k] for gpus in placement.gpus for k in own)
-        if asked > most:
+        count = sum(gpus[k] for gpus in placement.gpus for k in own)
+        if count > most:
             raise PlanError(
-                f"{where}: pools: {asked} {' and '.join(together)} asked, which have {most} "
+                f"{where}: pools: {count} {' and '.join(together)} asked, which have {most} "
                 "together (they share nodes)"
             )
     predictor = Predictor(problem)

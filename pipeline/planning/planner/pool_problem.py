@@ -126,7 +126,7 @@ def build_pool_problem(
     Raises:
         PlanError: a stage can run on none of the devices.
     """
-    devices = _looked_at(request, named)
+    devices = _considered_devices(request, named)
     begins = create_algorithm(request.config).supports_streaming
     stages, mixed = [], list[StageTimes]()
     flow = flow_of(request.config)
@@ -185,7 +185,9 @@ def build_pool_problem(
     return problem, tables
 
 
-def _looked_at(request: PlanRequest, named: Collection[str]) -> dict[str, PartitionDevices]:
+def _considered_devices(
+    request: PlanRequest, named: Collection[str]
+) -> dict[str, PartitionDevices]:
     """Every node once; again under a worse name that a pin wants, or that allows longer or larger
     jobs, or more of them."""
     priced = request.priced_devices()
@@ -195,7 +197,7 @@ def _looked_at(request: PlanRequest, named: Collection[str]) -> dict[str, Partit
         better = priced.get(own.better_kind or "")
         return better is None or any(
             getattr(own, name) > getattr(better, name)
-            for name in ("limit_s", "job_devices", "count")
+            for name in ("limit_s", "max_job_devices", "count")
         )
 
     return {name: own for name, own in priced.items() if name in wanted or longer(own)}
@@ -311,8 +313,8 @@ def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
     rates = np.where(of_job <= work.devices.max_job_devices, rates, 0.0)
     if not rates.any():
         raise PlanError(
-            f"its jobs have at most {work.devices.max_job_devices} devices, and it runs on more alone "
-            f"({work.devices.allowance.refusal or 'MaxNodes'})"
+            f"its jobs have at most {work.devices.max_job_devices} devices, and it runs on more "
+            f"alone ({work.devices.allowance.refusal or 'MaxNodes'})"
         )
     limit = work.devices.time_limit_min
     if limit is not None:
@@ -356,8 +358,8 @@ def transfer_seconds(
     files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     ways = {"file": files}
     for link in measured_links(profile, a, b):
-        took = _seconds(link, profile.weights_bytes)
-        ways[link.backend] = min(took, ways.get(link.backend, took))
+        duration_s = _seconds(link, profile.weights_bytes)
+        ways[link.backend] = min(duration_s, ways.get(link.backend, duration_s))
     return ways
 
 

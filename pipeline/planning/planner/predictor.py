@@ -154,9 +154,9 @@ class Predictor:
             if stages[group[0]].lead and not shared:
                 most, own = on[home[group[0]]]
                 # Fewer GPUs may be ready with their first part earlier; none before its share.
-                settled = (most == own).all(0)
+                is_fixed = (most == own).all(0)
                 ahead = np.where(
-                    settled, stages[group[0]].first_chunk_share(chunks, own.sum(0)), ahead
+                    is_fixed, stages[group[0]].first_chunk_share(chunks, own.sum(0)), ahead
                 )
             ready = begin + work * ahead + more / chunks
             for member in group:

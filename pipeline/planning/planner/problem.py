@@ -59,8 +59,8 @@ class GpuKind:
         if not self.waits_s:
             return np.where(gpus > 0, self.wait_s, 0.0)
         nodes, waits = np.array(sorted(self.waits_s)).T
-        asked = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
-        near = np.abs(np.log(nodes[:, None] / asked.reshape(1, -1))).argmin(0)
+        wanted_nodes = np.maximum(1, -(-np.asarray(gpus) // max(1, self.per_node)))
+        near = np.abs(np.log(nodes[:, None] / wanted_nodes.reshape(1, -1))).argmin(0)
         known = np.maximum.accumulate(waits)[near].reshape(np.shape(gpus))
         return np.where(gpus > 0, known, 0.0)
 
@@ -334,7 +334,7 @@ class KindSection(Section):
 
 
 class StageSection(Section):
-    """A :class:`~pipeline.planning.planner.problem.PlacementStage`, with durations instead of rates."""
+    """A :class:`PlacementStage` with durations instead of rates."""
 
     seconds: dict[str, dict[PositiveInt, PositiveFloat | None]]
     """By kind and number of GPUs: seconds of one iteration; null: it cannot run on so many. Numbers

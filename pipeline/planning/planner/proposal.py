@@ -75,7 +75,7 @@ class PlanProposal:
 
 def evaluate_what_ifs(
     request: PlanRequest,
-    asked: Sequence[str],
+    what_ifs: Sequence[str],
     best: Callable[[PlanRequest], tuple[float, float]],
 ) -> list[WhatIf]:
     """The best plans of clusters that differ: as asked, and each kind twice, or without.
@@ -83,7 +83,7 @@ def evaluate_what_ifs(
     Args:
         best: seconds and cost of the best plan of a request.
     """
-    cases = [(text, parse_counts([text])) for text in asked]
+    cases = [(text, parse_counts([text])) for text in what_ifs]
     own_nodes = {name: own for name, own in request.devices.items() if own.better_kind is None}
     for name, own in own_nodes.items():
         if len(own_nodes) > 1:
@@ -96,7 +96,7 @@ def evaluate_what_ifs(
             changed = replace(request, devices=with_counts(request.devices, counts))
             found.setdefault(text, WhatIf(text, *best(changed)))
         except PlanError:
-            if text in asked:
+            if text in what_ifs:
                 raise
             found.setdefault(text, WhatIf(text, math.inf, math.inf))
     return list(found.values())

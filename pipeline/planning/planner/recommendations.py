@@ -150,13 +150,15 @@ def recommend_transports(
         yield _choice(what, True, "they stay in the pool's memory", 0.0)
         return
     kinds = [kind.name for kind in problem.kinds]
-    for a, held in zip(kinds, placement.gpus_of(source), strict=True):
-        for b, taken in zip(kinds, placement.gpus_of(target), strict=True):
-            if not (held and taken):
+    for a, source_gpus in zip(kinds, placement.gpus_of(source), strict=True):
+        for b, target_gpus in zip(kinds, placement.gpus_of(target), strict=True):
+            if not (source_gpus and target_gpus):
                 continue
             measured = transfer_seconds(request.devices[a], request.devices[b], request.profile)
             # Pools send by sockets, which are encrypted.
-            ways = {"socket" if way == "gloo" else way: took for way, took in measured.items()}
+            ways = {
+                "socket" if way == "gloo" else way: seconds for way, seconds in measured.items()
+            }
             least = min(ways, key=lambda way: ways[way])
             all_ways = ", ".join(f"{way} {seconds:.3g} s" for way, seconds in ways.items())
             why = (

@@ -37,14 +37,14 @@ def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
     """All ways to divide the stages over pools, fewest pools first; then those where pools overlap:
     the first stages of a job, if they may, have a part of its GPUs each."""
     most = sum(kind.gpus for kind in problem.kinds)
-    apart = list(_divided(range(len(problem.stages))))
+    separate = list(_divided(range(len(problem.stages))))
     overlapping = {
         tuple(sorted(itertools.chain(*parts)))
-        for pools in apart
+        for pools in separate
         for parts in itertools.product(*([(pool,), *_split(problem, pool)] for pool in pools))
         if any(len(part) > 1 for part in parts)
     }
-    every = [*apart, *sorted(overlapping, key=lambda pools: (len(pools), pools))]
+    every = [*separate, *sorted(overlapping, key=lambda pools: (len(pools), pools))]
     names = {kind.name for kind in problem.kinds}
     least = min((n for kinds, n in problem.most_jobs if names <= set(kinds)), default=most)
     return [pools for pools in every if len(pools) <= most and len(pools_of_jobs(pools)) <= least]
@@ -94,9 +94,9 @@ class GroupingNeighbors:
 
     def neighbors_of(self, pools: PoolStages) -> list[PoolStages]:
         """In the order of all."""
-        apart = self._codes ^ self._codes[self._places[pools]]
-        near = ((apart[:, None] & ~self._of_stage) == 0).any(1)
-        return [self._every[place] for place in np.flatnonzero(near & (apart != 0))]
+        difference = self._codes ^ self._codes[self._places[pools]]
+        near = ((difference[:, None] & ~self._of_stage) == 0).any(1)
+        return [self._every[place] for place in np.flatnonzero(near & (difference != 0))]
 
 
 def enumerate_divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:

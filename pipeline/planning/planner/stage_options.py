@@ -435,17 +435,17 @@ def _allowed(found: Sequence[StageOption], *, refuse: bool = True) -> list[Stage
         PlanError: none, and ``refuse``; names the limit on the smallest.
     """
     late = [option for option in found if not option.fits_time_limit]  # left out for their time
-    judged = [option for option in found if option.fits_time_limit]
+    in_time = [option for option in found if option.fits_time_limit]
     reasons = [
         option.devices[0].allowance.refusal_for(
             request_for_option(option), f"stages.{option.stage}"
         )
-        for option in judged
+        for option in in_time
     ]
-    if refuse and judged and all(reasons):
-        _, why = min(zip(judged, reasons, strict=True), key=lambda pair: pair[0].count)
+    if refuse and in_time and all(reasons):
+        _, why = min(zip(in_time, reasons, strict=True), key=lambda pair: pair[0].count)
         raise PlanError(why)
-    return [*late, *(o for o, why in zip(judged, reasons, strict=True) if not why)]
+    return [*late, *(o for o, why in zip(in_time, reasons, strict=True) if not why)]
 
 
 def single_kind_option(work: StageTimes, nodes: int, processes: int) -> StageOption:
@@ -522,10 +522,10 @@ def mixing_efficiency(works: tuple[StageTimes, StageTimes]) -> float:
 
 def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
     """Whether one job can have nodes of both: one partition, told apart by a feature."""
-    apart = a.feature is not None and b.feature is not None and a.feature != b.feature
+    are_distinct = a.feature is not None and b.feature is not None and a.feature != b.feature
     # The feature of the GPU's name does not find those of one size.
     alike = not (a.kind.constraint or b.kind.constraint)
-    return a.kind.partition == b.kind.partition and apart and alike
+    return a.kind.partition == b.kind.partition and are_distinct and alike
 
 
 def _shapes(work: StageTimes, most: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """What a placement gives when speeds are known only so well: time as a distribution, and the rest.
 
-The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`. Here the speeds
-that go into them are drawn many times.
+The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`. Here the
+speeds that go into them are drawn many times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m pipeline.planning.profile.bench_main TASK.json``: what runs inside a profiling job."""
+"""``python -m pipeline.planning.profile.bench_main TASK.json``: entry point of a profiling job."""
 
 import time
 

@@ -56,8 +56,8 @@ def build_kind_profile(
 
 def memory_location(trials: Sequence[Trial]) -> MemoryLocation | None:
     """What the peaks of a kind's trials are of: its devices', where any process used one."""
-    told = {trial.memory for trial in trials} - {None}
-    return "device" if "device" in told else next(iter(told), None)
+    locations = {trial.memory for trial in trials} - {None}
+    return "device" if "device" in locations else next(iter(locations), None)
 
 
 def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:

@@ -188,7 +188,7 @@ class _Job:
             recompute="full" if trainer.get("gradient_checkpointing") else "selective",
             zero=_zero(config.trainer.name, trainer),
             state=_state(shape, trainer.get("lora")),
-            copies=int(trainer.get("replicas", 1)) if config.trainer.name == "fsdp" else 1,
+            copies=int(trainer.get("dp_replicate", 1)) if config.trainer.name == "fsdp" else 1,
             state_on_device=_state_on_device(config.trainer.name, trainer),
         )
 
@@ -232,7 +232,7 @@ class _Job:
 def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
     """What processes share out; FSDP everything."""
     if trainer == "deepspeed":
-        return int(settings.get("stage", 2))
+        return int(settings.get("zero_stage", 2))
     if trainer == "megatron":
         return int(bool(settings.get("use_distributed_optimizer")))
     return 3
@@ -309,8 +309,8 @@ def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator
     for stage, loads in job.stages.items():
         if loads is None or stage == job.publishes:
             each = REWARD_S * job.samples
-            took = job.weights_bytes / READS_BYTES_PER_S if stage == job.publishes else each
-            yield _point(stage, 1, 1, job.samples, 0, took)
+            duration_s = job.weights_bytes / READS_BYTES_PER_S if stage == job.publishes else each
+            yield _point(stage, 1, 1, job.samples, 0, duration_s)
             continue
         for count in counts:
             for samples in sizes:
@@ -339,18 +339,24 @@ def _of(
     )
     point = partial(_point, stage, nodes, count, samples, tokens)
     budget_of = None if isinstance(work, GenerationWorkload) else job.token_budget
-    took = float(np.max(stage_seconds(shape, layout, work, device).total))
+    duration_s = float(np.max(stage_seconds(shape, layout, work, device).total))
     if stage == job.trains and count > 1 and count % job.copies:
         why = f"trainer.dp_replicate: {job.copies} does not divide {count} processes"
         return point(None, token_budget=budget_of, failure=why)
-    if need > device.usable_bytes or not np.isfinite(took):
+    if need > device.usable_bytes or not np.isfinite(duration_s):
         why = f"{need / GIB:.1f} GiB of {device.usable_bytes / GIB:.1f} usable ({device.name})"
         return point(None, token_budget=budget_of, failure=f"does not fit: it needs {why}")
-    return point(took, token_budget=budget_of, peak_memory_bytes=int(need))
+    return point(duration_s, token_budget=budget_of, peak_memory_bytes=int(need))
 
 
 def _point(
-    stage: str, nodes: int, count: int, samples: int, tokens: int, took: float | None, **more: Any
+    stage: str,
+    nodes: int,
+    count: int,
+    samples: int,
+    tokens: int,
+    duration_s: float | None,
+    **more: Any,
 ) -> ProfilePoint:
     return ProfilePoint(
         stage=stage,
@@ -358,7 +364,7 @@ def _point(
         processes=count,
         samples=samples,
         tokens=tokens,
-        time=None if took is None else Measurement.of([took]),
+        time=None if duration_s is None else Measurement.of([duration_s]),
         **more,
     )
 
@@ -368,7 +374,7 @@ def _overheads(job: _Job, device: GpuDevice) -> Iterator[Overhead]:
     whole = job.trained.parameters * job.trained.dtype_bytes / READS_BYTES_PER_S
     kept = job.state.weights + (job.state.optimizer if job.state_on_device is None else 0.0)
     state = job.trained.parameters * kept / device.host.bytes_per_s
-    for name, took in (
+    for name, duration_s in (
         ("startup", START_S),
         ("imports", IMPORTS_S),
         ("engine_load", LOADS_S + reads),
@@ -378,4 +384,4 @@ def _overheads(job: _Job, device: GpuDevice) -> Iterator[Overhead]:
         ("offload", state),
         ("onload", state),
     ):
-        yield Overhead.of([took], name=name, nodes=1, processes=1)
+        yield Overhead.of([duration_s], name=name, nodes=1, processes=1)

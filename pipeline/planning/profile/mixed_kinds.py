@@ -22,19 +22,19 @@ class KindPair:
     features: tuple[str, str]
     """By which sbatch tells their nodes apart there."""
 
-    def request_resources(self, asked: StagePlan, speeds: Sequence[float]) -> StagePlan:
+    def request_resources(self, stage_plan: StagePlan, speeds: Sequence[float]) -> StagePlan:
         """A node of each, with one process, which gets work by its speed.
 
         Args:
             asked: of a job on two nodes of the first kind.
         """
-        values = asked.model_dump(exclude_unset=True)
+        values = stage_plan.model_dump(exclude_unset=True)
         values |= {
             "partition": self.partition,
             "gpu_type": None,
             "constraint": f"[{'&'.join(f'{feature}*1' for feature in self.features)}]",
             "speed_weights": dict(zip(self.features, speeds, strict=True)),
-            "cpus": max(1, min(asked.cpus, *(kind.cpus_per_node for kind in self.kinds))),
+            "cpus": max(1, min(stage_plan.cpus, *(kind.cpus_per_node for kind in self.kinds))),
         }
         return StagePlan.model_validate(values)
 

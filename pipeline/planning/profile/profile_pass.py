@@ -20,9 +20,9 @@ from itertools import combinations
 from pathlib import Path
 
 from launchers.launcher import JobSpec, Launcher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.inventory import load_or_survey
-from pipeline.job_executor import ClusterConfig, create_launcher, job_resources
-from pipeline.job_executor import resolve_plan as settled_plan
+from pipeline.job_executor import create_launcher
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import build_profile, mixed_kinds, stage_job_bench
 from pipeline.planning.profile.device_kinds import DeviceKind, list_kinds, local_kind, select_kinds
@@ -42,6 +42,7 @@ from pipeline.planning.profile.stage_bench import (
     RENDEZVOUS_DIR,
     RENDEZVOUS_TIMEOUT_S,
 )
+from pipeline.resources import job_resources, resolve_plan
 from pipeline.run import Run
 from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.config import RunConfig, json_digest, validate
@@ -172,7 +173,7 @@ def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], N
     on_slurm = cluster.launcher == "slurm"
     if not on_slurm:
         cluster = cluster.model_copy(update={"launcher": "local"})
-    plan = settled_plan(Plan.from_run(run.folder), cluster)
+    plan = resolve_plan(Plan.from_run(run.folder), cluster)
     kinds = _kinds(cluster, plan, flow_of(run.config), options.partitions)
     identity = ProfileIdentity.of(run.config)
     warm_start(run)
@@ -195,7 +196,7 @@ def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], N
         finally:
             launcher.close()
     return work.build_profile(
-        kinds, between, mixed, SlurmClient(cluster.poll_s) if on_slurm else None
+        kinds, between, mixed, SlurmClient(cluster.poll_interval_s) if on_slurm else None
     )
 
 
@@ -334,14 +335,14 @@ class ProfilePass:
         kind: DeviceKind,
         group: list[ProfileTask],
         seconds: float,
-        changed: Callable[[StagePlan], StagePlan] = lambda asked: asked,
+        changed: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
     ) -> dict[str, ProfileTask]:
         """Start one job for each task, as an array where there are several; by their ids."""
         # All jobs of an array ask for what the largest needs.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
-        asked = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
-        needs = job_resources(changed(asked), self.cluster)
+        stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
+        needs = job_resources(changed(stage_plan), self.cluster)
         stamp = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
         needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
         jobs = []
@@ -350,9 +351,9 @@ class ProfilePass:
             (task.folder / MANIFEST).unlink(missing_ok=True)
             for old in task.folder.glob("work-*"):
                 shutil.rmtree(old, ignore_errors=True)
-            told = {"seconds": seconds, "submitted": time.time(), "first": number == 0}
+            update = {"seconds": seconds, "submitted": time.time(), "first": number == 0}
             path = task.folder / "task.json"
-            write_atomic(path, task.model_copy(update=told).model_dump_json())
+            write_atomic(path, task.model_copy(update=update).model_dump_json())
             logs = self.run.folder / "logs" / "profile"
             name = f"profile/{'+'.join(task.kinds)}"
             jobs.append(
@@ -454,7 +455,7 @@ class ProfilePass:
         if not is_finished(task) and share > MIN_MEASURING_S:
             log.info("%s in one job: measured for %.0f s", " and ".join(task.kinds), share)
             jobs = self.submit(
-                kind, [task], share, lambda asked: pair.request_resources(asked, speeds)
+                kind, [task], share, lambda stage_plan: pair.request_resources(stage_plan, speeds)
             )
             try:
                 self.wait_for_jobs(jobs, end)

@@ -264,7 +264,8 @@ class Profile(Section):
     schema_version: Literal[1]
     created_at: AwareDatetime
     estimated: bool = False
-    """Nothing was measured: it is from data sheets (:mod:`pipeline.planning.profile.data_sheet_profile`)."""
+    """True if nothing was measured and the numbers come from data sheets, as
+    :mod:`pipeline.planning.profile.data_sheet_profile` makes them."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
     """Of one iteration of the run: starts times group size."""

@@ -10,9 +10,10 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.driver import Driver
 from pipeline.graph import Graph
-from pipeline.job_executor import ClusterConfig, JobExecutor, create_launcher
+from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.metrics import stage_manifest
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile.schema import Overhead
@@ -54,7 +55,7 @@ def measure_stage_jobs(
 
     executor = JobExecutor(scratch, create_launcher(cluster, plan), plan, cluster, late)
     try:
-        Driver(scratch, executor, max_retries=cluster.retries).drive()
+        Driver(scratch, executor, max_retries=cluster.max_retries).drive()
     except RequeueRequested:
         log.warning("time is up before all stages ran as jobs of their own")
         executor.cancel()

@@ -117,13 +117,13 @@ class DecodingStage:
     def _draw(self, rng: np.random.Generator) -> tuple[Array, Array]:
         """Sorted times ``[samples]`` when samples are done, and seconds each GPU works."""
         lengths = relative_lengths(self._lengths, self._samples, rng)
-        done, busy, taken = [], [], 0
+        done, busy, assigned = [], [], 0
         for part in self._parts:
             if not part.samples:
                 busy.append(np.zeros(part.workers * part.gpus))
                 continue
-            mine = lengths[taken : taken + part.samples]
-            taken += part.samples
+            mine = lengths[assigned : assigned + part.samples]
+            assigned += part.samples
             each_worker = -(-part.samples // part.workers)
             padded = np.zeros(part.workers * each_worker)
             # Dealt like cards; a worker that gets one sample less has a zero in front.

@@ -114,8 +114,8 @@ def summary(trace: SimulationTrace) -> str:
     ]
     if trace.interruptions or trace.renewals:
         lines.append(
-            f"{len(trace.interruptions)} losses, {trace.repeated_iterations} iterations done again, "
-            f"{trace.renewals} jobs renewed"
+            f"{len(trace.interruptions)} losses, {trace.repeated_iterations} iterations done "
+            f"again, {trace.renewals} jobs renewed"
         )
     return "\n".join(lines)
 

@@ -496,7 +496,7 @@ class _Run:
             pieces, busy = decoding.iteration(
                 random_generator(self.seed, "lengths", i), group.num_chunks
             )
-            nominal, took = pieces.sum(), 0.0
+            nominal, elapsed_s = pieces.sum(), 0.0
         for k in range(group.num_chunks):
             yield from self._take(p, group, state)
             for s in group.stages:
@@ -507,14 +507,14 @@ class _Run:
                     seconds += group.overhead_s
                 spent = yield from pool.work(seconds, self.names[s], i, k, beside=beside)
                 if decoding:
-                    took += spent
+                    elapsed_s += spent
                 else:
                     self._count(s, spent)
             yield from self._pass_on(p, group, k, state)
         if decoding:
             worked = busy if len(group.pools) == 1 else busy.mean()
             for q, mask in self.masks[group.stages[0]].items():
-                self.trace.gpu_busy[q][mask] += worked * (took / nominal)
+                self.trace.gpu_busy[q][mask] += worked * (elapsed_s / nominal)
         self._finish(group, state)
 
     def _take_whole(self, p: int, group: StageGroup, state: _Iteration) -> Process:

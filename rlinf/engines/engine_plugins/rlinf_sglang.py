@@ -1,17 +1,16 @@
-"""SGLang as this package needs it; run in place of ``sglang.launch_server``, its server.
+"""Patches for SGLang; runs instead of the server ``sglang.launch_server``.
 
-Its processes are spawned and import this file again, so that what is changed here is changed in all
-of them. Under SGLang's interpreter: torch, uvicorn and SGLang, nothing of this package.
+SGLang spawns its processes, which import this file again, so the patches apply to all of them. It
+runs under SGLang's interpreter and imports only torch, uvicorn and SGLang.
 
-- A server takes requests at the socket of the file system that ``RLINF_SOCKET`` names, and at no
-  port.
-- A request's seed counts without SGLang's deterministic mode, which wants attention of other kinds.
-- Log-probabilities are those of softmax(z / temperature) before anything is cut off or forbidden.
-- top_k, top_p and min_p cut one after the other, and go with a seed; a token takes one number,
-  which follows from seed and place.
-- Stop tokens are forbidden for the first min_new_tokens of a response, also of one that was taken
-  out of a full cache and goes on later.
-- Where a checkpoint ties the output head to the embeddings, so it is in mixtures of experts too.
+- The server listens at the Unix socket in ``RLINF_SOCKET`` and at no port.
+- A request's seed works without SGLang's deterministic mode, which needs other attention kernels.
+- Log-probabilities are those of softmax(z / temperature) before truncation and token bans.
+- top_k, top_p and min_p are applied one after the other and work with a seed. Each token uses one
+  random number, which depends on seed and position.
+- Stop tokens are banned for the first min_new_tokens of a response, also after a request was
+  evicted from a full cache.
+- If a checkpoint ties the output head to the embeddings, mixtures of experts do so, too.
 """
 
 import os
@@ -26,27 +25,27 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 class UnixSocketConfig(uvicorn.Config):
-    """A server's settings, with the socket."""
+    """A uvicorn configuration with the Unix socket."""
 
     def __init__(self, *args, **options):  # type: ignore[no-untyped-def]
         super().__init__(*args, uds=os.environ["RLINF_SOCKET"], **options)
 
 
 def set_sampling_seeds(self, batch, vocab_size):  # type: ignore[no-untyped-def]
-    """Give each row the seed of its request."""
-    # Those of SGLang's own checks have none.
+    """Set the seed of each row from its request."""
+    # SGLang's own health requests have no seed.
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     self.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
 
 
 def save_plain_logits(self, logits):  # type: ignore[no-untyped-def]
-    """Before stop tokens are forbidden, and before the sampler writes over them."""
+    """Save the logits before stop tokens are banned and the sampler overwrites them."""
     self.plain_logits = logits.clone()
     _bias(self, logits)
 
 
 def sampler_forward(self, output, info, *args, **options):  # type: ignore[no-untyped-def]
-    """Sample; a batch whose rows are all greedy forgets the temperature of those with top_k 1."""
+    """Sample tokens. For all-greedy batches SGLang ignores the temperature of rows with top_k 1."""
     logits = info.plain_logits
     info.plain_logits = None
     if info.is_all_greedy:
@@ -55,31 +54,31 @@ def sampler_forward(self, output, info, *args, **options):  # type: ignore[no-un
 
 
 def sample_truncated(probs, top_ks, top_ps, min_ps, need_min_p, seeds, positions, **_):  # type: ignore[no-untyped-def]
-    """Tokens ``[B]`` int32 of probabilities ``[B, V]``, among what the settings ``[B]`` leave."""
-    kept, order = probs.sort(dim=-1, descending=True, stable=True)
-    most = kept[:, :1].clone()
-    rank = torch.arange(kept.shape[-1], device=kept.device)
-    kept = kept.masked_fill(rank >= top_ks[:, None], 0.0)
-    before = kept.cumsum(-1) - kept
-    kept = kept.masked_fill(before >= top_ps[:, None] * kept.sum(-1, keepdim=True), 0.0)
+    """Sample tokens ``[B]`` int32 from truncated probabilities ``[B, V]``."""
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    largest = sorted_probs[:, :1].clone()
+    rank = torch.arange(sorted_probs.shape[-1], device=probs.device)
+    allowed = sorted_probs.masked_fill(rank >= top_ks[:, None], 0.0)
+    before = allowed.cumsum(-1) - allowed
+    allowed = allowed.masked_fill(before >= top_ps[:, None] * allowed.sum(-1, keepdim=True), 0.0)
     if need_min_p:
-        kept = kept.masked_fill(kept < min_ps[:, None] * most, 0.0)
-    # In the order of the vocabulary, as where nothing is cut: rows beside it may decide which.
-    return sample_full(torch.zeros_like(kept).scatter_(1, order, kept), seeds, positions)
+        allowed = allowed.masked_fill(allowed < min_ps[:, None] * largest, 0.0)
+    # In vocabulary order, as without truncation: other rows may decide which function runs.
+    return sample_full(torch.zeros_like(allowed).scatter_(1, order, allowed), seeds, positions)
 
 
 def sample_full(probs, sampling_seed, positions):  # type: ignore[no-untyped-def]
-    """The same without settings, by inverting the cumulative distribution."""
+    """Sample tokens from full probabilities by inverting the cumulative distribution."""
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounded up to the total it would pass by every token that can be drawn.
+    # Rounding up to the total would skip all tokens.
     below = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(hash_uniforms(sampling_seed, positions)[:, None] * total, below)
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].to(torch.int32)
 
 
 def hash_uniforms(seeds, positions):  # type: ignore[no-untyped-def]
-    """Numbers in [0, 1) ``[B]`` of seeds and places in a sequence: the finalizer of SplitMix64
+    """Return numbers in [0, 1) ``[B]`` for seeds and positions: the finalizer of SplitMix64
     (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
 
     def shifted(x, by):  # type: ignore[no-untyped-def]
@@ -92,16 +91,16 @@ def hash_uniforms(seeds, positions):  # type: ignore[no-untyped-def]
 
 
 def prepare_min_tokens(self):  # type: ignore[no-untyped-def]
-    """Count the tokens that a request has already: SGLang begins at none."""
+    """Count the tokens that a request already has; SGLang starts at zero."""
     _prepare(self)
     counts = [[len(request.output_ids)] for request in self.orchestrator.reqs()]
     self.len_output_tokens += torch.tensor(counts, dtype=torch.int32).to(self.orchestrator.device)
 
 
 def initialize_model(model_config, *args, **options):  # type: ignore[no-untyped-def]
-    """A network whose output head is its embeddings, where the checkpoint says so.
+    """Create the model and tie its output head to the embeddings if the checkpoint says so.
 
-    SGLang's mixtures of experts have a head of their own, which no weights come for then.
+    SGLang's mixtures of experts have a separate head, for which the checkpoint has no weights.
     """
     model = _make(model_config, *args, **options)
     head = getattr(model, "lm_head", None)

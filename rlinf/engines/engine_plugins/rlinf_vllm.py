@@ -1,7 +1,7 @@
-"""What runs inside vLLM's workers: weights in place, and log-probabilities of the policy.
+"""The extension of vLLM's workers: weight updates in place and log-probabilities of the policy.
 
-Imported by vLLM alone (``--worker-extension-cls``), under its interpreter; torch, safetensors and
-vLLM, nothing of this package. A worker is a process of a server, or in the process of the stage.
+Only vLLM imports this module (``--worker-extension-cls``), under its interpreter. It uses torch,
+safetensors and vLLM. A worker is a process of a server or runs in the stage's process.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from vllm.v1.sample.sampler import Sampler
 
 
 class PolicySampler(Sampler):
-    """Log-probabilities under softmax(z / temperature), whatever then cuts what can be drawn.
+    """A sampler that returns log-probabilities of softmax(z / temperature) before truncation.
 
-    vLLM has those of softmax(z), or those after the cut. Greedy rows count as temperature 1.
+    vLLM returns those of softmax(z) or those after truncation. Greedy rows use temperature 1.
     """
 
     def forward(self, logits, sampling_metadata: SamplingMetadata, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -34,10 +34,10 @@ class PolicySampler(Sampler):
 
 
 class GeneratorStateGuard:
-    """Of a worker's runner: a part of a prompt that is read draws nothing from its request's seed.
+    """A mixin for the model runner: chunked prefill does not advance the generator of a request.
 
-    vLLM draws a token after each part, drops it, and sets back the offset of the request's
-    generator, which only those of GPUs have: others raise. Their state is put back here instead.
+    After each chunk vLLM samples a token, discards it, and resets the offset of the request's
+    generator. Only GPU generators have an offset; this class restores the state of CPU generators.
     """
 
     def _sample(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -59,15 +59,15 @@ class GeneratorStateGuard:
         try:
             return super()._bookkeeping_sync(*args, **kwargs)  # type: ignore[misc]
         finally:
-            # A request keeps its row until the next step is prepared.
+            # A request has the same row until the next step is prepared.
             generators.update({row: generator for row, (generator, _) in self._before.items()})
 
 
 class WorkerExtension:
-    """Methods that a worker has besides its own, called by ``collective_rpc``."""
+    """Additional methods of a worker, called with ``collective_rpc``."""
 
     def rlinf_setup(self) -> None:
-        """Once, before the first request."""
+        """Patch the model runner; called once before the first request."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if type(runner.sampler) is not Sampler:
             raise RuntimeError(f"unknown sampler {type(runner.sampler).__name__}")
@@ -75,7 +75,7 @@ class WorkerExtension:
         runner.__class__ = type("PolicyRunner", (GeneratorStateGuard, type(runner)), {})
 
     def rlinf_load_folder(self, folder: str) -> None:
-        """Read the weights of a folder into the model that is loaded."""
+        """Load the weights of a folder into the loaded model."""
 
         def tensors():  # type: ignore[no-untyped-def]
             for path in sorted(Path(folder).glob("*.safetensors")):
@@ -86,19 +86,20 @@ class WorkerExtension:
         self.rlinf_load_weights(tensors())
 
     def rlinf_load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have weights, by their names in checkpoints, in the model that is loaded.
+        """Load weights, by their names in checkpoints, into the loaded model.
 
-        Those that vLLM joins are kept until the last of them has come.
+        vLLM buffers weights that it joins until all of them have arrived.
 
         Raises:
-            RuntimeError: parameters got none (vLLM only warns of it); they hold anything.
+            RuntimeError: A parameter received no weights (vLLM only warns); its values are
+                undefined.
         """
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         load, lacking = model.load_weights, {name for name, _ in model.named_parameters()}
 
         def watched(weights):  # type: ignore[no-untyped-def]
             loaded = load(weights)
-            # Some models do not say.
+            # Some models do not report the names.
             lacking.difference_update(lacking if loaded is None else loaded)
             return loaded
 
@@ -109,13 +110,15 @@ class WorkerExtension:
         finally:
             del model.load_weights
         if lacking:
-            raise RuntimeError(f"no weights came for {min(lacking)} and {len(lacking) - 1} others")
+            raise RuntimeError(
+                f"no weights for {min(lacking)} and {len(lacking) - 1} other parameters"
+            )
         repack_linear_weights(model)
 
 
 def reset_packed_experts(model: nn.Module) -> None:
-    """On CPUs the weights of experts are packed as their kernel is made, which happens once: newer
-    ones would be read as if they were. So the kernel is made anew."""
+    """Discard the expert kernels on CPUs. They pack the weights once, when they are created, and
+    would read newer weights as if they were packed."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -125,8 +128,8 @@ def reset_packed_experts(model: nn.Module) -> None:
 
 
 def repack_linear_weights(model: nn.Module) -> None:
-    """On CPUs products read a packed copy of a weight, which for a tied output head stays the old
-    one when the weights are loaded again."""
+    """Pack linear weights again on CPUs. For a tied output head, vLLM would use the old packed copy
+    after the weights are loaded again."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():

@@ -1,10 +1,10 @@
-"""Run a module as a server that ends with the process that started it.
+"""Run a module as a server that exits when its parent process exits.
 
     python start.py FD MODULE ARGUMENT...
 
-Run under the server's own interpreter; the standard library alone. ``FD`` is the reading end of a
-pipe whose other end nobody writes to: it ends when the process that holds it does, however that
-happens. (A signal at the death of the parent would come when the *thread* ends that started this.)
+This runs under the server's interpreter and uses only the standard library. ``FD`` is the read end
+of a pipe; nothing is written to the other end. The pipe closes when the parent exits, for whatever
+reason. (A parent-death signal would be sent when the *thread* that started the server exits.)
 """
 
 import contextlib
@@ -19,7 +19,7 @@ SHM = Path("/dev/shm")
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group, and free its shared memory, which killed processes leave."""
+    """Kill a process group and delete its shared memory, which would remain otherwise."""
     for path in shared_memory(group):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -28,21 +28,21 @@ def kill_group(group: int) -> None:
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Files in ``/dev/shm`` that processes of a group have mapped; not the weights they serve."""
-    found: set[Path] = set()
+    """Return the files in ``/dev/shm`` that a process group has mapped, except served weights."""
+    mapped: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            # State, parent and group, after a name that may hold anything.
+            # State, parent and group follow a name that may contain any character.
             status = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(status[2]) == group:
                 lines = (process / "maps").read_text(errors="replace").splitlines()
                 paths = (Path(line.split(maxsplit=5)[-1]) for line in lines)
-                found |= {path for path in paths if path.parent == SHM}
-    return {path for path in found if not path.name.startswith("rlinf-")}
+                mapped |= {path for path in paths if path.parent == SHM}
+    return {path for path in mapped if not path.name.startswith("rlinf-")}
 
 
 def watch_parent(pipe: int) -> None:
-    """End this process and its group once the pipe ends."""
+    """Kill this process and its group when the pipe closes."""
     os.read(pipe, 1)
     kill_group(os.getpgrp())
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     pipe, module = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(pipe, False)
     threading.Thread(target=watch_parent, args=(pipe,), daemon=True).start()
-    # The folder of this file is no place to import from; what else is there says PYTHONPATH.
+    # This file's folder must not be on the module search path; PYTHONPATH has the other folders.
     sys.path[0:1] = []
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
-"""SGLang's scheduler without the processes around it: its caller steps it, and reads its requests.
+"""SGLang's scheduler without its other processes; the caller steps it and reads its requests.
 
-Imported where SGLang is in the process of the stage; torch and SGLang, nothing else. What is
-changed in SGLang for its server is changed here as well (:mod:`rlinf.engines.engine_plugins.rlinf_sglang`).
+The stage's process imports this module, which depends only on torch and SGLang. It applies the same
+patches as for servers (:mod:`rlinf.engines.engine_plugins.rlinf_sglang`).
 """
 
 from array import array
@@ -31,22 +31,22 @@ from rlinf.engines.engine_plugins import rlinf_sglang  # noqa: F401 - changes SG
 
 
 class SteppedScheduler(scheduling.Scheduler):
-    """With nobody to talk to."""
+    """A scheduler without connections to other processes."""
 
     def __init__(self, words: Sequence[str], device: int) -> None:
         """
         Args:
-            words: of the command line.
-            device: number of the GPU; 0 on a CPU.
+            words: Command-line arguments.
+            device: Index of the GPU; 0 on a CPU.
 
         Raises:
-            RuntimeError: weights of the network cannot be replaced.
+            RuntimeError: The weights of this model cannot be replaced.
         """
         settings = prepare_server_args([*words])
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=device)
         publish(settings, role="scheduler", ranks=ranks)
         self.rlinf_requests: dict = {}  # type: ignore[type-arg]
-        """Requests under way, by name."""
+        """Running requests by name."""
         super().__init__(settings, SimpleNamespace(nccl_port=0))
         runner = self.tp_worker.model_runner
         self.model, self.updater = runner.model, runner.weight_updater
@@ -69,11 +69,11 @@ class SteppedScheduler(scheduling.Scheduler):
         return request
 
     def rlinf_submit(self, name: str, tokens: Sequence[int], settings: dict) -> None:  # type: ignore[type-arg]
-        """Have a request decoded."""
+        """Start decoding a request."""
         params = SamplingParams(**settings)
         params.normalize(self.tokenizer)
         params.verify(self.model_config.vocab_size)
-        asked = TokenizedGenerateReqInput(
+        request = TokenizedGenerateReqInput(
             rid=name,
             input_text="",
             input_ids=array("q", tokens),
@@ -87,11 +87,11 @@ class SteppedScheduler(scheduling.Scheduler):
             token_ids_logprob=None,
             stream=False,
         )
-        self.process_input_requests([asked])
+        self.process_input_requests([request])
 
     @DynamicGradMode()
     def step(self):  # type: ignore[no-untyped-def]
-        """Compute one batch; returns the requests that came to an end, by name."""
+        """Compute one batch and return the requests that finished, by name."""
         with self.device_module.StreamContext(self.schedule_stream):
             plan = self.get_next_batch_to_run(
                 running_batch=self.running_batch, last_batch=self.last_batch
@@ -102,35 +102,35 @@ class SteppedScheduler(scheduling.Scheduler):
             else:
                 self._sched_idled = True
                 self.new_token_ratio_tracker.reset()
-        ended = {
+        finished = {
             name: request for name, request in self.rlinf_requests.items() if request.finished()
         }
-        for name in ended:
+        for name in finished:
             del self.rlinf_requests[name]
-        return ended
+        return finished
 
     def rlinf_abort_all(self) -> None:
-        """End all that is under way. What has begun takes one more token as it ends."""
+        """Abort all requests. Running requests generate one more token while they end."""
         self.abort_request(AbortReq(rid="", abort_all=True))
-        self._settle()
+        self._step_until_idle()
         self.rlinf_requests.clear()
 
-    def _settle(self) -> None:
-        """What was ended is through with a last step, and what came to its end leaves with it."""
+    def _step_until_idle(self) -> None:
+        """Step until the scheduler is idle, so that aborted and finished requests leave it."""
         while not self.is_fully_idle():
             self.step()
 
     @DynamicGradMode()
     def rlinf_load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Have weights, by their names in checkpoints, in the memory of the model.
+        """Copy weights, by their names in checkpoints, into the model.
 
         Raises:
-            RuntimeError: some of the memory got none, which the models of SGLang do not say, or got
-                what is no number; or samples are under way.
+            RuntimeError: A parameter received no weights, which SGLang's models do not report, or
+                NaN; or samples are running.
         """
         if self.rlinf_requests:
-            raise RuntimeError("samples are under way")
-        self._settle()
+            raise RuntimeError("weights cannot be replaced while samples are running")
+        self._step_until_idle()
         self.updater.begin_weight_update()
         parameters = {n: p for n, p in self.model.named_parameters() if p.is_floating_point()}
         for parameter in parameters.values():
@@ -139,17 +139,17 @@ class SteppedScheduler(scheduling.Scheduler):
         empty = [name for name, parameter in parameters.items() if parameter.isnan().any()]
         if empty:
             raise RuntimeError(
-                f"no weights came for all of {empty[0]} and {len(empty) - 1} others, or they are "
-                "no numbers"
+                f"no complete weights for {empty[0]} and {len(empty) - 1} other parameters, or "
+                "they are NaN"
             )
         self.updater.end_weight_update(run_post_load=False)
         self.device_module.synchronize()
         if not self.flush_cache():
-            raise RuntimeError("SGLang keeps what it has cached")
+            raise RuntimeError("SGLang cannot clear its cache")
 
     def rlinf_sleep(self, parts: list[str]) -> None:
-        """Let go of the device's memory; weights stay in the host's."""
-        self._settle()
+        """Free device memory; weights move to host memory."""
+        self._step_until_idle()
         self.weight_updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=parts))
 
     def rlinf_wake(self, parts: list[str]) -> None:
@@ -157,31 +157,31 @@ class SteppedScheduler(scheduling.Scheduler):
         self.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=parts))
 
     def rlinf_shut_down(self) -> None:
-        """Free what SGLang keeps for the whole process, so that another scheduler can be made."""
+        """Free SGLang's process-wide state, so that another scheduler can be created."""
         self.release_host_resources()
-        _take_down()
+        _destroy_state()
 
 
 def create_scheduler(words: Sequence[str], device: int) -> SteppedScheduler:
-    """A scheduler; see :class:`SteppedScheduler`. A process holds one at a time.
+    """Create the scheduler of this process; there can be only one at a time.
 
     Raises:
-        RuntimeError: another one was not ended; or see there.
+        RuntimeError: Another scheduler exists; or see :class:`SteppedScheduler`.
     """
     if bootstrap._PARALLEL_INITIALISED:
-        raise RuntimeError("a process holds one SGLang at a time: close the other engine first")
+        raise RuntimeError("a process can run one SGLang at a time: close the other engine first")
     try:
         return SteppedScheduler(words, device)
     except BaseException:
-        _take_down()
+        _destroy_state()
         raise
 
 
-def _take_down() -> None:
+def _destroy_state() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     reset_context()
 
 
-# Its thread would keep the model, and end the process that started this one.
+# The watchdog's thread would hold the model and kill the parent process.
 scheduling.create_scheduler_watchdog = lambda *args, **options: None

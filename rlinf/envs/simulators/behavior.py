@@ -30,7 +30,7 @@ ASSETS = {
     "config": "an environment configuration of OmniGibson (YAML) with a robot and a BehaviorTask",
 }
 STATE, NAME_SEPARATOR = "state", "::"
-_made: list[Any] = []
+_simulations: list[Any] = []
 """The simulation of this process."""
 
 
@@ -48,10 +48,11 @@ def make(
     known = (*ASSETS, "num_envs")
     if unknown := sorted(kwargs.keys() - set(known)):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
-    if _made:
+    if _simulations:
         raise RuntimeError(
-            f"OmniGibson makes its scenes once in a process, and there are {_made[0].count}; set "
-            "task.kwargs.num_envs to the most that are collected at once"
+            "OmniGibson makes its scenes once in a process, and there are "
+            f"{_simulations[0].count}; set task.kwargs.num_envs to the most that are collected at "
+            "once"
         )
     paths = {key: Path(str(kwargs.get(key))).expanduser() for key in ASSETS}
     for key, path in paths.items():
@@ -72,8 +73,8 @@ def make(
     config["task"] = {"type": "BehaviorTask", **config.get("task", {}), "activity_name": id}
     count = max(count, int(kwargs.get("num_envs", 1)))
     env = importlib.import_module("omnigibson.envs").VectorEnvironment(count, config)
-    _made.append(BehaviorEnv(env, count, tuple(images)))
-    return _made[0]
+    _simulations.append(BehaviorEnv(env, count, tuple(images)))
+    return _simulations[0]
 
 
 class BehaviorEnv:
@@ -84,42 +85,50 @@ class BehaviorEnv:
 
         self.count = count
         self._env, self._images = env, images
-        seen, _ = env.reset()
-        size = self._seen(seen)[STATE].shape[1:]
+        observations, _ = env.reset()
+        size = self._observe(observations)[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, size, np.float32)
         act = env.envs[0].robots[0].action_space
         self.action_space = Box(act.low, act.high, dtype=np.float32)
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
-        return self._seen([self._env.envs[number].reset()[0] for number in numbers])
+        return self._observe([self._env.envs[number].reset()[0] for number in numbers])
 
     def step(self, actions: np.ndarray) -> Any:
         import torch
 
-        seen, rewards, *ends, infos = self._env.step(torch.as_tensor(actions, dtype=torch.float32))
+        observations, rewards, *ends, infos = self._env.step(
+            torch.as_tensor(actions, dtype=torch.float32)
+        )
         solved = [bool(info.get("done", {}).get("success", False)) for info in infos]
         terminated, truncated = (np.array([bool(e) for e in ended]) for ended in ends)
         gained = np.array([float(reward) for reward in rewards])
-        return self._seen(seen), gained, terminated, truncated & ~terminated, np.array(solved)
+        return (
+            self._observe(observations),
+            gained,
+            terminated,
+            truncated & ~terminated,
+            np.array(solved),
+        )
 
     def close(self) -> None:
         importlib.import_module("omnigibson").shutdown()
 
-    def _seen(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
-        rows = [dict(_flat(seen)) for seen in observations]
+    def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        rows = [dict(_flat(observation)) for observation in observations]
         states = [name for name in rows[0] if name.split(NAME_SEPARATOR)[-1] == "proprio"]
         state = [np.concatenate([_array(row[name]) for name in states]) for row in rows]
-        found = {STATE: np.stack(state).astype(np.float32)}
+        arrays = {STATE: np.stack(state).astype(np.float32)}
         for image in self._images:
             cameras = [n for n in rows[0] if image in n and n.split(NAME_SEPARATOR)[-1] == "rgb"]
             if cameras:
-                found[image] = np.stack([_array(row[cameras[0]])[..., :3] for row in rows])
-        return found
+                arrays[image] = np.stack([_array(row[cameras[0]])[..., :3] for row in rows])
+        return arrays
 
 
-def _flat(seen: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(observations: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
     """Observations by the names on the way to them."""
-    for name, value in seen.items():
+    for name, value in observations.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{within}{name}{NAME_SEPARATOR}")
         else:

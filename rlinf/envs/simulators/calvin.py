@@ -96,8 +96,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     known = {"folder", "chains", "annotations", "steps", "state"}
     if unknown := sorted(kwargs.keys() - known):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(sorted(known))}")
-    if (seen := kwargs.get("state", "all")) not in ("all", "robot"):
-        raise ValueError(f"kwargs.state: {seen!r}; expected all or robot")
+    if (state_mode := kwargs.get("state", "all")) not in ("all", "robot"):
+        raise ValueError(f"kwargs.state: {state_mode!r}; expected all or robot")
     folder = _path(kwargs, "folder", "calvin_env/envs/play_table_env.py")
     chains = _chains(_path(kwargs, "chains"))
     if id != ALL_CHAINS:
@@ -111,7 +111,9 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     sentences = {}
     if kwargs.get("annotations") is not None:
         sentences = _sentences(_path(kwargs, "annotations"))
-    return CalvinEnv(folder, chains, sentences, int(kwargs.get("steps", STEPS)), seen == "robot")
+    return CalvinEnv(
+        folder, chains, sentences, int(kwargs.get("steps", STEPS)), state_mode == "robot"
+    )
 
 
 def _path(kwargs: dict[str, Any], key: str, holds: str = "") -> Path:
@@ -126,15 +128,15 @@ def _path(kwargs: dict[str, Any], key: str, holds: str = "") -> Path:
 
 def _chains(path: Path) -> list[SubtaskChain]:
     try:
-        found = json.loads(path.read_text())
-        keys, rows = tuple(found["state_keys"]), found["chains"]
+        content = json.loads(path.read_text())
+        keys, rows = tuple(content["state_keys"]), content["chains"]
         chains = [SubtaskChain(tuple(row["initial"]), tuple(row["tasks"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"kwargs.chains: {path} holds no chains ({error!r})") from None
     if keys != STATE_KEYS or any(len(c.initial) != len(STATE_KEYS) or not c.tasks for c in chains):
         raise ValueError(
-            f"kwargs.chains: {path}: expected state_keys {', '.join(STATE_KEYS)}, and of each chain as "
-            "many values and one subtask at least"
+            f"kwargs.chains: {path}: expected state_keys {', '.join(STATE_KEYS)}, and of each "
+            "chain as many values and one subtask at least"
         )
     return chains
 
@@ -142,10 +144,12 @@ def _chains(path: Path) -> list[SubtaskChain]:
 def _sentences(path: Path) -> dict[str, str]:
     from omegaconf import OmegaConf
 
-    found: Any = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(found, dict) or not all(isinstance(v, list) and v for v in found.values()):
+    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(content, dict) or not all(
+        isinstance(v, list) and v for v in content.values()
+    ):
         raise ValueError(f"kwargs.annotations: {path}: expected a list of sentences by subtask")
-    return {str(task): str(sentences[0]) for task, sentences in found.items()}
+    return {str(task): str(sentences[0]) for task, sentences in content.items()}
 
 
 class CalvinEnv:
@@ -196,23 +200,29 @@ class CalvinEnv:
         self._desk.p.restoreState(self._clean)
         self._desk.robot.gripper_action = 1
         robot, scene = initial_state(self._chain.initial)
-        seen = self._desk.reset(robot_obs=robot, scene_obs=scene)
+        observation = self._desk.reset(robot_obs=robot, scene_obs=scene)
         for button in self._desk.scene.buttons:
             button.prev_is_pressed = button._is_pressed
         self._begun = self._desk.get_info()
-        return self._state(seen), {}
+        return self._state(observation), {}
 
     def step(self, action: Any) -> Any:
         move = np.array(action, np.float64)
         move[-1] = 1 if move[-1] > 0 else -1
-        seen, _, _, info = self._desk.step(move)
+        observation, _, _, info = self._desk.step(move)
         self._steps += 1
         solved = bool(self._oracle.get_task_info_for_set(self._begun, info, {self.subtask}))
         solved = solved and self._done < len(self._chain.tasks)
         if solved:
             self._done, self._steps, self._begun = self._done + 1, 0, info
         over = self._done == len(self._chain.tasks)
-        return self._state(seen), float(solved), over, self._steps >= self._most, {"success": over}
+        return (
+            self._state(observation),
+            float(solved),
+            over,
+            self._steps >= self._most,
+            {"success": over},
+        )
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
         """What a camera sees, uint8 ``[H, W, 3]``."""
@@ -230,32 +240,34 @@ class CalvinEnv:
     def close(self) -> None:
         self._desk.close()
 
-    def _state(self, seen: Any) -> np.ndarray:
+    def _state(self, observation: Any) -> np.ndarray:
         if self._robot_only:
-            return np.asarray(seen["robot_obs"], np.float32)
-        asked = np.zeros(len(self._tasks))
-        asked[self._tasks.index(self.subtask)] = 1
-        return np.concatenate([seen["robot_obs"], seen["scene_obs"], asked]).astype(np.float32)
+            return np.asarray(observation["robot_obs"], np.float32)
+        one_hot = np.zeros(len(self._tasks))
+        one_hot[self._tasks.index(self.subtask)] = 1
+        return np.concatenate([observation["robot_obs"], observation["scene_obs"], one_hot]).astype(
+            np.float32
+        )
 
 
 def initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What the values of :data:`STATE_KEYS` stand for: the robot's state ``[15]``, the scene's ``[24]``,
-    float64."""
-    said = dict(zip(STATE_KEYS, initial))  # noqa: B905 - Python 3.9
-    random = np.random.RandomState(_fnv1(str(said.values())))
+    """Return the state that the values of :data:`STATE_KEYS` describe: of the robot ``[15]`` and of
+    the scene ``[24]``, float64."""
+    values = dict(zip(STATE_KEYS, initial))  # noqa: B905 - Python 3.9
+    random = np.random.RandomState(_fnv1(str(values.values())))
     order = [0, 1]
     random.shuffle(order)
     first, second = (TABLE_POSITIONS[place] for place in order)
     scene = np.zeros(24)
-    scene[0] = 0.28 * (said["slider"] == "left")
-    scene[1] = 0.22 * (said["drawer"] == "open")
-    scene[3] = 0.088 * said["lightbulb"]
-    scene[4:6] = said["lightbulb"], said["led"]
+    scene[0] = 0.28 * (values["slider"] == "left")
+    scene[1] = 0.22 * (values["drawer"] == "open")
+    scene[3] = 0.088 * values["lightbulb"]
+    scene[4:6] = values["lightbulb"], values["led"]
     # No more than two lie on the table.
     table = {"red_block": first, "pink_block": second}
-    table["blue_block"] = second if said["red_block"] == "table" else first
+    table["blue_block"] = second if values["red_block"] == "table" else first
     for row, block in zip((6, 12, 18), ("red_block", "blue_block", "pink_block")):  # noqa: B905
-        scene[row : row + 3] = SHELF_POSITIONS.get(said[block], table[block])
+        scene[row : row + 3] = SHELF_POSITIONS.get(values[block], table[block])
         scene[row + 5] = random.uniform(math.pi * 3 / 8, math.pi * 5 / 8)
     return np.array([*INITIAL_HAND_POSE, INITIAL_GRIPPER_WIDTH, *INITIAL_JOINTS, 1.0]), scene
 

@@ -90,14 +90,14 @@ class FrankaArm:
     @property
     def clock(self) -> float:
         """Milliseconds, of the arm."""
-        with self._told():
+        with self._translate_errors():
             return 0.0 if self._robot is None else clock_ms(self._robot.state)
 
     def drive_home(self) -> Any:
         """Drive home; the state there, at rest."""
         if self._robot is None:
             self._robot = self._connected()
-        with self._told():
+        with self._translate_errors():
             state = self._robot.state
         if robot_mode(state) == "Reflex":
             self.recover()
@@ -108,7 +108,7 @@ class FrankaArm:
         latest = clock_ms(state) + 1000 * longest
         while clock_ms(state) < latest:
             state = self.wait_until(clock_ms(state) + 100)
-            with self._told():
+            with self._translate_errors():
                 moves = self._robot.is_in_control
             # It may not have begun.
             if not moves and self._from_home(state) < POSITION_TOLERANCE_M:
@@ -133,7 +133,7 @@ class FrankaArm:
         if elbow is None and (self._aim == to).all():
             return
         pose = franky.RobotPose(franky.Affine(to, DOWNWARD_QUATERNION), elbow)
-        with self._told():
+        with self._translate_errors():
             self._see(self._robot.state, moves=elbow is None)
             self._robot.move(franky.CartesianMotion(pose), asynchronous=True)
         self._aim = np.array(to)
@@ -146,7 +146,7 @@ class FrankaArm:
         """
         last, heard = -1.0, time.monotonic()
         while True:
-            with self._told():
+            with self._translate_errors():
                 self._robot.poll_motion()
                 state = self._robot.state
             self._see(state)
@@ -170,7 +170,7 @@ class FrankaArm:
         """
         import franky
 
-        with self._told():
+        with self._translate_errors():
             # Where its state told of the reflex, what ended the motion is still to be asked for;
             # it would end the next one.
             with contextlib.suppress(franky.ControlException):
@@ -223,7 +223,7 @@ class FrankaArm:
             )
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """What franky raises, as ours."""
         import franky
 
@@ -261,7 +261,7 @@ class FrankaArm:
         """
         import franky
 
-        settings, found = self._settings, list[Any]()
+        settings, results = self._settings, list[Any]()
         config = franky.RealtimeConfig
 
         def connect() -> None:
@@ -273,9 +273,9 @@ class FrankaArm:
                     realtime_config=config.Enforce if settings.realtime else config.Ignore,
                 )
             except Exception as error:  # whatever it is, it is told
-                found.append(error)
+                results.append(error)
             else:
-                found.append(robot)
+                results.append(robot)
 
         latest = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
@@ -283,19 +283,19 @@ class FrankaArm:
             thread = threading.Thread(target=connect, daemon=True)
             thread.start()
             thread.join(max(latest - time.monotonic(), 0.0))
-            if not found:
+            if not results:
                 raise FrankaArmError(
-                    f"kwargs.host: {settings.host} does not answer for {CONNECT_TIMEOUT_S:g} s; another "
-                    "program may be connected to it"
+                    f"kwargs.host: {settings.host} does not answer for {CONNECT_TIMEOUT_S:g} s; "
+                    "another program may be connected to it"
                 )
-            if isinstance(found[-1], franky.Robot):
+            if isinstance(results[-1], franky.Robot):
                 break
             if time.monotonic() + 1 > latest:
-                real = isinstance(found[-1], franky.RealtimeException)
+                real = isinstance(results[-1], franky.RealtimeException)
                 key = "kwargs.realtime" if real else "kwargs.host"
-                raise FrankaArmError(f"{key}: cannot connect to {settings.host}: {found[-1]}")
+                raise FrankaArmError(f"{key}: cannot connect to {settings.host}: {results[-1]}")
             time.sleep(0.5)
-        robot, fastest = found[-1], settings.speed / np.sqrt(3)
+        robot, fastest = results[-1], settings.speed / np.sqrt(3)
         for name, speed in (
             ("translation", fastest),
             ("rotation", MAX_ROTATION_SPEED),
@@ -373,20 +373,22 @@ class FrankaSettings(NamedTuple):
         ):
             if not kwargs.get(name):
                 raise ValueError(f"kwargs.{name}: is not set; give {what}")
-        found = cls(**kwargs)
-        box = np.asarray(found.box, np.float64)
+        settings = cls(**kwargs)
+        box = np.asarray(settings.box, np.float64)
         if box.shape != (2, 3) or not (box[0] < box[1]).all():
-            raise ValueError(f"kwargs.box: {found.box}; expected [[x, y, z], [x, y, z]], rising")
-        home = np.asarray(box.mean(0) if found.home is None else found.home, np.float64)
+            raise ValueError(f"kwargs.box: {settings.box}; expected [[x, y, z], [x, y, z]], rising")
+        home = np.asarray(box.mean(0) if settings.home is None else settings.home, np.float64)
         if home.shape != (3,) or not ((box[0] <= home) & (home <= box[1])).all():
-            raise ValueError(f"kwargs.home: {found.home} is not in kwargs.box {found.box}")
-        if not 0 < found.speed <= MAX_SPEED:
-            raise ValueError(f"kwargs.speed: {found.speed}; expected m/s, above 0, to {MAX_SPEED}")
+            raise ValueError(f"kwargs.home: {settings.home} is not in kwargs.box {settings.box}")
+        if not 0 < settings.speed <= MAX_SPEED:
+            raise ValueError(
+                f"kwargs.speed: {settings.speed}; expected m/s, above 0, to {MAX_SPEED}"
+            )
         for name in ("rate_hz", "steps", "reached_m", "force_n", "torque_nm"):
-            if not getattr(found, name) > 0:
-                raise ValueError(f"kwargs.{name}: {getattr(found, name)}; expected more than 0")
+            if not getattr(settings, name) > 0:
+                raise ValueError(f"kwargs.{name}: {getattr(settings, name)}; expected more than 0")
         corners: Any = tuple(map(tuple, box.tolist()))
-        return found._replace(box=corners, home=tuple(home.tolist()))
+        return settings._replace(box=corners, home=tuple(home.tolist()))
 
 
 def make(id: str, kwargs: dict[str, Any]) -> FrankaEnv:
@@ -406,7 +408,7 @@ def make(id: str, kwargs: dict[str, Any]) -> FrankaEnv:
 class FrankaEnv:
     """The arm of an address, which is connected at the first reset."""
 
-    tells = ("intervened", "performed", "late")
+    step_info_keys = ("intervened", "performed", "late")
 
     def __init__(self, settings: FrankaSettings) -> None:
         from gymnasium.spaces import Box
@@ -422,7 +424,7 @@ class FrankaEnv:
         self._period = 1000 / settings.rate_hz
         self._point, self._sent, self._at = np.zeros((3, 3))
         self._away, self._due, self._steps, self._recovered = 0.0, 0.0, 0, False
-        self._seen = np.zeros(12, np.float32)
+        self._observation = np.zeros(12, np.float32)
         self.action_space = Box(-1, 1, (3,), np.float32)
         self.observation_space = Box(-np.inf, np.inf, (12,), np.float32)
 
@@ -441,7 +443,7 @@ class FrankaEnv:
         self._at = hand_position(state)
         self._away = float(np.linalg.norm(self._point - self._at))
         self._show(state)
-        return self._seen, {}
+        return self._observation, {}
 
     def step(self, action: Any) -> Any:
         """``info``: ``success``; ``intervened``, whether a person acted; ``performed``, the action
@@ -452,7 +454,7 @@ class FrankaEnv:
         """
         before = self._sent
         with self._arm.stop_on_error():
-            person = None if self._reader is None else self._reader.read(self._seen)
+            person = None if self._reader is None else self._reader.read(self._observation)
             wanted = np.asarray(action if person is None else person, np.float64).reshape(3)
             if not np.isfinite(wanted).all():
                 raise FrankaArmError(f"kwargs.reader: {wanted.tolist()} is no action")
@@ -477,7 +479,7 @@ class FrankaEnv:
             "performed": performed.astype(np.float32),
             "late": bool(late),
         }
-        return self._seen, reward, solved, self._steps >= self._settings.steps, info
+        return self._observation, reward, solved, self._steps >= self._settings.steps, info
 
     def expert(self) -> np.ndarray:
         """Towards the point, by what is left to it, as fast as is allowed: float32 ``[3]``."""
@@ -513,7 +515,7 @@ class FrankaEnv:
         moved = (at - self._at) * self._settings.rate_hz / self._settings.speed
         middle, half = (self._high + self._low) / 2, (self._high - self._low) / 2
         parts = (10 * (self._point - at), 10 * (self._sent - at), moved, (at - middle) / half)
-        self._seen, self._at = np.concatenate(parts).astype(np.float32), at
+        self._observation, self._at = np.concatenate(parts).astype(np.float32), at
 
     def _read_by(self, name: str) -> Any:
         """The reader of this name; None without one."""
@@ -527,11 +529,11 @@ class FrankaEnv:
                 spec = importlib.util.spec_from_file_location("reader", module)
                 assert spec is not None
                 assert spec.loader is not None
-                found = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(found)
+                loaded = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(loaded)
             else:
-                found = importlib.import_module(module)
-            return getattr(found, attribute)(**self._settings.reader_args)
+                loaded = importlib.import_module(module)
+            return getattr(loaded, attribute)(**self._settings.reader_args)
         except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
             raise ValueError(f"kwargs.reader: {name!r}: {error!r}") from None
 

@@ -65,7 +65,7 @@ class GenesisEnv:
         self._arm = self._scene.add_entity(panda)
         self._scene.build(n_envs=count)
         self._hand = self._arm.get_link("hand")
-        self._held = np.tile(np.array(HOME_JOINTS, np.float32), (count, 1))
+        self._target_joints = np.tile(np.array(HOME_JOINTS, np.float32), (count, 1))
         self._point = np.zeros((count, 3), np.float32)
         self._steps = np.zeros(count, np.int64)
         self._away = np.zeros(count)
@@ -76,18 +76,20 @@ class GenesisEnv:
         self._scene.reset(envs_idx=numbers)
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
             self._point[number] = np.random.default_rng(seed).uniform(GOAL_LOW, GOAL_HIGH)
-        self._held[numbers], self._steps[numbers] = HOME_JOINTS, 0
-        self._arm.set_dofs_position(self._held[numbers], envs_idx=numbers, zero_velocity=True)
-        self._arm.control_dofs_position(self._held[numbers], envs_idx=numbers)
+        self._target_joints[numbers], self._steps[numbers] = HOME_JOINTS, 0
+        self._arm.set_dofs_position(
+            self._target_joints[numbers], envs_idx=numbers, zero_velocity=True
+        )
+        self._arm.control_dofs_position(self._target_joints[numbers], envs_idx=numbers)
         shown = self._shown()
         self._away[numbers] = self._distance(shown)[numbers]
         return shown[numbers]
 
     def step(self, actions: np.ndarray) -> Any:
         low, high = map(_array, self._arm.get_dofs_limit())
-        self._held[:, :7] += ACTION_SCALE_RAD * actions
-        self._held = np.clip(self._held, low, high)
-        self._arm.control_dofs_position(self._held)
+        self._target_joints[:, :7] += ACTION_SCALE_RAD * actions
+        self._target_joints = np.clip(self._target_joints, low, high)
+        self._arm.control_dofs_position(self._target_joints)
         for _ in range(PHYSICS_STEPS):
             self._scene.step()
         self._steps += 1

@@ -31,7 +31,7 @@ INSTALL = (
 )
 GPU = "an NVIDIA RTX GPU (with RT cores) of 16 GB and a driver that Isaac Sim 5.1 supports"
 STATE = "state"
-_made: list[Any] = []
+_simulations: list[Any] = []
 """The simulation of this process."""
 
 
@@ -50,10 +50,11 @@ def make(
     known = ("num_envs", "device", "group", "success")
     if unknown := sorted(kwargs.keys() - set(known)):
         raise ValueError(f"kwargs.{unknown[0]}: there are {', '.join(known)}")
-    if _made:
+    if _simulations:
         raise RuntimeError(
             "Isaac Lab makes its environments once in a process, and there are "
-            f"{_made[0].count}; set task.kwargs.num_envs to the most that are collected at once"
+            f"{_simulations[0].count}; set task.kwargs.num_envs to the most that are collected at "
+            "once"
         )
     # The application reads the arguments of its process.
     del sys.argv[1:]
@@ -77,8 +78,8 @@ def make(
     config = parse(id, device=kwargs.get("device", "cuda:0"), num_envs=count)
     env = gymnasium.make(id, cfg=config).unwrapped
     group, success = kwargs.get("group", "policy"), kwargs.get("success", "success")
-    _made.append(IsaacLabEnv(app, env, count, group, success, images))
-    return _made[0]
+    _simulations.append(IsaacLabEnv(app, env, count, group, success, images))
+    return _simulations[0]
 
 
 class IsaacLabEnv:
@@ -94,7 +95,7 @@ class IsaacLabEnv:
         manager = getattr(env, "termination_manager", None)
         names = () if manager is None else manager.active_terms
         self._solved = success if success in names else None
-        self._shown = self._seen(env.reset()[0])
+        self._shown = self._observe(env.reset()[0])
         self._begun, self._open = np.zeros((2, count), bool)
         """Which are at the first step of an episode that the last step began; which are within one
         that was asked for."""
@@ -105,9 +106,9 @@ class IsaacLabEnv:
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
         old = [number for number in numbers if not self._begun[number]]
         if old and self._open[np.isin(np.arange(self.count), numbers, invert=True)].any():
-            self._shown = self._seen(self._reset_some(old))
+            self._shown = self._observe(self._reset_some(old))
         elif old:
-            self._shown = self._seen(self._env.reset(seed=seeds[0])[0])
+            self._shown = self._observe(self._env.reset(seed=seeds[0])[0])
         self._begun[numbers], self._open[numbers] = False, True
         return {name: column[numbers] for name, column in self._shown.items()}
 
@@ -129,13 +130,13 @@ class IsaacLabEnv:
         import torch
 
         before = self._shown
-        given = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
-        seen, reward, *ends, _ = self._env.step(given)
+        action_tensor = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
+        observations, reward, *ends, _ = self._env.step(action_tensor)
         terminated, truncated = map(_array, ends)
         solved = np.zeros(self.count, bool)
         if self._solved is not None:
             solved = _array(self._env.termination_manager.get_term(self._solved))
-        self._shown, self._begun = self._seen(seen), terminated | truncated
+        self._shown, self._begun = self._observe(observations), terminated | truncated
         self._open &= ~self._begun
         last = {
             name: np.where(self._begun.reshape(-1, *[1] * (column.ndim - 1)), before[name], column)
@@ -147,7 +148,7 @@ class IsaacLabEnv:
         self._env.close()
         self._app.close()
 
-    def _seen(self, observation: Any) -> dict[str, np.ndarray]:
+    def _observe(self, observation: Any) -> dict[str, np.ndarray]:
         """The state ``[n, D]`` and pictures ``[n, H, W, 3]`` of all environments."""
         terms = observation[self._group]
         if not isinstance(terms, Mapping):

@@ -93,25 +93,25 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
     return LiberoEnv(str(bddl), _starts(states), chosen.language, steps, rest)
 
 
-def _find_assets(given: Any) -> None:
+def _find_assets(configured: Any) -> None:
     """See that LIBERO finds its meshes and textures, in a folder where one is given: its modules
     ask for it when they are imported."""
     paths: Any = importlib.import_module("libero.libero")
-    if given is not None:
-        folder = str(Path(str(given)).expanduser().resolve())
+    if configured is not None:
+        folder = str(Path(str(configured)).expanduser().resolve())
         root = str(Path(str(paths.__file__)).parent)
-        found = {**paths.get_default_path_dict(root), "assets": folder}
-        paths.get_default_path_dict = lambda custom_location=None: found
+        paths_by_name = {**paths.get_default_path_dict(root), "assets": folder}
+        paths.get_default_path_dict = lambda custom_location=None: paths_by_name
     try:
         assets = Path(paths.get_libero_path("assets"))
     except ImportError as error:
         raise ValueError(
             f"kwargs.assets: is not set, and {error}; give {OPTIONAL['assets']}"
         ) from None
-    if given is not None and str(assets) != folder:
+    if configured is not None and str(assets) != folder:
         raise ValueError(
-            f"kwargs.assets: {given}, but the config.yaml of LIBERO_CONFIG_PATH says {assets}; "
-            "take it out there"
+            f"kwargs.assets: {configured}, but the config.yaml of LIBERO_CONFIG_PATH says "
+            f"{assets}; take it out there"
         )
     for part in ASSET_FOLDERS:
         if not (assets / part).is_dir():
@@ -120,8 +120,8 @@ def _find_assets(given: Any) -> None:
 
 def _starts(path: Path) -> np.ndarray:
     """States that episodes begin in, ``[n, D]``."""
-    found = np.load(path, allow_pickle=False)
-    states = found["states"] if hasattr(found, "files") else found
+    archive = np.load(path, allow_pickle=False)
+    states = archive["states"] if hasattr(archive, "files") else archive
     return np.asarray(states, np.float64)
 
 
@@ -166,26 +166,32 @@ class LiberoEnv:
         for robot in self._env.robots:
             # It moves from where the last action of the episode before left it.
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)
-        seen = self._env.set_init_state(self._states[start])
+        observation = self._env.set_init_state(self._states[start])
         for _ in range(self._rest):
-            seen = self._env.step(np.array([0.0] * 6 + [OPEN_GRIPPER]))[0]
+            observation = self._env.step(np.array([0.0] * 6 + [OPEN_GRIPPER]))[0]
         self._steps = 0
-        return _state(seen), {}
+        return _state(observation), {}
 
     def step(self, action: Any) -> Any:
-        seen, *_ = self._env.step(np.asarray(action, np.float64))
+        observation, *_ = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
         solved = bool(self._env.check_success())
-        return _state(seen), float(solved), solved, self._steps >= self._most, {"success": solved}
+        return (
+            _state(observation),
+            float(solved),
+            solved,
+            self._steps >= self._most,
+            {"success": solved},
+        )
 
     def close(self) -> None:
         self._env.close()
 
 
-def _state(seen: Any) -> np.ndarray:
+def _state(observation: Any) -> np.ndarray:
     """Position and rotation of the hand and its fingers, float32 ``[8]``."""
-    rotation = _rotation_vector(np.asarray(seen["robot0_eef_quat"], np.float64))
-    parts = [seen["robot0_eef_pos"], rotation, seen["robot0_gripper_qpos"]]
+    rotation = _rotation_vector(np.asarray(observation["robot0_eef_quat"], np.float64))
+    parts = [observation["robot0_eef_pos"], rotation, observation["robot0_gripper_qpos"]]
     return np.concatenate(parts).astype(np.float32)
 
 

@@ -77,10 +77,10 @@ class ManiSkillEnv:
         return self._env.reset(seed=seed)
 
     def step(self, action: Any) -> Any:
-        seen, reward, _, truncated, info = self._env.step(np.asarray(action, np.float32))
+        observation, reward, _, truncated, info = self._env.step(np.asarray(action, np.float32))
         # Tasks of control alone have none.
-        told = {"success": bool(info["success"])} if "success" in info else {}
-        return seen, float(reward), False, bool(truncated), told
+        step_info = {"success": bool(info["success"])} if "success" in info else {}
+        return observation, float(reward), False, bool(truncated), step_info
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
         """What a camera sees, uint8 ``[H, W, 3]``."""
@@ -99,11 +99,11 @@ def render_camera(bare: Any, camera: str, height: int, width: int) -> np.ndarray
     bare.scene.update_render()
     sensor = bare.scene.sensors[camera]
     sensor.capture()
-    seen = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"]
-    found = np.asarray(seen.cpu().numpy(), np.uint8)
-    if found.shape[1:] != (height, width, 3):
+    images = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"]
+    array = np.asarray(images.cpu().numpy(), np.uint8)
+    if array.shape[1:] != (height, width, 3):
         raise ValueError(
-            f"{camera} makes pictures of {found.shape[1:3]}; set task.kwargs.sensor_configs: "
+            f"{camera} makes pictures of {array.shape[1:3]}; set task.kwargs.sensor_configs: "
             f"{{height: {height}, width: {width}}}"
         )
-    return found
+    return array

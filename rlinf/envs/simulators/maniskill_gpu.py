@@ -1,6 +1,7 @@
 """ManiSkill 3 with physics of many environments together on a GPU (``physx_cuda``).
 
-Tasks, state, actions, reward, success and cameras are those of :mod:`rlinf.envs.simulators.maniskill`.
+Tasks, state, actions, reward, success and cameras are those of
+:mod:`rlinf.envs.simulators.maniskill`.
 ManiSkill seeds all environments of a reset by the first one's seed; here they are reset one after
 the other, so that a seed says where an episode begins, whatever the others do. Physics on a GPU do
 not go on to the bit from there.
@@ -58,24 +59,30 @@ class ManiSkillGpuEnv:
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
         import torch
 
-        seen: Any = None
+        observations: Any = None
         for number, seed in zip(numbers, seeds):  # noqa: B905 - Python 3.9
             which = torch.tensor([number], device=self._bare.device)
-            seen, _ = self._env.reset(seed=[seed] * self.count, options={"env_idx": which})
-        return {name: column[numbers] for name, column in self._shown(seen).items()}
+            observations, _ = self._env.reset(seed=[seed] * self.count, options={"env_idx": which})
+        return {name: column[numbers] for name, column in self._shown(observations).items()}
 
     def step(self, actions: np.ndarray) -> Any:
-        seen, reward, _, truncated, info = self._env.step(np.asarray(actions, np.float32))
+        observations, reward, _, truncated, info = self._env.step(np.asarray(actions, np.float32))
         none = np.zeros(self.count, bool)
         # Tasks of control alone have none.
         solved = _array(info["success"]).astype(bool) if "success" in info else none
-        return self._shown(seen), _array(reward), none, _array(truncated).astype(bool), solved
+        return (
+            self._shown(observations),
+            _array(reward),
+            none,
+            _array(truncated).astype(bool),
+            solved,
+        )
 
     def close(self) -> None:
         self._env.close()
 
-    def _shown(self, seen: Any) -> dict[str, np.ndarray]:
-        shown = {STATE: _array(seen).astype(np.float32)}
+    def _shown(self, observations: Any) -> dict[str, np.ndarray]:
+        shown = {STATE: _array(observations).astype(np.float32)}
         for camera, size in self._images.items():
             shown[camera] = render_camera(self._bare, camera, *size)
         return shown

@@ -74,7 +74,7 @@ class MetaWorldEnv:
 
     def __init__(self, env: Any, tasks: Any, instruction: str, script: Any) -> None:
         self._env, self._tasks, self.instruction, self._script = env, tasks, instruction, script
-        self._seen: Any = None
+        self._observation: Any = None
         self.unwrapped = env.unwrapped
         env.set_task(tasks[0])
         self.action_space = env.action_space
@@ -86,17 +86,21 @@ class MetaWorldEnv:
         goal = np.random.default_rng(seed).integers(len(self._tasks))
         self._env.set_task(self._tasks[int(goal)])
         self._steps = 0
-        self._seen, info = self._env.reset(seed=seed)
-        return self._seen, info
+        self._observation, info = self._env.reset(seed=seed)
+        return self._observation, info
 
     def step(self, action: Any) -> Any:
-        self._seen, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
+        self._observation, reward, _, _, info = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
         # Its own limit raises at the step after the last.
-        return self._seen, reward, False, self._steps >= self._env.max_path_length, info
+        return self._observation, reward, False, self._steps >= self._env.max_path_length, info
 
     def save(self) -> dict[str, np.ndarray]:
-        own = {"seed": np.array(self._seed), "steps": np.array(self._steps), "seen": self._seen}
+        own = {
+            "seed": np.array(self._seed),
+            "steps": np.array(self._steps),
+            "seen": self._observation,
+        }
         bare = self.unwrapped
         return {
             **save_attributes(wrapper_chain(self._env)),
@@ -106,7 +110,7 @@ class MetaWorldEnv:
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         self.reset(int(state["seed"]))
-        self._steps, self._seen = int(state["steps"]), state["seen"]
+        self._steps, self._observation = int(state["steps"]), state["seen"]
         restore_attributes(wrapper_chain(self._env), state)
         restore_physics(self.unwrapped.model, self.unwrapped.data, state)
 
@@ -115,7 +119,7 @@ class MetaWorldEnv:
         which it warns of each time."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return np.asarray(self._script.get_action(self._seen), np.float32)
+            return np.asarray(self._script.get_action(self._observation), np.float32)
 
     def close(self) -> None:
         self._env.close()

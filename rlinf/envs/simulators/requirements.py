@@ -1,7 +1,7 @@
 """What a world needs of a machine, as its module says it, for checks that import no simulator.
 
-A module of :mod:`rlinf.envs.simulators` has ``SITE_PACKAGE_DIRS``, modules that the interpreter must find, and
-where there is something to say: ``INSTALL``, how they are had where no file of
+A module of :mod:`rlinf.envs.simulators` has ``PACKAGES``, modules that the interpreter must find,
+and where there is something to say: ``INSTALL``, how they are had where no file of
 ``configs/environments`` has them; ``GPU``, which one is asked for; ``ASSETS``, files and folders
 that no package brings, by their key of ``kwargs``, with what they are and where they are had;
 ``OPTIONAL``, likewise of keys that may be left out;
@@ -43,16 +43,16 @@ class SimulatorRequirements(NamedTuple):
         Args:
             kwargs: ``task.kwargs``.
         """
-        found = []
+        errors = []
         for key, what in {**self.assets, **self.optional}.items():
-            given = kwargs.get(key)
-            if given is None and key in self.optional:
+            path = kwargs.get(key)
+            if path is None and key in self.optional:
                 continue
-            if given is None:
-                found.append(f"task.kwargs.{key}: is not set; give {what}")
-            elif not Path(str(given)).expanduser().exists():
-                found.append(f"task.kwargs.{key}: there is no {given}; give {what}")
-        return found
+            if path is None:
+                errors.append(f"task.kwargs.{key}: is not set; give {what}")
+            elif not Path(str(path)).expanduser().exists():
+                errors.append(f"task.kwargs.{key}: there is no {path}; give {what}")
+        return errors
 
 
 def get_requirements(world: str) -> SimulatorRequirements:
@@ -64,17 +64,17 @@ def get_requirements(world: str) -> SimulatorRequirements:
     """
     target = simulators.target(world, "task.simulator")
     if ":" in world:
-        return SimulatorRequirements(**_told(target.rpartition(":")[0]))
+        return SimulatorRequirements(**_literals_of(target.rpartition(":")[0]))
     module = importlib.import_module(target.partition(":")[0])
-    told = {
+    values = {
         name: getattr(module, name.upper())
         for name in SimulatorRequirements._fields
         if hasattr(module, name.upper())
     }
-    return SimulatorRequirements(**told)
+    return SimulatorRequirements(**values)
 
 
-def _told(module: str) -> dict[str, Any]:
+def _literals_of(module: str) -> dict[str, Any]:
     """What a module or file of the user's says at its top; nothing of one that is not here."""
     try:
         spec = None if module.endswith(".py") else importlib.util.find_spec(module)
@@ -82,11 +82,11 @@ def _told(module: str) -> dict[str, Any]:
         body = ast.parse(file.read_text()).body
     except (ImportError, OSError, ValueError, SyntaxError):
         return {}
-    told = {}
+    values = {}
     for line in body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
             name = line.targets[0].id
             if name == name.upper() and name.lower() in SimulatorRequirements._fields:
                 with contextlib.suppress(ValueError):
-                    told[name.lower()] = ast.literal_eval(line.value)
-    return told
+                    values[name.lower()] = ast.literal_eval(line.value)
+    return values

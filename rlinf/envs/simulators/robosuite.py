@@ -68,14 +68,14 @@ class RobosuiteEnv:
         from gymnasium.spaces import Box
 
         self._env, self._names, self._most, self._steps = env, state, steps, 0
-        seen = env.reset()
+        observation = env.reset()
         for name in state:
-            if name not in seen:
-                near = difflib.get_close_matches(name, seen, 3, 0.3)
+            if name not in observation:
+                near = difflib.get_close_matches(name, observation, 3, 0.3)
                 raise ValueError(f"kwargs.state: no observation {name!r}; near it: {near}")
         low, high = env.action_spec
         self.action_space = Box(low.astype(np.float32), high.astype(np.float32))
-        self.observation_space = Box(-np.inf, np.inf, self._state(seen).shape, np.float32)
+        self.observation_space = Box(-np.inf, np.inf, self._state(observation).shape, np.float32)
 
     @property
     def unwrapped(self) -> RobosuiteEnv:
@@ -97,18 +97,26 @@ class RobosuiteEnv:
     def reset(self, seed: int | None = None) -> Any:
         # Whatever draws holds this generator.
         self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-        seen = self._env.reset()
+        observation = self._env.reset()
         self._steps = 0
-        return self._state(seen), {}
+        return self._state(observation), {}
 
     def step(self, action: Any) -> Any:
-        seen, reward, *_ = self._env.step(np.asarray(action, np.float64))
+        observation, reward, *_ = self._env.step(np.asarray(action, np.float64))
         self._steps += 1
         solved = bool(self._env._check_success())
-        return self._state(seen), reward, False, self._steps >= self._most, {"success": solved}
+        return (
+            self._state(observation),
+            reward,
+            False,
+            self._steps >= self._most,
+            {"success": solved},
+        )
 
     def close(self) -> None:
         self._env.close()
 
-    def _state(self, seen: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(seen[name]) for name in self._names]).astype(np.float32)
+    def _state(self, observation: Any) -> np.ndarray:
+        return np.concatenate([np.ravel(observation[name]) for name in self._names]).astype(
+            np.float32
+        )

@@ -74,21 +74,27 @@ class RoboTwinEnv:
 
     def reset(self, numbers: list[int], seeds: list[int]) -> dict[str, np.ndarray]:
         self._env.reset(env_idx=numbers, env_seeds=[seed % MAX_SEEDS for seed in seeds])
-        return {name: column[numbers] for name, column in self._seen(self._env.get_obs()).items()}
+        return {
+            name: column[numbers] for name, column in self._observe(self._env.get_obs()).items()
+        }
 
     def step(self, actions: np.ndarray) -> Any:
-        seen, rewards, terminated, truncated, infos = self._env.step(actions[:, None])
+        observations, rewards, terminated, truncated, infos = self._env.step(actions[:, None])
         solved = [bool(np.any(info.get("success", False))) for info in infos]
         ends = [np.array([bool(np.any(e)) for e in ended]) for ended in (terminated, truncated)]
         gained = np.array([float(np.sum(reward)) for reward in rewards])
-        return self._seen(seen), gained, *ends, np.array(solved)
+        return self._observe(observations), gained, *ends, np.array(solved)
 
     def close(self) -> None:
         self._env.close(True)
 
-    def _seen(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
+    def _observe(self, observations: Sequence[Any]) -> dict[str, np.ndarray]:
         first = observations[0]
         pictures = [name for name in self._images if first.get(name) is not None]
-        found = {name: np.stack([seen[name] for seen in observations]) for name in pictures}
-        state = np.stack([np.asarray(seen["state"], np.float32) for seen in observations])
-        return {STATE: state, **found}
+        arrays = {
+            name: np.stack([observation[name] for observation in observations]) for name in pictures
+        }
+        state = np.stack(
+            [np.asarray(observation["state"], np.float32) for observation in observations]
+        )
+        return {STATE: state, **arrays}

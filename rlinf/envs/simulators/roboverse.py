@@ -2,9 +2,9 @@
 
 Environments are those of one task class. The state is the task's own observation, a vector; there
 are no pictures. What the class calls termination counts as success too, as MetaSim has it; where it
-means a fall, leave ``task.score_by_success`` false. A class that begins the next episode in the step that
-ends one shows that: what was seen before stands then for the last of the episode. Seeds do not
-reach the simulator.
+means a fall, leave ``task.score_by_success`` false. A class may begin the next episode in the step
+that ends one, and show the new episode: the observation before that step then counts as the last
+one of the episode. Seeds do not reach the simulator.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class RoboVerseEnv:
 
     def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
         if old := [number for number in numbers if not self._begun[number]]:
-            seen = _array(self._env.reset(env_ids=old)[0])
+            observations = _array(self._env.reset(env_ids=old)[0])
             # Some classes answer for all, some for those alone.
-            self._shown[old] = seen if len(seen) == len(old) else seen[old]
+            self._shown[old] = observations if len(observations) == len(old) else observations[old]
         self._begun[numbers] = False
         return self._shown[numbers]
 
     def step(self, actions: np.ndarray) -> Any:
         import torch
 
-        given = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
-        seen, reward, *ends, _ = self._env.step(given)
+        action_tensor = torch.as_tensor(actions, dtype=torch.float32, device=self._env.device)
+        observations, reward, *ends, _ = self._env.step(action_tensor)
         terminated, truncated = (_array(ended).astype(bool) for ended in ends)
-        before, now = self._shown, _array(seen).astype(np.float32)
+        before, now = self._shown, _array(observations).astype(np.float32)
         self._begun = (terminated | truncated) & (_array(self._env._episode_steps) == 0)
         self._shown = now.copy()
         last = np.where(self._begun[:, None], before, now)

@@ -142,14 +142,15 @@ def check_layout(
     if layout.pp > 1 and stage_layers:
         if len(stage_layers) != layout.pp or sum(stage_layers) != layers or min(stage_layers) < 1:
             raise ConfigError(
-                f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the {layers} layers of the "
-                f"model on {layout.pp} pipeline stages ({where}.pp), one or more on each"
+                f"trainer.layers_per_pipeline_stage: {list(stage_layers)} are not the "
+                f"{layers} layers of the model on {layout.pp} pipeline stages ({where}.pp), one "
+                "or more on each"
             )
     elif layers % layout.pp:
         raise ConfigError(
             f"{where}.pp: {layers} layers are not as many on each of {layout.pp} pipeline stages; "
-            f"{_divisors(layers)} can have them so, or say in trainer.layers_per_pipeline_stage how many each "
-            "has"
+            f"{_divisors(layers)} can have them so, or say in trainer.layers_per_pipeline_stage "
+            "how many each has"
         )
     if layout.ep > 1 and not experts:
         raise ConfigError(f"{where}.ep: this model has no experts to share out; leave it out")
@@ -180,7 +181,8 @@ def check_adapters(
         if kind not in (*ATTENTION_LINEARS, *MLP_LINEARS):
             raise ConfigError(
                 f"{key}: {target!r} has no adapter with trainer=megatron, which has those of "
-                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; leave it out, or choose trainer=fsdp"
+                f"{', '.join((*ATTENTION_LINEARS, *MLP_LINEARS))}; leave it out, or choose "
+                "trainer=fsdp"
             )
         if kind in MLP_LINEARS and _experts(model):
             raise ConfigError(

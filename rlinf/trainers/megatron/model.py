@@ -1,9 +1,10 @@
 """A network of Megatron-Core in the place of one of ``transformers``.
 
-Policies call it as they call the other: tokens in, logits out. Its layers are Megatron's; attention
-inside them is torch's, of packed rows :func:`rlinf.models.packed_attention.packed_attention`, and positions are turned
-by the frequencies that the other network has. Positions that processes share out meet in attention
-and behind the layers alone (:mod:`rlinf.trainers.megatron.context_parallel`).
+Policies call it like the network of ``transformers``: tokens in, logits out. The layers are
+Megatron's. Attention inside them is torch's, or
+:func:`rlinf.models.packed_attention.packed_attention` for packed rows. The rotary frequencies are
+copied from the original network. With context parallelism, positions are exchanged only in the
+attention and after the layers (:mod:`rlinf.trainers.megatron.context_parallel`).
 """
 
 from __future__ import annotations

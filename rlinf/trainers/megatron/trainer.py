@@ -265,16 +265,16 @@ class MegatronTrainer(MinibatchTrainer):
         def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
             inputs = self._inputs(policy, records, spans)
             sizes.append(inputs["mask"].shape)
-            said = policy.evaluate(inputs, temperature).logprobs
-            return said, said
+            logprobs_out = policy.evaluate(inputs, temperature).logprobs
+            return logprobs_out, logprobs_out
 
-        said = pipeline_parallel.run_pipeline(
+        logprobs_out = pipeline_parallel.run_pipeline(
             self._memory.ddp_model, cut.batches, compute, backward=False
         )
-        said = said or [torch.zeros(size, device=self.device) for size in sizes]
+        logprobs_out = logprobs_out or [torch.zeros(size, device=self.device) for size in sizes]
         return [
             StepOutputs(pipeline_parallel.broadcast_from_last_stage(logprobs.contiguous()))
-            for logprobs in said
+            for logprobs in logprobs_out
         ]
 
     def discard_gradients(self) -> None:

@@ -19,6 +19,7 @@ from launchers.launcher import JobSpec
 from launchers.sbatch import restarting_script
 from launchers.submission_queue import write_job_note
 from pipeline import resume
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands import driver_job
 from pipeline.commands import submit as submission
 from pipeline.commands.driver_job import (
@@ -32,7 +33,6 @@ from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop_run
 from pipeline.commands.submit import submit_run
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import parse_plan
 from pipeline.resume import create_run
 from pipeline.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.commands.experiment import validate_experiment
-from pipeline.driver import stage_call
+from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.pools.dispatcher import StageDispatcher
 from pipeline.pools.leases import Lease, pool_states

@@ -171,7 +171,7 @@ def test_episodes_of_a_simulator_go_from_pool_to_pool(compose: Compose, tmp_path
     words += [
         "model.normalize_observations=true",
         "task.num_processes=1",
-        "task.double_buffer=2",
+        "task.double_buffer=true",
     ]
     run_experiment(compose("run.name=one", *words, experiment="cartpole_ppo"))
     two = compose("cluster=local", "run.name=two", *words, experiment="cartpole_ppo")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import parse_plan
 from pipeline.pools.leases import pool_job, pool_states
 from pipeline.run import Run

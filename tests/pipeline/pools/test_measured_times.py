@@ -80,7 +80,7 @@ def test_a_new_plan_predicts_what_the_run_took(
     run_replan(run, None, None, apply=False)
     assert "predicted against actual" in capsys.readouterr().out
     assert Plan.from_run(run.folder).forecast is not None
-    new = yaml.safe_load((run.folder / "replan.yaml").read_text())["predicted"]["stages"]
+    new = yaml.safe_load((run.folder / "replan.yaml").read_text())["forecast"]["stages"]
     for stage in BUSY:
         assert new[stage]["seconds"] == pytest.approx(old[stage].actual.median_s, rel=0.05)
 
@@ -88,7 +88,7 @@ def test_a_new_plan_predicts_what_the_run_took(
 def ran_again(run: Run) -> None:
     """As if its iterations had been made under the plan that it has now."""
     values = yaml.safe_load((run.folder / "plan.yaml").read_text())
-    values["predicted"]["since"] = None
+    values["forecast"]["applied_at"] = None
     (run.folder / "plan.yaml").write_text(yaml.safe_dump(values))
 
 

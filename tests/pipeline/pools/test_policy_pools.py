@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from pipeline.commands.experiment import validate_experiment
-from pipeline.driver import stage_call
+from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
 from pipeline.pools.dispatcher import StageDispatcher
 from pipeline.pools.leases import Lease, pool_states
@@ -129,7 +129,7 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
         "execution": "segment",
         "stages": {stage: {"processes": size} for stage in ("rollout", "inference", "train")},
         "pools": [
-            {"stages": stages, "gpus": {"local": size}, "ranks": ranks},
+            {"stages": stages, "gpus": {"local": size}, "stage_ranks": ranks},
             {"stages": ["evaluate"], "gpus": {"local": 1}},
         ],
     }

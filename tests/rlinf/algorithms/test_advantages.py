@@ -194,7 +194,7 @@ def test_equal_rewards_teach_nothing_whatever_is_made_of_them(
     )
     for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "grpo"):
         cls = algorithms.get(name)
-        found = cls(cls.Config(whiten_advantages=True)).judged(batch).require("advantages")
+        found = cls(cls.Config(whiten_advantages=True)).with_advantages(batch).require("advantages")
         assert not found.any(), name
 
 
@@ -203,8 +203,11 @@ def test_whitening_is_a_setting_of_every_algorithm_and_done_in_one_place() -> No
     for name in ("grpo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         cls = algorithms.get(name)
         plain = cls(cls.Config(whiten_advantages=False))
-        advantages, returns = plain.advantages(batch)
-        raw, white = plain.judged(batch), cls(cls.Config(whiten_advantages=True)).judged(batch)
+        advantages, returns = plain.compute_advantages(batch)
+        raw, white = (
+            plain.with_advantages(batch),
+            cls(cls.Config(whiten_advantages=True)).with_advantages(batch),
+        )
         assert torch.equal(raw.require("advantages"), advantages)
         assert torch.equal(white.require("advantages"), masked_whiten(advantages, batch.mask))
         if returns is not None:

@@ -172,13 +172,13 @@ def test_where_no_step_counts_all_is_zero(name: str, aggregation: Any, ratio: An
     cls = algorithms.get(name)
     algorithm = cls(
         cls.Config(
-            kl_coefficient=0.3,
-            entropy_bonus=0.1,
-            aggregation=aggregation,
-            ratio_level=ratio,
-            behaviour_weight_cap=2.0,
-            behaviour_weight_level="geometric",
-            clip_dual=3.0,
+            kl_loss_coef=0.3,
+            entropy_coeff=0.1,
+            loss_agg_mode=aggregation,
+            importance_sampling_level=ratio,
+            rollout_is_threshold=2.0,
+            rollout_is_level="geometric",
+            clip_ratio_c=3.0,
         )
     )
     batch = batch_of(2)

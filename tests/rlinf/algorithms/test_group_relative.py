@@ -63,7 +63,7 @@ def test_groups_are_kept_whole_by_what_their_scores_are(
     rows: list[tuple[float, int]], drop: bool, low: float | None, high: float | None, random: Any
 ) -> None:
     scores, groups = [score for score, _ in rows], [group for _, group in rows]
-    settings: dict[str, Any] = {"drop_equal": drop, "low": low, "high": high}
+    settings: dict[str, Any] = {"filter_zero_variance": drop, "min_reward": low, "max_reward": high}
     kept = select_groups(np.array(scores), np.array(groups, int), **settings)
     assert kept.dtype == bool
     assert kept.tolist() == slow(scores, groups, drop, low, high)
@@ -98,7 +98,7 @@ def test_every_algorithm_of_groups_has_the_same_filters(
     name: str, settings: dict[str, Any], groups: set[int]
 ) -> None:
     cls = algorithms.get(name)
-    kept = cls(cls.Config(**settings)).keep(SCORES, GROUPS)
+    kept = cls(cls.Config(**settings)).select_samples(SCORES, GROUPS)
     assert kept.tolist() == np.isin(GROUPS, list(groups)).tolist()
 
 
@@ -246,7 +246,7 @@ def test_turns_without_rewards_of_their_own_are_refused(
     words: list[str], match: str, compose: Compose
 ) -> None:
     made = compose(*words, "algorithm.advantage_level=turn")
-    for key in ("operations", "least_significant_first", "rambling"):
+    for key in ("operations", "least_significant_first", "rambling_fraction"):
         if words:
             made["task"].pop(key, None)
     with pytest.raises(ConfigError, match=match):

@@ -139,7 +139,7 @@ def test_the_weight_of_an_episode_does_not_depend_on_the_token_budget(
     level: RolloutISLevel, tmp_path: Path
 ) -> None:
     """Of a policy whose steps stand alone, an episode is evaluated in parts elsewhere."""
-    update = Update("ppo", tmp_path, behaviour_weight_cap=1.5, behaviour_weight_level=level)
+    update = Update("ppo", tmp_path, rollout_is_threshold=1.5, rollout_is_level=level)
     random = np.random.default_rng(0)
     for sample in update.samples:
         noise = random.normal(size=len(sample.trajectory)).astype(np.float32)

@@ -32,9 +32,9 @@ BOX = {"observation": 3, "action": {"kind": "box", "size": 2}}
 SMALL: dict[str, Any] = {"hidden": (8,), "critic_hidden": (8,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "sac": {},
-    "crossq": {"critic_norm": "batch_renorm", "targets": False},
-    "rlpd": {"critic_norm": "layer", "critics": 4},
-    "iql": {"state_value": True},
+    "crossq": {"critic_norm": "batch_renorm", "use_target_critics": False},
+    "rlpd": {"critic_norm": "layer", "num_critics": 4},
+    "iql": {"use_state_value": True},
 }
 B = 16
 
@@ -141,7 +141,7 @@ def test_a_cut_is_no_end_to_any_of_them(tmp_path: Path) -> None:
 
 def test_crossq_normalises_what_was_done_and_what_follows_together(tmp_path: Path) -> None:
     policy, batch = policy_of(tmp_path, **OPTIONS["crossq"]), batch_of()
-    values, later = made("crossq").values(policy.module, batch, batch["actions"])  # type: ignore[attr-defined]
+    values, later = made("crossq").critic_values(policy.module, batch, batch["actions"])  # type: ignore[attr-defined]
     again = policy_of(tmp_path, **OPTIONS["crossq"]).module.critics
     done = torch.cat([batch["observations"], batch["actions"]], -1)
     after = torch.cat([batch["next_observations"], batch["actions"]], -1)
@@ -157,7 +157,7 @@ def test_what_a_person_did_is_among_the_demonstrations(tmp_path: Path) -> None:
     rows["rewards"] = np.arange(5)
     none, some = InMemoryTransitions(rows[:0]), InMemoryTransitions(rows[3:])
     algorithm, helped = made("rlpd"), [some, none]
-    learner: Any = SimpleNamespace(policy=policy, helped=lambda: helped.pop(0))
+    learner: Any = SimpleNamespace(policy=policy, intervention_transitions=lambda: helped.pop(0))
     online, before = algorithm._sources(learner, InMemoryTransitions(rows[:3]))
     assert (len(online), len(before)) == (3, 2)
     assert before.take(np.array([1, 0, 1]))["rewards"].tolist() == [4, 3, 4]
@@ -244,21 +244,21 @@ def learned(
 
 
 def test_there_are_as_many_steps_as_new_transitions_ask_for(tmp_path: Path) -> None:
-    algorithm, learner, _ = learned(tmp_path, [sample(20)], update_ratio=2.5, policy_every=3)
+    algorithm, learner, _ = learned(tmp_path, [sample(20)], utd_ratio=2.5, policy_delay=3)
     assert learner.num_updates == len(algorithm.asked) == 50
     noisy = ["noise" in batch for batch in algorithm.asked]
     assert noisy[-6:] == [False, False, True] * 2, "the policy learns in the last step"
     assert noisy.count(True) == 17
     assert learner.metrics["steps"] == 50
-    algorithm, _, _ = learned(tmp_path, [sample(20)], updates=2, policy_every=20)
+    algorithm, _, _ = learned(tmp_path, [sample(20)], gradient_steps=2, policy_delay=20)
     assert ["noise" in batch for batch in algorithm.asked] == [False, True]
-    algorithm, learner, _ = learned(tmp_path, [sample(20)], min_transitions=21)
+    algorithm, learner, _ = learned(tmp_path, [sample(20)], learning_starts=21)
     assert learner.num_updates == 0
-    assert learned(tmp_path, [sample(20)], updates=3)[1].num_updates == 3
+    assert learned(tmp_path, [sample(20)], gradient_steps=3)[1].num_updates == 3
 
 
 def test_the_same_transitions_are_drawn_again_and_others_in_other_steps(tmp_path: Path) -> None:
-    one, other = (learned(tmp_path, [sample(20)], updates=40)[0].asked for _ in range(2))
+    one, other = (learned(tmp_path, [sample(20)], gradient_steps=40)[0].asked for _ in range(2))
     for batch, same in zip(one, other, strict=True):
         assert all(torch.equal(batch[name], same[name]) for name in batch)
     assert not torch.equal(one[0]["observations"], one[1]["observations"])
@@ -270,7 +270,7 @@ def test_targets_follow_the_critics_and_only_groups_that_learn_change(
 ) -> None:
     before = policy_of(tmp_path).module
     monkeypatch.setattr(Recorded, "_policy_learns", lambda *_: False)
-    _, _, module = learned(tmp_path, [sample(20)], updates=1, tau=0.25)
+    _, _, module = learned(tmp_path, [sample(20)], gradient_steps=1, tau=0.25)
     for name, tensor in module.policy.state_dict().items():
         assert torch.equal(tensor, before.policy.state_dict()[name])
     old, new = before.targets.state_dict(), module.critics.state_dict()  # type: ignore[union-attr]
@@ -305,7 +305,7 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
         file["observations"], file["actions"] = np.zeros((5, 3)), np.zeros((5, 2))
         file["next_observations"] = np.zeros((5, 3))
         file["rewards"], file["terminated"] = np.full(5, 9.0), np.zeros(5)
-    settings: dict[str, Any] = {"prior": path, "offline_ratio": 0.5, "updates": 4}
+    settings: dict[str, Any] = {"offline_data": path, "offline_ratio": 0.5, "gradient_steps": 4}
     algorithm, _, _ = learned(tmp_path / "a", [sample(20, 1.0)], **settings)
     for batch in algorithm.asked:
         assert sorted(batch["rewards"].tolist()) == [1.0] * 5 + [9.0] * 5
@@ -321,16 +321,16 @@ def test_half_of_each_batch_is_of_the_prior_transitions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "model", "words"),
     [
-        ("sac", {}, {"targets": False}, "model.use_target_critics: SAC needs target networks"),
+        ("sac", {}, {"use_target_critics": False}, "model.use_target_critics: SAC needs"),
         ("sac", {}, {"critic_norm": "batch_renorm"}, "model.critic_norm: "),
         ("sac", {"offline_ratio": 0.5}, {}, "algorithm.offline_ratio: "),
         ("crossq", {}, {"critic_norm": "batch_renorm"}, "model.use_target_critics: CrossQ has no"),
-        ("crossq", {}, {"targets": False}, "set model.critic_norm=batch_renorm"),
+        ("crossq", {}, {"use_target_critics": False}, "set model.critic_norm=batch_renorm"),
         ("rlpd", {"offline_ratio": 0}, {}, "RLPD's critics have layer normalisation"),
         ("rlpd", {"offline_ratio": 0}, {"critic_norm": "layer"}, "algorithm.offline_data: RLPD"),
         ("iql", {"offline_ratio": 0}, {}, "model.use_state_value: IQL learns the value of states"),
-        ("iql", {"offline_ratio": 0}, {"state_value": True}, "algorithm.offline_data: IQL"),
-        ("sac", {"prior": "/nowhere.h5"}, {}, "algorithm.offline_data: /nowhere.h5"),
+        ("iql", {"offline_ratio": 0}, {"use_state_value": True}, "algorithm.offline_data: IQL"),
+        ("sac", {"offline_data": "/nowhere.h5"}, {}, "algorithm.offline_data: /nowhere.h5"),
     ],
 )
 def test_a_policy_or_data_that_do_not_fit_are_refused(

@@ -58,7 +58,7 @@ def batch(rewards: str) -> StepBatch:
     ("name", "algorithm", "settings", "rewards"),
     [
         ("grpo", "grpo", {}, "rewards"),
-        ("dr_grpo", "grpo", {"normalise": False}, "rewards"),
+        ("dr_grpo", "grpo", {"norm_adv_by_std": False}, "rewards"),
         ("rloo", "rloo", {}, "rewards"),
         ("reinforce_plus_plus", "reinforce_plus_plus", {"gamma": 0.9}, "dense"),
         ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}, "rewards"),
@@ -67,7 +67,7 @@ def batch(rewards: str) -> StepBatch:
 )
 def test_advantages(name: str, algorithm: str, settings: dict[str, Any], rewards: str) -> None:
     cls = algorithms.get(algorithm)
-    found = cls(cls.Config(**settings)).judged(batch(rewards))
+    found = cls(cls.Config(**settings)).with_advantages(batch(rewards))
     alike(found.require("advantages"), name)
     if name == "gae":
         alike(found.require("returns"), "gae_returns")

@@ -133,7 +133,7 @@ def test_an_update_learns_from_what_the_divergence_left_of_the_reward(
     name: str, tmp_path: Path
 ) -> None:
     """As it does where the rewards come that way; it needs what the inference stage says."""
-    update = Update(name, tmp_path, kl_reward=0.5)
+    update = Update(name, tmp_path, kl_reward_coef=0.5)
     assert update.algorithm.needs_old_logprobs
     assert update.algorithm.needs_reference
     found = update.weights([update.samples])

@@ -115,7 +115,7 @@ CASES: list[tuple[type[Algorithm], set[str], set[str]]] = [
     (
         Reinforce,
         set(SURROGATE),
-        KL_KEYS | {"reward_kl_penalty", "aggregation", "old_logprobs", "normalise"},
+        KL_KEYS | {"kl_reward_coef", "loss_agg_mode", "old_logprobs", "norm_adv_by_std"},
     ),
     (Halved, set(), {*SURROGATE, *KL_KEYS}),
     (Named, set(), {*SURROGATE, *KL_KEYS}),
@@ -125,18 +125,18 @@ CASES: list[tuple[type[Algorithm], set[str], set[str]]] = [
         {"importance_sampling_level", "clip_ratio_low", "clip_ratio_high"},
         {"clip_ratio_c"},
     ),
-    (Bare, {*SURROGATE, *KL_KEYS}, {"epochs", "aggregation", "reward_kl_penalty"}),
+    (Bare, {*SURROGATE, *KL_KEYS}, {"epochs", "loss_agg_mode", "kl_reward_coef"}),
     (
         Pairs,
-        {*SURROGATE, *KL_KEYS, "minibatches", "reward_kl_penalty", "whiten_advantages"},
+        {*SURROGATE, *KL_KEYS, "minibatches", "kl_reward_coef", "whiten_advantages"},
         {"epochs"},
     ),
     (Plain, {"gamma", "gae_lambda"}, {"cliprange_value", "clip_ratio_low", "critic_warmup"}),
-    (Uniform, {"normalise"}, {"advantage_level", "clip_ratio_low"}),
+    (Uniform, {"norm_adv_by_std"}, {"advantage_level", "clip_ratio_low"}),
     (
         Critics,
         {"target_entropy", "learn_temperature", "backup_entropy", "target_q_agg"},
-        {"gamma", "tau", "offline_ratio", "capacity", "policy_delay"},
+        {"gamma", "tau", "offline_ratio", "buffer_size", "policy_delay"},
     ),
 ]
 
@@ -169,8 +169,8 @@ def test_the_error_names_key_and_method_and_says_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
         reject_unused_keys(algorithm, "mine:Reinforce")
     assert str(caught.value).startswith(
-        "algorithm.clip_ratio_low: mine:Reinforce never reads it (nor clip_ratio_c); its own loss replaces "
-        "what does; take it out of the configuration"
+        "algorithm.clip_ratio_low: mine:Reinforce never reads it (nor clip_ratio_c); its own "
+        "policy_loss replaces what does; take it out of the configuration"
     )
     with pytest.raises(ConfigError, match=r"^algorithm\.policy_q_agg: iql never reads it; take"):
         reject_unused_keys(IQL(IQL.Config(policy_q_agg="mean")), "iql")

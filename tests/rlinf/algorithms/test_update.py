@@ -140,7 +140,7 @@ def test_what_float16_scales_is_a_mean(
     every = samples([1, 0, 0] * 200)
     said = []
     for dtype in ("float32", "float16"):
-        made = make(folder, param_dtype=dtype, token_budget=1 << 14)
+        made = make(folder, param_dtype=dtype, max_tokens_per_microbatch=1 << 14)
         learner = Learner(made, {"policy": 1e-3})
         algorithm.update(learner, [every[:300], every[300:]])
         said.append(learner.metrics)

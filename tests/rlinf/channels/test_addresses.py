@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import zmq
 
-from pipeline.job_executor import ClusterConfig, job_resources
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import StagePlan
+from pipeline.resources import job_resources
 from rlinf.channels.control_link import Controller, PeerJoined
 from rlinf.channels.curve_sockets import (
     INTERFACE_VARIABLE,

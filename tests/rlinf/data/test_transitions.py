@@ -78,7 +78,7 @@ def test_chunks_of_actions_are_no_transitions() -> None:
     """Nothing says what was seen between their actions."""
     actions = np.zeros((6, 3, 1), np.float32)
     record = trajectory(actions=actions, executed=np.full(6, 3, np.int32))
-    with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk=1"):
+    with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk_size=1"):
         to_transitions(record, REWARDS)
 
 

@@ -144,7 +144,8 @@ def test_loading_changes_what_is_served(tmp_path: Path) -> None:
 def test_it_does_not_import_transformers() -> None:
     import subprocess
 
-    code = "import rlinf.engines.direct, rlinf.models.actor_critic, sys; print('transformers' in sys.modules)"
+    modules = "rlinf.engines.direct, rlinf.models.actor_critic"
+    code = f"import sys, {modules}; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

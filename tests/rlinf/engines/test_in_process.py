@@ -75,7 +75,7 @@ def test_the_process_group_of_a_trainer_outlives_it(tried: Tried) -> None:
     """And the weights do not."""
     own: Any = tried.engine
     assert dist.get_world_size() == 1
-    network = weakref.ref(network_of(own.inner))
+    network = weakref.ref(network_of(own.backend))
     assert network() is not None
     own.close()
     total = torch.ones(1)
@@ -110,7 +110,7 @@ def test_a_network_that_passes_over_weights_closes_it(
     own: Any = tried.engine
     request = tried.request()
     before = tried.answers(request)
-    network = type(network_of(own.inner))
+    network = type(network_of(own.backend))
     load = network.load_weights
 
     def some(self: Any, weights: Any) -> Any:
@@ -118,9 +118,9 @@ def test_a_network_that_passes_over_weights_closes_it(
 
     with monkeypatch.context() as patched:
         patched.setattr(network, "load_weights", some)
-        with pytest.raises(RuntimeError, match=r"no weights came .*down_proj"):
+        with pytest.raises(RuntimeError, match=r"weights for .*down_proj"):
             own.load_state(tried.policy.module.state_dict().items(), 4)
-    assert own.inner is None
+    assert own.backend is None
     own.load(tried.folder, 3)
     assert_alike(tried.answers(request), before, tried)
 
@@ -134,14 +134,14 @@ def test_a_step_that_fails_is_told_and_closes_it(
     before = tried.answers(request)
     for last in (1, 3):
         own.load(tried.folder, 3)  # nothing is cached
-        steps, step = itertools.count(1), own.inner.step
+        steps, step = itertools.count(1), own.backend.step
 
         def fails(step: Any = step, steps: Any = steps, last: int = last) -> Any:
             if next(steps) == last:
                 raise ValueError("no memory")
             return step()
 
-        monkeypatch.setattr(own.inner, "step", fails)
+        monkeypatch.setattr(own.backend, "step", fails)
         with pytest.raises(ValueError, match="no memory"):
             tried.answers(request)
         assert own.version == -1
@@ -153,8 +153,10 @@ def test_a_start_that_fails_leaves_the_process_group(tried: Tried) -> None:
     own: Any = tried.engine
     own.close()
     cls = type(own)
-    engine: Any = cls(cls.Config(arguments=("--no-such-word",)), CausalLM, TOKENS)
-    with pytest.raises(ConfigError, match=r"engine\.arguments: .*does not take all of .*no-such"):
+    engine: Any = cls(cls.Config(extra_args=("--no-such-word",)), CausalLM, TOKENS)
+    with pytest.raises(
+        ConfigError, match=r"engine\.extra_args: .*does not accept all of .*no-such"
+    ):
         engine.load(tried.folder, 3)
     assert dist.get_world_size() == 1
     own.load(tried.folder, 3)

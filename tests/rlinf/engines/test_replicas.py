@@ -39,7 +39,9 @@ def started(folder: Path, **config: Any) -> Tried:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
-    tried = started(tmp_path_factory.mktemp("replicas") / "policy", replicas=2, imbalance=4)
+    tried = started(
+        tmp_path_factory.mktemp("replicas") / "policy", replicas=2, max_load_imbalance=4
+    )
     yield tried
     tried.engine.close()
 
@@ -103,7 +105,7 @@ def test_a_group_that_is_too_large_for_one_is_shared(tried: Tried) -> None:
     tried.answers(grouped(tried, 1, 12, **LONG))
     counts = [len(prompts) - n for prompts, n in zip(read(tried), before, strict=True)]
     assert sum(counts) == 12
-    assert min(counts) >= 4, "by imbalance=4 it is above the other by 5 at most"
+    assert min(counts) >= 4, "by max_load_imbalance=4 it is above the other by 5 at most"
 
 
 def test_the_same_samples_come_whoever_made_them(tried: Tried, tmp_path: Path) -> None:
@@ -200,10 +202,10 @@ def test_one_that_does_not_come_up_again_is_done_without(
         patched.setattr(servers, "resolve_interpreter", lambda name, key: "/bin/false")
         os.killpg(engine.processes[0].pid, 9)
         assert_alike(tried.answers(request), whole, tried)
-        engine._servers.settle()
+        engine._servers.wait_ready()
         assert len(engine.processes) == 1
-        assert "server 0 of 2 does not come up again" in caplog.text
-        with pytest.raises(ServerError, match="exit code 1 before it was up"):
+        assert "server 0 of 2 did not restart" in caplog.text
+        with pytest.raises(ServerError, match="exit code 1 before it was ready"):
             engine.load(tried.folder, 3)
     engine.load(tried.folder, 3)
     assert_alike(tried.answers(request), whole, tried)
@@ -213,7 +215,7 @@ def test_one_that_hangs_is_replaced_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlinf.engines.server_process.LIVENESS_INTERVAL_S", 0.2)
-    tried = started(tmp_path / "policy", silent_s=2.0)
+    tried = started(tmp_path / "policy", heartbeat_timeout_s=2.0)
     engine: Any = tried.engine
     try:
         request = grouped(tried, 2, 2, **LONG)
@@ -240,7 +242,7 @@ def test_one_that_is_only_slow_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlinf.engines.server_process.LIVENESS_INTERVAL_S", 0.2)
-    tried = started(tmp_path / "policy", silent_s=8.0, step_s=1.0)
+    tried = started(tmp_path / "policy", heartbeat_timeout_s=8.0, step_s=1.0)
     engine: Any = tried.engine
     try:
         first = engine.processes[0].pid

@@ -21,11 +21,11 @@ def test_a_sample_fits_into_its_cache(name: str, tmp_path: Path) -> None:
 
     def context(**settings: Any) -> int:
         engine = cls(cls.Config(**settings), CausalLM, TOKENS)
-        engine._known(tmp_path)
-        return int(engine._context)
+        engine._read_model(tmp_path)
+        return int(engine._max_model_len)
 
-    assert context() == context(cache_tokens=520) == 512
-    assert context(cache_tokens=519) == 511
-    assert context(cache_tokens=408, context=400) == 400
+    assert context() == context(max_total_tokens=520) == 512
+    assert context(max_total_tokens=519) == 511
+    assert context(max_total_tokens=408, max_model_len=400) == 400
     with pytest.raises(ConfigError, match=r"engine\.max_total_tokens: 407 .*sample of 400"):
-        context(cache_tokens=407, context=400)
+        context(max_total_tokens=407, max_model_len=400)

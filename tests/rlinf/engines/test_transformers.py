@@ -170,8 +170,8 @@ def test_finished_rows_do_not_come_back_with_newer_weights(folder: Path, tmp_pat
 def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max_rows: int) -> None:
     """Handing samples over changes nothing: the randomness of a token is that of its place."""
     wanted = request([3, 7, 5, 4, 6] * 2, horizon=12)
-    plain = rows(engine(folder, max_rows=max_rows), wanted)
-    first, asked = engine(folder, max_rows=max_rows), list[int]()
+    plain = rows(engine(folder, max_num_seqs=max_rows), wanted)
+    first, asked = engine(folder, max_num_seqs=max_rows), list[int]()
 
     def gives_up(left: int, of: int) -> bool:
         assert of == 20
@@ -210,7 +210,7 @@ def test_another_engine_goes_on_with_what_one_gave_up(folder: Path, at: int, max
 def test_a_sample_does_not_depend_on_its_neighbours(folder: Path) -> None:
     wanted = request([3, 7, 5, 4, 6])
     whole = rows(engine(folder), wanted)
-    pieces = rows(engine(folder, max_rows=3), wanted)
+    pieces = rows(engine(folder, max_num_seqs=3), wanted)
     assert whole.keys() == pieces.keys()
     for number in whole:
         length = int(whole[number]["length"])
@@ -274,7 +274,7 @@ def test_finished_rows_are_no_longer_computed(
 
 def test_the_first_samples_come_first_however_long_their_prompts_are(folder: Path) -> None:
     """Who works on parts of the batch beside the engine has the first ones early."""
-    made = engine(folder, max_rows=4, ignore_eos=True)
+    made = engine(folder, max_num_seqs=4, ignore_eos=True)
     replies = made.generate(asked(request([2, 3, 9, 4, 8, 7])), seed=7, stage="rollout")
     came = [int(sample) for reply in replies for sample in reply.steps["sample"]]
     assert [{*came[i : i + 4]} for i in (0, 4, 8)] == [{*range(i, i + 4)} for i in (0, 4, 8)]

@@ -24,7 +24,7 @@ class World:
         self._episode, self._steps = 0, 0
         self._shown = np.zeros(1, np.float32)
         if told:
-            self.tells = ("intervened", "performed")
+            self.step_info_keys = ("intervened", "performed")
 
     def reset(self, seed: int | None = None) -> Any:
         self._episode, self._steps, self._shown[0] = self._episode + 1, 0, 0

@@ -18,7 +18,7 @@ class World:
     action_space = Space(-np.ones(2, np.float32), np.ones(2, np.float32))
     observation_space = Space(-np.ones(1, np.float32), np.ones(1, np.float32))
 
-    tells = ("intervened", "performed", "late")
+    step_info_keys = ("intervened", "performed", "late")
 
     def __init__(self, falls: str) -> None:
         self._falls = falls

@@ -68,7 +68,7 @@ def test_a_worker_asks_the_questions_of_its_starts(tokenizer: Any) -> None:
 
 def test_rambling_demonstrations_begin_with_the_answer(tokenizer: Any) -> None:
     rambling = 0
-    for record in make(tokenizer, rambling=0.5).demonstrations(0, 0, 400):
+    for record in make(tokenizer, rambling_fraction=0.5).demonstrations(0, 0, 400):
         question = tokenizer.decode(record.context["prompt"]).rstrip("=")
         text = tokenizer.decode(record.steps["actions"], skip_special_tokens=True)
         answer, _, more = text.partition(" ")

@@ -102,14 +102,14 @@ def replayed(task: GymConfig, record: Record, seed: int, split: str) -> dict[str
     name=st.sampled_from(["CartPole-v1", "Pendulum-v1"]),
     chunk=st.integers(2, 9),
     limit=st.integers(1, 40),
-    halves=st.sampled_from([1, 2]),
+    double_buffer=st.booleans(),
     split=st.sampled_from(["train", "test"]),
     seed=st.integers(0, 99),
 )
 def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
-    name: str, chunk: int, limit: int, halves: Any, split: str, seed: int
+    name: str, chunk: int, limit: int, double_buffer: bool, split: str, seed: int
 ) -> None:
-    task = GymConfig(id=name, kwargs={"max_episode_steps": limit}, double_buffer=halves)
+    task = GymConfig(id=name, kwargs={"max_episode_steps": limit}, double_buffer=double_buffer)
     records, policy = collected(task, chunk, horizon=8, seed=seed, split=split)
     for record in records:
         for column, expected in replayed(task, record, seed, split).items():
@@ -128,8 +128,10 @@ def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
             assert record.info["return"] == pytest.approx(record.steps["rewards"].sum(), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"processes": 2}, {"processes": 1, "halves": 2}])
-def test_processes_and_halves_give_the_same_bytes(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_processes": 2}, {"num_processes": 1, "double_buffer": True}]
+)
+def test_processes_and_double_buffering_give_the_same_bytes(options: dict[str, Any]) -> None:
     task = GymConfig(id="CartPole-v1")
     one, _ = collected(task, 3, horizon=12)
     other, _ = collected(task.model_copy(update=options), 3, horizon=12)

@@ -20,8 +20,7 @@ from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.episode_runner import EPISODE_METRICS
-from rlinf.envs.gym import GymEnvironment, create_simulator_process
-from rlinf.envs.gym_config import GymConfig
+from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.subprocess_env import SimulatorError
 from rlinf.errors import ConfigError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
@@ -31,7 +30,7 @@ PENDULUM: dict[str, Any] = {
     "id": "Pendulum-v1",
     "observation": 3,
     "action": {"kind": "box", "size": 1},
-    "continues": True,
+    "carry_over_episodes": True,
 }
 CHEETAH = {**PENDULUM, "id": "HalfCheetah-v5", "observation": 17}
 CHEETAH["action"] = {"kind": "box", "size": 6}
@@ -73,9 +72,9 @@ class Player:
     [
         PENDULUM,
         CHEETAH,
-        {**PENDULUM, "processes": 2},
-        {**PENDULUM, "processes": 2, "halves": 2},
-        {**PENDULUM, "at_once": 2},
+        {**PENDULUM, "num_processes": 2},
+        {**PENDULUM, "num_processes": 2, "double_buffer": True},
+        {**PENDULUM, "max_parallel_envs": 2},
         {**CHEETAH, "images": {"track": [4, 4]}},
     ],
 )
@@ -168,7 +167,7 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
     processes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kwargs = {"fails": "save", "once": str(tmp_path / "failed")}
-    player = Player({**FORGETFUL, "kwargs": kwargs, "processes": processes}, tmp_path)
+    player = Player({**FORGETFUL, "kwargs": kwargs, "num_processes": processes}, tmp_path)
     records = player.play(0, 5, {})
     assert all(loss_mask(record).all() for record in records), "their steps were done"
     (lost,) = [record for record in records if OPEN_STATE not in record.context]
@@ -190,7 +189,7 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Path) -> None:
     """It is committed, so another attempt has it too: only another simulator helps."""
-    task = {**FORGETFUL, "kwargs": {"fails": "restore"}, "processes": processes}
+    task = {**FORGETFUL, "kwargs": {"fails": "restore"}, "num_processes": processes}
     player = Player(task, tmp_path)
     left = {1: pop_open_episode(player.play(0, 5, {})[1])}
     with pytest.raises(SimulatorError) as raised:
@@ -205,17 +204,22 @@ def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Pa
 @pytest.mark.parametrize("fails", ["save", "restore"])
 def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str) -> None:
     config = GymConfig.model_validate({**FORGETFUL, "kwargs": {"fails": fails}})
-    with pytest.raises(ConfigError, match=rf"^task\.continues: .*: no {fails} in .*false$"):
+    with pytest.raises(
+        ConfigError, match=rf"^task\.carry_over_episodes: .*: no {fails} in .*false$"
+    ):
         GymEnvironment.verify_spec(config)
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"world": "genesis", "id": "reach"}, r"task\.continues: this simulator does not say"),
         (
-            {"world": "tests.rlinf.envs.speaking_worlds:make"},
-            r"task\.continues: this simulator does not say",
+            {"simulator": "genesis", "id": "reach"},
+            r"task\.carry_over_episodes: this simulator does not say",
+        ),
+        (
+            {"simulator": "tests.rlinf.envs.speaking_worlds:make"},
+            r"task\.carry_over_episodes: this simulator does not say",
         ),
     ],
 )
@@ -233,5 +237,7 @@ def test_an_environment_that_keeps_what_nobody_can_save_is_refused_where_it_is_f
     config = GymConfig.model_validate(
         {**PENDULUM, "id": "tests.rlinf.envs.keeping_worlds:Foreign-v0", "observation": 1}
     )
-    with pytest.raises(ConfigError, match=r"^task\.continues: Foreign\.engine is of .*false$"):
+    with pytest.raises(
+        ConfigError, match=r"^task\.carry_over_episodes: Foreign\.engine is of .*false$"
+    ):
         GymEnvironment.verify_spec(config)

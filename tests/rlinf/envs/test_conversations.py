@@ -130,7 +130,7 @@ def test_each_turn_is_learnt_with_its_end_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
-    made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], learn="last")
+    made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], train_on="last")
     (record,) = made.test_demonstrations(1)
     assert record.steps["mask"].all()
     problem = made._problems["test"][0]
@@ -162,7 +162,7 @@ def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prom
     assert all(record.steps["mask"].all() for record in records)
     last = PROCESSOR.decode(records[2].context["prompt"])
     assert last.endswith(f"{BEGIN}assistant\nthere{END}\n{BEGIN}user\nim{END}\n{BEGIN}assistant\n")
-    records = task(tmp_path, [one, two], other, learn="last").test_demonstrations(9)
+    records = task(tmp_path, [one, two], other, train_on="last").test_demonstrations(9)
     assert len(records) == 2
 
 
@@ -180,10 +180,10 @@ def test_long_conversations_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     talks = [talk(None, [("hello", "there")]), talk(None, [("hello", "there " * 40 + "!")])]
-    assert len(task(tmp_path, talks, max_tokens=60).test_demonstrations(9)) == 1
+    assert len(task(tmp_path, talks, max_length=60).test_demonstrations(9)) == 1
     assert "1 of 2 are longer than task.max_length=60" in caplog.text
     with pytest.raises(DataError, match=r"task\.test: all 2 conversations are longer"):
-        task(tmp_path, talks, max_tokens=3).test_demonstrations(9)
+        task(tmp_path, talks, max_length=3).test_demonstrations(9)
 
 
 @pytest.mark.parametrize(

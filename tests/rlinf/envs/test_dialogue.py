@@ -481,7 +481,7 @@ def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_p
     values = compose(*words, "optimizer.lr=1e-3", f"algorithm.advantage_level={level}")
     if level == "turn":
         values["reward"] = {"name": "environment"}
-    for section in ("operations", "least_significant_first", "rambling"):
+    for section in ("operations", "least_significant_first", "rambling_fraction"):
         values["task"].pop(section, None)
     values["task"]["digits"] = 1
     run_experiment(values)

@@ -28,7 +28,7 @@ from stages.rollout_loop import local_rollout_iter
 from tests.rlinf.envs.helped_worlds import STEPS
 
 HELPED: dict[str, Any] = {
-    "world": "tests.rlinf.envs.helped_worlds:make",
+    "simulator": "tests.rlinf.envs.helped_worlds:make",
     "id": "helped",
     "observation": 1,
     "action": {"kind": "box", "size": 2},
@@ -75,7 +75,9 @@ def test_trajectories_say_where_a_person_acted_and_keep_what_the_policy_drew(
     assert sum(int(r.steps["intervened"].sum()) for r in records) > 0
 
 
-@pytest.mark.parametrize("options", [{"processes": 1}, {"processes": 2, "halves": 2}])
+@pytest.mark.parametrize(
+    "options", [{"num_processes": 1}, {"num_processes": 2, "double_buffer": True}]
+)
 def test_processes_tell_the_same(
     records: list[Record], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -150,7 +152,7 @@ def test_an_episode_that_is_lost_at_its_first_step_has_the_same_columns(tmp_path
     """As where there is one world at a time, and nothing else tells."""
     file = tmp_path / "fell"
     lost, whole = (
-        collected(tmp_path, kwargs={"falls": str(file)}, processes=processes)[0]
+        collected(tmp_path, kwargs={"falls": str(file)}, num_processes=processes)[0]
         for processes in (1, 0)
     )
     assert not loss_mask(lost)[0]

@@ -87,13 +87,13 @@ def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
 def rendered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How many problems were rendered, at each call; three at a time, two of them remembered."""
     counts: list[int] = []
-    plain = JsonlEnvironment._asked
+    plain = JsonlEnvironment._render_problems
 
     def counted(self: JsonlEnvironment, problems: Any, key: str) -> Any:
         counts.append(len(problems))
         return plain(self, problems, key)
 
-    monkeypatch.setattr(JsonlEnvironment, "_asked", counted)
+    monkeypatch.setattr(JsonlEnvironment, "_render_problems", counted)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 3)
     monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -154,12 +154,12 @@ def test_a_later_process_renders_what_it_asks_alone(
 
 
 def test_template_and_chat_template_are_applied(tmp_path: Path) -> None:
-    task = make(tmp_path, template="Solve: {prompt}")
+    task = make(tmp_path, prompt_template="Solve: {prompt}")
     (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "Solve: q 0"
     chat = Words()
     chat.chat_template = CHAT
-    task = make(tmp_path, chat, system="be brief")
+    task = make(tmp_path, chat, system_prompt="be brief")
     (prompt,) = task.prompts(RolloutRequest(0, 0, "test", [0], 1, 1, 8, 1.0))
     assert prompt.text == "q 0"
     assert prompt.model_input == "<system> be brief <user> q 0 <assistant>"
@@ -175,7 +175,7 @@ def test_a_template_may_open_the_thought_that_a_response_ends(
     pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
     chat = Words()
     chat.chat_template = CHAT.replace("<assistant>", opening)
-    task = make(tmp_path, chat, workers=1)
+    task = make(tmp_path, chat, grader_workers=1)
     texts = ("is it \\boxed{2}", "is it 3?</think>\\boxed{2}", "<think>\\boxed{2}")
     records = [
         Record(RecordId(0, i), info={"text": text, "answer": "2"}) for i, text in enumerate(texts)
@@ -242,7 +242,7 @@ def test_prompts_that_are_too_long_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(DataError, match="longer than"):
-        make(tmp_path, max_prompt_tokens=1)
+        make(tmp_path, max_prompt_length=1)
     path = write(tmp_path / "p.jsonl")
     path.write_text(path.read_text().replace("q 3", "q and more 3"))
     JsonlEnvironment(JsonlConfig(train=path, test=path, max_prompt_length=2), Words())

@@ -17,12 +17,11 @@ from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
-from rlinf.envs.batch import BatchedVectorEnv
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
 from rlinf.envs.observations import InvalidEnvConfig
 from rlinf.envs.simulators.requirements import SimulatorRequirements, get_requirements
 from rlinf.envs.subprocess_env import SimulatorError
-from rlinf.envs.vector_env import SyncVectorEnv
+from rlinf.envs.vector_env import BatchedVectorEnv, SyncVectorEnv
 from rlinf.errors import ConfigError
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.rewards.base import RewardResources
@@ -32,7 +31,7 @@ from stages.rollout_loop import local_rollout_iter
 from tests.rlinf.envs import batched_worlds, breaking_worlds
 
 BREAKING: dict[str, Any] = {
-    "world": "tests.rlinf.envs.breaking_worlds:make",
+    "simulator": "tests.rlinf.envs.breaking_worlds:make",
     "id": "any",
     "observation": 1,
     "action": {"kind": "box", "size": 2},
@@ -69,14 +68,14 @@ def test_its_rewards_are_nobodys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("success", [True, False])
 def test_it_is_not_scored(success: bool, tmp_path: Path) -> None:
     """It had success before the simulator failed."""
-    changed = {"kwargs": {"fails": [1]}, "success": success}
+    changed = {"kwargs": {"fails": [1]}, "score_by_success": success}
     environment, records = played("test", 2, tmp_path, **changed)
     assert all(not loss_mask(record).any() for record in records)
     counts = Counter[str]()
     assert all(math.isnan(score) for score in environment.score(records, counts))
     assert counts["failed_episodes"] == 2
     assert environment.episode_metrics(records) == {}
-    environment, (whole,) = played("test", 1, tmp_path, success=success)
+    environment, (whole,) = played("test", 1, tmp_path, score_by_success=success)
     assert environment.score([whole], counts) == [1.0 if success else 4.0]
     assert environment.episode_metrics([*records, whole])["return"] == 4
 
@@ -99,7 +98,7 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
 
 def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
     _, (record,) = played(
-        "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, processes=1
+        "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, num_processes=1
     )
     assert record.steps["intervened"].all()
     clipped = np.clip(record.steps["actions"], -1, 1)
@@ -128,13 +127,14 @@ def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
 def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
     world = "tests.rlinf.envs.single_worlds:make"
     config = GymConfig.model_validate({**BREAKING, "simulator": world, "kwargs": {"file": "here"}})
-    with pytest.raises(ConfigError, match=r"task\.halves: .* has one world at a time"):
+    with pytest.raises(ConfigError, match=r"task\.double_buffer: .* has one world at a time"):
         GymEnvironment.task_size(
-            config.model_copy(update={"double_buffer": 2, "kwargs": {"file": str(tmp_path)}}), None
+            config.model_copy(update={"double_buffer": True, "kwargs": {"file": str(tmp_path)}}),
+            None,
         )
-    _, records = played("train", 3, tmp_path, world=world)
+    _, records = played("train", 3, tmp_path, simulator=world)
     assert len(records) == 3
-    with pytest.raises(InvalidEnvConfig, match=r"task\.world: its module says SINGLE"):
+    with pytest.raises(InvalidEnvConfig, match=r"task\.simulator: its module says SINGLE"):
         SyncVectorEnv(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
 
 
@@ -179,12 +179,12 @@ def test_where_it_cannot_begin_its_episode_is_lost_and_no_other() -> None:
 
 
 MANY: dict[str, Any] = {
-    "world": "tests.rlinf.envs.batched_worlds:make",
+    "simulator": "tests.rlinf.envs.batched_worlds:make",
     "observation": 2,
     "action": {"kind": "box", "size": 1},
 }
 BEGINS: dict[str, Any] = {
-    "world": "tests.rlinf.envs.breaking_worlds:make",
+    "simulator": "tests.rlinf.envs.breaking_worlds:make",
     "kwargs": {"begins_not": [2, 3]},
 }
 
@@ -202,7 +202,7 @@ BEGINS: dict[str, Any] = {
 def test_a_rollout_goes_on_where_an_episode_cannot_begin(
     task: dict[str, Any], starts: int, tmp_path: Path
 ) -> None:
-    environment, records = played("train", starts, tmp_path, **task, processes=1)
+    environment, records = played("train", starts, tmp_path, **task, num_processes=1)
     counts = Counter[str]()
     environment.score(records, counts)
     lost = [record for record in records if not loss_mask(record).all()]
@@ -214,7 +214,7 @@ def test_a_rollout_goes_on_where_an_episode_cannot_begin(
 def test_a_simulator_that_begins_nothing_is_an_error(tmp_path: Path) -> None:
     task = {**BEGINS, "kwargs": {"begins_not": [1, 2, 3]}}
     with pytest.raises(SimulatorError, match="ZeroDivisionError: a reset"):
-        played("train", 1, tmp_path, **task, processes=1)
+        played("train", 1, tmp_path, **task, num_processes=1)
 
 
 def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_raised() -> None:
@@ -242,9 +242,9 @@ def test_a_simulation_that_is_made_once_in_a_process_has_another_one_when_it_rai
     [
         (
             "tests.rlinf.envs.breaking_worlds:maker",
-            r"task\.world: .*breaking_worlds has no 'maker'",
+            r"task\.simulator: .*breaking_worlds has no 'maker'",
         ),
-        ("tests.not_there:make", r"task\.world: tests\.not_there: No module named"),
+        ("tests.not_there:make", r"task\.simulator: tests\.not_there: No module named"),
     ],
 )
 @pytest.mark.parametrize("apart", [{}, {"images": {"side": [2, 2]}}])

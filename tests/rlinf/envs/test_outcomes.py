@@ -74,7 +74,7 @@ def test_each_episode_has_its_own_score_on_its_own_last_step(
     success: bool, each: float, tmp_path: Path
 ) -> None:
     """The sample's mean lay on the last step of the open episode before."""
-    (record,) = played(tmp_path, success=success)
+    (record,) = played(tmp_path, score_by_success=success)
     assert record.context[OUTCOME_STEPS].tolist() == [3, 7]
     assert record.context[OUTCOMES].tolist() == [each, each]
     wanted = np.zeros(HORIZON)
@@ -85,7 +85,7 @@ def test_each_episode_has_its_own_score_on_its_own_last_step(
 def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
     """Without a critic's values, and with discounts near one, what is to come of a step is what
     comes in its own episode."""
-    (record,) = played(tmp_path, success=True)
+    (record,) = played(tmp_path, score_by_success=True)
     record.context[OUTCOMES][:] = [1.0, 0.0]
     batch = batch_of(record)
     batch.values[:], batch.bootstrap[:] = 0, 0  # type: ignore[index]
@@ -99,7 +99,7 @@ def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_transitions_have_the_reward_of_their_own_episode(tmp_path: Path) -> None:
-    (record,) = played(tmp_path, success=True)
+    (record,) = played(tmp_path, score_by_success=True)
     rows = to_transitions(record, judged(record))
     assert rows["rewards"].tolist() == rows["terminated"].tolist() == [0, 0, 0, 1] * 2 + [0, 0]
 
@@ -123,7 +123,7 @@ def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
 def test_a_sample_of_one_open_episode_is_judged_as_far_as_it_came(tmp_path: Path) -> None:
     (record,) = played(tmp_path, horizon=3)
     assert judged(record).tolist() == [0, 0, 3]
-    (record,) = played(tmp_path, horizon=3, goes_on=True, world=KEEPING)
+    (record,) = played(tmp_path, horizon=3, goes_on=True, simulator=KEEPING)
     assert judged(record).tolist() == [0, 0, 0], "its score comes when it ends"
 
 
@@ -146,7 +146,7 @@ def test_a_lost_episode_has_no_score(tmp_path: Path) -> None:
 
 
 def test_an_overlong_episode_is_penalised_by_its_own_length(tmp_path: Path) -> None:
-    (record,) = played(tmp_path, success=True)
+    (record,) = played(tmp_path, score_by_success=True)
     assert judged(record, overlong_from=2, overlong_to=6)[[3, 7]].tolist() == [0.5, 0.5]
 
 
@@ -168,10 +168,10 @@ def test_one_number_for_several_episodes_is_refused(tmp_path: Path) -> None:
 
 def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
     """What comes after it is no part of what the group is compared by, and would be reinforced."""
-    records = played(tmp_path, starts=2, size=2, success=True)
+    records = played(tmp_path, starts=2, size=2, score_by_success=True)
     assert [len(record) for record in records] == [4] * 4
     assert [record.context[OUTCOMES].tolist() for record in records] == [[1.0]] * 4
-    (first,) = played(tmp_path, starts=1, size=1, success=True)
+    (first,) = played(tmp_path, starts=1, size=1, score_by_success=True)
     np.testing.assert_array_equal(records[0].steps["observations"], first.steps["observations"][:4])
 
 
@@ -180,6 +180,6 @@ def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:
     with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
         played(tmp_path, starts=3, size=2, kwargs={"fails": [1]})
     with pytest.raises(SimulatorError, match=r"fails in each of 6 episodes, of 3 starts"):
-        played(tmp_path, starts=3, size=2, kwargs={"fails": [1]}, at_once=2)
+        played(tmp_path, starts=3, size=2, kwargs={"fails": [1]}, max_parallel_envs=2)
     records = played(tmp_path, starts=2, size=4, kwargs={"fails": [1]})
     assert not any(loss_mask(record).any() for record in records), "two starts may be at fault"

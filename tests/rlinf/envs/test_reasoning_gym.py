@@ -85,16 +85,16 @@ def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
 
 def test_no_held_out_problem_is_trained_on() -> None:
     # Few problems differ at these settings, so that the two splits would meet.
-    few = {"dataset": "gcd", "settings": {"max_value": 6}, "train_size": 400}
+    few = {"dataset": "gcd", "dataset_kwargs": {"max_value": 6}, "train_size": 400}
     task = ReasoningGymEnvironment(config(**few), Words())
     held_out = {prompt.text for prompt in asked(task, "test", 20)}
     size = ReasoningGymEnvironment.task_size(task.config, Words()).train
     assert size is not None
     assert 0 < size < 400
     assert not held_out & {prompt.text for prompt in asked(task, "train", size)}
-    with pytest.raises(ConfigError, match=r"task\.settings.*also held out"):
+    with pytest.raises(ConfigError, match=r"task\.dataset_kwargs.*also held out"):
         ReasoningGymEnvironment.load_problems(
-            config(**few | {"settings": {"max_value": 2, "max_numbers": 2}}), "train"
+            config(**few | {"dataset_kwargs": {"max_value": 2, "max_numbers": 2}}), "train"
         )
 
 
@@ -107,7 +107,8 @@ def test_every_problem_is_made_once() -> None:
 
 def test_examples_stand_before_the_question_and_are_not_asked() -> None:
     plain, shown = (
-        ReasoningGymEnvironment(config(shots=n, system="be brief"), Words()) for n in (0, 2)
+        ReasoningGymEnvironment(config(num_fewshot=n, system_prompt="be brief"), Words())
+        for n in (0, 2)
     )
     examples = ReasoningGymEnvironment.load_problems(plain.config, "train")[:2]
     (prompt,) = asked(shown, "test", 1)
@@ -115,7 +116,7 @@ def test_examples_stand_before_the_question_and_are_not_asked() -> None:
     for problem in examples:
         question = problem.messages[0]["content"]
         opening += f"<user> {question} <assistant> {problem.answer} "
-    assert prompt.given == f"{opening}<user> {prompt.text} <assistant>"
+    assert prompt.model_input == f"{opening}<user> {prompt.text} <assistant>"
     size = ReasoningGymEnvironment.task_size(shown.config, Words()).train
     assert size == (ReasoningGymEnvironment.task_size(plain.config, Words()).train or 0) - 2
     texts = {p.text for p in asked(shown, "train", size)}
@@ -125,16 +126,19 @@ def test_examples_stand_before_the_question_and_are_not_asked() -> None:
 def test_examples_need_a_chat_template() -> None:
     plain = Words()
     plain.chat_template = None
-    with pytest.raises(ConfigError, match=r"task\.shots: .*chat template"):
-        ReasoningGymEnvironment(config(shots=1), plain)
+    with pytest.raises(ConfigError, match=r"task\.num_fewshot: .*chat template"):
+        ReasoningGymEnvironment(config(num_fewshot=1), plain)
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"dataset": "leter_counting"}, r"task\.dataset: .*did you mean 'letter_counting'"),
-        ({"settings": {"min_word": 2}}, r"task\.settings\.min_word: .*did you mean 'min_words'"),
-        ({"settings": {"min_words": 9, "max_words": 3}}, r"task\.settings: .*refuses"),
+        (
+            {"dataset_kwargs": {"min_word": 2}},
+            r"task\.dataset_kwargs\.min_word: .*did you mean 'min_words'",
+        ),
+        ({"dataset_kwargs": {"min_words": 9, "max_words": 3}}, r"task\.dataset_kwargs: .*refuses"),
         ({"dataset": "countdown"}, r"task\.dataset: the grader of 'countdown' calls parse_expr"),
     ],
 )
@@ -144,7 +148,7 @@ def test_what_cannot_be_asked_is_refused_by_its_key(keys: dict[str, Any], said: 
 
 
 def test_settings_may_be_lists() -> None:
-    weekdays = config(dataset="calendar_arithmetic", settings={"tasks": ["weekday_of_date"]})
+    weekdays = config(dataset="calendar_arithmetic", dataset_kwargs={"tasks": ["weekday_of_date"]})
     assert ReasoningGymEnvironment.model_spec(weekdays) == {}
     assert (
         "day of the week"
@@ -154,7 +158,7 @@ def test_settings_may_be_lists() -> None:
 
 def test_a_grader_that_evaluates_answers_is_admitted_where_that_is_asked_for() -> None:
     assert (
-        ReasoningGymEnvironment.model_spec(config(dataset="countdown", evaluates_answers=True))
+        ReasoningGymEnvironment.model_spec(config(dataset="countdown", allow_eval_graders=True))
         == {}
     )
 

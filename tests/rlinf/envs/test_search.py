@@ -66,7 +66,7 @@ def rivers(folder: Path, about: dict[str, str] = RIVERS, **settings: Any) -> Sea
         train=written(folder, "train", TRAIN),
         test=written(folder, "test", TEST),
         index_dir=folder / "index",
-        **{"instruction": "Ask.", "results": 1, **settings},
+        **{"instruction": "Ask.", "results_per_search": 1, **settings},
     )
 
 
@@ -204,7 +204,7 @@ def test_what_is_found_is_cut_by_tokens_within_its_tags(
     tokenizer = HFFolder(folder).tokenizer
     frame = len(tokenizer("\n\n<information></information>\n\n")["input_ids"])
     about = {"Nile": "é" * 99, "Nilo": "Nile"}
-    config = rivers(tmp_path, about, results=3, result_tokens=frame + most)
+    config = rivers(tmp_path, about, results_per_search=3, max_result_tokens=frame + most)
     task = SearchEnvironment(config, tokenizer)
     (ids,) = task.encode([task._find("nile")])
     text = tokenizer.decode(ids)
@@ -237,7 +237,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchConfig
     """A policy that knows both questions about rivers by heart, searches and all."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("taught")
-    config = rivers(folder, turn_tokens=40)
+    config = rivers(folder, max_turn_tokens=40)
     new, taught = folder / "new", folder / "taught"
     new.mkdir()
     taught.mkdir()
@@ -316,7 +316,7 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     def says(seen: str) -> str:
         return replies[seen.count("</information>")]
 
-    task = SearchEnvironment(rivers(tmp_path, shots=1), tokenizer)
+    task = SearchEnvironment(rivers(tmp_path, num_fewshot=1), tokenizer)
     episodes = RolloutRequest(0, 0, "test", range(1), 1, 1, 400, 1.0)
     (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
     prompt = tokenizer.decode(record.context["prompt"])
@@ -368,13 +368,13 @@ def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
         ({"documents": [{"text": "x"}]}, r"documents.*line 1: no field 'contents'.*document_field"),
         ({"train": [{"question": "x", "answer": []}]}, r"train.*line 1: 'answer' is an empty list"),
         ({"train": [{"question": "x", "answer": [None]}]}, r"line 1: 'answer' is null; expected"),
-        ({"shots": 2}, r"task\.shots: there are 2"),
+        ({"num_fewshot": 2}, r"task\.num_fewshot: there are 2"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    config = rivers(tmp_path, shots=change.pop("shots", 0))
+    config = rivers(tmp_path, num_fewshot=change.pop("num_fewshot", 0))
     for name, rows in change.items():
         written(tmp_path, name, rows)
     with pytest.raises(InputError, match=message):
@@ -396,7 +396,7 @@ def test_files_come_together_and_the_index_has_a_place(folder: Path, tmp_path: P
         SearchConfig(corpus="manual", **files)
     (tmp_path / "file").touch()
     task = SearchEnvironment(SearchConfig(index_dir=tmp_path / "file"), HFFolder(folder).tokenizer)
-    with pytest.raises(ConfigError, match=r"task\.index: .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"task\.index_dir: .* cannot be written"):
         task._find("x")
 
 

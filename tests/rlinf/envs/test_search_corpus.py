@@ -28,7 +28,7 @@ def test_an_index_is_made_once_and_whole(tmp_path: Path) -> None:
     assert before == {file: file.stat().st_mtime_ns for file in made.iterdir()}
     for file in before:
         file.write_bytes(b"")
-    with pytest.raises(DataError, match=r"task\.index: .*remove it"):
+    with pytest.raises(DataError, match=r"task\.index_dir: .*remove it"):
         build(tmp_path)
 
 

@@ -25,7 +25,7 @@ def test_it_ends_the_run_wherever_it_is_stepped(
     processes: int, split: str, starts: int, tmp_path: Path
 ) -> None:
     with pytest.raises(UserCodeError) as found:
-        played(split, starts, tmp_path, kwargs=ALWAYS, processes=processes)
+        played(split, starts, tmp_path, kwargs=ALWAYS, num_processes=processes)
     text = str(found.value)
     assert found.value.exit_code == 65
     assert text.count("Traceback") == 1
@@ -40,13 +40,13 @@ def test_one_that_begins_nothing_does_too(processes: int, tmp_path: Path) -> Non
     breaking_worlds._resets.clear()
     with pytest.raises(UserCodeError, match="ZeroDivisionError: a reset"):
         kwargs = {"begins_not": [1, 2, 3]}
-        played("train", 1, tmp_path, kwargs=kwargs, processes=processes)
+        played("train", 1, tmp_path, kwargs=kwargs, num_processes=processes)
 
 
 def test_episodes_that_fail_alone_stay_as_they_are(tmp_path: Path) -> None:
-    _, records = played("test", 3, tmp_path, kwargs={"fails": []}, processes=1)
+    _, records = played("test", 3, tmp_path, kwargs={"fails": []}, num_processes=1)
     assert not any(record.info["failed"] for record in records)
-    _, records = played("test", 2, tmp_path, kwargs=ALWAYS, processes=1)
+    _, records = played("test", 2, tmp_path, kwargs=ALWAYS, num_processes=1)
     assert all(record.info["failed"] for record in records), "others are elsewhere, maybe"
 
 
@@ -96,5 +96,5 @@ def test_only_modules_of_the_user_count() -> None:
 
     assert of(id="CartPole-v1") == ()
     assert of(id="mylab:Env-v0") == ("mylab",)
-    assert of(id="any", world=BREAKING["world"]) == ("tests.rlinf.envs.breaking_worlds",)
-    assert of(id="robocasa:PnPCounterToCab", world="robosuite") == ()
+    assert of(id="any", simulator=BREAKING["simulator"]) == ("tests.rlinf.envs.breaking_worlds",)
+    assert of(id="robocasa:PnPCounterToCab", simulator="robosuite") == ()

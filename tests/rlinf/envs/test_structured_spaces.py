@@ -141,7 +141,7 @@ def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Re
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_goal_beside_the_state_reaches_the_policy(processes: int) -> None:
-    config = {"id": SAMPLED, "processes": processes}
+    config = {"id": SAMPLED, "num_processes": processes}
     assert GymEnvironment.read_spec(GymConfig.model_validate(config))["observation"] == 5
     with environment(**config) as task:
         for record in played(task, np.zeros(2, np.float32)):
@@ -165,7 +165,7 @@ def test_a_picture_within_the_observation_is_a_camera() -> None:
 
 
 def test_environments_that_are_stepped_together_are_flattened_too() -> None:
-    keys = {"id": "many", "world": "tests.rlinf.envs.structured_worlds:make"}
+    keys = {"id": "many", "simulator": "tests.rlinf.envs.structured_worlds:make"}
     spec = GymEnvironment.read_spec(GymConfig.model_validate(keys))
     assert spec == {"observation": 5, "action": {"kind": "discrete", "size": 6}}
     with environment(**keys) as task:

@@ -21,9 +21,9 @@ from stages.evaluate import scores_by_task
 from stages.rollout_loop import local_rollout_iter
 
 ALL: dict[str, Any] = {
-    "world": "tests.rlinf.envs.several_worlds:make",
+    "simulator": "tests.rlinf.envs.several_worlds:make",
     "id": "ALL",
-    "one_hot": True,
+    "append_task_one_hot": True,
     "observation": 4,
     "action": {"kind": "box", "size": 2},
 }
@@ -54,7 +54,7 @@ def test_tasks_take_turns_over_starts_and_iterations_and_are_told(
 ) -> None:
     found = []
     for iteration in range(3):
-        for record in played(tmp_path, "train", 4, iteration=iteration, processes=processes):
+        for record in played(tmp_path, "train", 4, iteration=iteration, num_processes=processes):
             seen = record.steps["observations"]
             (task,) = {int(shown) // 10 for shown in seen[:, 0].tolist()}
             assert (seen[:, 1:] == np.eye(3)[task]).all()
@@ -86,7 +86,12 @@ def test_held_out_starts_are_of_each_task_in_each_of_its_states(tmp_path: Path) 
 
 
 def test_pictures_and_instructions_are_of_the_task_that_is_there(tmp_path: Path) -> None:
-    said = {"one_hot": False, "observation": 1, "images": {"side": [2, 2]}, "instruction": True}
+    said = {
+        "append_task_one_hot": False,
+        "observation": 1,
+        "images": {"side": [2, 2]},
+        "instruction": True,
+    }
     config = GymConfig.model_validate({**ALL, **said})
     GymEnvironment.verify_spec(config)
     with contextlib.closing(create_simulator_process(config)) as process:
@@ -101,7 +106,13 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
     left: dict[int, Record] = {}
     for iteration in range(2):
         records = played(
-            tmp_path, "train", 4, iteration=iteration, open=left, horizon=2, continues=True
+            tmp_path,
+            "train",
+            4,
+            iteration=iteration,
+            open=left,
+            horizon=2,
+            carry_over_episodes=True,
         )
         assert [record.info["task"] for record in records] == [*NAMES, "one"]
         found = [(record.identity.sample, pop_open_episode(record)) for record in records]
@@ -115,7 +126,7 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_path: Path) -> None:
-    task = {"ignore_terminations": True, "success": True, "processes": processes}
+    task = {"ignore_terminations": True, "score_by_success": True, "num_processes": processes}
     for record in played(tmp_path, "train", 1, horizon=7, id="FIRST", observation=3, **task):
         assert not record.steps["terminated"].any()
         assert record.steps["truncated"].tolist() == [0, 0, 0, 0, 1, 0, 0]
@@ -126,14 +137,22 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"one_hot": False, "observation": 1}, r"task\.one_hot: there are 3 tasks, and nothing"),
-        ({"id": "one"}, r"task\.one_hot: there is one task; set it to false"),
         (
-            {"world": "isaaclab", "id": ["A", "B"]},
+            {"append_task_one_hot": False, "observation": 1},
+            r"task\.append_task_one_hot: there are 3 tasks, and nothing",
+        ),
+        ({"id": "one"}, r"task\.append_task_one_hot: there is one task; set it to false"),
+        (
+            {"simulator": "isaaclab", "id": ["A", "B"]},
             r"task\.id: isaaclab steps all environments together, of one task",
         ),
         (
-            {"world": "genesis", "id": "reach", "one_hot": False, "ignore_terminations": True},
+            {
+                "simulator": "genesis",
+                "id": "reach",
+                "append_task_one_hot": False,
+                "ignore_terminations": True,
+            },
             r"task\.ignore_terminations: genesis steps all .*; set it to false",
         ),
         ({"id": ["one", "none"], "observation": 3}, r"task\.id: there is no none"),

@@ -107,4 +107,4 @@ def test_reasoning_in_the_history_is_rendered_as_the_template_has_it(tmp_path: P
 
 def asked_of(task: TextEnvironment, count: int) -> list[np.ndarray]:
     prompts = task.prompts(RolloutRequest(0, 0, "test", range(count), count, 1, 8, 1.0))  # type: ignore[attr-defined]
-    return task.encode_prompts([prompt.given for prompt in prompts])
+    return task.encode_prompts([prompt.model_input for prompt in prompts])

@@ -97,12 +97,12 @@ def test_answers_are_what_the_pictures_show(processor: Any) -> None:
 
 
 def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> None:
-    made = task(processor, size=84, cells=3)
+    made = task(processor, image_size=84, grid_size=3)
     (prompt,) = asked(made, count=1)
-    (ids,) = made.encode_prompts([prompt.given])
+    (ids,) = made.encode_prompts([prompt.model_input])
     assert prompt.image.shape == (84, 84, 3)
-    assert (ids == processor.images.token).sum() == 9
-    positions = processor.images.positions(ids, np.array([[84, 84]]))
+    assert (ids == processor.images.image_token_id).sum() == 9
+    positions = processor.images.rope_positions(ids, np.array([[84, 84]]))
     # The image begins at 1; what stands behind it is further than its last row and column.
     assert positions[:, [9, 10]].tolist() == [[1, 4], [3, 4], [3, 4]]
 
@@ -110,12 +110,12 @@ def test_prompts_hold_a_token_for_each_square_of_the_image(processor: Any) -> No
 def test_a_chat_template_puts_the_question_into_a_turn(processor: Any) -> None:
     made = task(processor, instruction=" think first")
     (prompt,) = asked(made, count=1)
-    (plain,) = made.encode_prompts([prompt.given])
+    (plain,) = made.encode_prompts([prompt.model_input])
     assert processor.decode(plain[-5:]) == "first"
     other = copy.deepcopy(processor)
     other.images = processor.images
     other.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
-    (turn,) = task(other, instruction=" think first").encode_prompts([prompt.given])
+    (turn,) = task(other, instruction=" think first").encode_prompts([prompt.model_input])
     assert turn.tolist() == [*processor.encode("user\n"), *plain, *processor.encode("\n")]
 
 
@@ -169,5 +169,5 @@ def test_a_model_that_does_not_see_is_refused(tmp_path: Path) -> None:
 
 def test_scenes_without_a_question_are_refused(processor: Any) -> None:
     """One cell is neither left nor right: drawing until there is one would never end."""
-    with pytest.raises(ConfigError, match=r"task\.cells: 1 .*'place'.*train split"):
-        asked(task(processor, cells=1, kinds=("place",)))
+    with pytest.raises(ConfigError, match=r"task\.grid_size: 1 .*'place'.*train split"):
+        asked(task(processor, grid_size=1, question_kinds=("place",)))

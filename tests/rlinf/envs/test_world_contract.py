@@ -22,7 +22,7 @@ from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from stages.rollout_loop import local_rollout_iter
 
 THREE: dict[str, Any] = {
-    "world": "tests.rlinf.envs.numbered_worlds:make",
+    "simulator": "tests.rlinf.envs.numbered_worlds:make",
     "id": "any",
     "kwargs": {"starts": 3},
     "observation": 1,
@@ -48,7 +48,7 @@ def played(task: dict[str, Any], split: str, folder: Path) -> list[Record]:
 def test_held_out_starts_begin_in_the_numbered_states_and_training_where_the_seed_says(
     processes: int, tmp_path: Path
 ) -> None:
-    task = {**THREE, "processes": processes}
+    task = {**THREE, "num_processes": processes}
     held_out = played(task, "test", tmp_path / "test")
     assert [record.steps["observations"][0, 0] for record in held_out] == [1, 2, 0, 1, 2]
     trained = played(task, "train", tmp_path / "train")
@@ -83,11 +83,11 @@ def test_what_is_refused_is_told_by_its_key(
 
 
 MANY: dict[str, Any] = {
-    "world": "tests.rlinf.envs.batched_worlds:make",
+    "simulator": "tests.rlinf.envs.batched_worlds:make",
     "id": "any",
     "observation": 2,
     "action": {"kind": "box", "size": 1},
-    "processes": 1,
+    "num_processes": 1,
 }
 
 
@@ -120,7 +120,7 @@ def test_a_batch_grows_with_the_episodes_but_not_while_some_go_on() -> None:
         process.reset([0, 1], [0, 0])
         assert process.reset([0], [1])["state"].tolist() == [[1, 2]]
         assert process.reset([0, 1, 2], [1, 2, 3])["state"][:, 1].tolist() == [3, 3, 3]
-        with pytest.raises(InputError, match=r"task\.halves: .* set 1"):
+        with pytest.raises(InputError, match=r"task\.double_buffer: .* set it to false"):
             process.reset([3], [0])
 
 
@@ -160,6 +160,6 @@ def test_a_batch_has_a_process_of_its_own_whatever_is_set(monkeypatch: pytest.Mo
     config = GymConfig.model_validate({**MANY, "num_processes": 0})
     GymEnvironment.verify_spec(config)
     # Where its module cannot be read beforehand, making it says so.
-    monkeypatch.setattr("rlinf.envs.gym.needs_of", lambda _: SimulatorRequirements())
-    with pytest.raises(ConfigError, match=r"task\.processes: 0, but .* set 1"):
+    monkeypatch.setattr("rlinf.envs.gym.get_requirements", lambda _: SimulatorRequirements())
+    with pytest.raises(ConfigError, match=r"task\.num_processes: 0, but .* set 1"):
         GymEnvironment.verify_spec(config)

@@ -72,7 +72,7 @@ def test_statistics_of_actions_are_those_that_are_read(tmp_path: Path) -> None:
         ("[", "no dataset_statistics"),
         ('{"a": {"action": {"q01": [1]}}}', "q99"),
         ('{"a": {"action": {"q01": [1], "q99": [0]}}}', "above"),
-        ('{"a": {}, "b": {}}', r"model\.dataset: .*a, b"),
+        ('{"a": {}, "b": {}}', r"model\.unnorm_key: .*a, b"),
     ],
 )
 def test_a_malformed_file_is_refused(text: str, said: str, tmp_path: Path) -> None:

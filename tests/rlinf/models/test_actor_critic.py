@@ -77,7 +77,7 @@ def test_padding_changes_nothing_and_counts_for_nothing(spec: dict[str, Any]) ->
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_value_error_moves_the_policy_only_through_a_shared_trunk(shared: bool) -> None:
-    one = policy(DISCRETE, shared=shared)
+    one = policy(DISCRETE, shared_trunk=shared)
     observations = torch.randn(4, 3)
     before = one.module(observations)[0].detach()
     one.module(observations)[2].square().sum().backward()
@@ -94,7 +94,7 @@ def test_only_a_gaussian_policy_learns_its_deviation() -> None:
 
 
 def test_parameters_in_half_precision_give_outputs_in_single() -> None:
-    one = policy(BOX, normalise_observations=True)
+    one = policy(BOX, normalize_observations=True)
     exact = [part.detach().clone() for part in one.module(torch.ones(2, 3))]
     for parameter in one.module.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -106,7 +106,7 @@ def test_parameters_in_half_precision_give_outputs_in_single() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_statistics_are_exact_however_the_steps_were_batched(lengths: list[int]) -> None:
-    one = policy(DISCRETE, normalise_observations=True)
+    one = policy(DISCRETE, normalize_observations=True)
     records = [trajectory(DISCRETE, length, i) for i, length in enumerate(lengths)]
     for record in records:
         one.update_observation_stats([record])
@@ -118,7 +118,7 @@ def test_statistics_are_exact_however_the_steps_were_batched(lengths: list[int])
 
 def test_statistics_are_of_steps_that_count() -> None:
     """An episode that could not begin shows zeros."""
-    one, other = (policy(BOX, normalise_observations=True) for _ in range(2))
+    one, other = (policy(BOX, normalize_observations=True) for _ in range(2))
     record = trajectory(BOX, 6)
     one.update_observation_stats([record.slice_steps(0, 4)])
     before = {name: value.clone() for name, value in one.module.state_dict().items()}
@@ -132,7 +132,7 @@ def test_statistics_are_of_steps_that_count() -> None:
 
 
 def test_normalised_networks_do_not_see_scale_or_shift() -> None:
-    plain, shifted = (policy(BOX, normalise_observations=True) for _ in range(2))
+    plain, shifted = (policy(BOX, normalize_observations=True) for _ in range(2))
     record = trajectory(BOX, 50)
     moved = Record(record.identity, {"observations": record.steps["observations"] * 8 + 100})
     plain.update_observation_stats([record])
@@ -151,7 +151,7 @@ def test_statistics_stay_untouched_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_saved_policy_comes_back_with_its_statistics(tmp_path: Path, shared: bool) -> None:
-    one = policy(BOX, normalise_observations=True, shared=shared)
+    one = policy(BOX, normalize_observations=True, shared_trunk=shared)
     one.update_observation_stats([trajectory(BOX, 20)])
     one.save(tmp_path, dict(one.module.state_dict()))
     # The folder says what the network is; the run's options may have changed since.
@@ -195,7 +195,7 @@ def test_a_layer_without_units_is_refused() -> None:
 
 @pytest.mark.parametrize("spec", [DISCRETE, BOX])
 def test_demonstrations_for_chunks_are_the_actions_that_follow(spec: dict[str, Any]) -> None:
-    made = policy(spec, chunk=3)
+    made = policy(spec, chunk_size=3)
     record = trajectory(spec, 4)
     shown = made.prepare_demonstration(record)
     actions = record.steps["actions"]

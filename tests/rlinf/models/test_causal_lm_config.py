@@ -26,7 +26,7 @@ LR = 1e-2
 
 
 def config_of(architecture: str, cls: type[CausalLMConfig] = CausalLMConfig) -> CausalLMConfig:
-    window = {"window": 4} if architecture in SLIDING_WINDOW_FAMILIES else {}
+    window = {"sliding_window": 4} if architecture in SLIDING_WINDOW_FAMILIES else {}
     return cls(architecture=architecture, **SIZES, **window)  # type: ignore[arg-type]
 
 
@@ -123,11 +123,11 @@ def test_a_cap_on_logits_is_none_on_values(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"architecture": "gemma"}, "Input should be 'qwen2'"),
-        ({"window": 4}, r"model\.window: qwen2 has no layers with a window"),
-        ({"experts": 4}, r"model\.experts: qwen2 has no experts"),
+        ({"sliding_window": 4}, r"model\.sliding_window: qwen2 has no layers with a window"),
+        ({"num_experts": 4}, r"model\.num_experts: qwen2 has no experts"),
         (
-            {"architecture": "olmoe", "experts": 2, "num_experts_per_tok": 3},
-            r"model\.num_experts_per_tok: a token cannot have 3 of model\.experts=2",
+            {"architecture": "olmoe", "num_experts": 2, "num_experts_per_tok": 3},
+            r"model\.num_experts_per_tok: a token cannot have 3 of model\.num_experts=2",
         ),
     ],
 )

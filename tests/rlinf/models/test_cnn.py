@@ -59,7 +59,7 @@ def test_each_picture_matters_at_its_own_step_alone(tmp_path: Path, camera: str)
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_the_state_is_an_input_only_where_it_is_wanted(tmp_path: Path, sees: bool) -> None:
-    made = policy(tmp_path, sees_state=sees)
+    made = policy(tmp_path, use_state=sees)
     batch = made.collate(records())
     before = made.evaluate(batch, 1.0).values
     batch["observations"] = batch["observations"] + 1

@@ -50,7 +50,7 @@ def check_works(
     config = tiny.write(folder / "m", family, made=made or tiny_settings(family, VOCABULARY))
     config = config.model_copy(update={"max_model_len": context})
     CausalLM.check(config, {})
-    served = tiny.engine(config, max_rows=6)
+    served = tiny.engine(config, max_num_seqs=6)
     # Some rows join late and others leave early: eight places are asked for, six are there.
     request = tiny.requests([3, 9, 5, 9], horizon=14, group=2)
     found = tiny.generate(served, request)

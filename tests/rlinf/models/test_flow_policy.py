@@ -83,7 +83,7 @@ def acted(made: FlowPolicy, temperature: float, rows: int = 6) -> tuple[Tensor, 
 @pytest.mark.parametrize("noise", ["sde", "learned"])
 def test_a_chain_is_as_likely_as_its_normal_steps(noise: str, temperature: float) -> None:
     """The log-probability that was drawn with is that of the steps, one after the other."""
-    made = policy(noise=noise, steps=5)
+    made = policy(noise_method=noise, denoising_steps=5)
     seen, found = acted(made, temperature)
     chain, total = found[CHAIN_COLUMN], torch.zeros(len(seen))
     for k in range(5):
@@ -106,7 +106,7 @@ def test_a_chain_is_as_likely_as_its_normal_steps(noise: str, temperature: float
 
 
 def test_learned_noise_stays_in_its_range_and_has_an_entropy_with_a_gradient() -> None:
-    made = policy(noise="learned", noise_range=(0.1, 0.3))
+    made = policy(noise_method="learned", noise_std_range=(0.1, 0.3))
     seen, found = acted(made, 1.0)
     _, log_std, _ = made.module(seen, found[CHAIN_COLUMN][:, :-1], noise_fractions(4)[:, None])
     assert log_std is not None
@@ -121,7 +121,7 @@ def test_without_noise_it_is_the_solution_of_the_differential_equation() -> None
     """That of an adaptive solver, to the first order of the step."""
     gaps = []
     for steps in (10, 20, 40, 80):
-        made = policy(steps=steps)
+        made = policy(denoising_steps=steps)
         seen, found = acted(made, 0.0, rows=1)
 
         def slope(tau: float, points: np.ndarray, made: Any, seen: Tensor) -> np.ndarray:

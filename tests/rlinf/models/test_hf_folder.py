@@ -272,7 +272,7 @@ def test_vllm_serves_that_length_and_no_greater_one(tmp_path: Path) -> None:
 
 
 def test_more_context_than_the_model_takes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.context: 65 .* 64"):
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len: 65 .* 64"):
         check_context(65, 64)
     check_context(64, 64)
     check_context(None, 64)

@@ -66,7 +66,7 @@ def test_quantiles_take_the_statistics_of_that_name() -> None:
 @pytest.mark.parametrize(
     ("mode", "known", "said"),
     [
-        ("QUANTILES", {"mean": [0.0]}, r"here: no q01, q99.*model\.statistics"),
+        ("QUANTILES", {"mean": [0.0]}, r"here: no q01, q99.*model\.norm_stats"),
         ("MEAN_STD", {"mean": [0.0] * 3, "std": [1.0] * 3}, r"here: of 3 numbers.* 2"),
         ("WHITENED", {}, r"here: scaled by 'WHITENED'; known are IDENTITY"),
     ],

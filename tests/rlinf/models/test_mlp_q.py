@@ -64,7 +64,7 @@ def test_targets_begin_as_the_critics_and_follow_them(tmp_path: Path) -> None:
 
 
 def test_groups_are_those_that_are_named(tmp_path: Path) -> None:
-    policy = made(tmp_path, state_value=True)
+    policy = made(tmp_path, use_state_value=True)
     found = {policy.parameter_group(name) for name, _ in policy.module.named_parameters()}
     assert found == set(policy.parameter_groups)
     assert policy.parameter_group("targets.weights.0") == "critic"

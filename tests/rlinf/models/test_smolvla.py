@@ -30,9 +30,9 @@ SIZES: dict[str, Any] = {
     "intermediate": 48,
     "vision_hidden": 16,
     "vision_heads": 2,
-    "patch": 4,
-    "chunk": 4,
-    "proprio": 2,
+    "patch_size": 4,
+    "chunk_size": 4,
+    "proprio_dim": 2,
 }
 SHARED = """
 import sys
@@ -116,8 +116,8 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
     tmp_path: Path, temperature: float, noise: str
 ) -> None:
     """Row by row, whatever the lengths of the instructions beside it."""
-    policy = made(tmp_path, noise=noise)
-    records = rolled_out(tmp_path, temperature, noise=noise)
+    policy = made(tmp_path, noise_method=noise)
+    records = rolled_out(tmp_path, temperature, noise_method=noise)
     assert records[0].steps["logprobs"].shape == records[0].steps["actions"].shape == (3, 4, 3)
     assert records[0].steps[CHAIN_COLUMN].shape == (3, policy.steps + 1, 4, 3)
     learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise_method=noise), tmp_path)
@@ -216,8 +216,8 @@ def test_ways_of_training_have_the_same_loss_and_learn(
 
 
 def test_all_parts_learn_from_what_is_said_of_actions(tmp_path: Path) -> None:
-    policy = made(tmp_path, noise="learned")
-    batch = policy.collate(rolled_out(tmp_path, noise="learned"))
+    policy = made(tmp_path, noise_method="learned")
+    batch = policy.collate(rolled_out(tmp_path, noise_method="learned"))
     policy.evaluate(batch, 1.0).logprobs.square().sum().backward()
     moved = {n for n, t in policy.module.named_parameters() if t.grad is not None and t.grad.any()}
     for part in (*PARTS, "action_out_proj", "action_time_mlp", "noise_head"):
@@ -316,7 +316,7 @@ def test_states_and_actions_are_scaled_by_the_statistics_of_a_data_set(tmp_path:
         "action": {"mean": [0.5, 0.0, -1.0], "std": [0.1, 2.0, 3.0]},
     }
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    policy = made(tmp_path / "policy", statistics=tmp_path / "stats.json")
+    policy = made(tmp_path / "policy", norm_stats=tmp_path / "stats.json")
     found = acted(policy)
     mean, std = (torch.tensor(stats["action"][name]) for name in ("mean", "std"))
     torch.testing.assert_close(found["action"], found[CHAIN_COLUMN][:, -1] * std + mean)

@@ -20,7 +20,7 @@ from tests.rlinf.models.test_smolvla import SIZES, made, rolled_out
 
 
 def test_a_folder_is_lerobots_with_the_heads_apart(tmp_path: Path) -> None:
-    policy = made(tmp_path, noise="learned")
+    policy = made(tmp_path, noise_method="learned")
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["type"] == "smolvla"
     assert settings["input_features"]["observation.images.wrist"]["shape"] == [3, 16, 24]
@@ -32,7 +32,7 @@ def test_a_folder_is_lerobots_with_the_heads_apart(tmp_path: Path) -> None:
     }
     (tmp_path / HEADS_FILE).unlink()
     again = SmolVLAPolicy.load(tmp_path, SmolVLAConfig(noise_method="learned"))
-    batch = policy.collate(rolled_out(tmp_path, noise="learned"))
+    batch = policy.collate(rolled_out(tmp_path, noise_method="learned"))
     said = again.evaluate(batch, 1.0)
     assert said.values is not None
     assert not said.values.any(), "a value head begins anew, at zero"
@@ -56,9 +56,9 @@ def test_a_folder_is_a_start_for_another_run(tmp_path: Path) -> None:
     [
         ({}, {"images": {}}, r"task\.images: .*sees pictures"),
         ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
-        ({"patch": 5}, {}, r"model\.image: .*24 x 24.*2 x 2 patches of 5"),
-        ({"proprio": 6}, {}, r"model\.proprio: 6 numbers.*5"),
-        ({"cameras": {"top": "front"}}, {}, r"model\.cameras: top is none.*front, wrist"),
+        ({"patch_size": 5}, {}, r"model\.image_size: .*24 x 24.*2 x 2 patches of 5"),
+        ({"proprio_dim": 6}, {}, r"model\.proprio_dim: 6 numbers.*5"),
+        ({"camera_map": {"top": "front"}}, {}, r"model\.camera_map: top is none.*front, wrist"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -74,7 +74,10 @@ def test_what_cannot_work_is_refused(
         ({"heads": 5}, r"heads: 32 is no multiple of 5"),
         ({"heads": 4, "kv_heads": 3}, r"kv_heads: 4 is no multiple of 3"),
         ({"heads": 32}, r"heads: .*1 numbers.*even"),
-        ({"expert": 0.78125}, r"expert: a width of 25 is not even"),
+        (
+            {"expert_width_multiplier": 0.78125},
+            r"expert_width_multiplier: a width of 25 is not even",
+        ),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(options: dict[str, Any], said: str) -> None:
@@ -88,12 +91,12 @@ def test_a_folder_for_another_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.action\.size: 2.* 3 numbers"):
         SmolVLAPolicy.check(config, {**SPEC, "action": {"kind": "box", "size": 2}})
     top = {**SPEC, "images": {"top": [16, 24]}}
-    with pytest.raises(ConfigError, match=r"the model sees front, wrist.*model\.cameras"):
+    with pytest.raises(ConfigError, match=r"the model sees front, wrist.*model\.camera_map"):
         SmolVLAPolicy.check(config, top)
     SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "top"}), top)
-    with pytest.raises(ConfigError, match=r"model\.cameras: the task shows no side, only top"):
+    with pytest.raises(ConfigError, match=r"model\.camera_map: the task shows no side, only top"):
         SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, camera_map={"wrist": "side"}), top)
-    with pytest.raises(ConfigError, match=r"model\.chunk: 9, .*4"):
+    with pytest.raises(ConfigError, match=r"model\.chunk_size: 9, .*4"):
         SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, chunk_size=9), SPEC)
 
 
@@ -122,11 +125,11 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     config = SmolVLAConfig(path=tmp_path)
     shutil.move(tmp_path / "vlm", tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"model\.vlm: .*tokenizer\.json of vlm"):
+    with pytest.raises(DataError, match=r"model\.vlm_path: .*tokenizer\.json of vlm"):
         SmolVLAPolicy.check(config, SPEC)
     SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
     (tmp_path / "elsewhere" / "tokenizer.json").rename(tmp_path / "words.json")
-    with pytest.raises(DataError, match=r"model\.vlm: .*no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"model\.vlm_path: .*no tokenizer\.json"):
         SmolVLAPolicy.check(SmolVLAConfig(path=tmp_path, vlm_path=tmp_path / "elsewhere"), SPEC)
     (tmp_path / "words.json").rename(tmp_path / "elsewhere" / "tokenizer.json")
     shutil.move(tmp_path / "elsewhere", tmp_path / "vlm")
@@ -142,7 +145,7 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
 def test_statistics_that_scale_nothing_are_refused_at_the_door(tmp_path: Path) -> None:
     path = tmp_path / "stats.json"
     path.write_text(json.dumps({n: {"mean": [0, 0, 0]} for n in ("action", "observation.state")}))
-    with pytest.raises(DataError, match=r"model\.statistics: .*observation\.state: no std"):
+    with pytest.raises(DataError, match=r"model\.norm_stats: .*observation\.state: no std"):
         SmolVLAPolicy.check(SmolVLAConfig(**SIZES, norm_stats=path), SPEC)
 
 

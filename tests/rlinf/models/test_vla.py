@@ -28,8 +28,8 @@ SIZES: dict[str, Any] = {
     "intermediate": 48,
     "vision_hidden": 16,
     "vision_heads": 2,
-    "chunk": 4,
-    "proprio": 2,
+    "chunk_size": 4,
+    "proprio_dim": 2,
 }
 
 
@@ -79,7 +79,7 @@ def test_a_first_update_has_ratios_of_one_and_a_gradient(tmp_path: Path, level: 
 
 
 def test_tokens_are_drawn_as_often_as_the_network_says(tmp_path: Path) -> None:
-    policy = made(tmp_path, bins=8)
+    policy = made(tmp_path, n_action_bins=8)
     one = request(1, 0).steps
     count = 4000
     seen = {n: torch.tensor(c).expand(count, *c.shape[1:]) for n, c in one.items()}
@@ -108,7 +108,7 @@ def test_everything_that_is_shown_matters_at_its_own_step_alone(tmp_path: Path) 
 
 
 def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: Path) -> None:
-    policy = made(tmp_path, bins=8)
+    policy = made(tmp_path, n_action_bins=8)
     record = rolled_out(tmp_path)[0]
     total = torch.zeros(3, 4, 3)
     with torch.no_grad():
@@ -181,10 +181,10 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_a_run(tmp_path: Path) ->
     [
         ({}, {"images": {}}, r"task\.images: .*sees pictures"),
         ({}, {"action": {"kind": "discrete", "size": 3}}, r"model\.name: .*choices"),
-        ({"patch": 5}, {}, r"model\.patch: pictures of 16 x 24"),
+        ({"patch_size": 5}, {}, r"model\.patch_size: pictures of 16 x 24"),
         ({"heads": 5}, {}, r"model\.heads: "),
         ({}, {"images": {"a": [16, 16], "b": [16, 24]}}, r"task\.images\.b: 16 x 24"),
-        ({"proprio": 6}, {}, r"model\.proprio: 6 numbers.*5"),
+        ({"proprio_dim": 6}, {}, r"model\.proprio_dim: 6 numbers.*5"),
     ],
 )
 def test_what_cannot_work_is_refused(

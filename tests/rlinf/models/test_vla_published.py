@@ -32,7 +32,7 @@ from tests.rlinf.models import acting, test_vision_tower
 from tests.rlinf.models.acting import SPEC, stirred
 
 SIZES: dict[str, Any] = {
-    "fused": True,
+    "use_fused_vision_backbone": True,
     "hidden": 32,
     "layers": 2,
     "heads": 2,
@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "vision_hidden": 16,
     "vision_layers": 3,
     "vision_heads": 2,
-    "chunk": 4,
+    "chunk_size": 4,
 }
 WHOLE_SPEC: dict[str, Any] = {
     "observation": 8,
@@ -144,7 +144,7 @@ def test_the_trainer_recomputes_what_was_sampled_of_both_towers(tmp_path: Path) 
 def test_one_update_trains_every_part_and_leaves_alone_what_is_never_run(
     tmp_path: Path, dtype: str
 ) -> None:
-    made(tmp_path, proprio=2)
+    made(tmp_path, proprio_dim=2)
     config = VLAConfig(**SIZES, proprio_dim=2)
     records = acting.rolled_out(VLAPolicy, config, tmp_path)
     learns = acting.trainer(VLAPolicy, config, tmp_path, param_dtype=dtype)
@@ -300,7 +300,7 @@ def test_a_folder_that_lacks_something_is_refused_by_file_and_key(
 
 def test_a_data_set_is_chosen_where_there_are_several(tmp_path: Path) -> None:
     published(tmp_path / "published")
-    with pytest.raises(DataError, match=r"model\.dataset: .*one, other"):
+    with pytest.raises(DataError, match=r"model\.unnorm_key: .*one, other"):
         VLAPolicy.check(VLAConfig(path=tmp_path / "published"), SPEC)
     # What OpenVLA-OFT writes beside counts before what OpenVLA has inside.
     statistics = {"late": {"action": {"q01": [0.0] * 3, "q99": [9.0] * 3}}}

@@ -45,7 +45,7 @@ def server() -> Iterator[ChatServer]:
 
 
 def endpoint(server: ChatServer, **config: Any) -> ChatEndpoint:
-    made = ChatEndpointConfig(**{"url": server.url, "initial_backoff_s": 0.01, **config})
+    made = ChatEndpointConfig(**{"base_url": server.url, "initial_backoff_s": 0.01, **config})
     return ChatEndpoint(made, RequestBudget(made))
 
 
@@ -72,9 +72,9 @@ def test_what_may_pass_is_tried_again(server: ChatServer, status: int) -> None:
 def test_an_answer_of_another_form_is_none(server: ChatServer, body: bytes) -> None:
     server.queue.extend([Reply(body=body)] * 2)
     # Both were billed: what is known of them is the length of what was sent.
-    assert ask(server, retries=1) == ChatReply(None, UNANSWERED, 2, 2 * SENT)
+    assert ask(server, max_retries=1) == ChatReply(None, UNANSWERED, 2, 2 * SENT)
     server.queue.extend([Reply(body=body)])
-    assert ask(server, retries=1).text == "Score: 1"
+    assert ask(server, max_retries=1).text == "Score: 1"
 
 
 def test_a_server_that_is_not_there_is_no_answer(server: ChatServer) -> None:
@@ -90,7 +90,7 @@ def test_a_slow_answer_is_waited_for_only_so_long(server: ChatServer, slow: Repl
     """Also where some byte comes again and again, which keeps a socket's own limit from passing."""
     server.queue.append(slow)
     began = time.monotonic()
-    assert ask(server, timeout_s=0.5, retries=0) == ChatReply(None, UNANSWERED, 1, SENT)
+    assert ask(server, timeout_s=0.5, max_retries=0) == ChatReply(None, UNANSWERED, 1, SENT)
     assert time.monotonic() - began < 1.4
 
 
@@ -108,7 +108,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next(
         silent = (*found[0][:4], full.getsockname())
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [silent, *found])
         began = time.monotonic()
-        assert ask(server, timeout_s=2.0, retries=0) == ChatReply("Score: 1", "", 1, 10)
+        assert ask(server, timeout_s=2.0, max_retries=0) == ChatReply("Score: 1", "", 1, 10)
         assert time.monotonic() - began > 0.9, "the first one had its half of the time"
         for one in waiting:
             one.close()
@@ -122,7 +122,7 @@ def test_it_waits_as_long_as_the_server_asks(server: ChatServer) -> None:
 
 def test_who_is_to_wait_too_long_gives_up(server: ChatServer) -> None:
     server.queue.append(Reply(status=503, headers={"Retry-After": "3600"}))
-    assert ask(server, longest_wait_s=5.0) == ChatReply(None, UNANSWERED, 1, 0)
+    assert ask(server, max_backoff_s=5.0) == ChatReply(None, UNANSWERED, 1, 0)
 
 
 def test_retry_after_is_seconds_or_a_date() -> None:
@@ -163,7 +163,7 @@ def test_a_budget_of_requests_counts_every_try(server: ChatServer) -> None:
 
 
 def test_a_budget_of_tokens_ends_requests(server: ChatServer) -> None:
-    asked = endpoint(server, max_tokens=15)
+    asked = endpoint(server, max_total_tokens=15)
     assert [asked.complete("tiny", QUESTION).failure for _ in range(3)] == ["", "", OVER_BUDGET]
     unknown = b'{"choices": [{"message": {"content": "Score: 1"}}]}'
     server.queue.append(Reply(body=unknown))
@@ -177,12 +177,12 @@ def test_a_key_is_sent_and_never_shown(
     refusal = Reply(status=400, body=f"wrong key {SECRET}".encode())
     server.queue.append(refusal)
     caplog.set_level(logging.DEBUG)
-    assert ask(server, key_variable="JUDGE_KEY").failure == REFUSED
+    assert ask(server, api_key_env="JUDGE_KEY").failure == REFUSED
     assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
     assert "wrong key (key)" in caplog.text
     server.queue.append(Reply(status=401, body=refusal.body))
     with pytest.raises(ConfigError) as error:
-        ask(server, key_variable="JUDGE_KEY")
+        ask(server, api_key_env="JUDGE_KEY")
     assert SECRET not in f"{error.value}{caplog.text}{ChatEndpointConfig(base_url=server.url)}"
 
 
@@ -213,17 +213,17 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"url": "http://host/v1"}, "unencrypted; use https"),
-        ({"url": "http://127.0.0.1.host/v1"}, "unencrypted"),
-        ({"url": "http://localhost.host/v1"}, "unencrypted"),
-        ({"url": "https://key@host/v1"}, "more than scheme, host and path"),
-        ({"url": "https://host/v1?key=3"}, "more than scheme, host and path"),
-        ({"url": "host/v1"}, "no address"),
-        ({"url": "ftp://host/v1"}, "no address"),
-        ({"url": "https://host:port/v1"}, "no address"),
-        ({"url": "https://ho st/v1"}, "no address"),
-        ({"url": "https://h/v1", "api_key_env": "A", "api_key_file": "b"}, "give one"),
-        ({"url": "https://h/v1", "retrys": 3}, "'retries'"),
+        ({"base_url": "http://host/v1"}, "unencrypted; use https"),
+        ({"base_url": "http://127.0.0.1.host/v1"}, "unencrypted"),
+        ({"base_url": "http://localhost.host/v1"}, "unencrypted"),
+        ({"base_url": "https://key@host/v1"}, "more than scheme, host and path"),
+        ({"base_url": "https://host/v1?key=3"}, "more than scheme, host and path"),
+        ({"base_url": "host/v1"}, "no address"),
+        ({"base_url": "ftp://host/v1"}, "no address"),
+        ({"base_url": "https://host:port/v1"}, "no address"),
+        ({"base_url": "https://ho st/v1"}, "no address"),
+        ({"base_url": "https://h/v1", "api_key_env": "A", "api_key_file": "b"}, "give one"),
+        ({"base_url": "https://h/v1", "retrys": 3}, "'max_retries'"),
     ],
 )
 def test_what_is_no_endpoint_is_refused(values: dict[str, Any], said: str) -> None:
@@ -234,11 +234,11 @@ def test_what_is_no_endpoint_is_refused(values: dict[str, Any], said: str) -> No
 @pytest.mark.parametrize(
     "values",
     [
-        {"url": "https://host:8000/v1"},
-        {"url": "http://localhost:8000/v1"},
-        {"url": "http://127.9.9.9/v1"},
-        {"url": "http://[::1]:8000/v1"},
-        {"url": "http://node17:8000/v1", "allow_http": True},
+        {"base_url": "https://host:8000/v1"},
+        {"base_url": "http://localhost:8000/v1"},
+        {"base_url": "http://127.9.9.9/v1"},
+        {"base_url": "http://[::1]:8000/v1"},
+        {"base_url": "http://node17:8000/v1", "allow_http": True},
     ],
 )
 def test_encrypted_own_or_allowed_addresses_are_taken(values: dict[str, Any]) -> None:

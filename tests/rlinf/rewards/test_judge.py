@@ -54,9 +54,9 @@ def judge(
     server: ChatServer, folder: Path | None = None, world: ProcessGroupInfo = ALONE, **config: Any
 ) -> JudgeReward:
     endpoint = {
-        "url": server.url,
+        "base_url": server.url,
         "initial_backoff_s": 0.01,
-        "retries": 1,
+        "max_retries": 1,
         **config.pop("endpoint", {}),
     }
     values = {"endpoint": endpoint, "model": "tiny", "prompt": PROMPT, **config}
@@ -78,7 +78,7 @@ def by_length(question: str) -> Reply:
 
 def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
     server.answer = by_length
-    reward = judge(server, scale=2.0, offset=1.0, system="Be fair.", more={"seed": 3})
+    reward = judge(server, scale=2.0, offset=1.0, system_prompt="Be fair.", extra_body={"seed": 3})
     found = said(reward, "2", "two", "22", "2")
     assert [worth for worth, _, _ in found] == pytest.approx([1.2, 1.6, 1.4, 1.2])
     assert all(kept and not trouble for _, kept, trouble in found)
@@ -91,7 +91,7 @@ def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
             {"role": "user", "content": "Q: 1+1= A: 2 R: 2 cm {not a field} {{"},
         ],
         "temperature": 0.0,
-        "max_tokens": 256,
+        "max_total_tokens": 256,
         "seed": 3,
     }
 
@@ -148,7 +148,7 @@ def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
 ) -> None:
     server.answer = lambda question: Reply(status=401) if "R: c" in question else Reply()
     with pytest.raises(ConfigError, match="status 401"):
-        said(judge(server, tmp_path, endpoint={"concurrency": 1}), "a", "b", "c", "d")
+        said(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
     server.answer = lambda question: Reply()
     server.asked.clear()
     said(judge(server, tmp_path), "a", "b", "c", "d")
@@ -156,7 +156,7 @@ def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
 
 
 def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path: Path) -> None:
-    budget = {"max_requests": 3, "concurrency": 1}
+    budget = {"max_requests": 3, "max_concurrency": 1}
     found = said(judge(server, tmp_path, endpoint=budget), "a", "b")
     found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
     assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
@@ -170,7 +170,7 @@ def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_p
             server,
             tmp_path,
             ProcessGroupInfo(rank, 4),
-            endpoint={"max_requests": 20, "concurrency": 2},
+            endpoint={"max_requests": 20, "max_concurrency": 2},
         )
         for rank in range(4)
     ]
@@ -202,7 +202,7 @@ def test_starts_that_send_little_take_no_more_of_the_budget(
 
 def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
     """As of a process that was killed before the answer came."""
-    budget = {"max_requests": 5, "concurrency": 1, "retries": 0}
+    budget = {"max_requests": 5, "max_concurrency": 1, "max_retries": 0}
     said(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
     for path in tmp_path.glob("*.jsonl"):
         path.unlink()
@@ -213,7 +213,7 @@ def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_pat
 def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
     server: ChatServer, tmp_path: Path
 ) -> None:
-    budget = {"max_tokens": 25, "concurrency": 1}
+    budget = {"max_total_tokens": 25, "max_concurrency": 1}
     first, second = (
         judge(server, tmp_path, ProcessGroupInfo(rank, 2), endpoint=budget) for rank in range(2)
     )
@@ -229,7 +229,7 @@ def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
 
 def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None:
     server.answer = lambda question: Reply(wait_s=0.1)
-    said(judge(server, endpoint={"concurrency": 3}), *map(str, range(9)))
+    said(judge(server, endpoint={"max_concurrency": 3}), *map(str, range(9)))
     assert server.most == 3
 
 
@@ -286,23 +286,23 @@ def test_any_answer_is_a_verdict_in_range_or_none(text: str) -> None:
         ({"verdict": {"pattern": "("}}, "reward.verdict.pattern: is no regular expression"),
         ({"verdict": {"pattern": "a"}}, "reward.verdict.pattern: has 0 groups"),
         ({"verdict": {"pattern": "(a)(b)"}}, "reward.verdict.pattern: has 2 groups"),
-        ({"verdict": {"least": 1.0}}, "reward.verdict: least 1 is not below most 1"),
-        ({"verdict": {"words": {"yes": 2.0}}}, "reward.verdict: words.yes 2 is not within"),
-        ({"more": {"model": "x"}}, "reward.extra_body: holds model"),
+        ({"verdict": {"min_value": 1.0}}, "reward.verdict: min_value 1 is not below max_value 1"),
+        ({"verdict": {"labels": {"yes": 2.0}}}, "reward.verdict: labels.yes 2 is not within"),
+        ({"extra_body": {"model": "x"}}, "reward.extra_body: holds model"),
         ({"fallback": "drop"}, "reward.fallback"),
         ({"fall_back": 0.0}, "'fallback'"),
-        ({"endpoint": {"url": "http://far/v1"}}, "reward.endpoint: url"),
+        ({"endpoint": {"base_url": "http://far/v1"}}, "reward.endpoint: base_url"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, Any], where: str) -> None:
-    whole = {"endpoint": {"url": "https://host/v1"}, "model": "m", "prompt": "{response}"}
+    whole = {"endpoint": {"base_url": "https://host/v1"}, "model": "m", "prompt": "{response}"}
     with pytest.raises(ConfigError, match=where):
         validate(JudgeConfig, {**whole, **values}, "reward")
 
 
 def test_where_the_judge_runs_changes_no_result() -> None:
     def reward(url: str, model: str) -> dict[str, Any]:
-        return {"reward": {"name": "judge", "endpoint": {"url": url}, "model": model}}
+        return {"reward": {"name": "judge", "endpoint": {"base_url": url}, "model": model}}
 
     assert select_semantic(reward("https://a/v1", "m")) == select_semantic(
         reward("https://b/v1", "m")
@@ -425,11 +425,11 @@ def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
                 break
             time.sleep(0.2)
         config = {
-            "endpoint": {"url": f"http://127.0.0.1:{port}/v1", "retries": 20},
+            "endpoint": {"base_url": f"http://127.0.0.1:{port}/v1", "max_retries": 20},
             "model": "tiny",
             "prompt": "{prompt}{response}",
             "max_tokens": 12,
-            "verdict": {"pattern": r"(\d)", "least": 0.0, "most": 9.0},
+            "verdict": {"pattern": r"(\d)", "min_value": 0.0, "max_value": 9.0},
         }
         made = validate(JudgeConfig, config, "reward")
         texts = ["2", "3", "1+1", "22=", "0"]

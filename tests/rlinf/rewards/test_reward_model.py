@@ -81,7 +81,7 @@ def test_it_gives_what_a_direct_forward_gives(
     expected = direct(folder, texts, True)
     assert len({round(number, 2) for number in expected}) > 3, "they differ"
     for budget in (1, 24, 1000):
-        got = made(folder, batch_tokens=budget).compute_step_rewards(asked, [])
+        got = made(folder, max_tokens_per_batch=budget).compute_step_rewards(asked, [])
         assert [float(steps.sum()) for steps in got] == pytest.approx(expected, abs=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_scale_and_offset_are_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("setting", "worth"), [("mask", 0.0), (-1.5, -1.5)])
 def test_what_is_too_long_for_it_is_said(setting: Any, worth: float, tmp_path: Path) -> None:
     """Cut off it would be judged by what it does not say."""
-    reward = made(write_reward_model(tmp_path), max_tokens=12, too_long=setting)
+    reward = made(write_reward_model(tmp_path), max_length=12, overlong_reward=setting)
     found = reward.compute_results(TRAJECTORIES, [])
     assert [judgement.failure for judgement in found] == ["", "too_long", "", "too_long", ""]
     assert [judgement.valid for judgement in found] == [

@@ -28,7 +28,7 @@ folder = Path(sys.argv[1])
 MLPPolicy.create(config, spec, 0, folder)
 policy = MLPPolicy.load(folder, config)
 assert sum(p.numel() for p in policy.module.parameters()) % 2
-options = DeepSpeedConfig(device="cpu", stage=2)
+options = DeepSpeedConfig(device="cpu", zero_stage=2)
 print(len(DeepSpeedTrainer(policy, options, OptimizerSection(), World()).full_state()) > 0)
 """
 
@@ -42,9 +42,9 @@ def check(**options: object) -> None:
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"stage": 2, "offload_param": True}, "trainer.offload_param: stage 2"),
-        ({"stage": 3, "lora": {"rank": 4}}, "trainer.zero_stage: 3 .* choose 1 or 2"),
-        ({"stage": 1, "lora": {"rank": 4}, "param_dtype": "bfloat16"}, "trainer.param_dtype"),
+        ({"zero_stage": 2, "offload_param": True}, "trainer.offload_param: stage 2"),
+        ({"zero_stage": 3, "lora": {"rank": 4}}, "trainer.zero_stage: 3 .* choose 1 or 2"),
+        ({"zero_stage": 1, "lora": {"rank": 4}, "param_dtype": "bfloat16"}, "trainer.param_dtype"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, object], key: str) -> None:
@@ -53,8 +53,8 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, object],
 
 
 def test_others_are_taken() -> None:
-    check(stage=3, offload_param=True)
-    check(stage=2, lora={"rank": 4})
+    check(zero_stage=3, offload_param=True)
+    check(zero_stage=2, lora={"rank": 4})
 
 
 def test_a_network_of_an_odd_number_of_weights_is_taken(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_merged_network_says_what_the_adapted_one_says(folder: Path) -> None
 
 
 def test_training_goes_on_from_the_adapters_alone(folder: Path, tmp_path: Path) -> None:
-    one, other = make(folder, threads=2), make(folder, threads=2)
+    one, other = make(folder, cpu_threads=2), make(folder, cpu_threads=2)
     one.step(records(), loss, lr=LR)
     one.save(tmp_path)
     other.load(tmp_path)
@@ -90,17 +90,17 @@ def test_gradients_and_moments_are_of_adapters(folder: Path) -> None:
 
 def test_a_target_that_is_nowhere_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: .*no_proj"):
-        make(folder, lora={"rank": 4, "targets": ["no_proj"]})
+        make(folder, lora={"rank": 4, "target_modules": ["no_proj"]})
     with pytest.raises(ConfigError, match=r"'v_porj' is nowhere.*v_proj"):
-        make(folder, lora={"rank": 4, "targets": ["q_proj", "v_porj"]})
+        make(folder, lora={"rank": 4, "target_modules": ["q_proj", "v_porj"]})
 
 
 def test_what_cannot_be_merged_is_refused(folder: Path) -> None:
     """Whoever takes the weights would not have what was trained."""
     with pytest.raises(ConfigError, match="lm_head shares its weight with another layer"):
-        make(folder, lora={"rank": 4, "targets": ["q_proj", "lm_head"]})
+        make(folder, lora={"rank": 4, "target_modules": ["q_proj", "lm_head"]})
     with pytest.raises(ConfigError, match=r"embed_tokens is a Embedding; .* linear layers alone"):
-        make(folder, lora={"rank": 4, "targets": ["embed_tokens"]})
+        make(folder, lora={"rank": 4, "target_modules": ["embed_tokens"]})
 
 
 def test_a_state_that_is_looked_at_before_the_first_step_changes_nothing(folder: Path) -> None:

@@ -68,7 +68,7 @@ def test_an_update_is_close_to_that_of_float32(folder: Path, packing: bool) -> N
 def test_gradients_that_float16_has_no_numbers_for_are_there(folder: Path) -> None:
     small = times(1e-6)
     right = make(folder).step(records(), small, lr=LR)["grad_norm"]
-    plain = make(folder, **HALF, loss_scale=1.0).step(records(), small, lr=LR)["grad_norm"]
+    plain = make(folder, **HALF, initial_loss_scale=1.0).step(records(), small, lr=LR)["grad_norm"]
     scaled = make(folder, **HALF).step(records(), small, lr=LR)["grad_norm"]
     assert plain < 0.9 * right
     assert scaled == pytest.approx(right, rel=1e-2)
@@ -89,7 +89,7 @@ def test_a_step_that_overflows_is_left_out_and_counted(folder: Path) -> None:
 
 
 def test_the_scale_grows_again(folder: Path) -> None:
-    made = make(folder, **HALF, loss_scale=2.0, loss_scale_steps=2)
+    made = make(folder, **HALF, initial_loss_scale=2.0, loss_scale_window=2)
     scales = [made.step(records(), loss, lr=LR)["loss_scale"] for _ in range(5)]
     assert scales == [2.0, 2.0, 4.0, 4.0, 8.0]
 
@@ -97,7 +97,7 @@ def test_the_scale_grows_again(folder: Path) -> None:
 def test_it_falls_below_one_for_a_large_loss(folder: Path) -> None:
     """A sum over many tokens overflows by itself, and is no error."""
     large = times(1e6)
-    made = make(folder, **HALF, loss_scale=1.0)
+    made = make(folder, **HALF, initial_loss_scale=1.0)
     said = [made.step(records(), large, lr=LR) for _ in range(12)]
     assert said[0]["skipped_steps"] == 1.0
     right = make(folder).step(records(), large, lr=LR)["grad_norm"]
@@ -107,7 +107,7 @@ def test_it_falls_below_one_for_a_large_loss(folder: Path) -> None:
 
 
 def test_an_overflow_at_the_lowest_scale_is_an_error(folder: Path) -> None:
-    alone = make(folder, **HALF, loss_scale=1.0)
+    alone = make(folder, **HALF, initial_loss_scale=1.0)
     for _ in range(24):
         assert alone.step(records(), times(1e15), lr=LR)["skipped_steps"] == 1.0
     before = state(alone)
@@ -141,7 +141,7 @@ def test_states_with_and_without_a_scale_pass_to_each_other(folder: Path, tmp_pa
     for trainer in (whole, half):
         trainer.step(records(), loss, lr=LR)
         trainer.save(tmp_path / type(trainer.policy).__name__ / str(trainer is half))
-    made = make(folder, **HALF, loss_scale=128.0)
+    made = make(folder, **HALF, initial_loss_scale=128.0)
     made.load(tmp_path / "CausalLM" / "False")
     assert_close(made, whole, 0.0)
     assert made.step(records(), loss, lr=LR)["loss_scale"] == 128.0
@@ -216,7 +216,7 @@ print("ok")
         *(
             pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
             for case in (
-                ("fsdp", "", {"replicas": 2}),
+                ("fsdp", "", {"dp_replicate": 2}),
                 ("deepspeed", "", {"stage": 1}),
                 ("deepspeed", "", {"stage": 2}),
                 ("deepspeed", "", {"stage": 2, "offload_optimizer": True}),

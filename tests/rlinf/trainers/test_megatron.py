@@ -185,7 +185,7 @@ LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 @pytest.mark.timeout(600)
 def test_they_share_adapters(folder: Path, tmp_path: Path) -> None:
     """Of matrices and of positions; those of some projections of a matrix alone too."""
-    lora = {**LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    lora = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
     check(folder, tmp_path, "tp=2", 2, lora=lora, sequence_parallel=True)
 
 
@@ -208,7 +208,7 @@ def test_adapters_alone_are_trained_in_every_layout(
 
 @pytest.mark.timeout(600)
 def test_they_share_each_sequence(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "cp=2", 2, distributed_optimizer=True)
+    check(folder, tmp_path, "cp=2", 2, use_distributed_optimizer=True)
 
 
 @pytest.mark.slow
@@ -250,13 +250,13 @@ def test_they_share_experts(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_they_share_layers(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "pp=2", 2, stage_layers=[3, 1])
+    check(folder, tmp_path, "pp=2", 2, layers_per_pipeline_stage=[3, 1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_copies_share_the_optimizers_state(folder: Path, tmp_path: Path) -> None:
-    check(folder, tmp_path, "", 2, distributed_optimizer=True)
+    check(folder, tmp_path, "", 2, use_distributed_optimizer=True)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ MIXTURE = {
 
 
 def _lora(*targets: str) -> dict[str, Any]:
-    return {"lora": {"rank": 2, "targets": targets}}
+    return {"lora": {"rank": 2, "target_modules": targets}}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def _lora(*targets: str) -> dict[str, Any]:
         (
             "pp=4",
             {},
-            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*layers_per_pipeline_stage",
+            r"^train\.pp: 6 layers .* 4 pipeline stages; 1, 2, 3 or 6 can .*_per_pipeline_stage",
         ),
         (
             "pp=2",
@@ -110,7 +110,7 @@ def test_experts_have_no_adapters(tmp_path: Path) -> None:
 
 def test_a_mixture_that_will_be_made_has_its_experts() -> None:
     """Nothing of it is in a folder yet."""
-    for said, experts in ({}, 4), ({"experts": 6}, 6):
+    for said, experts in ({}, 4), ({"num_experts": 6}, 6):
         model = CausalLMConfig(architecture="qwen3_moe", **SIZES, **said)
         check(MegatronConfig(), model, "ep=2")
         with pytest.raises(ConfigError, match=rf"^train\.ep: {experts} experts .* 5 processes"):

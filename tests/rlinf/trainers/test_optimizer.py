@@ -90,11 +90,11 @@ def test_groups_may_be_clipped_by_themselves(folder: Path) -> None:
 
     free, whole = moved(clip_grad=1e9)
     joint, _ = moved(clip_grad=0.1)
-    apart, norm = moved(clip_grad=0.1, group_clip={"value": 0.5})
+    apart, norm = moved(clip_grad=0.1, group_clip_grad={"value": 0.5})
     assert joint["policy"] < free["policy"] / 100
     assert apart["policy"] == pytest.approx(min(0.1, free["policy"]), rel=1e-4)
     assert apart["value"] == pytest.approx(0.5, rel=1e-4)
     assert norm == pytest.approx(whole, rel=1e-6)
-    assert moved(clip_grad=0.1, group_clip={"value": 0.1, "policy": 1e9})[0] == pytest.approx(
+    assert moved(clip_grad=0.1, group_clip_grad={"value": 0.1, "policy": 1e9})[0] == pytest.approx(
         {"policy": free["policy"], "value": 0.1}, rel=1e-4
     )

@@ -56,8 +56,8 @@ def saved_bytes(trainer: FSDPTrainer) -> int:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_activations_that_are_not_kept_are_computed_again(folder: Path, threads: int) -> None:
-    plain = make(folder, threads=threads)
-    again = make(folder, threads=threads, activation_checkpointing=True)
+    plain = make(folder, cpu_threads=threads)
+    again = make(folder, cpu_threads=threads, gradient_checkpointing=True)
     if threads == 1:
         assert saved_bytes(again) < saved_bytes(plain) / 2
     for _ in range(2):
@@ -210,8 +210,8 @@ def test_copies_of_a_sharded_model_update_as_one_process_does(folder: Path) -> N
 def test_packed_rows_make_the_same_update_with_fewer_micro_batches(
     folder: Path, threads: int
 ) -> None:
-    plain = make(folder, token_budget=36)
-    packed = make(folder, token_budget=36, threads=threads, packing=True)
+    plain = make(folder, max_tokens_per_microbatch=36)
+    packed = make(folder, max_tokens_per_microbatch=36, cpu_threads=threads, packing=True)
     if threads == 1:
         (one,), (other,) = (
             plain.split_micro_batches(records()),
@@ -244,4 +244,5 @@ def test_log_probs_of_a_lane_in_parts_are_those_of_the_plain_way(
 ) -> None:
     plain = make(folder).step(records(), loss, lr=LR)
     monkeypatch.setattr(causal_lm, "MAX_LOGITS", 40)
-    assert make(folder, threads=2).step(records(), loss, lr=LR) == pytest.approx(plain, rel=1e-5)
+    found = make(folder, cpu_threads=2).step(records(), loss, lr=LR)
+    assert found == pytest.approx(plain, rel=1e-5)

@@ -305,7 +305,7 @@ def test_more_than_the_other_worker_takes_in_a_request_is_refused(
     sides.answer("sim-r0")
     one = sides.simulators("sim-r0", Steps(0, columns=1 << 10)).ended()
     assert isinstance(one.error, DataError)
-    assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*task\.at_once", str(one.error))
+    assert re.search(r"rollout/3 .* \d+ bytes, .* 4096: .*task\.max_parallel_envs", str(one.error))
     until(lambda: not sides.desk.is_busy)
 
 
@@ -318,7 +318,7 @@ def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
     one = sides.simulators("sim-r0", Steps(0)).ended()
     assert one.error is not None
     assert one.error.exit_code == EXIT_BAD_INPUT
-    said = r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*task\.at_once"
+    said = r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*task\.max_parallel_envs"
     assert re.search(said, str(one.error))
     until(lambda: not sides.desk.is_busy)
 

@@ -59,14 +59,14 @@ def test_pieces_flow_like_a_pipeline_over_a_path(path, chunk, count):
     for _ in range(count):
         end = 0.0
         for i, link in enumerate(path):
-            end = max(end, free[i]) + link.send(chunk)
+            end = max(end, free[i]) + link.send_seconds(chunk)
             free[i] = end
     assert path_seconds(path, count * chunk, chunk) == pytest.approx(end)
 
 
 @given(st.lists(links, min_size=1, max_size=5), sizes)
 def test_a_file_is_read_when_it_is_written(path, size):
-    assert path_seconds(path, size) == pytest.approx(sum(link.send(size) for link in path))
+    assert path_seconds(path, size) == pytest.approx(sum(link.send_seconds(size) for link in path))
 
 
 def test_impossible_links_and_empty_paths_are_refused():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.job_executor import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, PlanningSources, StagePlan, parse_plan
 from pipeline.planning.planner.available_devices import check_quota, select_devices, with_counts
 from pipeline.planning.planner.job_search import choose_assignments
@@ -59,7 +59,9 @@ def ask(
     known = load_site(site) if site else SiteConfig()
     found, notes = select_devices(there, known, profile, is_user_plan=given)
     door = partial(check_quota, cluster=ClusterConfig(site=site), inventory=there)
-    return PlanRequest(config, profile, found, execution=grain, notes=notes, plan_validator=door)
+    return PlanRequest(
+        config, profile, found, execution=execution, notes=notes, plan_validator=door
+    )
 
 
 def gpus(plan: Plan) -> int:
@@ -99,10 +101,10 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     whole = inventory(max_nodes_per_job=1)
     found, notes = select_devices(whole, SiteConfig(), profile)
     assert notes[-1] == "h100: a job has at most 1 of its 2 nodes (MaxNodes)"
-    asked = PlanRequest(config, profile, found, execution=grain)
+    asked = PlanRequest(config, profile, found, execution=execution)
     proposal = propose_plan(asked)
     assert all(stage.nodes == 1 for stage in proposal.plan.stages.values())
-    if grain == "stage":
+    if execution == "stage":
         train = proposal.plan.stages["train"].model_copy(update={"nodes": 2})
         stages = {**proposal.plan.stages, "train": train}
         with pytest.raises(PlanError, match="nodes: 2 asked of h100, where a job has at most 1"):
@@ -124,8 +126,8 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
 def test_jobs_together_have_no_more_than_the_qos_allows(
     config: RunConfig, execution: Grain, qos: QosLimits, most: int
 ) -> None:
-    assert gpus(propose_plan(ask(config, inventory(), grain)).plan) > most
-    asked = ask(config, inventory(qos), grain)
+    assert gpus(propose_plan(ask(config, inventory(), execution)).plan) > most
+    asked = ask(config, inventory(qos), execution)
     plan = propose_plan(asked).plan
     if not ("node" in qos.max_tres_per_user and plan.pools):
         assert gpus(plan) <= most
@@ -138,7 +140,7 @@ def test_no_job_has_more_than_the_qos_allows_one(
     config: RunConfig, execution: Grain, resource: str
 ) -> None:
     plan = propose_plan(
-        ask(config, inventory(QosLimits(max_tres_per_job={resource: 1})), grain)
+        ask(config, inventory(QosLimits(max_tres_per_job={resource: 1})), execution)
     ).plan
     jobs = [plan.stage_plan(stage) for stage in plan.stages]
     assert max(job.nodes * (job.gpus if resource == "gres/gpu" else 1) for job in jobs) == 1
@@ -168,11 +170,11 @@ def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
 def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
     config: RunConfig, execution: Grain
 ) -> None:
-    asked = ask(config, inventory(QosLimits(max_wall_min=20)), grain)
+    asked = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
     for stage in propose_plan(asked).plan.stages.values():
         assert (stage.time_limit_min or 0) <= 20
     with pytest.raises(PlanError, match="QOS small allows"):
-        propose_plan(ask(config, inventory(QosLimits(max_wall_min=0)), grain))
+        propose_plan(ask(config, inventory(QosLimits(max_wall_min=0)), execution))
 
 
 @GRAINS
@@ -180,7 +182,7 @@ def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Gra
     # A process on a GPU asks for four.
     tight = inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100")
     with pytest.raises(PlanError, match=r"4 asked in all, QOS small allows .* 3 \(cpu\)"):
-        ask(config, tight, grain)
+        ask(config, tight, execution)
 
 
 def test_limits_that_slurm_does_not_enforce_bound_no_plan(config: RunConfig) -> None:
@@ -194,8 +196,8 @@ def test_limits_that_slurm_does_not_enforce_bound_no_plan(config: RunConfig) -> 
 def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
     config: RunConfig, execution: Grain
 ) -> None:
-    plan = propose_plan(ask(config, inventory(), grain)).plan
-    tight = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})), grain)
+    plan = propose_plan(ask(config, inventory(), execution)).plan
+    tight = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})), execution)
     with pytest.raises(
         PlanError, match=r"gpus: \d asked in all, QOS small allows .* 1|gpus in all"
     ):
@@ -235,8 +237,8 @@ def test_a_worse_name_of_nodes_is_used_where_the_better_one_allows_less(config: 
     profile = clusters.profile(config, "h100")
     found, _ = select_devices(with_spot(), SiteConfig(), profile)
     assert found["spot"].better_kind == "h100"
-    for grain in ("stage", "segment"):
-        plan = propose_plan(PlanRequest(config, profile, found, execution=grain)).plan
+    for execution in ("stage", "segment"):
+        plan = propose_plan(PlanRequest(config, profile, found, execution=execution)).plan
         used = {stage.partition for stage in plan.stages.values()}
         assert "spot" in used
         assert all(
@@ -290,14 +292,14 @@ EVERY = ["rollout", "reward", "inference", "train"]
 
 def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan:
     """On two H100s."""
-    if grain == "stage":
+    if execution == "stage":
         train = {**TRAIN, "cpus": cpus, "partition": partition}
         return parse_plan(
             {"defaults": {"partition": partition}, "stages": {"train": train}}, "plan"
         )
     pool = {"stages": EVERY, "gpus": {"h100": 2}}
     defaults = {"processes": 2, "cpus": cpus}
-    return parse_plan({"execution": grain, "defaults": defaults, "pools": [pool]}, "plan")
+    return parse_plan({"execution": execution, "defaults": defaults, "pools": [pool]}, "plan")
 
 
 @GRAINS
@@ -307,14 +309,14 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
 ) -> None:
     """It asks for four with each GPU: one GPU, or none."""
     tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100")
-    asked = ask(config, tight, grain, given=True)
-    found = assess_plan(asked, by_hand(grain, 1), "plan.yaml")
-    free = ask(config, inventory(None, ME, "h100"), grain)
-    expected = assess_plan(free, by_hand(grain, 1), "plan.yaml").forecast
+    asked = ask(config, tight, execution, given=True)
+    found = assess_plan(asked, by_hand(execution, 1), "plan.yaml")
+    free = ask(config, inventory(None, ME, "h100"), execution)
+    expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
     assert found.bound <= found.forecast.cost
     with pytest.raises(PlanError, match=rf"8 asked in all, QOS small allows .* {most} \(cpu\)"):
-        assess_plan(asked, by_hand(grain, 4), "plan.yaml")
+        assess_plan(asked, by_hand(execution, 4), "plan.yaml")
 
 
 def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) -> None:
@@ -351,9 +353,9 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
     me = ME.model_copy(update={"qos": (*limits,), "default_qos": "small"})
     there = inventory(None, me, "h100", default=True)
     there = there.model_copy(update={"limits": AccountingLimits(associations=(me,), qos=limits)})
-    asked = ask(config, there, grain, site)
+    asked = ask(config, there, execution, site)
     for minutes, allowed in ((50, True), (51, False)):
-        plan = by_hand(grain, 1, None)
+        plan = by_hand(execution, 1, None)
         defaults = plan.defaults.model_copy(update={"time_limit_min": minutes})
         plan = plan.model_copy(update={"defaults": defaults})
         if allowed:

@@ -70,7 +70,7 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
         ),
         (
             {"partition": "gpu", "gpu_type": None, "shares": {"h100": 2, "v100": 1}},
-            r"train\.shares: h100, v100 are not two kinds",
+            r"train\.speed_weights: h100, v100 are not two kinds",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_ran_out_of_memory_when_measured_is_refused(config: RunConfig) -> N
 
 
 @pytest.mark.parametrize("objective", ["gpu-hours", "money", "time", "time-to-end"])
-@pytest.mark.parametrize("grain", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["stage", "segment"])
 def test_training_is_never_put_where_it_failed(
     config: RunConfig, objective: str, execution: Execution
 ) -> None:
@@ -168,7 +168,7 @@ def test_training_is_never_put_where_it_failed(
             return point
         return point.model_copy(update={"time": None, "failure": "needs 90 GiB"})
 
-    request = changed(ask(config, "h100", objective=objective, grain=grain), failed)
+    request = changed(ask(config, "h100", objective=objective, execution=execution), failed)
     best = propose_plan(request).plan
     assert best.stage_plan("train").nodes * best.stage_plan("train").processes >= 2
     with pytest.raises(PlanError, match=r"needs 90 GiB.*so 1 are not planned with; .* 2, 4"):
@@ -207,7 +207,7 @@ def test_other_work_says_of_the_runs_own_what_follows(config: RunConfig) -> None
     own = request.devices["h100"]
     some = next(p for p in own.profile.points if p.stage == "train" and p.samples == 32)
     more = [
-        {"max_tokens_per_microbatch": 128, "processes": 2} | FAILED,
+        {"token_budget": 128, "processes": 2} | FAILED,
         {"samples": 16, "processes": 1} | FAILED,
     ]
     points = (some.model_copy(update={"processes": 2}), *(some.model_copy(update=m) for m in more))

@@ -29,7 +29,7 @@ from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
 Grain = Literal["stage", "segment"]
-GRAINS = pytest.mark.parametrize("grain", ["stage", "segment"])
+GRAINS = pytest.mark.parametrize("execution", ["stage", "segment"])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def ask(
     profile = longer(clusters.profile(config, "a100"), factor)
     found, notes = select_devices(inventory(*partitions), SiteConfig(), profile)
     known = parse_pins(pins, found, on_policy)
-    return PlanRequest(config, profile, found, execution=grain, pins=known, notes=notes)
+    return PlanRequest(config, profile, found, execution=execution, pins=known, notes=notes)
 
 
 @GRAINS
@@ -88,7 +88,7 @@ def test_a_partition_for_short_jobs_does_not_hide_the_long_one(
     config: RunConfig, execution: Grain, long: str
 ) -> None:
     both = partition("debug", 2, 1), partition(long, 2, 1440)
-    rows = propose_plan(ask(config, grain, *both, factor=40)).rows
+    rows = propose_plan(ask(config, execution, *both, factor=40)).rows
     assert {row.place for row in rows} == {long}
 
 
@@ -97,11 +97,11 @@ def test_jobs_too_long_for_the_partition_that_is_not_preempted_go_to_the_other(
     config: RunConfig, execution: Grain
 ) -> None:
     both = partition("debug", 2, 1), partition("spare", 2, 1440, preempted=True)
-    asked = ask(config, grain, *both, factor=40)
+    asked = ask(config, execution, *both, factor=40)
     assert asked.devices["spare"].better_kind == "debug"
     places = {row.stage: row.place for row in propose_plan(asked).rows}
     assert places["rollout"] == places["train"] == "spare"
-    short = ask(config, grain, partition("debug", 2, 60), both[1])
+    short = ask(config, execution, partition("debug", 2, 60), both[1])
     assert {row.place for row in propose_plan(short).rows} == {"debug"}
 
 
@@ -162,7 +162,7 @@ def test_a_pin_chooses_among_the_names_of_the_same_nodes(
     config: RunConfig, execution: Grain, name: str
 ) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
-    proposal = propose_plan(ask(config, grain, *both, pins=(f"train={name}",)))
+    proposal = propose_plan(ask(config, execution, *both, pins=(f"train={name}",)))
     assert {row.stage: row.place for row in proposal.rows}["train"] == name
     assert sum(sum(pool.gpus.values()) for pool in proposal.plan.pools) <= 4
 
@@ -193,7 +193,7 @@ def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, execut
         for count, first, size in ((3, 1, 80), (2, 4, 40))
     )
     asked = ask(
-        config, grain, PartitionInventory(name="gpu", groups=(large, small), time_limit_min=60)
+        config, execution, PartitionInventory(name="gpu", groups=(large, small), time_limit_min=60)
     )
     assert asked.devices["gpu"].count == 6
     proposal = propose_plan(asked)

@@ -1,4 +1,4 @@
-"""Plans of grain ``segment``: pools over the measured devices, explained, and as a file."""
+"""Plans of execution ``segment``: pools over the measured devices, explained, and as a file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def asked(config: RunConfig) -> PlanRequest:
-    return ask(config, "a100", "h100", grain="segment")
+    return ask(config, "a100", "h100", execution="segment")
 
 
 def test_every_stage_has_a_pool_within_what_there_is(asked: PlanRequest) -> None:
@@ -106,7 +106,7 @@ def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
 
 
 def test_pins_hold_for_pools(config: RunConfig) -> None:
-    request = ask(config, "a100", "h100", grain="segment", pins=("train=a100", "rollout=h100"))
+    request = ask(config, "a100", "h100", execution="segment", pins=("train=a100", "rollout=h100"))
     for pool in propose_plan(request).plan.pools:
         assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
         assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}

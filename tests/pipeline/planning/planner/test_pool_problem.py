@@ -1,4 +1,4 @@
-"""The problem of grain ``segment`` says what the profile says."""
+"""The problem of execution ``segment`` says what the profile says."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_is_expected_of_the_best_plan_holds_its_prediction(asked: PlanReque
 
 
 def test_nodes_of_two_partitions_are_counted_once(config: RunConfig) -> None:
-    whole = build_pool_problem(ask(config, grain="segment"))[0]
+    whole = build_pool_problem(ask(config, execution="segment"))[0]
     assert {kind.name: kind.gpus for kind in whole.kinds} == {"a100": 4, "cpu": 8, "h100": 4}
 
 

@@ -1,4 +1,4 @@
-"""Plans of grain ``stage``: the best by the measured numbers, explained, and kept as a file."""
+"""Plans of execution ``stage``: the best by the measured numbers, explained, and kept as a file."""
 
 from __future__ import annotations
 
@@ -188,10 +188,10 @@ def test_money_follows_the_prices_of_the_site(config: RunConfig) -> None:
     assert {place for place, _ in rows(priced).values()} == {"a100"}
 
 
-@pytest.mark.parametrize("grain", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["stage", "segment"])
 def test_devices_without_a_price_beside_others_are_named(config: RunConfig, execution: Any) -> None:
     site = SiteConfig.model_validate({"partitions": {"h100": {"cost_per_gpu_hour": 2.5}}})
-    request = ask(config, "a100", "h100", "cpu", site=site, objective="money", grain=grain)
+    request = ask(config, "a100", "h100", "cpu", site=site, objective="money", execution=execution)
     priced, _ = select_devices(
         clusters.inventory().with_site_settings(site), site, request.profile, ["h100"]
     )
@@ -364,9 +364,9 @@ def test_a_gpu_of_unknown_model_has_memory_of_its_own(
         kind=replace(own.kind, mem_mb_per_node=30_000, gpu_type=gpu),
         profile=own.profile.model_copy(update={"points": points, "memory": memory}),
     )
-    for grain in ("stage", "segment"):
-        asked = replace(ask(config, "h100", grain=grain), devices={"h100": changed})
-        if grain == "segment":
+    for execution in ("stage", "segment"):
+        asked = replace(ask(config, "h100", execution=execution), devices={"h100": changed})
+        if execution == "segment":
             assert bool(build_pool_problem(asked)[0].stages[-1].switch_s) == (gpus == 4)
             continue
         plan = propose_plan(asked).plan.stages["train"]

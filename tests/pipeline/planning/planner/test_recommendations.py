@@ -32,7 +32,7 @@ WHOLE = ["rollout", "reward", "inference", "train"]
 def asked() -> PlanRequest:
     values = hydra_compose(["experiment=arithmetic_grpo", "rollout.batch_size=16"])
     config = validate(RunConfig, values)
-    return ask(config, "a100", "h100", grain="segment")
+    return ask(config, "a100", "h100", execution="segment")
 
 
 def pooled(*pools: dict[str, object]) -> Plan:

@@ -24,7 +24,7 @@ def sample(seconds: float, stage: str = "train", **more: object) -> StageTiming:
     values = {
         "samples": 8,
         "tokens": 80,
-        "max_tokens_per_microbatch": 64,
+        "token_budget": 64,
         "peak_memory_bytes": 5,
         **more,
     }

@@ -120,13 +120,15 @@ def config(configure: Configure) -> RunConfig:
     return configure()
 
 
-@pytest.mark.parametrize("grain", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["stage", "segment"])
 def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
     config: RunConfig, execution: Any, tmp_path: Path
 ) -> None:
     saved = tmp_path / "inventory.json"
     saved.write_text(groups(a100=8, h100=4, cpu=2).model_dump_json())
-    asked = build_request(config, PlanningSources(profile="", inventory=str(saved)), grain=grain)
+    asked = build_request(
+        config, PlanningSources(profile="", inventory=str(saved)), execution=execution
+    )
     assert asked.profile.estimated
     assert "nothing was measured" in asked.notes[0]
     assert any("cpu was not measured" in note for note in asked.notes)
@@ -138,7 +140,7 @@ def test_a_model_of_7_b_is_planned_on_64_a100_and_32_h100(
     assert {"rollout", "reward", "inference", "train"} <= set(rows)
 
 
-@pytest.mark.parametrize("grain", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["stage", "segment"])
 def test_the_command_plans_it_with_and_without_a_profile(
     config: RunConfig, execution: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,7 +160,7 @@ def test_the_command_plans_it_with_and_without_a_profile(
             out,
             "time",
             (),
-            grain=grain,
+            execution=execution,
         )
         assert ("nothing was measured" in capsys.readouterr().out) == (not name)
         forecast = read_plan(out, on_policy).forecast
@@ -197,11 +199,13 @@ def test_more_gpus_and_half_the_batch_take_less(config: RunConfig) -> None:
     assert a100 > h100
 
 
-@pytest.mark.parametrize("grain", ["stage", "segment"])
+@pytest.mark.parametrize("execution", ["stage", "segment"])
 def test_what_a_run_teaches_narrows_it(config: RunConfig, execution: Any, tmp_path: Path) -> None:
     saved = tmp_path / "inventory.json"
     saved.write_text(groups(a100=2).model_dump_json())
-    asked = build_request(config, PlanningSources(profile="", inventory=str(saved)), grain=grain)
+    asked = build_request(
+        config, PlanningSources(profile="", inventory=str(saved)), execution=execution
+    )
     wide = propose_plan(asked)
     times = {}
     for row in wide.rows:

@@ -14,8 +14,8 @@ from typing import Any, get_args
 import pytest
 
 from launchers.local import LocalLauncher
+from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run, run_warm_start
-from pipeline.job_executor import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.planning.profile import profile_pass
 from pipeline.planning.profile.device_kinds import DeviceKind, local_kind

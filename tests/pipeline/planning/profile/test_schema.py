@@ -141,7 +141,7 @@ def test_every_key_with_a_quantity_names_its_unit() -> None:
         "nodes",
         "samples",
         "tokens",
-        "max_tokens_per_microbatch",
+        "token_budget",
         "count",
         "jobs",
         "horizon",

@@ -20,7 +20,7 @@ def radio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(RECORDED))
     (tmp_path / "config.yaml").write_text("robots: [{type: R1Pro, name: robot_r1}]\n")
     return {
-        "world": "behavior",
+        "simulator": "behavior",
         "id": "turning_on_radio",
         "observation": 2,
         "action": {"kind": "box", "size": 2},

@@ -56,7 +56,7 @@ def kwargs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def task(kwargs: dict[str, Any]) -> dict[str, Any]:
     need_environment("calvin")
     return {
-        "world": "calvin",
+        "simulator": "calvin",
         "id": "chains",
         "python": "calvin",
         "observation": 73,

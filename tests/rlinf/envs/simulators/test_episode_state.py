@@ -72,7 +72,7 @@ def test_what_is_not_plain_is_refused_by_its_name() -> None:
     worlds = SyncVectorEnv(lambda: gymnasium.make("tests.rlinf.envs.keeping_worlds:Foreign-v0", {}))
     worlds.reset([0], [0])
     with pytest.raises(
-        InvalidEnvConfig, match=r"task\.continues: Foreign\.engine is of .*Engine, which"
+        InvalidEnvConfig, match=r"task\.carry_over_episodes: Foreign\.engine is of .*Engine, which"
     ):
         worlds.save([0])
 

@@ -360,6 +360,6 @@ def test_what_cannot_be_is_refused_without_an_arm(
 def test_one_arm_is_one_world(arm: Arm) -> None:
     config = task(arm)
     GymEnvironment.verify_spec(config)
-    for name, value in (("processes", 2), ("halves", 2)):
+    for name, value in (("num_processes", 2), ("double_buffer", True)):
         with pytest.raises(ConfigError, match=rf"task\.{name}: franka has one world at a time"):
             GymEnvironment.task_size(config.model_copy(update={name: value}), None)

@@ -21,12 +21,12 @@ from rlinf.interpreters import resolve_interpreter
 from tests.environments import need_environment
 
 REACH: dict[str, Any] = {
-    "world": "genesis",
+    "simulator": "genesis",
     "id": "reach",
     "python": "genesis",
     "observation": 24,
     "action": {"kind": "box", "size": 7},
-    "success": True,
+    "score_by_success": True,
     "timeout_s": 900,
     "kwargs": {"steps": 6},
 }

@@ -16,7 +16,7 @@ from rlinf.errors import ConfigError
 from tests.rlinf.envs.simulators.adapters import RECORDED, simulation
 
 SUM: dict[str, Any] = {
-    "world": "isaaclab",
+    "simulator": "isaaclab",
     "id": "Isaac-Sum-v0",
     "observation": 2,
     "action": {"kind": "box", "size": 2},
@@ -93,7 +93,10 @@ def test_a_simulation_is_made_once_in_a_process_for_as_many_as_are_set() -> None
     [
         ({"id": "Isaac-Sun-v0"}, r"no task 'Isaac-Sun-v0'; near it: Isaac-Sum-v0"),
         ({"kwargs": {"envs": 3}}, r"task\.kwargs\.envs: there are num_envs, device"),
-        ({"halves": 2}, r"task\.halves: 2, but isaaclab steps all environments together; set 1"),
+        (
+            {"double_buffer": True},
+            r"task\.double_buffer: true, but isaaclab steps all environments together; set it to",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:

@@ -21,13 +21,13 @@ from rlinf.interpreters import resolve_interpreter
 from tests.environments import need_environment
 
 BOWL: dict[str, Any] = {
-    "world": "libero",
+    "simulator": "libero",
     "id": "libero_spatial/0",
     "python": "libero",
     "observation": 8,
     "action": {"kind": "box", "size": 7},
     "images": {"agentview": [64, 64], "robot0_eye_in_hand": [64, 64]},
-    "success": True,
+    "score_by_success": True,
 }
 
 

@@ -17,13 +17,13 @@ from rlinf.errors import ConfigError
 from tests.environments import need_environment, need_vulkan
 
 CUBE: dict[str, Any] = {
-    "world": "maniskill",
+    "simulator": "maniskill",
     "id": "PickCube-v1",
     "python": "maniskill",
     "observation": 42,
     "action": {"kind": "box", "size": 8},
     "images": {"base_camera": [48, 64]},
-    "success": True,
+    "score_by_success": True,
     "kwargs": {"sensor_configs": {"height": 48, "width": 64}},
 }
 
@@ -97,7 +97,7 @@ def test_environments_that_are_stepped_together_play_the_same_episodes(
     """One of them, for a CPU has no more: by the calls that many of them on a GPU take too."""
     kwargs = {**CUBE["kwargs"], "sim_backend": "physx_cpu", "render_backend": "cpu"}
     kwargs["max_episode_steps"] = 4
-    task = {**CUBE, "world": "maniskill_gpu", "kwargs": kwargs}
+    task = {**CUBE, "simulator": "maniskill_gpu", "kwargs": kwargs}
     random = np.random.default_rng(2)
     actions = random.uniform(-1, 1, (3, 1, 8))
     with contextlib.closing(create_simulator_process(GymConfig.model_validate(task))) as together:
@@ -116,7 +116,7 @@ def test_environments_that_are_stepped_together_play_the_same_episodes(
 
 def test_physics_on_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    task = {**CUBE, "world": "maniskill_gpu"}
+    task = {**CUBE, "simulator": "maniskill_gpu"}
     with pytest.raises(ConfigError, match=r"sim_backend: physx_cuda needs .* task=maniskill"):
         GymEnvironment.read_spec(GymConfig.model_validate(task))
 

@@ -28,12 +28,12 @@ from stages.rollout_loop import local_rollout_iter
 from tests.environments import need_environment
 
 REACH = {
-    "world": "metaworld",
+    "simulator": "metaworld",
     "id": "reach-v3",
     "python": "metaworld",
     "observation": 39,
     "action": {"kind": "box", "size": 4},
-    "success": True,
+    "score_by_success": True,
 }
 
 
@@ -60,7 +60,7 @@ def test_names_of_several_tasks_are_the_packages_and_observations_end_with_the_t
     python = resolve_interpreter("metaworld", "task.python")
     ran = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, check=True)
     assert json.loads(ran.stdout) == {name: list(ids) for name, ids in maker.SETS.items()}
-    several = {"id": "MT10", "one_hot": True, "observation": 49}
+    several = {"id": "MT10", "append_task_one_hot": True, "observation": 49}
     with contextlib.closing(
         create_simulator_process(GymConfig.model_validate({**REACH, **several}))
     ) as process:
@@ -158,7 +158,7 @@ def test_an_unknown_task_is_refused_with_those_near_it() -> None:
 
 
 def test_an_unknown_simulator_is_refused_with_the_one_near_it() -> None:
-    with pytest.raises(InputError, match=r"task\.world: unknown world 'metawrld'.*metaworld"):
+    with pytest.raises(InputError, match=r"task\.simulator: unknown world 'metawrld'.*metaworld"):
         simulators.target("metawrld", "task.simulator")
 
 

@@ -17,13 +17,13 @@ from rlinf.errors import ConfigError
 from tests.environments import need_environment
 
 LIFT: dict[str, Any] = {
-    "world": "robosuite",
+    "simulator": "robosuite",
     "id": "Lift",
     "python": "robosuite",
     "observation": 60,
     "action": {"kind": "box", "size": 7},
     "images": {"agentview": [48, 64], "robot0_eye_in_hand": [32, 32]},
-    "success": True,
+    "score_by_success": True,
 }
 TO_CUBE = {"state": ["gripper_to_cube_pos", "robot0_eef_pos"]}
 OPENS, CLOSES = -1.0, 1.0

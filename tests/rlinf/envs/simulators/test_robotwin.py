@@ -15,7 +15,7 @@ from tests.rlinf.envs.simulators.adapters import simulation
 
 FOLDER = Path(__file__).with_name("recorded_robotwin")
 HAMMER: dict[str, Any] = {
-    "world": "robotwin",
+    "simulator": "robotwin",
     "id": "beat_block_hammer",
     "observation": 14,
     "action": {"kind": "box", "size": 14},

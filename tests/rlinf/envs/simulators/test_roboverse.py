@@ -13,7 +13,7 @@ from rlinf.errors import ConfigError
 from tests.rlinf.envs.simulators.adapters import RECORDED, simulation
 
 SUM: dict[str, Any] = {
-    "world": "roboverse",
+    "simulator": "roboverse",
     "id": "sum.base",
     "observation": 2,
     "action": {"kind": "box", "size": 1},
