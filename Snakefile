@@ -1,19 +1,19 @@
 # The workflow, stage by stage.
 #
-#     snakemake -c2                                    four iterations of a small job, on this machine
+#     snakemake -c2                                    four small iterations, on this machine
 #     snakemake --profile slurm                        every stage a Slurm job
 #     snakemake -c2 --config experiment=cartpole_ppo iterations=20 rollout__batch_size=32
 #     snakemake -c2 --config experiment=cartpole_ppo rollout='{batch_size: 32, horizon: 200}'
-#     snakemake -c2 --config run=cartpole_ppo          go on with a run as it is, and report
+#     snakemake -c2 --config run=cartpole_ppo          continue a run unchanged, and report
 #     snakemake --profile slurm --config experiment=arithmetic_grpo jobs=iteration
 #
-# The configuration is composed once, frozen into the run directory, and read by every stage. Which
-# stage feeds which comes from the experiment's flow, what a stage runs on from its plan.
+# The configuration is composed once, frozen into the run directory, and read by every stage. The
+# flow of the experiment connects the stages, and its plan decides where each stage runs.
 import sys
 
-from rlinf import tree
+from rlinf import package_paths
 
-tree.activate()
+package_paths.add_to_sys_path()
 
 from pipeline.commands import workflow as described
 from rlinf.errors import RlinfError

@@ -19,7 +19,7 @@ from benchmarks.row import BenchmarkRow
 from rlinf.errors import ConfigError
 
 GPU = "gpu_training"
-"""What needs one: without, it is measured by its name alone, and says so."""
+"""The module that needs a GPU. Without one it is measured only by name, and reports that."""
 RESULTS = Path(__file__).parent / "results.json"
 ROWS = {
     "grpo_vs_trl": "grpo_vs_trl",
@@ -152,7 +152,7 @@ several rows."""
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine of the figures."""
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -51,7 +51,7 @@ def measured(checkout: Path, row: str) -> dict[str, dict[str, Any]]:
 
 
 def ratios(points: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Of each row the ratio of every round, above 1 where this checkout is better."""
+    """Return the ratios of every round of each row, above 1 where this checkout is better."""
     found: dict[str, list[float]] = {}
     for point in points:
         mine, other = point["here"], point["other"]

@@ -81,7 +81,8 @@ def _shared(size: int) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def _handing_over(source: np.ndarray, count: int) -> Iterator[Callable[[], None]]:
-    """What copies ``source`` to one of two places in turn, once the reader has read it there."""
+    """Yield a function that copies ``source`` to one of two places in turn, once the reader has
+    read it there."""
     memory = SharedMemory(create=True, size=PLACES_START + 2 * len(source))
     numbers, places = _places(memory, len(source))
     number = 0
@@ -118,7 +119,7 @@ def _read_places(name: str, size: int, count: int, pipe: Connection) -> None:
 
 
 def _places(memory: SharedMemory, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The counters of both ends, cache lines apart, and two places."""
+    """Return the counters of both ends, on separate cache lines, and two places."""
     assert memory.buf is not None
     numbers = np.frombuffer(memory.buf, np.int64, PLACES_START // 8)
     return numbers, np.frombuffer(memory.buf, np.uint8, 2 * size, PLACES_START).reshape(2, size)

@@ -1,4 +1,4 @@
-"""Which algorithm goes with which policy and task; ``docs/reference/algorithms.md`` sums it up.
+"""The combinations of algorithm, policy and task: ``docs/reference/algorithms.md`` has a summary.
 
 A combination that :func:`refusal` has nothing against is run by
 ``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the
@@ -24,7 +24,7 @@ SMALL_TEXT = (
     "rollout.horizon=6",
 )
 VECTORS = ["engine=direct", "reward=environment", "rollout.batch_size=2", "rollout.group_size=4"]
-SEEN = (
+WITH_IMAGES = (
     *("task=inverted_pendulum", "task.images={free: [32, 32]}", "task.instruction=balance"),
     *VECTORS,
     *("rollout.horizon=4", "model.hidden=32", "model.layers=2", "model.heads=2"),
@@ -72,12 +72,12 @@ COLUMNS = {
         ),
     ),
     "flow": PolicyTaskColumn("`flow`: vectors", ("model=flow", *PENDULUM)),
-    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *SEEN)),
+    "vla": PolicyTaskColumn("`vla`: pictures and words", ("model=vla", *WITH_IMAGES)),
     "smolvla": PolicyTaskColumn(
         "`smolvla`: pictures and words",
         (
             "model=smolvla",
-            *SEEN,
+            *WITH_IMAGES,
             "model.image_size=32",
             "model.pixel_shuffle_factor=1",
             "model.denoising_steps=2",
@@ -103,10 +103,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "iql": ("flow=offline", *REPLAYED),
     "bc": ("flow=offline", *REPLAYED),
 }
-"""What each needs beside its name; those of :data:`WITH_PRIOR` a file of transitions too."""
+"""Overrides that each algorithm needs; those of :data:`WITH_PRIOR` also need a file of
+transitions."""
 WITH_PRIOR = ("rlpd", "iql", "bc")
 OWN_MODELS = {"crossq": "mlp_crossq", "rlpd": "mlp_rlpd", "iql": "mlp_iql"}
-"""What ``model=mlp_q`` is called with the settings that the algorithm needs."""
+"""The name of ``model=mlp_q`` with the settings that the algorithm needs."""
 
 
 def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def compose_config(algorithm: str, column: str, prior: Path, *further: str) -> d
 
 
 def find_refusal(algorithm: str, column: str, prior: Path) -> str | None:
-    """Why a combination cannot be; None: it can.
+    """Return why a combination is impossible; None: it is possible.
 
     Raises:
         ConfigError: something else is wrong than that its parts do not fit.

@@ -84,7 +84,7 @@ def _life(job: str) -> tuple[str, int]:
 
 
 def _in_charge(run: Path, since: float) -> bool:
-    """Whether a driver has written since then that all workers of its pools answer it."""
+    """Return whether the driver has reported since then that all workers of its pools answer."""
     try:
         content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The same greedy responses by every engine, and log-probabilities that are the trainer's.
+"""Compare the greedy responses of every engine, and their log-probabilities with the trainer's.
 
 The right tokens are those of ``transformers.generate``, and the right log-probabilities those of
 the policy's forward pass over the whole response, as it is trained, all in float32.
@@ -51,15 +51,15 @@ class EngineComparison:
     """An engine's responses beside the right ones."""
 
     tokens: int
-    """Of all responses."""
+    """Tokens of all responses."""
     others: int
-    """Of these, those after which a response is not the right one any more, or those it lacks."""
+    """Tokens from which on a response differs from the right one, or that it lacks."""
     differ: float
     """Most that a log-probability of a token differs from that of the policy."""
 
     @property
     def good(self) -> bool:
-        """Whether it is the same up to rounding."""
+        """Return whether the responses are equal up to rounding."""
         return not self.others and self.differ <= TOLERANCE
 
     def line(self, name: str) -> str:
@@ -70,7 +70,7 @@ class EngineComparison:
 
 
 def keys() -> dict[str, str]:
-    """What each engine's result is kept under."""
+    """Return the key of each engine's cached result."""
     sizes = [COUNT, LONGEST, HORIZON, SHARPER]
     work = [inspect.getsource(part) for part in (policy, answers, right, beside)]
     return {
@@ -109,7 +109,7 @@ def _other(name: str) -> str | None:
 
 
 def generate_answers(name: str, folder: Path) -> Answers:
-    """What an engine answers, which runs in the environment that it needs."""
+    """Return an engine's answers; it runs in the environment that it needs."""
     own = ENGINES[name]
     if own is None:
         return answers(engines.get(name), folder)
@@ -123,7 +123,7 @@ def generate_answers(name: str, folder: Path) -> Answers:
 
 
 def prompts() -> list[np.ndarray]:
-    """Of unlike lengths."""
+    """Return prompts of different lengths."""
     random = np.random.default_rng(0)
     return [random.integers(2, 14, random.integers(3, LONGEST)) for _ in range(COUNT)]
 
@@ -188,8 +188,8 @@ def right(policy: CausalLM) -> list[list[int]]:
 def beside(
     policy: CausalLM, expected: list[list[int]], answers: dict[int, tuple[np.ndarray, np.ndarray]]
 ) -> EngineComparison:
-    """An engine's responses beside the right tokens and the policy's log-probabilities of what it
-    answered."""
+    """Compare an engine's responses with the right tokens, and its log-probabilities with the
+    policy's."""
     tokens = others = 0
     gaps = []
     for number, prompt in enumerate(prompts()):

@@ -66,7 +66,8 @@ def measure() -> list[BenchmarkRow]:
 
 
 def of(name: str, place: Path) -> tuple[list[float], list[float], list[float]]:
-    """Of one: ratios of the clients, of updates to a start, and how long it takes to start."""
+    """Measure one engine: ratios of the clients, ratios of updates to a start, and its start
+    time."""
     folder = place / "policy"
     folder.mkdir()
     CausalLM.create(MODEL, {"alphabet": "0123456789+="}, 0, folder)

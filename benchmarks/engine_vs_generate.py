@@ -90,7 +90,7 @@ def timed(generate: Any, tokens: int) -> float:
 
 
 def engine_side(case: str, folder: Path) -> float:
-    """Through the engine contract, as rollouts ask it."""
+    """Measure our engine through the engine contract, as rollouts use it."""
     from rlinf.channels.channel import LocalChannel
     from rlinf.data.record import Record, RecordId
     from rlinf.engines.transformers import TransformersConfig, TransformersEngine
@@ -131,7 +131,7 @@ def generate_side(case: str, folder: Path) -> float:
     wanted = torch.from_numpy(lengths(case))
     tokens = torch.from_numpy(np.repeat(prompts(model.config.vocab_size), GROUP, axis=0))
 
-    class Ends(StoppingCriteria):
+    class StopAtLengths(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return input_ids.shape[1] - WIDTH >= wanted
 
@@ -152,7 +152,7 @@ def generate_side(case: str, folder: Path) -> float:
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 generation_config=settings,
-                stopping_criteria=[Ends()],
+                stopping_criteria=[StopAtLengths()],
             )
         if found.shape[1] - WIDTH != int(wanted.max()):
             raise RuntimeError(f"ended after {found.shape[1] - WIDTH}")

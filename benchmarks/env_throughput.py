@@ -35,17 +35,17 @@ from stages.rollout_loop import local_rollout_iter
 TASK, PROCESSES, ROUNDS = "HalfCheetah-v5", 2, 7
 COUNT, STEPS = 16, 400
 CAMERA, SIZE = "track", (128, 128)
-SEEN_COUNT, SEEN_STEPS = 4, 60
+IMAGE_ENVS, IMAGE_STEPS = 4, 60
 
 
-def seeing() -> Any:
+def create_image_env() -> Any:
     """A world of Gymnasium with pictures, as simulator processes make them."""
     import gymnasium
     from gymnasium.spaces import Box, Dict
 
-    class World(gymnasium.Env):
+    class ImageEnv(gymnasium.Env):
         def __init__(self) -> None:
-            world = bare()
+            world = create_plain_env()
             self._world = CameraWrapper(world, {CAMERA: SIZE})
             picture = Box(0, 255, (*SIZE, 3), np.uint8)
             self.observation_space = Dict({"state": world.observation_space, CAMERA: picture})
@@ -62,10 +62,10 @@ def seeing() -> Any:
         def close(self) -> None:
             self._world.close()
 
-    return World()
+    return ImageEnv()
 
 
-def bare() -> Any:
+def create_plain_env() -> Any:
     """A world of Gymnasium without its checker, as ours have none."""
     import gymnasium
 
@@ -82,16 +82,21 @@ def measure() -> list[BenchmarkRow]:
     pictured = GymConfig(id=TASK, num_processes=PROCESSES, images={CAMERA: SIZE})
     with (
         closing(GymEnvironment(plain, None)) as ours,
-        closing(SyncVectorEnv([bare] * COUNT)) as sync,
-        closing(AsyncVectorEnv([bare] * COUNT, context="spawn")) as separate,
+        closing(SyncVectorEnv([create_plain_env] * COUNT)) as sync,
+        closing(AsyncVectorEnv([create_plain_env] * COUNT, context="spawn")) as separate,
     ):
-        actions = drawn(COUNT, STEPS)
-        found = rounds([(played, ours), (stepped, sync), (stepped, separate)], actions)
+        actions = draw_actions(COUNT, STEPS)
+        found = rounds(
+            [(play_environment, ours), (step_vector, sync), (step_vector, separate)], actions
+        )
     with (
         closing(GymEnvironment(pictured, None)) as ours,
-        closing(AsyncVectorEnv([seeing] * SEEN_COUNT, context="spawn")) as separate,
+        closing(AsyncVectorEnv([create_image_env] * IMAGE_ENVS, context="spawn")) as separate,
     ):
-        rendered = rounds([(played, ours), (stepped, separate)], drawn(SEEN_COUNT, SEEN_STEPS))
+        rendered = rounds(
+            [(play_environment, ours), (step_vector, separate)],
+            draw_actions(IMAGE_ENVS, IMAGE_STEPS),
+        )
     better = [mine / max(others) for mine, *others in found]
     return [
         median_row("env_vs_gym", better, "x", 1.5, "higher"),
@@ -107,7 +112,7 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-def drawn(count: int, steps: int) -> np.ndarray:
+def draw_actions(count: int, steps: int) -> np.ndarray:
     """Actions ``[steps, count, 6]`` float32, in the space."""
     random = np.random.default_rng(0)
     return random.uniform(-1, 1, (steps, count, 6)).astype(np.float32)
@@ -117,7 +122,7 @@ Side = tuple[Callable[[Any, np.ndarray], None], Any]
 
 
 def rounds(sides: Sequence[Side], actions: np.ndarray) -> list[list[float]]:
-    """Of each round the steps per second of each side; the first is not counted."""
+    """Return the steps per second of each side for each round; the first round is not counted."""
     found = []
     for number in range(-1, ROUNDS):
         rates = []
@@ -130,14 +135,14 @@ def rounds(sides: Sequence[Side], actions: np.ndarray) -> list[list[float]]:
     return found
 
 
-def stepped(vector: Any, actions: np.ndarray) -> None:
+def step_vector(vector: Any, actions: np.ndarray) -> None:
     """A vector of Gymnasium."""
     vector.reset(seed=0)
     for action in actions:
         vector.step(action)
 
 
-def played(environment: GymEnvironment, actions: np.ndarray) -> None:
+def play_environment(environment: GymEnvironment, actions: np.ndarray) -> None:
     """Ours, recorded."""
     steps, count, _ = actions.shape
     requests, answers = LocalChannel(), LocalChannel()

@@ -50,7 +50,7 @@ OF_EXPERTS = LR / 10
 """The same of a mixture, whose experts see few tokens each. Its gradients (a step of SGD at a rate
 of 1) of packed and padded rows differ by 1e-5 of the largest of their tensor at most."""
 RELATIVE = 1e-5
-"""Of losses and gradient norms, over 1 and their size."""
+"""Tolerance of losses and gradient norms, relative to 1 plus their size."""
 ALPHABET = "0123456789+="
 MODEL = CausalLMConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128)
 POSITIONS, DISTRIBUTED = {"sequence_parallel": True}, {"use_distributed_optimizer": True}
@@ -61,40 +61,40 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class TrainerSetup:
-    """What computes the update."""
+    """A trainer and the processes that compute the update."""
 
     name: str
     trainer: str = "fsdp"
     processes: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     environment: str | None = None
-    """Of :mod:`rlinf.interpreters`; None: this one."""
+    """An environment of :mod:`rlinf.interpreters`; None: this one."""
     layout: dict[str, int] = field(default_factory=dict)
-    """How the processes share a copy of the model (:class:`ParallelLayout`)."""
+    """How the processes share a replica of the model (:class:`ParallelLayout`)."""
     mixture: bool = False
     """Whether its layers have experts."""
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Whether it has experts, and adapters: like ways alone are compared."""
+        """Return whether it has experts, and adapters: only equal kinds are compared."""
         return self.mixture, "lora" in self.options
 
     @property
     def cuts(self) -> list[BatchSplit]:
-        """How it can compute rows: positions that processes share out are of padded ones."""
+        """Return the supported layouts of rows: context parallelism needs padded rows."""
         return [cut for cut in BATCH_SPLITS if not (cut.packing and "cp" in self.layout)]
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How its rows are computed."""
+    """The layout of the batch's rows."""
 
     packing: bool
     budget: int
 
     @property
     def rows(self) -> str:
-        """As the table has it."""
+        """The layout's name in the table."""
         return "packed" if self.packing else "padded"
 
 
@@ -138,7 +138,7 @@ BATCH_SPLITS = [
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """What came of a way and a cut."""
+    """The result of a setup and a split."""
 
     metrics: list[list[float]]
     """Loss and gradient norm of each step."""
@@ -148,7 +148,7 @@ class UpdateComparison:
     """Most that a weight differs by after the last step."""
 
     def good(self, way: TrainerSetup) -> bool:
-        """Whether it is the same up to rounding."""
+        """Return whether the results are equal up to rounding."""
         tolerance = OF_EXPERTS if way.mixture else TOLERANCE
         return self.metrics_differ <= RELATIVE and self.weights_differ <= tolerance
 
@@ -276,7 +276,7 @@ def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def compared(metrics: Any, weights: Any, right: tuple[Any, Any]) -> UpdateComparison:
-    """What came of a way beside what came of the first."""
+    """Compare the result of a setup with the reference."""
     one, other = np.array(metrics), np.array(right[0])
     if weights.keys() != right[1].keys():
         return UpdateComparison(metrics, float("inf"), float("inf"))

@@ -34,7 +34,7 @@ ROUNDS, WARM = 5, 2
 PROMPT, ANSWER, ROWS, BUDGET = 512, 1536, 32, 16384
 """Tokens of a prompt and of an answer, sequences of a step, and tokens of a micro-batch."""
 SIDE, PRODUCTS = 8192, 50
-"""Of the square matrices, and how many products are timed together."""
+"""Size of the square matrices, and the number of products that are timed together."""
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 151936,
@@ -90,7 +90,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 def trainer() -> FSDPTrainer:
-    """Of one process, with weights that are nobody's."""
+    """Return a trainer of one process, with random weights."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     options = {name: value for name, value in QWEN.items() if name != "model_type"}

@@ -24,7 +24,7 @@ from benchmarks.row import BenchmarkRow, median_row
 
 PROMPTS, GROUP = 16, 8
 TOKENS = {"equal": 32, "tail": 256}
-"""Of a response, exactly or at most."""
+"""Tokens of a response, exactly or at most."""
 TURNS, UNCOUNTED = 3, 2
 STEPS = {"equal": 10, "tail": 7}
 ALPHABETS = {
@@ -160,7 +160,7 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
     tokens: list[int] = []
     least = {"min_new_tokens": TOKENS[case]} if case == "equal" else {}
 
-    class Clock(TrainerCallback):
+    class TrlStepClock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.start = time.perf_counter()
 
@@ -176,7 +176,7 @@ def run_trl(case: str, folder: Path, threads: int) -> list[float]:
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts * STEPS[case]}),
-        callbacks=[Clock()],
+        callbacks=[TrlStepClock()],
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             per_device_train_batch_size=PROMPTS * GROUP,

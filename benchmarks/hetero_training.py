@@ -1,4 +1,4 @@
-"""Training one model on unlike nodes: throughput against the sum of what each kind gives alone.
+"""Train one model on nodes of different speed: throughput against the sum of each kind alone.
 
 The ``a100`` nodes of the dev cluster run half of the time (slurm/devcluster/site.yaml). Steps of
 the real train stage run as Slurm jobs: on an ``h100`` node, on an ``a100`` node, and on one of each
@@ -163,7 +163,7 @@ class HeteroStep:
         return step_seconds(manifest)
 
     def check(self) -> None:
-        """See that all steps had the same gradient.
+        """Check that all steps had the same gradient.
 
         Raises:
             RuntimeError: they had not.

@@ -42,13 +42,13 @@ CURVES = Path(__file__).parent / "learning.json"
 RUNS = package_paths.ROOT / "runs" / "learning"
 IMAGES = package_paths.ROOT / "docs" / "images"
 EPISODES = 10
-"""Of an evaluation of Stable-Baselines3, each from a start that no training has."""
+"""Episodes of an evaluation of Stable-Baselines3, from initial states that no training has."""
 
 
 Point = dict[str, float]
 """``steps`` and ``score`` of an evaluation."""
 Known = dict[str, Any]
-"""What was measured so far: by row, seed, and whose it is."""
+"""Measurements so far: by row, seed, and implementation."""
 
 
 def words_of(name: str, seed: int, prior: Path) -> list[str]:
@@ -78,8 +78,8 @@ def ours(name: str, seed: int) -> Iterator[Point]:
 
 
 def write_prior(run: Path, path: Path, newest: int) -> None:
-    """So many transitions that a run has collected last, in order, as one file of columns, with the
-    rewards that the simulator gave.
+    """Write the newest transitions of a run, in order, as one file of columns, with the simulator's
+    rewards.
 
     Raises:
         SystemExit: the run is not there.
@@ -104,7 +104,7 @@ def write_prior(run: Path, path: Path, newest: int) -> None:
 
 
 def theirs(name: str, seed: int) -> Iterator[Point]:
-    """The same of Stable-Baselines3, on one thread."""
+    """Yield the learning curve of Stable-Baselines3, on one thread."""
     import stable_baselines3
     import torch
     from gymnasium.wrappers import TransformReward
@@ -194,7 +194,7 @@ def keep(
 
 
 def curves() -> Known:
-    """What was measured so far."""
+    """Return the measurements so far."""
     known: Known = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     return known
 
@@ -256,7 +256,7 @@ def matrix(known: Known) -> str:
 
 
 def cell(algorithm: str, column: str, known: Known) -> str:
-    """What the rows of a combination reached, means over seeds, or that it runs."""
+    """Return the scores of a combination's rows, means over seeds, or the fact that it runs."""
     texts = gains(algorithm, column)
     for name, row in ROWS.items():
         if (row.algorithm, row.column) != (algorithm, column):
@@ -281,8 +281,7 @@ def cell(algorithm: str, column: str, known: Known) -> str:
 
 
 SOURCE_SHARE = 0.8
-"""Of what the policy that collected the data came to, what a method that has nothing but these data
-is to come to."""
+"""Share of the source policy's gain that a method which learns from its data alone must reach."""
 
 
 def of_source(name: str, known: Known) -> str:
@@ -306,7 +305,7 @@ def of_source(name: str, known: Known) -> str:
 
 
 def gains(algorithm: str, column: str) -> list[str]:
-    """What was gained over the policy that a run began with, of combinations that were measured so
+    """Return the gains over the initial policy, of combinations that were measured so
     (:mod:`benchmarks.score_gain`)."""
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     found = []

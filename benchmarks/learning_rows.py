@@ -12,7 +12,7 @@ PRIOR_DATA_ROW = "pendulum_sac"
 
 @dataclass(frozen=True)
 class Sb3Baseline:
-    """The same method of Stable-Baselines3."""
+    """A run of the same method by Stable-Baselines3."""
 
     env: str
     method: str

@@ -31,7 +31,7 @@ SIZES = {
     "intermediate_size": 7168,
     "tie_word_embeddings": True,
 }
-"""Of a network of the Qwen2 family; layers can be given by ``RLINF_BENCH_LAYERS``."""
+"""Layers of a network of the Qwen2 family; ``RLINF_BENCH_LAYERS`` overrides them."""
 
 
 def measure() -> list[BenchmarkRow]:

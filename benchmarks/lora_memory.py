@@ -29,12 +29,12 @@ RANK = 8
 
 def measure() -> list[BenchmarkRow]:
     """One row."""
-    adapters, whole = held(LoRAConfig(rank=RANK)), held(None)
+    adapters, whole = allocated_bytes(LoRAConfig(rank=RANK)), allocated_bytes(None)
     print(f"  {adapters / 2**20:.1f} MiB of {whole / 2**20:.0f} MiB")
     return [median_row("lora_memory_ratio", [adapters / whole], "", 0.05, "lower")]
 
 
-def held(lora: LoRAConfig | None) -> int:
+def allocated_bytes(lora: LoRAConfig | None) -> int:
     """Bytes of gradients after a backward pass and of optimizer state after a step."""
     settings = AutoConfig.for_model(
         "llama",
@@ -64,5 +64,5 @@ def held(lora: LoRAConfig | None) -> int:
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
-    """Of supervised fine-tuning."""
+    """Return the loss of supervised fine-tuning."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}

@@ -1,4 +1,4 @@
-"""How often the grader of mathematics agrees with labels that are right by construction."""
+"""The agreement of the mathematics grader with labels that are right by construction."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 GROUPS, GROUP, ROUNDS = 16, 8, 7
 MEAN, LONGEST, PROMPT = 41, 256, 16
-"""Of rows with a long tail: of the answers, geometric, and of each prompt."""
+"""Mean tokens of rows with a long tail: of the answers (geometric), and of each prompt."""
 EVEN, BEGIN = 32, 4
 """Rows whose lengths are evenly spread, so that their mean is half the longest one, and the prompt
 of each."""
@@ -68,7 +68,7 @@ def measure() -> list[BenchmarkRow]:
 
 
 Way = tuple[bool, list[Record], tuple[int, ...]]
-"""Whether rows are packed, the rows, and the budgets of tokens a micro-batch."""
+"""A setup: whether rows are packed, the rows, and the token budgets of a micro-batch."""
 
 
 def ratios(*ways: Way) -> list[float]:
@@ -112,7 +112,7 @@ def records(prompt: int, lengths: np.ndarray, group: int) -> list[Record]:
 
 
 def trainer(folder: Path, config: CausalLMConfig, *, packing: bool, budget: int) -> FSDPTrainer:
-    """Of one process and thread."""
+    """Return a trainer of one process and one thread."""
     settings = FSDPConfig(packing=packing, max_tokens_per_microbatch=budget, device="cpu")
     return FSDPTrainer(
         CausalLM.load(folder, config), settings, OptimizerSection(lr=1e-5), ProcessGroupInfo()

@@ -36,7 +36,7 @@ RUNS = 5
 OTHERS = 10
 CORES = 2
 ITERATIONS = 3
-"""Of each run; the first does not count."""
+"""Iterations of each run; the first does not count."""
 SETTINGS = [
     "experiment=halfcheetah_ppo",
     "run.name=placement",

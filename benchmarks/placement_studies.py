@@ -44,7 +44,7 @@ class StudyPlan:
 
 
 def plans(study: PlacementStudy) -> list[StudyPlan]:
-    """What a person might do, and what the planner does."""
+    """Return plans that a person might choose, and the planner's plan."""
     problem = study.problem
     # A person may let one job span kinds of nodes, and part of them.
     by_hand = replace(problem, kinds=[replace(k, per_node=0) for k in problem.kinds], mixes=None)

@@ -121,7 +121,8 @@ def computing(folder: Path, iterations: int) -> float:
 
 
 def balanced_rows(root: Path) -> int:
-    """With how many samples at once rollout takes as long as all else on this machine."""
+    """Return the number of samples at which rollout takes as long as all other stages on this
+    machine."""
     found = {}
     for rows in ROWS:
         words = [*DEMO, *BALANCED, f"++engine.max_num_seqs={rows}"]
@@ -131,7 +132,7 @@ def balanced_rows(root: Path) -> int:
 
 
 def balance(folder: Path, iterations: int) -> float:
-    """What rollout takes over what all else does."""
+    """Return the time of rollout over that of all other stages."""
     rollout = statistics.median(compute(folder, i, ("rollout",)) for i in range(WARM, iterations))
     rest = statistics.median(compute(folder, i, STAGES[1:]) for i in range(WARM, iterations))
     return rollout / rest

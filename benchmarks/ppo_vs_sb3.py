@@ -27,7 +27,7 @@ SETTINGS = {
     "ours": [{"processes": 0, "threads": 1}, {"processes": 2, "threads": 1}],
     "sb3": [{"threads": 1}, {"threads": 2}],
 }
-"""What each side is tried with in its first turn; the quickest is kept."""
+"""Settings that each side tries in its first turn; the fastest is used."""
 
 
 def measure() -> list[BenchmarkRow]:
@@ -118,7 +118,7 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
     torch.set_num_threads(settings["threads"])
     starts: list[float] = []
 
-    class Clock(BaseCallback):
+    class Sb3StepClock(BaseCallback):
         def _on_rollout_start(self) -> None:
             starts.append(time.perf_counter())
 
@@ -146,7 +146,7 @@ def run_sb3(settings: dict[str, int], root: str) -> list[float]:
         device="cpu",
         seed=0,
     )
-    model.learn(ENVIRONMENTS * HORIZON * ITERATIONS, callback=Clock())
+    model.learn(ENVIRONMENTS * HORIZON * ITERATIONS, callback=Sb3StepClock())
     ends = [*starts[1:], time.perf_counter()]
     steps = ENVIRONMENTS * HORIZON
     return [steps / (end - start) for start, end in zip(starts, ends, strict=True)]

@@ -44,7 +44,7 @@ MINUTES, PASSES = 6, 2
 """Of a profile pass, in which jobs on their own are measured too (under 5.4 they are not), and how
 many there are: the second goes on with the first's measurements."""
 ITERATIONS = {"stage": 4, "segment": 7}
-"""Of each run, by grain; the first does not count."""
+"""Iterations of each run, by execution; the first does not count."""
 DRAWN = 1
 """Plans of jobs that are drawn at random, beside the best one."""
 POINTS = Path(__file__).with_name("prediction.json")
@@ -94,11 +94,11 @@ class PredictionPoint:
     low_s: float
     high_s: float
     measured_s: tuple[float, ...]
-    """Of each iteration that counts."""
+    """Seconds of each iteration that counts."""
 
     @property
     def median_s(self) -> float:
-        """Of what was measured."""
+        """Seconds of the measured iterations."""
         return statistics.median(self.measured_s)
 
     @property
@@ -150,11 +150,11 @@ def advance(minutes: float) -> bool:
                 continue
             if time.monotonic() > end:
                 return False
-            found = point(run, request, experiment, what, plan, root, f"plan-{number}")
-            keep([*points, found], WORK / POINTS.name)
+            measured_point = point(run, request, experiment, what, plan, root, f"plan-{number}")
+            keep([*points, measured_point], WORK / POINTS.name)
             print(
-                f"  {experiment}, {what}: predicted {found.predicted_s:.2f} s, was "
-                f"{found.median_s:.2f} s ({found.error:+.0%})",
+                f"  {experiment}, {what}: predicted {measured_point.predicted_s:.2f} s, was "
+                f"{measured_point.median_s:.2f} s ({measured_point.error:+.0%})",
                 flush=True,
             )
     keep(kept(WORK / POINTS.name), POINTS)
@@ -174,7 +174,7 @@ def keep(points: list[PredictionPoint], path: Path) -> None:
 
 
 def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
-    """What is run: the best plan of jobs, others drawn at random, and pools."""
+    """Yield the plans to run: the best plan of jobs, others drawn at random, and pools."""
     flow, rng = flow_of(request.config), random.Random(seed)
     yield "jobs, the best", propose_plan(request).plan
     fitting = {

@@ -15,7 +15,7 @@ POLL_INTERVAL_S = 0.002
 
 
 def memory_bytes(pid: int) -> int:
-    """Bytes now; 0 of a process that is gone."""
+    """Return the bytes of a process now; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -20,7 +20,7 @@ from rlinf.interpreters import resolve_interpreter
 
 
 class ResultCache:
-    """A file of results, each under the digest of what it was made by."""
+    """A file of results, each under the digest of its settings and code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class ResultCache:
 
 
 def result_key(environment: str | None, **settings: Any) -> str:
-    """Digest of settings, of the package's code and of the versions of what it runs with.
+    """Return the digest of settings, of the package's code and of the versions of its dependencies.
 
     Args:
         environment: of ``make env``, which has its packages; None: this one.
@@ -61,7 +61,7 @@ def result_key(environment: str | None, **settings: Any) -> str:
 
 
 def missing_environment(environment: str | None) -> str | None:
-    """What to do for an environment that is not there."""
+    """Return what to do about a missing environment; None: it exists."""
     try:
         if environment is not None:
             resolve_interpreter(environment, "equality")
@@ -72,7 +72,7 @@ def missing_environment(environment: str | None) -> str | None:
 
 @cache
 def _code() -> str:
-    """Of what runs: comments and docstrings are left out."""
+    """Return the digest of the code, without comments and docstrings."""
     found = xxhash.xxh3_128()
     for path in sorted((package_paths.ROOT / "rlinf").rglob("*.py")):
         code = ast.parse(path.read_bytes())

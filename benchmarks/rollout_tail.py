@@ -102,7 +102,7 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
 
 
 def claims(folder: Path, iteration: int) -> list[dict[str, Any]]:
-    """What was generated of an iteration, claim by claim."""
+    """Return the generated parts of an iteration, claim by claim."""
     lines = (folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [row for row in rows if row["node"] == f"rollout/{iteration}"]

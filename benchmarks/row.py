@@ -22,7 +22,7 @@ class BenchmarkRow:
 
     @property
     def reached_goal(self) -> bool | None:
-        """Whether the goal was reached; None without one."""
+        """Return whether the goal was reached; None without one."""
         if self.goal is None:
             return None
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal

@@ -40,13 +40,13 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class ScalingSetup:
-    """What computes a step."""
+    """A setup of processes that computes a step."""
 
     row: str
     trainer: str
     processes: int
     environment: str | None = None
-    """Of :mod:`rlinf.interpreters`; None: this one."""
+    """An environment of :mod:`rlinf.interpreters`; None: this one."""
     options: dict[str, Any] = field(default_factory=dict)
     tp: int = 1
 
@@ -93,7 +93,7 @@ def measure() -> list[BenchmarkRow]:
 
 @contextlib.contextmanager
 def processes(key: str, way: ScalingSetup, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Those of a way, each of which takes a step at every line that it reads."""
+    """Start the processes of a setup; each takes a step for every line that it reads."""
     python = (
         sys.executable
         if way.environment is None
@@ -149,7 +149,7 @@ def records() -> list[Record]:
 
 
 def loss(outputs: StepOutputs, spans: list[StepSpan]) -> Loss:
-    """Of supervised fine-tuning."""
+    """Return the loss of supervised fine-tuning."""
     return -outputs.logprobs.mean(), {"rows": torch.tensor(float(len(spans)))}
 
 

@@ -1,4 +1,4 @@
-"""What a run gained between its first evaluation and its last, start by start.
+"""The gain of a run from its first evaluation to its last, by initial state.
 
 All versions of the weights play the same held-out starts with the same randomness, so a gain is a
 mean of differences, with the interval of that. A run stays in ``runs``: one that was cut off goes
@@ -77,7 +77,7 @@ def start_scores(run: RunResults, version: int) -> np.ndarray:
 
 
 def minutes(run: RunResults) -> float:
-    """Of all stages, one after the other in one process, evaluations among them."""
+    """Return the minutes of all stages, evaluations included, one after another in one process."""
     timings = [json.loads(path.read_text())["timing"] for path in run.folder.rglob("manifest.json")]
     return sum(timing["end"] - timing["start"] for timing in timings) / 60
 
@@ -140,17 +140,19 @@ def draw_scores(run: RunResults) -> None:
 
 
 def measure_first_model_lora() -> list[BenchmarkRow]:
-    """See the module."""
+    """Measure ``experiment=smollm_lora``: the first model, trained by adapters."""
     return gain_rows("first_model_lora", train_smollm("smollm_lora"), 10)
 
 
 def measure_vla() -> list[BenchmarkRow]:
-    """See the module."""
+    """Measure the vision-language-action policy that acts by tokens on Meta-World's
+    drawer-close-v3, imitated and then trained by rewards. Needs ``make env NAME=metaworld``."""
     return metaworld_gain("vla", "metaworld_vla")
 
 
 def metaworld_gain(prefix: str, experiment: str) -> list[BenchmarkRow]:
-    """The same of an experiment, on two processes of simulators."""
+    """Return the gain of a Meta-World experiment on 200 test episodes, with two simulator
+    processes."""
     name = f"{experiment}_200"
     words = (
         "evaluate.samples=200",
@@ -163,5 +165,5 @@ def metaworld_gain(prefix: str, experiment: str) -> list[BenchmarkRow]:
 
 
 def measure_smolvla() -> list[BenchmarkRow]:
-    """See the module."""
+    """Measure the vision-language-action policy that denoises its actions."""
     return metaworld_gain("smolvla", "metaworld_smolvla")

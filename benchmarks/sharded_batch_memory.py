@@ -27,7 +27,7 @@ IMAGE = (84, 84, 3)
 
 
 class StepwiseBatch:
-    """All that the cut asks of a policy whose steps stand alone."""
+    """The members of a policy with independent steps that cutting a batch needs."""
 
     stepwise = True
 

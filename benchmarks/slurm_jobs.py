@@ -1,4 +1,4 @@
-"""What Slurm costs per stage, on the dev cluster: submission, imports, Snakemake's share."""
+"""The cost of Slurm per stage, on the dev cluster: submission, imports, Snakemake's share."""
 
 from __future__ import annotations
 

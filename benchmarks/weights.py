@@ -163,7 +163,7 @@ WAYS = (SOCKET, "gloo", SHARED_MEMORY)
 
 
 class WeightWorker:
-    """What a resident worker has to send and take weights."""
+    """A resident worker's publisher and receiver of weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""How stages become processes: on this machine, or as Slurm jobs. Knows nothing of what they do."""
+"""Launchers: they run stages as processes on this machine or as Slurm jobs."""

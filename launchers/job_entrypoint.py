@@ -1,8 +1,8 @@
-"""What runs inside a Slurm job: set the variables of a rank, run the module, end with its code.
+"""The entry point of a Slurm job: set a rank's variables, run the module, end with its exit code.
 
-An instance is pickled by submitit, or in a heterogeneous job an argument of this module
-(``python -m launchers.job_entrypoint CALL``). It holds strings only and no state of the work: when
-Slurm restarts the job, the same call runs again and goes on from files.
+submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
+(``python -m launchers.job_entrypoint CALL``). It contains only strings and no state of the work:
+when Slurm restarts the job, the same call runs again and continues from files.
 """
 
 from __future__ import annotations
@@ -29,77 +29,77 @@ from slurm.jobs import HET_GROUPS_VARIABLE, current_job_id
 from slurm.requeue import requeue
 
 REQUEUE_STAGGER_S = 0.005
-"""Between the requests of two ranks."""
+"""Seconds between the requeue requests of two ranks."""
 
 
 @dataclass
 class ModuleCall:
-    """``python -m module *argv`` in this process."""
+    """A call of ``python -m module *argv`` in this process."""
 
     module: str
     argv: tuple[str, ...]
     path: tuple[str, ...]
-    """Folders put in front of the module search path."""
+    """Folders that are prepended to the module search path."""
     exit_note_dir: str
-    """Folder for exit notes: what a job ended with, for a driver without accounting."""
-    shares: tuple[tuple[str, float], ...] = ()
+    """Folder of the notes with a job's exit code, for a driver without accounting."""
+    speed_weights: tuple[tuple[str, float], ...] = ()
     """Relative speeds by kind of node; or of each process, with empty names."""
-    requeues: bool = True
+    allow_requeue: bool = True
     """See :class:`launchers.launcher.JobSpec`."""
 
     def to_json(self) -> str:
-        """As JSON, for :meth:`load`."""
+        """Return the call as JSON, for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModuleCall:
-        """Read what :meth:`dump` gave."""
+        """Return the call that :meth:`to_json` wrote."""
         values = json.loads(text)
-        values["shares"] = tuple((kind, speed) for kind, speed in values["shares"])
+        values["speed_weights"] = tuple((kind, speed) for kind, speed in values["speed_weights"])
         return cls(**values | {"argv": tuple(values["argv"]), "path": tuple(values["path"])})
 
     def __call__(self) -> None:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
-        rank = set_torchrun_variables(self.shares)
-        # A warning while the module and its libraries are still read, which takes long on a shared
-        # filesystem, is no failure: nothing was begun.
-        _on_warning(_exit_for_requeue)
+        rank = set_torchrun_variables(self.speed_weights)
+        # A stop signal while the module and its libraries are loading, which is slow on a shared
+        # filesystem, is no failure, because no work has started.
+        _set_stop_handler(_exit_for_requeue)
         code = run_module(self.module, self.argv)
-        _on_warning(signal.SIG_IGN)
+        _set_stop_handler(signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
-        if code == EXIT_REQUEUE and self.requeues:
-            # Whoever stops first has the job requeued, which ends the others; of hundreds that stop
-            # together not all ask at once.
+        if code == EXIT_REQUEUE and self.allow_requeue:
+            # The first rank that stops requeues the job, which ends the others. If hundreds stop
+            # together, their requests are staggered.
             time.sleep(rank * REQUEUE_STAGGER_S)
             if requeue():
                 os._exit(0)
         if rank == 0 or code:
-            self._note(code, rank)
-        # Leave without submitit's epilogue: the exit code of the job is that of the module.
+            self._write_exit_note(code, rank)
+        # Skip submitit's epilogue, so that the exit code of the job is that of the module.
         os._exit(code)
 
-    def _note(self, code: int, rank: int) -> None:
+    def _write_exit_note(self, code: int, rank: int) -> None:
         note = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
         temporary = note.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code, "rank": rank}))
         if note.exists() and (code == 0 or _has_conclusive_code(note)):
-            # A rank that met bad input says more than those that failed because it ended.
+            # A rank with bad input is more informative than those that failed because it ended.
             temporary.unlink()
         else:
             temporary.replace(note)
 
 
 def _has_conclusive_code(note: Path) -> bool:
-    """Whether a rank has noted an exit code that says why the job failed."""
+    """Return True if a rank has noted an exit code that explains the failure."""
     try:
         return json.loads(note.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _on_warning(handler: Any) -> None:
+def _set_stop_handler(handler: Any) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
 
@@ -109,7 +109,7 @@ def _exit_for_requeue(number: int, frame: FrameType | None) -> None:
 
 
 def run_module(module: str, argv: tuple[str, ...]) -> int:
-    """Exit code of a module run as ``__main__``."""
+    """Run a module as ``__main__`` and return its exit code."""
     sys.argv = [module, *argv]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -121,11 +121,11 @@ def run_module(module: str, argv: tuple[str, ...]) -> int:
     return 0
 
 
-def set_torchrun_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
-    """torchrun-style variables from Slurm's; returns the rank.
+def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) -> int:
+    """Set torchrun's variables from Slurm's. Returns the rank.
 
     Raises:
-        PlanError: a node of the job is of none of the kinds that ``shares`` names.
+        PlanError: a node of the job is of none of the kinds in ``speed_weights``.
 
     The name of their group follows from job and restart, so that all ranks agree without asking and
     a restarted job does not meet its predecessor.
@@ -134,9 +134,11 @@ def set_torchrun_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     rank = int(os.environ.get("SLURM_PROCID", "0"))
     size = int(os.environ.get("SLURM_NTASKS", "1"))
-    if shares and size > 1:
-        os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(map(str, rank_speeds(shares, rank_hosts())))
-    # Components of a heterogeneous job have steps, but no number, of their own.
+    if speed_weights and size > 1:
+        os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(
+            map(str, rank_speeds(speed_weights, rank_hosts()))
+        )
+    # Components of a heterogeneous job have their own steps, but share the job id.
     step = os.environ.get("SLURM_STEP_ID", "0")
     os.environ.update(
         {
@@ -152,7 +154,7 @@ def set_torchrun_variables(shares: tuple[tuple[str, float], ...] = ()) -> int:
 
 
 def rank_hosts() -> list[str]:
-    """The node of each rank; ranks fill one after another, as sbatch places them.
+    """Return the node of each rank; ranks fill one node after another, as sbatch places them.
 
     Slurm's list of nodes is sorted, while the components of a heterogeneous job keep their order.
     """
@@ -167,9 +169,10 @@ def rank_hosts() -> list[str]:
 
 
 def expand_hostlist(nodes: str) -> list[str]:
-    """Return the names in a list of nodes such as ``a100-[1-3],cpu-1``, by scontrol.
+    """Expand a list of nodes such as ``a100-[1-3],cpu-1`` with scontrol.
 
-    A wrapper of scontrol may print more; a host is alone on its line and begins as the list does.
+    A wrapper of scontrol may print more text. A host is alone on its line and has a prefix of the
+    list.
     """
     beginnings = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _parts(nodes)}
     lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
@@ -178,36 +181,38 @@ def expand_hostlist(nodes: str) -> list[str]:
 
 
 def _parts(nodes: str) -> list[str]:
-    """Return the parts of a list of nodes; commas in brackets part numbers."""
+    """Split a list of nodes at commas outside of brackets."""
     return re.split(r",(?![^\[]*\])", nodes)
 
 
-def rank_speeds(shares: tuple[tuple[str, float], ...], hosts: Sequence[str]) -> tuple[float, ...]:
-    """Relative speed of each rank, given its host.
+def rank_speeds(
+    speed_weights: tuple[tuple[str, float], ...], hosts: Sequence[str]
+) -> tuple[float, ...]:
+    """Return the relative speed of each rank on its host.
 
     Raises:
-        PlanError: a host is of none of the kinds, or of several.
+        PlanError: a host belongs to none of the kinds, or to several.
     """
-    if not shares[0][0]:
-        return tuple(speed for _, speed in shares)
+    if not speed_weights[0][0]:
+        return tuple(speed for _, speed in speed_weights)
     found: dict[str, float] = {}
     for host in dict.fromkeys(hosts):
         words = node_attributes(host)
-        kinds = [(kind, speed) for kind, speed in shares if kind in words]
+        kinds = [(kind, speed) for kind, speed in speed_weights if kind in words]
         if len(kinds) != 1:
             raise PlanError(
-                f"plan: shares: node {host} is {'none' if not kinds else 'several'} of "
-                f"{', '.join(kind for kind, _ in shares)}; name GPUs or features that tell the "
-                "job's nodes apart"
+                f"plan: speed_weights: node {host} is {'none' if not kinds else 'several'} of "
+                f"{', '.join(kind for kind, _ in speed_weights)}; name GPUs or features that tell "
+                "the job's nodes apart"
             )
         found[host] = kinds[0][1]
     return tuple(found[host] for host in hosts)
 
 
 def node_attributes(host: str) -> set[str]:
-    """All that Slurm says of a node: its GPUs' names and its features are among the words."""
+    """Return all words that Slurm prints about a node, with its GPU names and features."""
     lines = _scontrol("node", host, "-o").splitlines()
-    # Around that line a wrapper of scontrol may print words of its own.
+    # A wrapper of scontrol may print text around that line.
     node_lines = [line for line in lines if line.lstrip().startswith("NodeName=")]
     return set(re.split(r"[\s,:=()]+", " ".join(node_lines)))
 

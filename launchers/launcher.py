@@ -1,4 +1,4 @@
-"""The launcher interface: start a job, ask how jobs are, cancel them."""
+"""The launcher interface: start jobs, poll their status, cancel them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurm.jobs import JobResources, JobStatus
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A module to run with arguments, what it needs, and where its output and logs go."""
+    """A module to run, its arguments and resources, and the folders of its output and logs."""
 
     name: str
     argv: tuple[str, ...]
@@ -22,72 +22,71 @@ class JobSpec:
     resources: JobResources = JobResources()  # noqa: RUF009
     module: str = "stages"
     extra_components: tuple[JobResources, ...] = ()
-    """More processes of the same job on other devices; their ranks come after those above."""
+    """Further processes of the same job on other devices; their ranks follow those above."""
     content_key: str = ""
-    """Names what the job is made of. One that was submitted with another key is not found again,
-    but cancelled."""
+    """Digest of the job's content. A submitted job with another key is cancelled, not adopted."""
     allow_requeue: bool = True
-    """Whether Slurm runs it again when it is asked to stop, preempted, or lost with its node; Slurm
-    waits minutes before it does."""
+    """Whether Slurm runs the job again after a stop signal, a preemption or a node failure. Slurm
+    waits minutes before that."""
 
     @property
     def components(self) -> tuple[JobResources, ...]:
-        """All it asks for; several are a heterogeneous job."""
+        """The resources of all components; several make a heterogeneous job."""
         return (self.resources, *self.extra_components)
 
 
 class Launcher(Protocol):
-    """Starts jobs; asks about all of them at once."""
+    """Starts jobs and polls all of them at once."""
 
     @property
     def poll_interval_s(self) -> float:
-        """Seconds that should pass between two calls of :meth:`poll`."""
+        """Minimum seconds between two calls of :meth:`poll`."""
 
     def submit(self, job: JobSpec) -> str:
-        """Start a job, or find the one already started for the same output; returns its id.
+        """Start a job, or find the running one for the same output. Returns its id.
 
         Raises:
-            PlanError: it asks for what the cluster does not have.
-            SlurmError: it was refused; carries the message.
+            PlanError: the job requests resources that the cluster does not have.
+            SlurmError: the job was refused, with Slurm's message.
         """
 
     def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
-        """Start jobs that ask for the same resources, as one job array where there are such.
+        """Start jobs with equal resources, as one job array if the launcher has arrays.
 
         Raises:
             PlanError, SlurmError: as :meth:`submit`.
         """
 
     def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
-        """Start jobs at the same moment, as one heterogeneous job where there are such.
+        """Start jobs at the same moment, as one heterogeneous job if the launcher has these.
 
         Raises:
             PlanError, SlurmError: as :meth:`submit`.
         """
 
     def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """How these jobs are, by one query."""
+        """Return the status of these jobs with a single query."""
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Stop these jobs."""
+        """Cancel these jobs."""
 
     def cancel_for_outputs(self, output_dirs: Collection[Path]) -> None:
-        """Stop what another process submitted for these outputs and is there still."""
+        """Cancel active jobs that another process submitted for these outputs."""
 
     def close(self) -> None:
-        """The driver ends; local processes end with it, cluster jobs go on."""
+        """Release resources at the end of the driver: local processes end, cluster jobs go on."""
 
 
 ERROR_PREFIX = "error: "
-"""What stands before the message of an error, which is the last that a program writes."""
+"""Prefix of an error message, which is the last output of a program."""
 MAX_MESSAGE_LINES = 80
 
 
 def failure_reason(path: Path, code: int | None) -> str:
-    """Why a process failed, from its log.
+    """Return the reason of a process's failure from its log.
 
-    A process that ends with an agreed code has written a message as the last thing, of one line or
-    with a traceback: that alone is the reason. Of any other it is the end of the log.
+    A process with a known exit code writes an error message last, with or without a traceback; the
+    reason is this message. For other exit codes it is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)
@@ -97,16 +96,16 @@ def failure_reason(path: Path, code: int | None) -> str:
     )
     if first is None:
         return log_tail(path)
-    # Slurm's own lines come after what the process wrote.
+    # Slurm's own lines follow the output of the process.
     message = [line for line in lines[first:] if not line.startswith(("srun: ", "slurmstepd: "))]
     return "\n".join(message).removeprefix(ERROR_PREFIX)
 
 
 def log_tail(path: Path, lines: int = 15) -> str:
-    """The end of a log file, or nothing when there is none."""
+    """Return the last lines of a log file; "" if it does not exist."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    kept = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(kept[-lines:])
+    written = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(written[-lines:])

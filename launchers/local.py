@@ -1,4 +1,7 @@
-"""Jobs as processes of this machine, one per rank."""
+"""The local launcher: runs jobs as processes of this machine, one per rank.
+
+``python -m launchers.local N MODULE ARGS`` runs a module as N processes and waits for them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class _Started:
 
 @dataclass
 class LocalLauncher:
-    """See the module. A rank that fails takes the others of its job down."""
+    """Launches jobs as local processes. A failed rank ends the other ranks of its job."""
 
     poll_interval_s: float = 0.05
     _started: dict[str, _Started] = field(default_factory=dict)
@@ -41,11 +44,11 @@ class LocalLauncher:
         attempt = secrets.token_hex(6)
         job.log_dir.mkdir(parents=True, exist_ok=True)
         size = sum(part.tasks for part in job.components)
-        shares = job.resources.speed_weights
-        if isinstance(shares, Mapping):
+        speed_weights = job.resources.speed_weights
+        if isinstance(speed_weights, Mapping):
             raise PlanError(
-                f"{job.name}: shares by kind of node ({', '.join(shares)}) need cluster=slurm; "
-                "on one machine give one number per process"
+                f"{job.name}: speed_weights by kind of node ({', '.join(speed_weights)}) need "
+                "cluster=slurm; on one machine give one number per process"
             )
         processes, logs = [], []
         for rank in range(size):
@@ -53,7 +56,11 @@ class LocalLauncher:
                 **os.environ,
                 **process_tuning.child_environment(),
                 **job.resources.env,
-                **({SPEED_WEIGHTS_VARIABLE: ",".join(map(str, shares))} if shares else {}),
+                **(
+                    {SPEED_WEIGHTS_VARIABLE: ",".join(map(str, speed_weights))}
+                    if speed_weights
+                    else {}
+                ),
                 "PYTHONPATH": child_python_path(),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -108,7 +115,7 @@ class LocalLauncher:
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             _kill(started.processes)
-            # An agreed code (requeue, bad input) of one rank says more than a crash it caused.
+            # A known code (requeue, bad input) of one rank explains more than a crash it caused.
             rank = max(failed, key=lambda r: (codes[r] in (65, 66, 75), -r))
             code = codes[rank]
             assert code is not None
@@ -124,7 +131,7 @@ class LocalLauncher:
 
 
 def _kill(processes: list[subprocess.Popen[bytes]], patience_s: float = 2.0) -> None:
-    """End processes and what they started: first asked, then made to."""
+    """End processes and their children, first with SIGTERM and then with SIGKILL."""
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
         _signal_group(process, signal.SIGTERM)
@@ -144,7 +151,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 def main(argv: list[str]) -> int:
-    """Start the processes, wait, print their logs; returns the exit code."""
+    """Start the processes, wait and print their logs. Returns the exit code."""
     count, module, *rest = argv
     launcher = LocalLauncher()
     with tempfile.TemporaryDirectory() as logs:

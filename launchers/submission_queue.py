@@ -1,7 +1,8 @@
-"""Jobs that wait in this process until Slurm's limits leave a place for them.
+"""The queue of jobs that wait in this process until Slurm's limits allow their submission.
 
-A job over MaxSubmitJobs or MaxJobCount would be refused; here it is submitted, in order, when one
-that was before it has ended.
+A job over MaxSubmitJobs or MaxJobCount would be refused. Here it waits and is submitted, in order,
+when an earlier job has ended. A note beside each output (``job.json``) names the submitted job, so
+that another process finds it.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ log = logging.getLogger("rlinf")
 
 @dataclass(eq=False)
 class PendingSubmission:
-    """A job, and what became of it."""
+    """A job with its Slurm id and the state of its submission."""
 
     job: JobSpec
     id: str | None = None
-    """Slurm's; None: not submitted yet."""
+    """Slurm's id; None: not submitted yet."""
     was_submitted_before: bool = False
-    """Whether an earlier process had submitted it."""
+    """True if an earlier process submitted the job."""
     refusal: RlinfError | None = None
-    """Why it will not be submitted."""
+    """The error because of which the job will not be submitted."""
     final_status: JobStatus | None = None
-    """How it ended, where that was decided here and not by Slurm."""
+    """The final status, if it was decided here and not by Slurm."""
     stuck_since: float | None = None
     last_warning: str = ""
-    """The last thing logged of it."""
+    """The last warning that was logged for the job."""
 
     def warn_once(self, text: str) -> None:
-        """Log what has not just been logged."""
+        """Log a warning unless it equals the last one."""
         if text != self.last_warning:
             self.last_warning = text
             log.warning("%s", text)
@@ -54,53 +55,53 @@ class PendingSubmission:
 
 @dataclass
 class SubmissionQueue:
-    """See the module."""
+    """Submits jobs in order, as many as Slurm's limits allow; see the module."""
 
     client: SlurmClient
     quotas: Quotas | None = None
-    """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
+    """Limits on the number of jobs; queried from Slurm before the first submission if None."""
     visibility_timeout_s: float = 30.0
-    """How long after a submission that was not answered its jobs may come into the queue."""
+    """Seconds after an unanswered submission in which its jobs may still appear in the queue."""
     _waiting: list[list[PendingSubmission]] = field(default_factory=list)
-    """Jobs to be submitted on their own or in arrays, and several that start together."""
+    """Units to submit: single jobs, which may form arrays, or jobs that start together."""
     _unknown: list[list[PendingSubmission]] = field(default_factory=list)
-    """Those of them that an earlier process may have submitted."""
+    """Units that an earlier process may have submitted."""
     _queue: Mapping[str, QueuedJob] | None = None
-    """At the last look. With what was submitted since, it tells how much room there is."""
-    _since: list[JobResources] = field(default_factory=list)
-    _unanswered: str | None = None
-    """Mark of jobs that may have been submitted."""
-    _withdrawn: set[str] = field(default_factory=set)
-    """Marks of submissions that a process before did not see to their end."""
+    """Slurm's queue at the last query; with the later submissions it gives the free places."""
+    _submitted_since: list[JobResources] = field(default_factory=list)
+    _unanswered_tag: str | None = None
+    """Tag of jobs that may have been submitted."""
+    _cancelled_tags: set[str] = field(default_factory=set)
+    """Tags of unfinished submissions of an earlier process, which were cancelled."""
     _pause_s: float = MIN_RETRY_PAUSE_S
     _resume: float = 0.0
 
     def add(self, units: Collection[list[PendingSubmission]]) -> None:
-        """Let jobs wait behind the others, and submit what there is room for.
+        """Append jobs to the queue, and submit as many as limits allow.
 
-        Jobs that an earlier process submitted, and that wait or run, are found again by the notes
-        beside their outputs; those that start together where all of them are there.
+        Pending or running jobs of an earlier process are found by the notes beside their outputs;
+        jobs that start together are found only if all of them exist.
 
         Args:
-            units: jobs, each by itself or with those that start together with it.
+            units: single jobs, or lists of jobs that start together.
 
         Raises:
-            SlurmUnresponsiveError: no answer; they wait.
+            SlurmUnresponsiveError: Slurm does not answer; the jobs stay in this queue.
         """
         self._waiting += units
         self._unknown += units
         self.submit_ready()
 
     def discard(self, entries: Collection[PendingSubmission]) -> None:
-        """Forget jobs that wait here, and those that would start together with them."""
+        """Remove waiting jobs, and those that would start together with them."""
         for units in (self._waiting, self._unknown):
             units[:] = [unit for unit in units if not any(e in entries for e in unit)]
 
     def submit_ready(self, queue: Mapping[str, QueuedJob] | None = None) -> None:
-        """Submit of those waiting, in order, as many as limits allow; see :meth:`add`.
+        """Submit waiting jobs in order, as many as limits allow; see :meth:`add`.
 
         Args:
-            queue: what Slurm's queue was found to be just now, where it was asked.
+            queue: Slurm's queue, if the caller has just queried it.
         """
         looked_for = any(
             read_job_note(entry.job.output_dir) for unit in self._unknown for entry in unit
@@ -108,21 +109,21 @@ class SubmissionQueue:
         if queue is None and (self._queue is None or looked_for):
             queue = self.client.queue()
         if queue is not None:
-            self._queue, self._since = queue, []
+            self._queue, self._submitted_since = queue, []
         while self._unknown:
-            self._find(self._unknown[0])
+            self._adopt_or_cancel(self._unknown[0])
             del self._unknown[0]
-        if time.monotonic() >= self._resume and self._unanswered is not None:
-            # They could not run: submitit names their files by the answer.
-            self.client.cancel(self.client.find_by_comment(self._unanswered))
-            self._unanswered = None
+        if time.monotonic() >= self._resume and self._unanswered_tag is not None:
+            # These jobs could not run, because submitit names their files by the answer.
+            self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
+            self._unanswered_tag = None
         while self._waiting and time.monotonic() >= self._resume:
             first = self._waiting[0]
             if all((entry.job.output_dir / MANIFEST).exists() for entry in first):
                 del self._waiting[0]
                 continue
             try:
-                room = self._room(first)
+                room = self._free_places(first)
             except SlurmUnresponsiveError:
                 raise
             except RlinfError as error:
@@ -130,21 +131,21 @@ class SubmissionQueue:
                     entry.refusal = error
                 del self._waiting[0]
                 continue
-            alike = list(takewhile(partial(_alike, first), self._waiting)) or [first]
-            if not room or not (self._start(alike[:room]) or self._start(alike[:1])):
+            alike = list(takewhile(partial(_same_array, first), self._waiting)) or [first]
+            if not room or not (self._submit(alike[:room]) or self._submit(alike[:1])):
                 return
 
-    def _find(self, unit: list[PendingSubmission]) -> None:
-        """Take up jobs that are there already; cancel those that are not what is wanted."""
+    def _adopt_or_cancel(self, unit: list[PendingSubmission]) -> None:
+        """Adopt the existing jobs of a unit, or cancel them if they are not equal to it."""
         notes = [
             (entry, note)
             for entry in unit
             if (note := read_job_note(entry.job.output_dir)) is not None
         ]
-        for mark in {note.mark for _, note in notes if note.mark} - self._withdrawn:
-            # Its submitter died before it had the ids.
-            self.client.cancel(self.client.find_by_comment(mark))
-            self._withdrawn.add(mark)
+        for tag in {note.tag for _, note in notes if note.tag} - self._cancelled_tags:
+            # The submitting process died before it got the ids.
+            self.client.cancel(self.client.find_by_comment(tag))
+            self._cancelled_tags.add(tag)
         there = [(entry, note) for entry, note in notes if is_active_in(self._queue, note.id)]
         alike = {parent_job_id(note.id) for _, note in there if len(unit) > 1}
         if (
@@ -158,11 +159,11 @@ class SubmissionQueue:
         elif there:
             self.client.cancel([note.id for _, note in there])
 
-    def _room(self, unit: Sequence[PendingSubmission]) -> int:
-        """How many units like this one may be submitted now, as one array at most.
+    def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
+        """Return how many units like this one may be submitted now, at most one array.
 
         Raises:
-            PlanError: not even one, however long it waits.
+            PlanError: the limits never allow a single one.
             SlurmUnresponsiveError: Slurm does not answer.
         """
         if self.quotas is None:
@@ -180,7 +181,7 @@ class SubmissionQueue:
                     "use another account or QOS"
                 )
             occupied = len(counted) + sum(
-                quota in self.quotas.quotas_for(other) for other in self._since
+                quota in self.quotas.quotas_for(other) for other in self._submitted_since
             )
             places = max(quota.max_jobs - occupied, 0) // needs.count(quota)
             if not places:
@@ -191,21 +192,21 @@ class SubmissionQueue:
             room = min(room, places)
         return room
 
-    def _start(self, units: Sequence[list[PendingSubmission]]) -> bool:
-        """Submit the first of those waiting; False when there are too many jobs for now.
+    def _submit(self, units: Sequence[list[PendingSubmission]]) -> bool:
+        """Submit the first waiting units. Returns False if there are too many jobs now.
 
         Raises:
-            SlurmUnresponsiveError: no answer.
+            SlurmUnresponsiveError: Slurm does not answer.
         """
         entries = [entry for unit in units for entry in unit]
         submit = submit_hetjob if _heterogeneous(units[0]) else submit_jobs
-        mark = new_tag()
+        tag = new_tag()
         for entry in entries:
-            write_job_note(entry.job, mark=mark)
+            write_job_note(entry.job, tag=tag)
         try:
-            ids = submit([with_tag(entry.job, mark) for entry in entries])
+            ids = submit([with_tag(entry.job, tag) for entry in entries])
         except SlurmUnresponsiveError:
-            self._unanswered, self._resume = mark, time.monotonic() + self.visibility_timeout_s
+            self._unanswered_tag, self._resume = tag, time.monotonic() + self.visibility_timeout_s
             raise
         except SlurmError as error:
             if is_queue_full(str(error)):
@@ -222,7 +223,7 @@ class SubmissionQueue:
             for entry, identity in zip(entries, ids, strict=True):
                 entry.id = identity
                 write_job_note(entry.job, identity)
-                self._since += entry.job.components
+                self._submitted_since += entry.job.components
         del self._waiting[: len(units)]
         return True
 
@@ -231,8 +232,8 @@ def _heterogeneous(unit: Sequence[PendingSubmission]) -> bool:
     return sum(len(entry.job.components) for entry in unit) > 1
 
 
-def _alike(unit: Sequence[PendingSubmission], other: Sequence[PendingSubmission]) -> bool:
-    """Whether both may be elements of one array."""
+def _same_array(unit: Sequence[PendingSubmission], other: Sequence[PendingSubmission]) -> bool:
+    """Return True if both units may be elements of one array."""
     if _heterogeneous(unit) or _heterogeneous(other):
         return False
     mine, theirs = unit[0].job, other[0].job
@@ -244,42 +245,45 @@ class JobNote:
     """The job that was submitted last for an output."""
 
     id: str = ""
-    """Empty until sbatch has told it."""
+    """Slurm's id; empty until sbatch has printed it."""
     name: str = ""
     key: str = ""
-    mark: str = ""
+    tag: str = ""
     """Tag in the comment of a job without a known id; see :func:`launchers.sbatch.with_tag`."""
 
     def find_ids(self, client: SlurmClient) -> list[str]:
-        """Return the job's id; of one without, those that the queue has for its mark.
+        """Return the job's id, or the ids of queued jobs with its tag if the id is unknown.
 
         Raises:
-            SlurmError: Slurm was asked and does not answer.
+            SlurmError: the queue was queried and Slurm does not answer.
         """
-        if self.id or not self.mark:
+        if self.id or not self.tag:
             return [self.id] if self.id else []
-        return client.find_by_comment(self.mark)
+        return client.find_by_comment(self.tag)
 
 
 def read_job_note(out: Path) -> JobNote | None:
-    """What stands beside an output of the job submitted last for it, if there was one."""
+    """Read the note beside an output about its last submitted job; None without a valid note."""
     try:
         known = json.loads((out / JOB_NOTE).read_text())
-        names = ("id", "name", "key", "mark")
+        names = ("id", "name", "key", "tag")
         return JobNote(**{key: str(known[key]) for key in names if key in known})
     except (OSError, ValueError, TypeError):
         return None
 
 
 def is_active_in(queue: Mapping[str, QueuedJob] | None, identity: str) -> bool:
-    """Whether a job was in the queue, and not at its end."""
+    """Return True if a job is in a queue and pending or running."""
     status = (queue or {}).get(identity)
     return status is not None and status.state.is_active
 
 
-def write_job_note(job: JobSpec, identity: str = "", *, mark: str = "") -> None:
-    """Write beside a job's output what :func:`noted` reads: before it is submitted its mark, by
-    which it is found should this process die, and then its id."""
+def write_job_note(job: JobSpec, identity: str = "", *, tag: str = "") -> None:
+    """Write a note beside a job's output for :func:`read_job_note`.
+
+    Before the submission it contains the tag, which finds the job if this process dies, and then
+    the id.
+    """
     job.output_dir.mkdir(parents=True, exist_ok=True)
     content = {"id": identity, "name": job.name, "key": job.content_key, "submitted": time.time()}
-    write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"mark": mark} if mark else {})))
+    write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"tag": tag} if tag else {})))

@@ -1,7 +1,7 @@
-"""Jobs through submitit, watched by our own poller.
+"""The Slurm launcher: submits jobs through submitit and polls them itself.
 
-submitit writes the batch script and starts the callable; its watcher, its result files and its
-requeueing are left aside: they look rarely, guess time-outs from run times, and restart pickles.
+submitit writes the batch script and starts the callable. Its watcher, result files and requeueing
+are not used: they poll rarely, guess time-outs from run times, and restart pickles.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ log = logging.getLogger("rlinf")
 
 @dataclass
 class SubmititLauncher:
-    """See the module.
+    """Launches Slurm jobs through submitit.
 
-    Where limits allow no further job, those over them wait in this process and are submitted, in
-    order, as places become free (:mod:`launchers.submission_queue`).
+    Jobs over Slurm's limits wait in this process and are submitted in order when places become free
+    (:mod:`launchers.submission_queue`).
     """
 
     client: SlurmClient
     quotas: Quotas | None = None
-    """Limits on the number of jobs; asked of Slurm before the first submission when not given."""
+    """Limits on the number of jobs; queried from Slurm before the first submission if None."""
     unknown_job_timeout_s: float = 20.0
-    """How long a job may be known neither to queue nor accounting before it has vanished."""
+    """Seconds after which a job in neither queue nor accounting counts as vanished."""
     stuck_timeout_s: float = 60.0
-    """How long a job may wait for a reason that never ends by itself before it is cancelled; while
-    the controller starts or is configured anew, jobs may show one for a moment."""
+    """Seconds after which a job is cancelled whose pending reason never ends by itself. Jobs may
+    show such a reason briefly while the controller starts or is reconfigured."""
     hold_timeout_s: float = 900.0
-    """How long a job may be held before it is given up. It stays in the queue, so that whoever
-    holds it may release it and resume the run."""
+    """Seconds after which a job on hold counts as failed. It stays in the queue, so that the user
+    can release it and resume the run."""
     no_answer_timeout_s: float = 600.0
-    """How long Slurm may not answer before that is an error."""
+    """Seconds without an answer from Slurm after which an error is raised."""
     _watched: dict[str, PendingSubmission] = field(default_factory=dict)
     _last: dict[str, JobStatus] = field(default_factory=dict)
     _silent_since: float | None = None
@@ -59,11 +59,11 @@ class SubmititLauncher:
     _numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._backlog = SubmissionQueue(self.client, self.quotas)
+        self._queue = SubmissionQueue(self.client, self.quotas)
 
     @property
     def poll_interval_s(self) -> float:
-        """Seconds that should pass between two calls of :meth:`poll`."""
+        """Minimum seconds between two calls of :meth:`poll`."""
         return self.client.poll_interval_s
 
     def submit(self, job: JobSpec) -> str:
@@ -88,10 +88,10 @@ class SubmititLauncher:
         return self._add([[PendingSubmission(job) for job in jobs]])
 
     def _add(self, units: list[list[PendingSubmission]]) -> list[str]:
-        """Watch jobs, and submit those that are not there yet; while Slurm is silent they wait."""
+        """Watch jobs, and submit those that do not exist yet; they wait while Slurm is silent."""
         entries = [entry for unit in units for entry in unit]
         try:
-            self._backlog.add(units)
+            self._queue.add(units)
         except SlurmUnresponsiveError as error:
             self._tolerate_silence(error)
         for entry in entries:
@@ -103,10 +103,10 @@ class SubmititLauncher:
         return names
 
     def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """By manifests first, then one ``squeue``, then one ``sacct`` for jobs that ended.
+        """Return the status of jobs: by manifest, then one ``squeue``, then one ``sacct``.
 
-        A job that can never start is cancelled and has failed for bad input; so has one that
-        somebody holds, which stays. While Slurm is silent jobs are as they were known last.
+        A job that can never start is cancelled and fails with bad input. A job on hold fails in the
+        same way but stays in the queue. While Slurm is silent, the last known status is returned.
         """
         found: dict[str, JobStatus] = {}
         for name in ids:
@@ -123,7 +123,7 @@ class SubmititLauncher:
             queue = self.client.queue()
             found |= self._statuses_from_queue(queue, unknown)
             self._last.update(found)
-            self._backlog.submit_ready(queue)
+            self._queue.submit_ready(queue)
             self._silent_since = None
         except SlurmError as error:
             self._tolerate_silence(error)
@@ -132,22 +132,22 @@ class SubmititLauncher:
         return found
 
     def _tolerate_silence(self, error: SlurmError) -> None:
-        """Slurm does not answer: its controller may be restarting.
+        """Tolerate a missing answer from Slurm, whose controller may be restarting.
 
         Raises:
-            SlurmError: it has not answered for :attr:`no_answer_timeout_s`.
+            SlurmError: Slurm has not answered for :attr:`no_answer_timeout_s`.
         """
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-            log.warning("Slurm does not answer, and is asked again: %s", error)
+            log.warning("Slurm does not answer, and is queried again: %s", error)
         if now - self._silent_since > self.no_answer_timeout_s:
             raise error
 
     def _statuses_from_queue(
         self, queue: Mapping[str, QueuedJob], names: Collection[str]
     ) -> dict[str, JobStatus]:
-        """Statuses by the queue and, of jobs that are not there, by accounting."""
+        """Return statuses from the queue and, for jobs not in it, from accounting."""
         found: dict[str, JobStatus] = {}
         ended: dict[str, str] = {}
         for name in names:
@@ -186,7 +186,7 @@ class SubmititLauncher:
             self._tolerate_silence(error)
 
     def close(self) -> None:
-        """Jobs go on without the driver; the next one finds them by their notes."""
+        """Retry failed cancellations. Jobs go on; the next driver finds them by their notes."""
         try:
             self._cancel([])
         except SlurmError as error:
@@ -194,15 +194,15 @@ class SubmititLauncher:
             log.warning("jobs could not be cancelled (%s); do it with: scancel %s", error, left)
 
     def _cancel(self, ids: Collection[str]) -> None:
-        """Cancel jobs, and those that could not be cancelled before."""
+        """Cancel jobs, and those whose cancellation failed before."""
         self._to_cancel.update(ids)
         if self._to_cancel:
             self.client.cancel(self._to_cancel)
             self._to_cancel.clear()
 
     def _drop(self, entries: Sequence[PendingSubmission]) -> None:
-        """Cancel jobs, those that wait here included."""
-        self._backlog.discard(entries)
+        """Cancel jobs, including those that wait in this process."""
+        self._queue.discard(entries)
         for entry in entries:
             if entry.id is None:
                 entry.final_status = JobStatus(
@@ -214,7 +214,7 @@ class SubmititLauncher:
             self._tolerate_silence(error)
 
     def _check_pending(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
-        """The status of a job in the queue; gives up one that does not start by itself."""
+        """Return the status of a queued job; fail it if it can never start by itself."""
         why = (
             diagnose_pending(status.reason, str(entry.id))
             if status.state is JobState.PENDING
@@ -244,7 +244,7 @@ class SubmititLauncher:
     def _final_status(
         self, entry: PendingSubmission, queued: JobStatus | None, account: JobStatus | None
     ) -> JobStatus:
-        """The status of a job that is no longer active in the queue."""
+        """Return the status of a job that is no longer active in the queue."""
         identity = str(entry.id)
         if (entry.job.output_dir / MANIFEST).exists():
             return JobStatus(JobState.DONE, 0)
@@ -261,11 +261,11 @@ class SubmititLauncher:
             and code in (None, 0)
             and self._is_recently_missing(identity)
         ):
-            # The manifest of a job that ended well may show late on a network filesystem.
+            # The manifest of a successful job may appear late on a network filesystem.
             return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
         if status.state is JobState.CANCELLED or (code is None and "+" not in identity):
-            # What a cancelled job ended with is no wish of its own. The components of a
-            # heterogeneous job all have the code of the one that failed.
+            # The noted exit code of a cancelled job does not count. All components of a
+            # heterogeneous job have the code of the one that failed.
             code = status.exit_code
         reason = f"job {identity} {status.reason or status.state.value}".strip()
         return JobStatus(
@@ -277,13 +277,13 @@ class SubmititLauncher:
         )
 
     def _is_recently_missing(self, identity: str) -> bool:
-        """Whether a job has been missing in the queue for no longer than its grace."""
+        """Return True if a job has been missing for less than :attr:`unknown_job_timeout_s`."""
         since = self._missing.setdefault(identity, time.monotonic())
         return time.monotonic() - since < self.unknown_job_timeout_s
 
 
 def _exit_note(job: JobSpec, identity: str) -> tuple[int | None, int]:
-    """The exit code of a job and the rank whose it is, as its ranks noted them."""
+    """Return the exit code that a job's ranks noted, and the rank that noted it."""
     try:
         note = json.loads((job.log_dir / f"{identity}.exit").read_text())
         return int(note["code"]), int(note["rank"])

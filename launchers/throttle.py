@@ -1,11 +1,11 @@
 """``python -m launchers.throttle DUTY COMMAND...``: run a command for a share of the time only.
 
-Dev clusters have nodes of one speed; this makes some slower. Where the ``cpu`` controller of
-cgroup v1 can be written, every thread of the command gets a quota in slices of milliseconds; else
-the command's process group is stopped and continued several times a second. What the command starts
-by itself is slowed as well.
-Warning signals are passed on, and the exit status is the command's own. ``DUTY`` is a number, or
-``KIND=NUMBER,...`` by kind of node (a GPU's GRES name, a feature); other nodes run all of the time.
+The nodes of a dev cluster have the same speed; this makes some slower. If the ``cpu`` controller of
+cgroup v1 is writable, every thread of the command gets a quota in slices of milliseconds; else the
+command's process group is stopped and continued several times a second. Child processes of the
+command are slowed as well. Stop signals are forwarded, and the exit status is the command's own.
+``DUTY`` is a number, or ``KIND=NUMBER,...`` by kind of node (a GPU's GRES name or a feature); other
+nodes are not slowed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from launchers.job_entrypoint import node_attributes
 from rlinf.process_tuning import die_with_parent
 
 CPU_CGROUP_ROOT = Path("/sys/fs/cgroup/cpu")
-"""Groups with a quota are made there, in that of this process."""
+"""Root of the ``cpu`` controller; groups with a quota are created in this process's group."""
 QUOTA_PERIOD_US = 10_000
-"""Kernels look at who runs every few milliseconds: with shorter periods less is given than said."""
+"""Period of the quotas. Kernels schedule every few milliseconds, so shorter periods get less."""
 THREAD_SCAN_S = 0.05
-"""How often new threads are looked for; until then they share the quota of the one they are of."""
+"""Seconds between scans for new threads, which share the quota of their creator until then."""
 SIGNAL_PERIOD_S = 0.04
-"""One turn of running and standing still: long beside the scheduler's slices, short to a stage."""
+"""Period of stopping and continuing: long compared to scheduler slices, short for a stage."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Multiples of it divide a circle evenly, however many there are."""
+"""Its multiples divide a circle evenly, for any number of them."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: list[str]) -> int:
-    """Run ``argv[1:]`` at duty cycle ``argv[0]``; returns its exit code."""
+    """Run ``argv[1:]`` at duty cycle ``argv[0]``. Returns its exit code."""
     duty = node_duty_cycle(argv[0])
     process = subprocess.Popen(
         argv[1:],
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     )
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        # To the command alone: what it started does not expect warnings. A stopped process gets
-        # the signal as soon as it continues.
+        # Only the command gets the signal, because its children do not expect it. A stopped process
+        # gets the signal as soon as it continues.
         if process.returncode is None:
             os.kill(process.pid, number)
 
@@ -57,14 +57,14 @@ def main(argv: list[str]) -> int:
         throttle_by_signals(process, duty)
     code = process.wait()
     if code < 0:
-        # End as the command did, so that whoever waits sees the signal.
+        # End by the command's signal, so that the waiting process sees it.
         signal.signal(-code, signal.SIG_DFL) if -code in FORWARDED_SIGNALS else None
         os.kill(os.getpid(), -code)
     return code
 
 
 def node_duty_cycle(text: str) -> float:
-    """The duty cycle of this node, above 0 and at most 1."""
+    """Return the duty cycle of this node, above 0 and at most 1."""
     if "=" not in text:
         return float(text)
     node = os.environ.get("SLURMD_NODENAME")
@@ -74,12 +74,13 @@ def node_duty_cycle(text: str) -> float:
 
 
 def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
-    """Give each thread of ``process`` and of what it starts a quota until it has ended.
+    """Give each thread of ``process`` and of its children a quota until the process has ended.
 
-    One quota for all would slow a program of two threads twice as much as one of a single thread.
+    One quota for all threads would slow a program of two threads twice as much as one of a single
+    thread.
 
     Returns:
-        Whether it was done; False where groups cannot be made.
+        True if it was throttled; False if groups cannot be created.
     """
     try:
         here = CPU_CGROUP_ROOT / current_cpu_cgroup()
@@ -95,7 +96,7 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
             process.wait(THREAD_SCAN_S)
         except subprocess.TimeoutExpired:
             for group in root.glob("*/tasks"):
-                # What was there first stays, for its own threads come into its group.
+                # The first thread stays, because its own new threads join its group.
                 threads = {*map(int, group.read_text().split())}
                 for thread in threads - {int(group.parent.name)}:
                     with suppress(OSError):  # it has ended
@@ -109,7 +110,7 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
 
 
 def current_cpu_cgroup() -> str:
-    """The path of this process's group of the ``cpu`` controller; "" for the first of all."""
+    """Return the path of this process's group of the ``cpu`` controller; "" for the root."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     found = [line.split(":", 2) for line in lines]
     return next((path for _, names, path in found if names == "cpu"), "").lstrip("/")
@@ -123,17 +124,17 @@ def _quota(group: Path, thread: int, duty: float) -> None:
 
 
 def _remove(root: Path) -> None:
-    """Groups that nothing is in any more."""
+    """Remove empty groups."""
     for group in (*root.glob("*/"), root):
         with suppress(OSError):
             group.rmdir()
 
 
 def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
-    """Stop and continue the group of ``process``, its leader, until it has ended.
+    """Stop and continue the process group of ``process`` until it has ended.
 
-    It runs in the same part of every period of the machine's clock: a late wake-up shifts no later
-    one, and the ranks of a job run and stand still together, as those of a slower device would.
+    The group runs in the same part of every period of the machine's clock. So a late wake-up shifts
+    no later one, and the ranks of a job run and pause together, as on a slower device.
     """
     begin = run_phase_s()
     while duty < 1:
@@ -146,13 +147,16 @@ def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
 
 
 def run_phase_s() -> float:
-    """When in a period the job runs: jobs that follow each other do so one after the other, else
-    all that share a machine would want it at the same time."""
+    """Return when in a period this job runs: consecutive jobs run in different parts of it, so that
+    jobs on one machine do not all run at the same time."""
     return SIGNAL_PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN_RATIO % 1)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
-    """Whether the group is still there; its id is its own until ``process`` was waited for."""
+    """Signal the process group. Returns False if ``process`` has ended.
+
+    The group's id is not reused before ``process`` was waited for.
+    """
     if process.poll() is not None:
         return False
     os.killpg(process.pid, number)

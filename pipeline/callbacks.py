@@ -169,7 +169,7 @@ class ProgressCallback:
                     )
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
-        # A flow without rewards, which learns from a data set, has none.
+        # Flows that learn from a data set have no rewards.
         score = metrics.get("reward/score")
         summary = "" if score is None else f"score {score:.3f}"
         if self._bars is not None:

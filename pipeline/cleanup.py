@@ -30,17 +30,17 @@ def orphans(runs: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         if not (folder / CONFIG_FILE).is_file():
             raise InputError(f"{folder}: no run directory (it has no {CONFIG_FILE})")
-    found = list(shared_memory.orphaned_segments())
+    paths = list(shared_memory.orphaned_segments())
     for folder in folders:
-        found += [*lock.orphaned_lock_files(folder), *temporary_files(folder)]
-    for path in dict.fromkeys(found):
+        paths += [*lock.orphaned_lock_files(folder), *temporary_files(folder)]
+    for path in dict.fromkeys(paths):
         with contextlib.suppress(OSError):
             yield path, path.lstat().st_size
 
 
 def temporary_files(run: Path) -> Iterator[Path]:
     """Yield temporary files of a run that were never completed."""
-    # Jobs of an earlier driver may remove folders meanwhile, which os.walk passes over.
+    # os.walk skips folders that jobs of an earlier driver remove meanwhile.
     for folder, _, names in os.walk(run):
         for name in names:
             if not TEMPORARY_NAME.fullmatch(name) or name.startswith(f".{lock.LOCK_FILE}."):

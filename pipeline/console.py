@@ -16,8 +16,8 @@ def format_duration(seconds: float) -> str:
     min``."""
     if seconds < 119.5:
         return f"{seconds:.0f} s"
-    whole = round(seconds)
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(whole / 60)
+    total_s = round(seconds)
+    if total_s < 600:
+        return f"{total_s // 60} min {total_s % 60} s"
+    minutes = round(total_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -59,7 +59,7 @@ class InProcessExecutor:
     worker_state: WorkerState = field(default_factory=WorkerState)
     should_stop: Callable[[], bool] = lambda: False
     supports_streaming: bool = False
-    interrupt_note: str = "the stage under way begins anew"
+    interrupt_note: str = "the running stage will start again"
     _ended: dict[StageNode, Outcome] = field(default_factory=dict)
 
     def start(self, node: StageNode, call: StageCall) -> None:

@@ -61,14 +61,14 @@ NO_LEARNING_RULES = (
     HealthRule(
         "nothing_judged",
         lambda row: row.get("reward/used_fraction") == 0 and "reward/group_std" not in row,
-        "no sample could be judged, so none takes part in the update",
-        "see the log of the stage reward, which counts what happened: a judge does not answer, or "
-        "samples are too long, say",
+        "no sample has a valid reward, so none is trained on",
+        "see the log of the stage reward, which counts the causes, such as a judge that does not "
+        "answer or samples that are too long",
     ),
     HealthRule(
         "nothing_kept",
         _is("reward/used_fraction", 0),
-        "no sample takes part in the update, for all samples of each group score the same",
+        "no sample is trained on, because all samples of each group score the same",
         "choose easier or harder prompts, a larger rollout.group_size or a warm start",
     ),
     HealthRule(
@@ -110,7 +110,7 @@ GRADER_RULES = tuple(
         (
             "parse_failures",
             "answers could not be read and score 0",
-            "look at them in the report, and at the format that the prompt asks for",
+            "look at them in the report, and at the format that the prompt requires",
         ),
         (
             "unfinished_thoughts",
@@ -152,8 +152,8 @@ def evaluate_rules(
 def _streak(holds: Sequence[bool], patience: int) -> tuple[int, int] | None:
     """Return the first and last index of the first run of at least ``patience`` true values."""
     start = 0
-    for at, held in enumerate([*holds, False]):
-        if not held:
+    for at, value in enumerate([*holds, False]):
+        if not value:
             if at - start >= patience:
                 return start, at - 1
             start = at + 1
@@ -165,7 +165,7 @@ def _warning(
 ) -> Iterator[HealthWarning]:
     if span is None:
         return
-    # Iterations count from 1 wherever a person sees them.
+    # Iterations are shown starting at 1.
     first, last = (int(rows[at]["iteration"]) + 1 for at in span)
     if span[1] == len(rows) - 1:
         when = f"since iteration {first}"

@@ -102,8 +102,8 @@ class RunLock:
             self._beat()
         if self._is_lost:
             raise RunLockedError(
-                f"{self._path.parent}: another driver took over while this one stood still; "
-                "it goes on with the run and its jobs (rlinf status shows it)"
+                f"{self._path.parent}: another driver took over while this one was suspended; "
+                "it continues the run and its jobs (see rlinf status)"
             )
 
     def release(self) -> None:
@@ -117,7 +117,7 @@ class RunLock:
             self._beat()
 
     def _beat(self) -> None:
-        # A file that is damaged, or cannot be read now, is nobody else's.
+        # A damaged or unreadable file belongs to no other process.
         with contextlib.suppress(OSError, ValueError):
             self._is_lost = self._is_lost or LockOwner.read(self._path).token != self._owner.token
         if not self._is_lost:
@@ -164,7 +164,7 @@ def file_age_s(path: Path) -> float:
         finally:
             probe.unlink(missing_ok=True)
     except OSError:
-        # Nothing can be written there, by a person who only looks, or at all.
+        # The folder is not writable, for this user or at all.
         return time.time() - touched
 
 
@@ -173,7 +173,7 @@ def _acquire(path: Path, new_owner: LockOwner) -> None:
     with _written(path, new_owner) as written:
         while not _linked(written, path):
             with contextlib.suppress(FileNotFoundError):
-                # What is replaced is what was judged, not what another made of it since.
+                # Replace only the file that was examined, not a newer one.
                 token = _damaged_token(path)
                 try:
                     owner = LockOwner.read(path)
@@ -212,7 +212,7 @@ def _change(path: Path, token: str, owner_file: Path, *, remove: bool = False) -
         if remove:
             path.unlink()
         else:
-            # By another name of it: the claim is the same file, of which a rename does nothing.
+            # Rename a copy: the claim is a link to the lock file, so renaming it would do nothing.
             with _written(path, LockOwner.read(owner_file)) as new:
                 new.replace(path)
         return True

@@ -59,8 +59,8 @@ log = logging.getLogger("rlinf")
 class OnMismatch(StrEnum):
     """Handling of results that a start would not reproduce."""
 
-    ERROR = "ask"
-    RECOMPUTE = "redo"
+    ERROR = "error"
+    RECOMPUTE = "recompute"
     KEEP = "keep"
 
     @classmethod
@@ -137,11 +137,11 @@ def _refuse_other_results(
     if committed.mismatched or committed.outputs_outside_graph() or (edits and results):
         affected = committed.dependents(committed.nodes_to_redo())
         raise MismatchError(_mismatch_message(folder, differences, affected, committed.graph.flow))
-    there = "what is finished there is not affected" if results else "nothing was finished there"
+    existing = "what is finished there is not affected" if results else "nothing was finished there"
     log.warning(
         "%s: %s, so this start replaces the frozen configuration; it differs: %s",
         folder,
-        there,
+        existing,
         "; ".join(_shorten(differences)),
     )
 
@@ -186,8 +186,8 @@ def _archive_cached_answers(committed: RunState, affected: Sequence[StageNode]) 
         for name, stage in committed.graph.flow.all_stages.items()
         if "reward" in stage.config_sections
     }
-    there = {*committed.done, *committed.unverified, *committed.mismatched}
-    rewards = {node for node in there if node.stage in judging}
+    existing = {*committed.done, *committed.unverified, *committed.mismatched}
+    rewards = {node for node in existing if node.stage in judging}
     answers = committed.run.folder / REWARD_CACHE_FOLDER
     if rewards and rewards <= set(affected) and answers.exists():
         committed.archive_path(answers)
@@ -418,14 +418,16 @@ def _updated_values(
         values: the frozen values.
         before, after: complete configurations.
     """
-    made: dict[str, Any] = {}
+    updated: dict[str, Any] = {}
     for key, new in after.items():
         old = before.get(key)
         if key in values and isinstance(values[key], Mapping) and isinstance(new, Mapping):
-            made[key] = _updated_values(values[key], old if isinstance(old, Mapping) else {}, new)
+            updated[key] = _updated_values(
+                values[key], old if isinstance(old, Mapping) else {}, new
+            )
         elif key in values or new != old:
-            made[key] = new
-    return made
+            updated[key] = new
+    return updated
 
 
 def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig, tuple[str, ...]]:
@@ -438,8 +440,8 @@ def _with_schedule_length(config: RunConfig, iterations: int) -> tuple[RunConfig
     if known or not iterations:
         # A run without iterations has no schedule length yet.
         return config, ()
-    made = settings.model_copy(update={"lr_decay_iterations": iterations})
-    return config.model_copy(update={"optimizer": made}), (SCHEDULE_LENGTH_KEY,)
+    updated = settings.model_copy(update={"lr_decay_iterations": iterations})
+    return config.model_copy(update={"optimizer": updated}), (SCHEDULE_LENGTH_KEY,)
 
 
 def _schedule_length(old: RunConfig, new: RunConfig) -> int:

@@ -97,8 +97,8 @@ class RunState:
             manifest = self._read_intact(node)
             if manifest is None:
                 continue
-            there = all(source in self.done for source in self.graph.inputs(node).values())
-            if there and self._is_valid(node, manifest):
+            has_inputs = all(source in self.done for source in self.graph.inputs(node).values())
+            if has_inputs and self._is_valid(node, manifest):
                 self.done[node] = manifest.content
             elif self._is_same_code_and_config(node, manifest):
                 self.unverified.add(node)

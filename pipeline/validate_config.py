@@ -157,7 +157,7 @@ def complete_config(config: RunConfig) -> RunConfig:
         set_interpreters(load_site(cluster.site).interpreters)
     if (name := configured_interpreter(config, "task")) is not None:
         check_interpreter(name, "task.python", environment.required_modules(options))
-    # Where stages have an interpreter of their own, so have the simulators that they step.
+    # Simulators run under the interpreter of their stages, if these have one.
     here = (
         configured_interpreter(config, "task") is not None
         or configured_interpreter(config, "engine") is None
@@ -276,10 +276,10 @@ def check_sampling(config: RunConfig, needs: frozenset[str]) -> None:
         ("rollout.sampling", config.rollout.sampling),
         ("evaluate.sampling", config.evaluate.sampling),
     ):
-        given = [] if section is None else list(section.non_default_settings())
-        if given and LANGUAGE_MODEL not in needs:
+        settings = [] if section is None else list(section.non_default_settings())
+        if settings and LANGUAGE_MODEL not in needs:
             raise ConfigError(
-                f"{key}.{given[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
+                f"{key}.{settings[0]}: engine {config.engine.name!r} draws no tokens; leave it out"
             )
 
 
@@ -293,7 +293,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
     sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
     comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
-    held: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
+    layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout = job.layout
@@ -302,7 +302,7 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
         size = 1 if stage in comes_and_goes else size
         loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if loads is not None and of and not spec.single_process:
-            first, other = held.setdefault((of[stage], loads), (stage, layout))
+            first, other = layouts.setdefault((of[stage], loads), (stage, layout))
             if other != layout:
                 raise ConfigError(
                     f"{key}: {str(layout) or 'none'}, but {first}, whose {loads} it uses in one "
@@ -326,13 +326,16 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
             continue
         if loads is None or spec.single_process:
             raise ConfigError(f"{key}: {stage} is the work of no model; leave it out")
-        name, registry = getattr(config, loads).name, engines if loads == "engine" else trainers
-        can = registry.get(name).supported_layouts
-        for way in layout.parallel_dims():
-            if way not in can:
-                ways = ", ".join(sorted(can)) or "no way"
+        name = getattr(config, loads).name
+        if loads == "engine":
+            supported = engines.get(name).supported_layouts
+        else:
+            supported = trainers.get(name).parallel_dims
+        for dim in layout.parallel_dims():
+            if dim not in supported:
+                dims = ", ".join(sorted(supported)) or "no way"
                 raise ConfigError(
-                    f"{key}.{way}: {loads} {name!r} cannot split a model so; it can in {ways}"
+                    f"{key}.{dim}: {loads} {name!r} cannot split a model so; it can in {dims}"
                 )
         if loads == "engine":
             engine = engines.get(name)
@@ -374,9 +377,11 @@ def check_flow(flow: Flow, key: str) -> None:
             for source in filter(None, (entry.stage, entry.initial)):
                 if source not in flow.all_stages:
                     hint = did_you_mean(source, flow.all_stages)
-                    raise ConfigError(f"{where} takes {source!r}, which is no stage of it{hint}")
+                    raise ConfigError(
+                        f"{where} reads {source!r}, which is no stage of the flow{hint}"
+                    )
             if not entry.lag and entry.stage not in before and not entry.stale:
-                raise ConfigError(f"{where} takes {entry.stage}, which comes later; put it before")
+                raise ConfigError(f"{where} reads {entry.stage}, which comes later; put it before")
         for section in stage.config_sections:
             if section not in RunConfig.model_fields:
                 hint = did_you_mean(section, RunConfig.model_fields)
@@ -395,19 +400,19 @@ def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
     redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
     if redraws and config.rollout.max_resamples is None:
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; say how often at most"
+            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; set how often at most"
         )
     if not redraws and config.rollout.max_resamples is not None:
         raise ConfigError(
             f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
             "flow=dynamic_sampling"
         )
-    # Groups of two whose samples scored the same: the usual scores, and such as no task has.
+    # Groups of two samples with equal scores: usual scores, and extreme ones.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
     if redraws and algorithm.select_samples(scores, groups).all():
         raise ConfigError(
             f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
-            "samples all scored the same, so that nothing would be drawn anew; set algorithm=dapo, "
+            "samples all scored the same, so that nothing would be resampled; set algorithm=dapo, "
             "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
             "flow=on_policy without rollout.max_resamples"
         )
@@ -422,9 +427,9 @@ def check_device(name: str, key: str) -> None:
     import torch
 
     kind, _, number = name.partition(":")
-    seen = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and int(number or 0) >= seen:
-        has = f"{seen} GPUs" if seen else "no GPU"
+    device_count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and int(number or 0) >= device_count:
+        has = f"{device_count} GPUs" if device_count else "no GPU"
         raise ConfigError(f"{key}: {name} is not there: this machine has {has}; use auto")
 
 
@@ -502,14 +507,16 @@ def check_separate_policy(config: RunConfig, plan: Plan) -> None:
         if OBSERVATIONS not in environments.get(config.task.name).provides:
             raise PlanError(
                 f"plan.pools: {part}: task {config.task.name!r} has no simulators that a policy "
-                f"could be placed apart from; leave {part} out"
+                f"could be placed separately from; leave {part} out"
             )
-        import_user_attribute(plan.flow.module_of(str(acts)), "acting", f"plan.pools: {part}")
+        import_user_attribute(
+            plan.flow.module_of(str(acts)), "policy_runner", f"plan.pools: {part}"
+        )
         homes = plan.stage_pools()
         if homes[EVALUATE] == homes[str(acts)]:
             try:
                 import_user_attribute(
-                    plan.flow.module_of(EVALUATE), "acting", f"plan.pools: {part}"
+                    plan.flow.module_of(EVALUATE), "policy_runner", f"plan.pools: {part}"
                 )
             except ConfigError as error:
                 raise PlanError(
@@ -594,7 +601,7 @@ def check_episode_carryover(config: RunConfig) -> None:
         return
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
-            f"task.carry_over_episodes: flow={config.flow} takes nothing from the rollout before; "
+            f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "
             "choose flow=on_policy or flow=off_policy, or set task.carry_over_episodes=false"
         )
     if config.rollout.group_size > 1:
@@ -666,7 +673,7 @@ def check_truncated_episodes(config: RunConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"reward.name: {config.reward.name!r} judges an episode when it ends, and "
             f"algorithm={config.algorithm.name} has no values for those that the horizon cuts off: "
-            "their steps would count as worth 0, beside scores below or above it; set "
+            "their steps would count as reward 0, beside lower or higher scores; set "
             "reward=environment, rollout.group_size above 1 (a sample is one episode then), or "
             "algorithm=ppo"
         )
@@ -682,8 +689,8 @@ def check_turns(config: RunConfig, algorithm: Algorithm) -> None:
         return
     if TURNS not in environments.get(config.task.name).provides:
         raise ConfigError(
-            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} tells "
-            "no turns apart; set it to trajectory"
+            f"algorithm.advantage_level: turn is of dialogues, and task {config.task.name!r} has "
+            "no turns; set it to trajectory"
         )
     if TURN_REWARDS not in rewards.get(config.reward.name).provides:
         raise ConfigError(
@@ -730,13 +737,13 @@ def check_replay(
             "trainer=fsdp"
         )
     collects = NO_ROLLOUTS not in flow_of(config).provides
-    if not collects and getattr(algorithm.config, "updates", 1) is None:
+    if not collects and getattr(algorithm.config, "gradient_steps", 1) is None:
         raise ConfigError(
             "algorithm.gradient_steps: optimizer steps are counted by new transitions, and "
-            f"flow={config.flow} collects none; say how many an iteration has"
+            f"flow={config.flow} collects none; set the number per iteration"
         )
     values_prior = ACTION_VALUES in algorithm.requires and bool(
-        getattr(algorithm.config, "prior", 0)
+        getattr(algorithm.config, "offline_data", 0)
     )
     if values_prior and STEP_REWARDS not in rewards.get(config.reward.name).requires:
         raise ConfigError(

@@ -33,15 +33,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlinf.errors import ArtifactError, ConflictingOutputError, InputError
 
 SCHEMA, SCHEMA_WITHOUT_CHECKSUM = 2, 1
-"""Of manifests as they are written, and of those without a checksum that are still read."""
+"""Schema of manifests as they are written, and of older ones without a checksum."""
 MANIFEST = "manifest.json"
 PRUNED_MARKER = "pruned"
 DATA_PREFIX = "data-"
-"""What the names of data folders begin with."""
+"""Prefix of the names of data folders."""
 DERIVED_PREFIX = "derived/"
-"""What the names of files begin with that only say otherwise what others of the output say. Runs
-with and without them are equal (``content``), and an output that lost them is whole; whatever
-reads one checks it as any other file."""
+"""Prefix of files that only restate what other files of the output contain. Outputs with and
+without them are equal (``content``), and an output that lost them is complete. A reader of one
+verifies it like any other file."""
 _BLOCK = 1 << 22
 _SEAL = re.compile(rb',\n "seal": "([0-9a-f]{32})"\n}\Z')
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -49,7 +49,7 @@ log = logging.getLogger("rlinf")
 
 
 def checksum(path: Path) -> str:
-    """xxh3-128 of a file, hex."""
+    """Return the xxh3-128 of a file, hex."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -58,7 +58,7 @@ def checksum(path: Path) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Force a file's, or a folder's, content to disk."""
+    """Force the content of a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,7 +70,7 @@ def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
     """Replace ``path`` by ``text``: a reader sees the old or the new content, never a part.
 
     Args:
-        private: the owner alone can read it.
+        private: only the owner can read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -87,15 +87,15 @@ def write_atomic(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def write_user_file(path: Path, text: str) -> None:
-    """Write a file that a person named, whole or not at all; its folder is made.
+    """Write a file that a user named, completely or not at all; its folder is created.
 
     Raises:
         InputError: it cannot be written.
     """
-    whole = path.expanduser()
+    target = path.expanduser()
     try:
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(whole, text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, text)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; choose another file") from None
 
@@ -111,10 +111,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a stage committed, and how it came to be.
+    """The commit of a stage's output, with its origin.
 
-    ``key`` is the identity of the work (configuration, inputs, code); ``content`` the digest of
-    what was produced. ``timing``, ``host`` and ``job`` may differ between equal runs; the rest not.
+    ``key`` is the identity of the work (configuration, inputs, code); ``content`` is the digest of
+    the result. ``timing``, ``host`` and ``job`` may differ between equal runs, the other fields
+    not.
     """
 
     __pydantic_config__ = _STRICT
@@ -134,14 +135,14 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """JSON whose last field, ``seal``, is the xxh3-128 of all that is before it."""
+        """Return JSON whose last field, ``seal``, is the xxh3-128 of everything before it."""
         body = json.dumps(asdict(self), indent=1, sort_keys=True, allow_nan=False)
         body = body.removesuffix("\n}")
         return f'{body},\n "seal": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}'
 
     @classmethod
     def parse(cls, raw: bytes) -> Manifest:
-        """Read what :meth:`to_json` wrote.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
             ValueError: a byte was altered, a field is missing or of another type, or ``content``
@@ -171,11 +172,11 @@ _ADAPTER = TypeAdapter(Manifest)
 _ALWAYS = {f.name for f in fields(Manifest) if f.default is f.default_factory is MISSING}
 """Fields of every manifest."""
 _OPENING = '{\n "content": "'
-"""What every manifest begins with."""
+"""First bytes of every manifest."""
 
 
 def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float]) -> str:
-    """Digest of everything in an artifact that equal runs have in common."""
+    """Return a digest of everything in an output that is equal between equal runs."""
     state = xxhash.xxh3_128()
     for name in sorted(_own(files)):
         state.update(f"{name}\0{files[name].size}\0{files[name].checksum}\n".encode())
@@ -185,7 +186,7 @@ def content_digest(files: Mapping[str, FileEntry], metrics: Mapping[str, float])
 
 
 def _own(files: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Those that are not derived from others."""
+    """Return the files that are not derived from others."""
     return {name: entry for name, entry in files.items() if not name.startswith(DERIVED_PREFIX)}
 
 
@@ -201,7 +202,7 @@ def describe_files(
     """Sync and checksum every file below ``folder``.
 
     Args:
-        known: of files that whoever wrote them has described.
+        known: entries of files that their writer has already described.
     """
     entries = dict(known)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -214,12 +215,12 @@ def describe_files(
 
 
 def read_manifest(out: Path) -> Manifest | None:
-    """The manifest of an output folder; None when nothing was committed.
+    """Return the manifest of an output folder. None: nothing was committed.
 
-    The file is opened, not tested for: a shared filesystem may cache a negative look-up.
+    The file is opened, not tested for, because a shared filesystem may cache a negative look-up.
 
     Raises:
-        ArtifactError: it is damaged: not as it was written.
+        ArtifactError: it is damaged.
     """
     path = out / MANIFEST
     try:
@@ -233,7 +234,7 @@ def read_manifest(out: Path) -> Manifest | None:
 
 @dataclass(frozen=True)
 class CommittedFile:
-    """What a manifest says of one file."""
+    """The entry of one file in a manifest."""
 
     manifest: Path
     data: str
@@ -241,10 +242,10 @@ class CommittedFile:
 
 
 def committed_file(path: Path) -> CommittedFile | None:
-    """What was committed as ``path``; None where no manifest of this program speaks of it.
+    """Return the committed entry of ``path``. None: no manifest of this program covers it.
 
     Raises:
-        ArtifactError: the output it belonged to was withdrawn, or it was not part of it.
+        ArtifactError: its output was withdrawn, or the file was not part of it.
     """
     path = path.absolute()
     for folder in path.parents:
@@ -290,18 +291,18 @@ def _files_of(out: Path, data: str) -> dict[str, FileEntry] | None:
 
 
 def _is_ours(manifest: Path) -> bool:
-    """Whether a manifest that cannot be read is a damaged one of this program.
+    """Return whether an unreadable manifest is a damaged one of this program.
 
-    Other programs have files of this name too, beside a user's own folders that begin as data
-    folders do. They say nothing of what is there, and are never withdrawn.
+    Other programs have files of this name too, beside a user's own folders with the prefix of data
+    folders. They do not describe what is there, and are never withdrawn.
     """
     try:
         text = manifest.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
         return True
     try:
-        found = json.loads(text)
-        names = _ALWAYS.intersection(found if isinstance(found, dict) else ())
+        content = json.loads(text)
+        names = _ALWAYS.intersection(content if isinstance(content, dict) else ())
     except (ValueError, RecursionError):
         if not text.strip("\0 \n") or _OPENING.startswith(text[: len(_OPENING)]):
             return True  # lost on its way to the disk, or cut off
@@ -310,10 +311,10 @@ def _is_ours(manifest: Path) -> bool:
 
 
 def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
-    """Check that the files a manifest names are there, whole and (optionally) unaltered.
+    """Check that the files of a manifest are complete and (optionally) unaltered.
 
-    Derived ones may lack. Whatever goes on to use the bytes reads them by :mod:`rlinf.verified_io`,
-    which needs no checksums here.
+    Derived files may be missing. Code that goes on to use the bytes reads them through
+    :mod:`rlinf.verified_io`, which needs no checksums here.
 
     Raises:
         ArtifactError: a file is missing, has another size, or another checksum.
@@ -329,11 +330,11 @@ def verify_output(out: Path, manifest: Manifest, *, checksums: bool) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry], *, checksums: bool) -> None:
-    """Check files below ``folder`` against what :func:`describe_files` said of them.
+    """Check files below ``folder`` against the entries of :func:`describe_files`.
 
     Raises:
-        FileNotFoundError: one is missing.
-        ValueError: one has another size or checksum.
+        FileNotFoundError: a file is missing.
+        ValueError: a file has another size or checksum.
     """
     for name, entry in files.items():
         path = folder / name
@@ -345,7 +346,7 @@ def check_files(folder: Path, files: Mapping[str, FileEntry], *, checksums: bool
 
 
 def is_pruned(out: Path) -> bool:
-    """Whether the retention policy removed the data of a committed output."""
+    """Return whether the retention policy removed the data of a committed output."""
     return (out / PRUNED_MARKER).exists()
 
 
@@ -358,10 +359,10 @@ def prune_output(out: Path) -> None:
 
 
 def withdraw_manifest(manifest: Path, data: str | None = None) -> Path | None:
-    """Withdraw a damaged commit so that its stage runs again; returns where it went.
+    """Rename a damaged manifest so that its stage runs again; returns the new path.
 
     Args:
-        data: of the attempt that was found damaged; what another made since stays.
+        data: data folder of the damaged attempt; a commit of another attempt stays.
     """
     if data is not None:
         with contextlib.suppress(ArtifactError):
@@ -384,10 +385,10 @@ def remove_uncommitted(out: Path, keep: set[str]) -> None:
 
 
 def commit_output(out: Path, manifest: Manifest) -> Manifest:
-    """Publish ``manifest``; the first attempt to do so wins, and the winner is returned.
+    """Publish ``manifest``. The first attempt to do so wins, and the winner is returned.
 
     Raises:
-        ConflictingOutputError: what stands there has another key; it stays.
+        ConflictingOutputError: a manifest with another key is there; it stays.
     """
     temporary = out / f".{MANIFEST}.{secrets.token_hex(4)}"
     try:
@@ -418,7 +419,7 @@ def commit_output(out: Path, manifest: Manifest) -> Manifest:
 
 
 def _winner(out: Path) -> Manifest | None:
-    """Whoever committed before; a damaged commit is withdrawn and counts as none."""
+    """Return the manifest that was committed first; a damaged one is withdrawn and ignored."""
     try:
         return read_manifest(out)
     except ArtifactError as error:

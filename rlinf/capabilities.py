@@ -1,8 +1,8 @@
-"""What the parts of a run need of each other: declared by each class, checked before a run begins.
+"""Capabilities that the components of a run require and provide, checked before it begins.
 
-A part says in ``needs`` what others must give, and in ``offers`` what it gives itself. The words
-are free: a part from outside may bring its own, as long as another part offers it. Those of the
-parts here follow; error messages quote them.
+A component lists in ``requires`` what others must provide, and in ``provides`` what it provides
+itself. The values are free text: an external component may define its own, as long as another one
+provides it. Those of the built-in components follow; error messages quote them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SAMPLE_GROUPS = "several samples of each start (rollout.group_size above 1)"
 
 
 class Component:
-    """Base of environments, policies, engines, rewards and algorithms; flows have both too."""
+    """Base of environments, policies, engines, rewards and algorithms."""
 
     requires: ClassVar[frozenset[str]] = frozenset()
-    """What other parts must offer."""
+    """Capabilities that other components must provide."""
     provides: ClassVar[frozenset[str]] = frozenset()
-    """What other parts may need."""
+    """Capabilities that other components may require."""

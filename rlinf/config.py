@@ -1,7 +1,8 @@
-"""Typed configuration: Hydra composes, these classes validate, once, at the door.
+"""Typed configuration: Hydra composes it, and these classes validate it once, at the start.
 
-Every part (an algorithm, a task, an engine, ...) keeps its own :class:`Section` beside it; this
-module has what they share and the frame of a whole run, :class:`RunConfig`.
+Every component (an algorithm, a task, an engine, ...) defines its own :class:`Section` in its
+module. This module has the shared sections and the configuration of a whole run,
+:class:`RunConfig`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """A frozen, closed piece of configuration."""
+    """Base of all configuration sections: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Check ``values`` against ``section``; ``where`` is the dotted key they stand under.
+    """Validate ``values`` against ``section``; ``where`` is the dotted key of the section.
 
     Raises:
-        ConfigError: names the first wrong key, with the nearest valid one for an unknown key.
+        ConfigError: names the first wrong key, and the nearest valid one for an unknown key.
     """
     try:
         # Strict, and as JSON: lists are tuples, text is a path, but ``true`` is no number and
@@ -67,14 +68,14 @@ def validate(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 
 def _plain(value: Any) -> str:
-    """What YAML or Python has and JSON has not, as text."""
+    """Convert values of YAML or Python that JSON does not have to text."""
     if isinstance(value, (Path, datetime.date)):
         return str(value)
     raise TypeError(f"expected plain values, not {type(value).__name__}")
 
 
 def _keys(problem: ErrorDetails, values: Any) -> list[str]:
-    """The user's keys in the place of an error, which names the members of unions too."""
+    """Return the user's keys at the location of an error, without the members of unions."""
     path: list[str] = []
     at = values
     for part in problem["loc"]:
@@ -94,7 +95,7 @@ def _short(value: Any, most: int = 80) -> str:
 
 
 def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
-    """The section class that holds the key at ``path``."""
+    """Return the section class that holds the key at ``path``."""
     at: Any = section
     for part in path:
         if isinstance(at, type) and issubclass(at, Section):
@@ -107,81 +108,82 @@ def _owner(section: type[Section], path: list[str]) -> type[Section] | None:
 
 
 class NamedComponent(BaseModel):
-    """A part chosen by name; its other keys are validated by the part's own section."""
+    """A component chosen by name; its other keys are validated by its own section."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
 
     def validate_options(self, section: type[S], where: str) -> S:
-        """The keys beside ``name``, validated by the part's section."""
+        """Validate the keys beside ``name`` with the component's section."""
         return validate(section, self.model_extra or {}, where)
 
 
 class RunSection(Section):
-    """Which run this is and where its files go."""
+    """Name and folder of the run."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its directory is ``root/name``, with the suffix."""
     suffix: str = ""
-    """Tells apart the points of a sweep; made from the keys that vary."""
+    """Distinguishes the points of a sweep; generated from the keys that vary."""
     root: Path = Path("runs")
-    """Folder of all runs, on a filesystem that every node sees."""
+    """Folder of all runs, on a filesystem that every node can access."""
 
     @property
     def folder(self) -> Path:
-        """The run's directory, absolute."""
+        """Absolute path of the run's directory."""
         suffix = re.sub(r"[^A-Za-z0-9._-]+", "_", self.suffix)
         return self.root.expanduser().absolute() / f"{self.name}{suffix}"
 
 
 class SamplingSection(Section):
-    """What cuts and ends samples; :class:`rlinf.data.sampling_params.SamplingParams` says how each is meant.
+    """Sampling settings beside the temperature, defined by
+    :class:`rlinf.data.sampling_params.SamplingParams`.
 
     Log-probabilities are always those of ``softmax(logits / temperature)``, which is trained:
-    ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not enter them."""
+    ``top_k``, ``top_p``, ``min_p`` and ``min_tokens`` do not change them.
+    """
 
     top_k: int = Field(default=0, ge=0)
-    """Draw among so many most likely tokens; 0: all."""
+    """Draw among the ``top_k`` most likely tokens; 0: all tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw among the most likely tokens that together have this probability."""
+    """Draw among the most likely tokens with this total probability."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Draw among tokens of at least this share of the highest probability."""
+    """Draw among tokens with at least this fraction of the highest probability."""
     min_tokens: int = Field(default=0, ge=0)
-    """No end before so many tokens."""
+    """Minimum length of a sample in tokens."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a sample."""
+    """Strings that end a sample."""
 
     def non_default_settings(self) -> dict[str, int | float | str]:
-        """What differs from the defaults, as requests carry it."""
-        told = self.model_dump(exclude_defaults=True)
-        return told | ({"stop": json.dumps(self.stop)} if self.stop else {})
+        """Return the values that differ from the defaults, as requests carry them."""
+        values = self.model_dump(exclude_defaults=True)
+        return values | ({"stop": json.dumps(self.stop)} if self.stop else {})
 
 
 class RolloutSection(Section):
-    """How much experience one iteration collects."""
+    """Size and sampling of the rollout of one iteration."""
 
     batch_size: int = Field(gt=0)
-    """Independent starts per iteration: prompts, or environments stepped in parallel."""
+    """Number of starts per iteration: prompts, or environments stepped in parallel."""
     group_size: int = Field(default=1, gt=0)
-    """Samples per start; group-relative advantages compare them. Of a simulator each is one episode
-    then."""
+    """Samples per start, which group-relative advantages compare. With a simulator, each sample is
+    one episode then."""
     horizon: int = Field(gt=0)
-    """Most steps one sample may take: new tokens, or environment steps per iteration; where a
-    policy acts by chunks, so many chunks."""
+    """Maximum steps of a sample: new tokens, or environment steps per iteration. If the policy acts
+    by chunks, the number of chunks."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     sampling: SamplingSection = SamplingSection()
-    """What else there is to drawing tokens. Engines whose steps are whole actions have none of
-    it."""
+    """Other sampling settings of language models. Engines of actions do not support them."""
     max_resamples: int | None = Field(default=None, gt=0)
-    """Most times that a group which the algorithm would not keep is drawn anew, of another start;
-    of ``flow=dynamic_sampling``."""
+    """Maximum number of times that a group which the algorithm filters out is resampled from
+    another start. Needs ``flow=dynamic_sampling``."""
     staleness: int = Field(default=0, ge=0, le=64)
-    """How many updates behind the weights are that collect: a rollout waits for none of the last
-    ``staleness`` updates and goes on while they are made. 0: on-policy."""
+    """Number of updates that the rollout weights may lag behind: the rollout does not wait for the
+    last ``staleness`` updates and continues while they run. 0: on-policy."""
     in_flight_updates: bool = False
-    """Samples under way go on with newer weights as soon as those are there, and say of every step
-    which version chose it. What comes out depends on timing then. Needs ``staleness``."""
+    """Samples in progress switch to newer weights as soon as these arrive, and record the version
+    that chose each step. Results then depend on timing. Needs ``staleness``."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -189,39 +191,39 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class OptimizerSection(Section):
-    """How gradients change the weights."""
+    """Optimizer, learning-rate schedule and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-4, gt=0)
     """Peak learning rate."""
     group_lr: dict[str, Rate] = {}
-    """Peak learning rate of groups of parameters that have another one, by the group's name
-    (:attr:`rlinf.models.base.Policy.parameter_groups`); all have the same schedule."""
+    """Peak learning rate of parameter groups that differ from ``lr``, by the group's name
+    (:attr:`rlinf.models.base.Policy.groups`). All groups share the schedule."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate over the run's iterations, after the warm-up."""
+    """Learning-rate schedule over the iterations of the run, after the warm-up."""
     lr_decay_iterations: int | None = Field(default=None, gt=0)
-    """Iterations the schedule takes; those of the run at its first start by default. Further ones
-    run at its last rate."""
+    """Length of the schedule in iterations; by default those of the run at its first start. Later
+    iterations use the last rate."""
     lr_warmup_iterations: int = Field(default=0, ge=0)
     """Iterations over which the learning rate rises linearly."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate of a falling schedule, as a share of ``lr``."""
+    """Last learning rate of a decaying schedule, as a fraction of ``lr``."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Of AdamW; the first is the momentum of SGD."""
+    """Betas of AdamW; the first one is the momentum of SGD."""
     eps: float = Field(default=1e-8, gt=0)
-    """Of AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled from the gradient for AdamW; of tensors with two dimensions or more."""
+    """Weight decay of tensors with at least two dimensions; decoupled for AdamW."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient of all parameters that an update changes, but those of
-    ``group_clip_grad``."""
+    """Maximum gradient norm of all updated parameters except the groups of ``group_clip_grad``."""
     group_clip_grad: dict[str, Rate] = {}
-    """Largest norm of the gradient of groups of parameters that are clipped by themselves."""
+    """Maximum gradient norm of parameter groups that are clipped separately."""
 
     def learning_rate(self, iteration: int, iterations: int, group: str = "") -> float:
-        """Learning rate of an iteration (counted from 0) of a schedule of ``iterations``.
+        """Return the learning rate of an iteration, counted from 0, of a schedule of
+        ``iterations``.
 
-        A schedule that is over goes on at its last rate; one that is constant is never over.
+        A finished schedule continues at its last rate.
         """
         lr = self.group_lr.get(group, self.lr)
         if self.lr_scheduler_type != "constant":
@@ -240,28 +242,28 @@ class OptimizerSection(Section):
 
 
 class SftSection(Section):
-    """Supervised fine-tuning before reinforcement learning; ``max_steps: 0`` leaves it out."""
+    """Supervised fine-tuning before reinforcement learning; ``max_steps: 0`` skips it."""
 
     max_steps: int = Field(default=0, ge=0)
     batch_size: int = Field(default=256, gt=0)
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate over ``max_steps``, after the warm-up."""
+    """Learning-rate schedule over ``max_steps``, after the warm-up."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Last learning rate of a falling schedule, as a share of ``lr``."""
+    """Last learning rate of a decaying schedule, as a fraction of ``lr``."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled from the gradient; of tensors with two dimensions or more."""
+    """Decoupled weight decay of tensors with at least two dimensions."""
     eval_every: int = Field(default=25, gt=0)
     """Steps between held-out evaluations."""
     eval_generation: bool = True
-    """Whether held-out samples are generated and scored then; without it all steps are done."""
+    """Whether evaluations generate and score held-out samples. Without it, all steps are done."""
     target_score: float = Field(default=1.0, ge=0, le=1)
-    """Stop as soon as the held-out score reaches this."""
+    """Stop as soon as the held-out score reaches this value."""
     eval_samples: int = Field(default=0, ge=0)
-    """Held-out demonstrations whose loss is taken then, of tasks that have some; 0: none."""
+    """Held-out demonstrations whose loss is evaluated, of tasks that have some; 0: none."""
 
 
 class EvaluateSection(Section):
@@ -270,31 +272,31 @@ class EvaluateSection(Section):
     every: int = Field(default=10, ge=0)
     """Iterations between evaluations; 0: only before the first and after the last."""
     samples: int = Field(default=512, gt=0)
-    """Held-out prompts or episodes."""
+    """Number of held-out prompts or episodes."""
     horizon: int | None = Field(default=None, gt=0)
-    """Most steps of a held-out sample; that of the rollout by default."""
+    """Maximum steps of a held-out sample; by default that of the rollout."""
     temperature: float = Field(default=0.0, ge=0)
     sampling: SamplingSection | None = None
-    """That of the rollout by default."""
+    """By default that of the rollout."""
     videos: int = Field(default=0, ge=0)
-    """Held-out episodes, the first ones, of which each camera's video is written beside the
-    trajectories; of simulators with cameras (``task.images``, ``task.video``)."""
+    """Number of held-out episodes, the first ones, for which a video of each camera is written
+    beside the trajectories; for simulators with cameras (``task.images``, ``task.video``)."""
     video_fps: int = Field(default=20, gt=0)
-    """Steps of a second of these."""
+    """Steps per second of these videos."""
 
 
 class CheckpointSection(Section):
-    """Which weights and optimizer checkpoints stay on disk."""
+    """Retention of weights, optimizer checkpoints and trajectories on disk."""
 
     keep_last: int = Field(default=2, ge=1)
-    """Newest versions kept."""
+    """Number of newest versions to keep."""
     keep_every: int = Field(default=0, ge=0)
-    """Also keep each version divisible by this; 0: none."""
+    """Also keep each version divisible by this number; 0: none."""
     keep_best: int = Field(default=1, ge=0)
-    """Also keep the weights of so many versions, those with the highest held-out scores; 0: none.
-    Without evaluations between the first and the last weights it keeps nothing more."""
+    """Also keep the weights of this many versions with the highest held-out scores; 0: none.
+    Without evaluations between the first and the last weights nothing more is kept."""
     keep_trajectories: int = Field(default=5, ge=1)
-    """Iterations whose trajectories are kept, besides the first."""
+    """Number of iterations whose trajectories are kept, besides the first."""
 
 
 NON_SEMANTIC_KEYS = frozenset({"run", "cluster", "plan", "log", "device_memory_gib"})
@@ -302,18 +304,18 @@ NON_SEMANTIC_KEYS = frozenset({"run", "cluster", "plan", "log", "device_memory_g
 
 
 SECTIONS_WITH_LOCATION_KEYS = frozenset({"task", "engine", "trainer", "reward"})
-"""Sections some of whose keys are :data:`PLACES`."""
+"""Sections some of whose keys are :data:`LOCATION_KEYS`."""
 LOCATION_KEYS = frozenset({"python", "server_python", "endpoint"})
 """Keys that say where something runs: the interpreter of processes, the address of a server."""
 
 
 class RunConfig(Section):
-    """One experiment. The sections and keys of :data:`TRANSIENT` never change its result."""
+    """Configuration of one run. The keys of :data:`NON_SEMANTIC_KEYS` never change its result."""
 
     run: RunSection
     seed: int = Field(default=0, ge=0, lt=2**32)
     iterations: int = Field(ge=0)
-    """Of reinforcement learning; 0: what the warm start makes is the result."""
+    """Iterations of reinforcement learning; 0: the result is that of supervised fine-tuning."""
     flow: str = "on_policy"
     task: NamedComponent
     model: NamedComponent
@@ -327,16 +329,16 @@ class RunConfig(Section):
     evaluate: EvaluateSection = EvaluateSection()
     retention: CheckpointSection = CheckpointSection()
     cluster: dict[str, Any] = {}
-    """How stages become processes; validated by the launchers."""
+    """Cluster settings, validated by the launchers."""
     plan: dict[str, Any] | str | None = None
     """Resources of each stage, or the path of a plan file."""
     _read_keys: tuple[str, ...] = ()
     log: dict[str, Any] = {}
     """Trackers and verbosity."""
     device_memory_gib: float | None = Field(default=None, gt=0)
-    """What engine, trainer and reference of one process may together keep on its device while
-    stages take turns there; the rest waits in the host's memory. By default 60 % of a GPU; all of
-    it on a CPU."""
+    """Device memory that engine, trainer and reference of one process may together keep while
+    stages take turns; the rest is offloaded to host memory. By default 60 % of a GPU, and all of it
+    on a CPU."""
 
     @model_validator(mode="after")
     def _groups(self) -> RunConfig:
@@ -357,30 +359,30 @@ class RunConfig(Section):
 
     @property
     def environment_keys(self) -> tuple[str, ...]:
-        """The dotted keys of the task that nobody gave: they were read from its environment."""
+        """Dotted keys of the task that were read from its environment, not set by the user."""
         return self._read_keys
 
     def with_environment_keys(self, task: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with keys of the task that were read from its environment."""
-        made = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
-        made._read_keys = tuple(f"task.{key}" for key in task)
-        return made
+        """Return a copy with keys of the task that were read from its environment."""
+        config = self.model_copy(update={"task": self.task.model_copy(update=dict(task))})
+        config._read_keys = tuple(f"task.{key}" for key in task)
+        return config
 
     def semantic_values(self) -> dict[str, Any]:
-        """The part of the configuration that changes the result, as plain JSON values."""
+        """Return the part of the configuration that changes results, as JSON values."""
         return select_semantic(self.model_dump(mode="json"))
 
     def explicit_values(self) -> dict[str, Any]:
-        """The same, but only keys that were given.
+        """Return the same, restricted to keys that were set explicitly.
 
-        A frozen configuration gives all that the program which froze it knew; keys that came later
-        have their defaults and are not part of it.
+        A frozen configuration sets every key that existed when it was frozen. Keys that were added
+        to the program later have their defaults and are not part of it.
         """
         return select_semantic(self.model_dump(mode="json", exclude_unset=True))
 
 
 def select_semantic(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a whole configuration changes the result."""
+    """Return the part of a full configuration that changes results."""
     kept = {key: value for key, value in values.items() if key not in NON_SEMANTIC_KEYS}
     for section in SECTIONS_WITH_LOCATION_KEYS & kept.keys():
         kept[section] = {k: v for k, v in kept[section].items() if k not in LOCATION_KEYS}
@@ -388,16 +390,16 @@ def select_semantic(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_digest(values: Any) -> str:
-    """Short stable digest of JSON values."""
+    """Return a short, stable digest of JSON values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 REDACTED = "(not shown)"
 FULLY_REDACTED_KEYS = frozenset({"env", "notify_command"})
-"""Keys whose values are hidden one by one: variables of processes, and the words of a command."""
+"""Keys below which every value is hidden: environment variables and command words."""
 SECRET_KEY = re.compile(r"(?:^|[_\W])(?:token|secret|passw(?:or)?d|api_?key|credentials?)$", re.I)
-"""Keys of texts that are secrets; a number under such a key is none."""
+"""Pattern of keys whose texts are secrets; numbers are not."""
 URL_LOGIN = re.compile(r"(?<=://)[^/\s?#]+@")
 URL_SECRET = re.compile(
     r"(?<=[?&])([^=&\s]*(?:token|secret|password|key|signature)=)[^&#\s]+", re.I
@@ -405,10 +407,10 @@ URL_SECRET = re.compile(
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """Return settings, or any plain value, with :data:`REDACTED` in place of what may be secret.
+    """Return settings, or any plain value, with :data:`REDACTED` in place of possible secrets.
 
-    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that end in
-    token, secret, password or api_key, and in each URL the login and such parts of its query.
+    Hidden are the values of ``cluster.env`` and ``cluster.notify_command``, texts under keys that
+    end in token, secret, password or api_key, and in each URL the login and such query parameters.
     """
     if isinstance(value, Mapping):
         return {

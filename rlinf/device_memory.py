@@ -1,12 +1,12 @@
-"""What is on the device, and what waits in the host's memory until it is needed again.
+"""Device memory: which tensors are on the device, and which are offloaded to host memory.
 
-Stages that take turns on one device share its memory: the weights an engine generates with; the
-weights, gradients and optimizer state of a trainer; the weights of a reference. Before a stage
-computes, what it needs comes back; what was needed longest ago goes out, no more of it than must.
+Stages that take turns on one device share its memory: the weights of an engine; the weights,
+gradients and optimizer state of a trainer; the weights of a reference. Before a stage computes, its
+memory is loaded back. The least recently used groups are offloaded, no more than necessary.
 
-A holder moves its own memory, by whatever means it has: an engine's server sleeps and wakes, say.
-What has tensors takes :class:`OffloadableTensors` for it. Nothing here says when a stage computes: call it in
-the stage's turn.
+Each object moves its own memory, by its own means: an engine's server sleeps and wakes, for
+example. Objects that have tensors inherit :class:`OffloadableTensors`. Nothing here says when a
+stage computes: call it in the stage's turn.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlinf.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
 RESERVED_FRACTION = 0.4
-"""Share of a GPU that is left to what stages compute with, where no budget is given: activations,
-cached keys and values, gathered parameters."""
+"""Fraction of a GPU that is left to computation if no budget is set: activations, cached keys and
+values, gathered parameters."""
 GIB = 1 << 30
 SpanTimer = Callable[[str], AbstractContextManager[Any]]
-"""Times what happens inside, under a name."""
+"""Times a block under a name."""
 
 
 class MemorySize(NamedTuple):
@@ -38,45 +38,47 @@ class MemorySize(NamedTuple):
     on_device: int
     """On the device."""
     on_host: int
-    """In the host's memory, and on the device once the group is needed."""
+    """Offloaded to host memory; on the device once the group is used."""
     to_allocate: int
-    """That computing with the group will take."""
+    """Additional bytes that computing with the group will allocate."""
 
 
 class Offloadable(Protocol):
-    """Has memory on a device between its calls, in groups that are needed together.
+    """An object whose device memory can be offloaded between calls, in groups that are used
+    together.
 
-    Groups have nothing in common. What has been asked to leave comes back as it was.
+    Groups do not overlap. Memory that was offloaded comes back unchanged.
     """
 
     device: torch.device
 
     def group_sizes(self) -> Mapping[str, MemorySize]:
-        """Its groups."""
+        """Return the sizes by group."""
 
     def offload(self, group: str, min_bytes: int) -> int:
-        """Free so many bytes of a group on the device, or all it has; returns how many."""
+        """Free at least ``min_bytes`` of a group on the device, or all; returns the freed bytes."""
 
     def onload(self, groups: Collection[str], *, copy_data: bool) -> None:
-        """Bring back what left of some groups.
+        """Load offloaded memory of some groups back.
 
         Args:
-            filled: false: they are about to be overwritten, so that their bytes need not come.
+            copy_data: false if they are about to be overwritten, so that no bytes need copying.
         """
 
 
 class DeviceMemoryManager:
-    """Moves the groups of holders between a device and the host; of each process one.
+    """Moves groups of :class:`Offloadable` objects between a device and the host; one per process.
 
-    It learns of a holder when that is first needed, and forgets those that are gone.
+    It learns of an object at its first :meth:`acquire`, and forgets deleted objects.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
-        """
+        """Set the device and its budget.
+
         Args:
-            device: holders elsewhere neither count nor move.
-            budget_bytes: what may stay on it; None: on a GPU all but :data:`RESERVED_FRACTION` of it, on a
-                CPU everything.
+            device: objects on other devices neither count nor move.
+            budget_bytes: bytes that may stay on it. None: on a GPU all but
+                :data:`RESERVED_FRACTION` of its memory, on a CPU everything.
         """
         self._device, self._budget = device, budget_bytes
         self._limit = _room(device) if budget_bytes is None else budget_bytes
@@ -92,15 +94,16 @@ class DeviceMemoryManager:
         copy_data: bool = True,
         span: SpanTimer = nullcontext,
     ) -> None:
-        """Have groups of a holder on the device, and room for what they will grow by.
+        """Load groups of an object on the device, with room for what they will allocate.
 
         Args:
-            groups: all it has, if none is named.
-            filled: false: they are about to be overwritten, so that their bytes need not come.
-            span: times ``offload`` and ``onload``, where something moves.
+            owner: the object.
+            groups: all groups, if none is named.
+            copy_data: false if they are about to be overwritten, so that no bytes need copying.
+            span: times ``offload`` and ``onload`` when memory moves.
 
         Raises:
-            ConfigError: they alone are larger than the budget; nothing has moved.
+            ConfigError: these groups alone exceed the budget; nothing has moved.
         """
         if self._limit is None or owner.device != self._device:
             return
@@ -124,17 +127,17 @@ class DeviceMemoryManager:
 
     @torch.no_grad()
     def offload_all(self, *, span: SpanTimer = nullcontext) -> None:
-        """Move everything out, where there is a limit: what comes next is of unknown size."""
+        """Offload everything if there is a limit, because the next use is of unknown size."""
         if self._limit is not None:
             self._make_room(sys.maxsize, set(), span)
 
     def _make_room(
         self, excess: int, wanted: set[tuple[Offloadable, str]], span: SpanTimer
     ) -> None:
-        """Move out what was needed longest ago, so that ``wanted`` and the rest are in the limit.
+        """Offload the least recently used groups until ``wanted`` and the rest fit the limit.
 
         Args:
-            excess: by how many bytes ``wanted`` alone exceeds it; negative: what is left.
+            excess: bytes by which ``wanted`` alone exceeds it; negative: free bytes.
         """
         there = [
             (needed.get(group, 0), holder, group, size.on_device)
@@ -153,20 +156,20 @@ class DeviceMemoryManager:
 
 
 class OffloadableTensors:
-    """A holder of tensors.
+    """Base of objects with offloadable tensors.
 
-    Storages move, not tensors: one that is emptied and filled again keeps every view of it as it
-    was, tied weights, shards of FSDP2 (which does the same with what it gathers), the weights that
-    lanes share and the groups of an optimizer.
+    Storages move, not tensors. A storage that is emptied and filled again keeps all of its views
+    valid: tied weights, shards of FSDP2 (which does the same with gathered parameters), shared
+    weights of data parallel threads, and the groups of an optimizer.
     """
 
     device: torch.device
 
     def tensor_groups(self) -> Mapping[str, Sequence[Tensor]]:
-        """Its tensors by group; those on other devices, or mapped from a file, do not count.
+        """Return the tensors by group; those on other devices, or memory-mapped, do not count.
 
-        One on the ``meta`` device stands for one of that size which computing with its group will
-        make.
+        A tensor on the ``meta`` device stands for one of that size that computing with its group
+        will allocate.
         """
         raise NotImplementedError
 
@@ -215,17 +218,17 @@ class OffloadableTensors:
             del away[storage]
 
     def drop_host_copies(self) -> None:
-        """Free what waits in the host's memory: its tensors are gone, or are no longer of use."""
+        """Free the host copies: their tensors are deleted, or no longer useful."""
         self._away.clear()
 
     @property
     def _away(self) -> dict[UntypedStorage, Tensor]:
-        """Emptied storages and their bytes."""
+        """Emptied storages and their host copies."""
         found: dict[UntypedStorage, Tensor] = self.__dict__.setdefault("_moved", {})
         return found
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-        """Of the tensors on the device, each once; what is mapped from a file is not its memory."""
+        """Return the distinct storages of tensors on the device, without memory-mapped ones."""
         found = (t.untyped_storage() for t in tensors if t.device == self.device)
         return list(dict.fromkeys(storage for storage in found if storage.resizable()))
 
@@ -242,9 +245,9 @@ class OffloadableTensors:
 
 
 def move_to_device(module: M, device: torch.device) -> M:
-    """The module on a device, in memory of its own.
+    """Move a module to a device, into memory of its own.
 
-    Weights that were read on a CPU may still be mapped from their file, and cannot move then.
+    Weights that were read on a CPU may still be mapped from their file, and could not be offloaded.
     """
     module.to(device)
     for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -254,25 +257,25 @@ def move_to_device(module: M, device: torch.device) -> M:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to a device, of a module whose parameters have no memory yet."""
+    """Move the buffers of a module whose parameters have no memory yet."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:
-    """Give those parameters memory that have none; what is in it is to be written.
+    """Allocate memory for parameters without any; its content is undefined.
 
-    As ``to_empty``, which would make several of a parameter that several modules have.
+    Unlike ``to_empty``, a parameter that several modules share stays one.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, own in part._parameters.items():
             if own is not None and own.is_meta:
-                if own not in made:
+                if own not in allocated:
                     empty = torch.empty_like(own, device=device)
-                    made[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
-                part._parameters[name] = made[own]
+                    allocated[own] = nn.Parameter(empty, requires_grad=own.requires_grad)
+                part._parameters[name] = allocated[own]
 
 
 def _room(device: torch.device) -> int | None:

@@ -1,8 +1,8 @@
-"""The errors a user can meet, each with the exit code its process ends with.
+"""Errors that a user can meet, each with the exit code of its process.
 
-Exit codes are part of the contract between a stage and whoever started it: 0 done, 75 requeue me,
-65 bad input or an error of the user's own code (never retried), 66 an input artifact is damaged
-(rebuild it), anything else is retried by policy.
+Exit codes are a contract between a stage and its launcher: 0 done, 75 requeue me, 65 bad input or
+an error of the user's own code (never retried), 66 an input artifact is damaged (rebuild it).
+Anything else is retried by policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ NO_FILES = (
 )
 NO_MEMORY = (
     "no memory left: the node, its cgroup or a limit (ulimit -v) gives this process no more. Give "
-    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); resume"
+    "it more (mem_mb in the plan) or make less at once (rollout.batch_size, more minibatches); "
+    "resume"
 )
 TRACEBACK = "Traceback (most recent call last):"
 MIN_FREE_BYTES = 1 << 19
@@ -42,17 +43,17 @@ EXIT_BAD_INPUT = 65
 EXIT_BAD_ARTIFACT = 66
 EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
-"""What a shell reports of a program that an interrupt ended."""
+"""Exit code that a shell reports for a program ended by an interrupt."""
 
 
 class RlinfError(Exception):
-    """Base of all errors raised on purpose; the message says what, where and what to do."""
+    """Base of all errors raised on purpose; the message says what, where and how to fix it."""
 
     exit_code = 1
 
 
 class InputError(RlinfError):
-    """Something the user gave cannot be used; nothing was written."""
+    """The user's input cannot be used; nothing was written."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -66,27 +67,27 @@ class DataError(InputError):
 
 
 class PlanError(InputError):
-    """The plan asks for something the cluster or the stage does not have."""
+    """The plan requests something that the cluster or the stage does not have."""
 
 
 class ResourceError(InputError):
-    """The node or a limit gives the process no more; retrying cannot help, giving it more can."""
+    """A limit of the node or process is reached; retrying cannot help, raising the limit can."""
 
 
 class StorageError(ResourceError):
-    """The disk is full or read-only, the quota used up or a file too large."""
+    """The disk is full or read-only, the quota is used up, or a file is too large."""
 
 
 class CodeIdentityError(InputError):
-    """The code that is to make a result cannot be told, or is not that of the run."""
+    """The code behind a result cannot be identified, or differs from that of the run."""
 
 
 class MismatchError(InputError):
-    """What a run holds was made by another configuration or other code than this start has."""
+    """Results of a run come from another configuration or other code than this start has."""
 
 
 class ConflictingOutputError(InputError):
-    """What is committed was made by another configuration or other code; it is not replaced."""
+    """The committed output comes from another configuration or other code; it is not replaced."""
 
 
 class RunLockedError(InputError):
@@ -94,7 +95,7 @@ class RunLockedError(InputError):
 
 
 class MissingPackageError(InputError):
-    """An optional package is needed; names the extra to install."""
+    """An optional package is required; names the extra to install."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -104,7 +105,7 @@ class MissingPackageError(InputError):
 
 
 def require_package(package: str, extra: str, purpose: str) -> None:
-    """See that an optional package is installed, without importing it.
+    """Check that an optional package is installed, without importing it.
 
     Raises:
         MissingPackageError: it is not.
@@ -134,7 +135,7 @@ class ArtifactError(RlinfError):
 
 
 class WeightTransferError(RlinfError):
-    """Weights did not arrive whole, or do not fit those already there; nothing of them counts."""
+    """Weights arrived incomplete or do not match the network; none of them are used."""
 
 
 class StageError(RlinfError):
@@ -144,30 +145,31 @@ class StageError(RlinfError):
 class UserCodeError(InputError):
     """The user's own code raised; the message holds the traceback from the user's line on.
 
-    Another try would raise the same, so that none is made.
+    It is not retried, because another attempt would raise the same error.
     """
 
 
 class TransientUserCodeError(StageError):
-    """The same, where another try may succeed: a connection, device memory, a lost process."""
+    """User code raised an error that may pass: a connection, device memory, a lost process."""
 
 
 class SlurmError(RlinfError):
-    """Slurm refused or could not be asked; carries Slurm's own message."""
+    """Slurm refused or failed; the message is Slurm's own."""
 
 
 class SlurmUnresponsiveError(SlurmError):
-    """Slurm did not answer: its controller restarts, say. What was asked for may be done or not."""
+    """Slurm did not answer, for example while its controller restarts. The request may have
+    succeeded."""
 
 
 class RequeueRequested(RlinfError):
-    """The allocation is about to end; the stage left its work resumable."""
+    """The allocation is about to end; the stage stored its work so that it can resume."""
 
     exit_code = EXIT_REQUEUE
 
 
 class InterruptedByUser(RlinfError):
-    """The user ended the driver by Ctrl-C; what was committed stays."""
+    """The user ended the driver by Ctrl-C; committed work stays."""
 
     exit_code = EXIT_INTERRUPTED
 
@@ -177,7 +179,7 @@ class RunStopped(RlinfError):
 
 
 class UpstreamFailed(RlinfError):
-    """What a stage waited for will not come from where it was to come from; start it again."""
+    """The awaited input will not arrive from its producer; start the stage again."""
 
     exit_code = EXIT_REQUEUE
 
@@ -192,30 +194,30 @@ _EXHAUSTED = {
     errno.ENOMEM: NO_MEMORY,
 }
 _UNMAPPED = "failed to map segment from shared object"
-"""What the loader says of a library that memory has no room for."""
+"""Message of the loader if memory has no room for a library."""
 _OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 
 
 def to_resource_error(error: BaseException, folder: Path | None = None) -> ResourceError | None:
-    """The error to show when ``error`` came of a disk or process that can take no more.
+    """Return the error to show if ``error`` came from a full disk or a used-up limit, else None.
 
-    Libraries wrap the system's error, only quote it, or fail later over what was not written;
-    so its text counts, and that ``folder`` has no room.
+    Libraries wrap the system's error, only quote it, or fail later over data that was not written.
+    Therefore the text counts too, and whether ``folder`` has free space.
     """
     there = folder is not None and folder.exists()
     if there and shutil.disk_usage(folder or ".").free < MIN_FREE_BYTES:
         return StorageError(NO_SPACE)
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ResourceError):
-            return seen
-        if isinstance(seen, MemoryError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ResourceError):
+            return cause
+        if isinstance(cause, MemoryError):
             return ResourceError(NO_MEMORY)
-        text = str(seen)
+        text = str(cause)
         for number, message in _EXHAUSTED.items():
-            same = isinstance(seen, OSError) and seen.errno == number
+            same = isinstance(cause, OSError) and cause.errno == number
             if same or os.strerror(number) in text:
-                path = getattr(seen, "filename", None)
+                path = getattr(cause, "filename", None)
                 where = f"{path}: " if isinstance(path, str) else ""
                 if number in _OF_FILES:
                     return StorageError(where + message)
@@ -223,13 +225,13 @@ def to_resource_error(error: BaseException, folder: Path | None = None) -> Resou
         unmapped = _UNMAPPED in text and os.strerror(errno.EPERM) not in text
         if unmapped or "std::bad_alloc" in text:
             return ResourceError(NO_MEMORY)
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
 @contextlib.contextmanager
 def translate_resource_errors() -> Iterator[None]:
-    """Errors that :func:`to_resource_error` knows are raised as what it makes of them."""
+    """Raise errors that :func:`to_resource_error` recognises as its result."""
     try:
         yield
     except Exception as error:
@@ -241,10 +243,10 @@ def translate_resource_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_key_in_memory_errors(key: str) -> Iterator[None]:
-    """Errors of memory that has no room left name the key whose file took it.
+    """Add the configuration key to errors about exhausted memory.
 
     Raises:
-        ResourceError: there was none, which the files or settings under ``key`` ask for.
+        ResourceError: the file or settings under ``key`` need more memory than there is.
     """
     try:
         yield
@@ -253,7 +255,7 @@ def name_key_in_memory_errors(key: str) -> Iterator[None]:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
+    """Return a hint for a misspelt name: ``"; did you mean 'lr'?"``, or the list of valid names."""
     names = sorted(valid)
     close = get_close_matches(name, names, n=1)
     if close:
@@ -262,7 +264,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def short_reason(reason: str) -> str:
-    """A failure's reason in short: what stands before its traceback, else the traceback's end."""
+    """Return a failure's reason without its traceback, or the last line of the traceback."""
     before, separator, _ = reason.partition(TRACEBACK)
     before = before.strip()
     if not separator:
@@ -275,5 +277,5 @@ def short_reason(reason: str) -> str:
 
 
 def exception_line(traceback: str) -> str:
-    """What was raised: it stands at the end of a traceback."""
+    """Return the last line of a traceback, which names the exception."""
     return traceback.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Overrides as Hydra takes them, and what it complains of as one short error of ours."""
+"""Overrides in Hydra's syntax, and Hydra's errors as short configuration errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rlinf.errors import ConfigError, did_you_mean
 
 
 def to_config_error(error: Exception) -> ConfigError:
-    """The error to show for one that composing a configuration raised.
+    """Return the error to show for one that Hydra raised while composing a configuration.
 
     Args:
-        error: of Hydra or OmegaConf.
+        error: error of Hydra or OmegaConf.
     """
     from hydra.errors import MissingConfigException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -40,10 +40,10 @@ def to_config_error(error: Exception) -> ConfigError:
 
 
 def force_add(word: str) -> str:
-    """``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
+    """Return ``a.b=1`` as ``++a.b=1``, which Hydra accepts whether or not the key is in a file.
 
     Raises:
-        ConfigError: a group is given no name, so that Hydra would leave it out.
+        ConfigError: a group has no name, so that Hydra would drop it.
     """
     key, separator, value = word.partition("=")
     plain = re.fullmatch(r"[a-z_]\w*(\.\w+)*", key) is not None
@@ -56,10 +56,10 @@ def force_add(word: str) -> str:
 
 
 def to_override_value(value: Any) -> str:
-    """A value as it stands on a command line.
+    """Return a value in the syntax of the command line.
 
     Raises:
-        ConfigError: of a type that configurations do not have.
+        ConfigError: configurations do not have values of this type.
     """
     if value is None:
         return "null"

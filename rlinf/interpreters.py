@@ -1,7 +1,7 @@
-"""Interpreters of other environments, for parts that cannot share one set of packages.
+"""Python interpreters of other environments, for components that cannot share packages.
 
-A configuration names one by its path, or by the name of an environment: the site file may say where
-that is (``interpreters``), else it is where ``make env NAME=...`` has made it.
+A configuration names an interpreter by its path or by an environment's name. The site file may map
+names to paths (``interpreters``); otherwise ``make env NAME=...`` has created the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rlinf.config import RunConfig
 from rlinf.errors import ConfigError
 
 INTERPRETERS_VARIABLE = "RLINF_INTERPRETERS"
-"""Environment variable: paths by name, JSON; what a site file says, for the processes of a job."""
+"""Environment variable with paths by name, as JSON: the site file's map for job processes."""
 ENVIRONMENTS_VARIABLE = "RLINF_ENVS"
-"""Environment variable: the folder of environments; ``~/.cache/rlinf/envs`` by default."""
+"""Environment variable with the folder of environments; ``~/.cache/rlinf/envs`` by default."""
 PROBE_TIMEOUT_S = 120.0
 STAGE_PACKAGES = (
     "torch",
@@ -31,14 +31,14 @@ STAGE_PACKAGES = (
     "xxhash",
     "yaml",
 )
-"""What the package imports in every stage."""
+"""Packages that every stage imports."""
 
 
 def resolve_interpreter(name: str, key: str) -> str:
-    """The path of an interpreter that a configuration names.
+    """Return the path of an interpreter that a configuration names.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it does not exist.
     """
     if not name:
         raise ConfigError(f"{key}: is empty; name an interpreter, or leave it out")
@@ -61,23 +61,23 @@ def resolve_interpreter(name: str, key: str) -> str:
 
 
 def configured_interpreter(config: RunConfig, section: str) -> str | None:
-    """What a section of a run says under ``python``."""
+    """Return the ``python`` key of a section of a run."""
     found: str | None = (getattr(config, section).model_extra or {}).get("python")
     return found
 
 
 def set_interpreters(interpreters: Mapping[str, str]) -> dict[str, str]:
-    """Find interpreters by these names in this process; returns the variables for other ones."""
-    told = {INTERPRETERS_VARIABLE: json.dumps(dict(interpreters))} if interpreters else {}
-    os.environ.update(told)
-    return told
+    """Register interpreters by name in this process; returns the variables for child processes."""
+    variables = {INTERPRETERS_VARIABLE: json.dumps(dict(interpreters))} if interpreters else {}
+    os.environ.update(variables)
+    return variables
 
 
 def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
-    """See that an interpreter is there and finds some modules, without running any of their code.
+    """Check that an interpreter exists and has some modules, without running their code.
 
     Raises:
-        ConfigError: it is not, does not run, or lacks one.
+        ConfigError: it does not exist, does not run, or lacks a module.
     """
     if missing := missing_modules(name, key, modules):
         path = resolve_interpreter(name, key)
@@ -85,10 +85,10 @@ def check_interpreter(name: str, key: str, modules: Sequence[str]) -> None:
 
 
 def missing_modules(name: str, key: str, modules: Sequence[str]) -> list[str]:
-    """Those of some modules that an interpreter does not find.
+    """Return the modules that an interpreter does not have.
 
     Raises:
-        ConfigError: it is not there, or does not run.
+        ConfigError: it does not exist, or does not run.
     """
     path = resolve_interpreter(name, key)
     program = (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FULL_ERROR_VARIABLE = "HYDRA_FULL_ERROR"
+MISMATCH_FLAGS = {"--redo": "recompute", "--keep": "keep"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def run(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     config_dir: str | Path | None = None,
-    on_mismatch: Literal["ask", "redo", "keep"] = "ask",
+    on_mismatch: Literal["error", "recompute", "keep"] = "error",
 ) -> RunResults:
     """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
 
@@ -73,7 +74,7 @@ def run(
         experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
         overrides: as on the command line (``["optimizer.lr=3e-4"]``), or values by dotted key.
         config_dir: a folder of further configuration files.
-        choice: what to do with results that this configuration or code would not make the same.
+        on_mismatch: handling of results that this configuration or code would not reproduce.
 
     Raises:
         ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
@@ -95,10 +96,10 @@ def run(
 
 
 def load(folder: str | Path) -> RunResults:
-    """The results of a run directory: of one that is finished, goes on, or was interrupted.
+    """Return the results of a run directory, whether the run is finished, running or interrupted.
 
     Raises:
-        ConfigError: it is no run directory.
+        ConfigError: the folder is no run directory.
     """
     package_paths.add_to_sys_path()
     from pipeline.commands.results import RunResults
@@ -107,7 +108,7 @@ def load(folder: str | Path) -> RunResults:
 
 
 def cli() -> Any:
-    """Entry point of the ``rlinf`` command."""
+    """Run the ``rlinf`` command."""
     package_paths.add_to_sys_path()
     from pipeline.commands.cli import main as command
 
@@ -115,7 +116,7 @@ def cli() -> Any:
 
 
 def _compose_and_run(words: Sequence[str], choice: str) -> int:
-    """Hand the command line to Hydra; returns the exit code of the first point that failed."""
+    """Pass the command line to Hydra; returns the exit code of the first failed point."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -159,7 +160,8 @@ def _compose_and_run(words: Sequence[str], choice: str) -> int:
 
 
 def sweep_points(words: Sequence[str]) -> list[Any]:
-    """The points of a sweep, each checked; none for a single run or a sweeper with its own search.
+    """Return the validated points of a sweep; none for a single run or a sweeper with its own
+    search.
 
     Raises:
         ConfigError, DataError, PlanError: a point cannot be run; nothing was submitted.
@@ -176,20 +178,20 @@ def sweep_points(words: Sequence[str]) -> list[Any]:
 
 
 def split_mismatch_flag(words: Sequence[str]) -> tuple[list[str], str]:
-    """The words for Hydra, and which of ``--redo`` and ``--keep`` was among them.
+    """Return the words for Hydra, and the mismatch handling that ``--redo`` or ``--keep`` selects.
 
     Raises:
-        ConfigError: both.
+        ConfigError: both are given.
     """
-    flags = {word for word in words if word in ("--redo", "--keep")}
+    flags = {word for word in words if word in MISMATCH_FLAGS}
     if len(flags) > 1:
-        raise ConfigError("--redo makes results anew and --keep keeps them: give one of them")
+        raise ConfigError("--redo and --keep exclude each other: give one of them")
     rest = [word for word in words if word not in flags]
-    return rest, next(iter(flags), "--ask").removeprefix("--")
+    return rest, next((MISMATCH_FLAGS[flag] for flag in flags), "error")
 
 
 def sweep_suffix_override(words: Sequence[str]) -> list[str]:
-    """For a sweep, the override that names each point's run after the keys that vary."""
+    """Return, for a sweep, the override that names each run after the keys that vary."""
     if not any(word in ("-m", "--multirun") for word in words):
         return []
     named = [word for word in words if word.lstrip("+").startswith(("run.name=", "run.suffix="))]
@@ -201,7 +203,7 @@ def sweep_suffix_override(words: Sequence[str]) -> list[str]:
 
 
 def _value(key: str) -> str:
-    """What is interpolated for a key: of a folder of files (``experiment``) the file's name."""
+    """Return the interpolation for a key; a group (``experiment``) gives the file's name."""
     group = "." not in key and (package_paths.ROOT / "configs" / key).is_dir()
     return f"hydra:runtime.choices.{key}" if group else key
 
@@ -211,25 +213,25 @@ def _is_override(word: str) -> bool:
 
 
 def _varies(word: str) -> bool:
-    """Whether an override has several values: a comma outside brackets, or a function."""
+    """Return whether an override has several values: a comma outside brackets, or a function."""
     _, _, value = word.partition("=")
     bare = re.sub(r"\[[^\]]*\]|\{[^}]*\}|'[^']*'|\"[^\"]*\"", "", value)
     return "," in bare or re.match(r"(choice|range|interval|glob)\(", value) is not None
 
 
 def is_sweep() -> bool:
-    """Whether this point belongs to a sweep."""
+    """Return whether this point belongs to a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
-def run_point(values: Any, on_mismatch: str = "ask") -> int:
+def run_point(values: Any, on_mismatch: str = "error") -> int:
     """Run one composed configuration to its end; returns its exit code.
 
     Args:
-        choice: ``redo`` or ``keep`` for results that it would not make the same.
+        on_mismatch: ``recompute`` or ``keep`` for results that it would not reproduce.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -255,10 +257,10 @@ def run_point(values: Any, on_mismatch: str = "ask") -> int:
 
 
 def reject_launcher_without_multirun(words: Sequence[str]) -> None:
-    """Hydra ignores a launcher given without ``-m``, and would train on the login node.
+    """Raise if a launcher is set without ``-m``: Hydra would ignore it and train on the login node.
 
     Raises:
-        ConfigError: says the command that was meant.
+        ConfigError: suggests the intended command.
     """
     sweep = any(word in ("-m", "--multirun") for word in words)
     launchers = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]

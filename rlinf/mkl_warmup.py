@@ -1,8 +1,8 @@
-"""Vector functions and products of torch on CPUs are called once before threads call them at once.
+"""Warm-up of MKL: torch's vector functions and products are called once before threads use them.
 
-MKL chooses the kernel of each function at its first call. Of two threads that make that call at the
-same moment one may get the kernel of low accuracy: with torch 2.13 a cosine to 1.5e-4 in place of
-6e-8, in 1 of 3,000 processes. The results of a run would depend on it.
+MKL chooses the kernel of each function at its first call. If two threads make that call at the same
+moment, one of them may get a low-accuracy kernel: with torch 2.13 a cosine accurate to 1.5e-4
+instead of 6e-8, in 1 of 3,000 processes. The results of a run would depend on it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _lock, _done = threading.Lock(), threading.Event()
 
 
 def is_warmed_up() -> bool:
-    """Whether they were called by :func:`make`."""
+    """Return whether :func:`warm_up` has run."""
     return _done.is_set()
 
 
 def warm_up() -> None:
-    """Call them, the first time that this is called in a process; takes some 15 ms."""
+    """Call the functions, once per process; takes about 15 ms."""
     with _lock:
         if _done.is_set():
             return

@@ -17,7 +17,7 @@ ROOT: Path = _HERE / "_tree" if (_HERE / "_tree").is_dir() else _HERE.parent
 
 
 def add_to_sys_path() -> None:
-    """Make the packages of the tree, and modules of the working folder, importable here."""
+    """Make the packages of the tree and modules of the working folder importable."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     here = _working_folder()
@@ -27,19 +27,19 @@ def add_to_sys_path() -> None:
 
 
 def child_python_path() -> str:
-    """``PYTHONPATH`` for child processes, absolute, for they may start elsewhere.
+    """Return an absolute ``PYTHONPATH`` for child processes, which may start elsewhere.
 
-    The tree, the library, then what was set before and the working folder, where modules of the
-    user's are.
+    It has the tree, the library, the previous entries, and the working folder with the user's
+    modules.
     """
     here = _working_folder()
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in given if p), here]  # noqa: PTH118
+    previous = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    parts = [str(ROOT), str(_HERE.parent), *(os.path.join(here, p) for p in previous if p), here]  # noqa: PTH118
     return os.pathsep.join(dict.fromkeys(filter(None, parts)))
 
 
 def _working_folder() -> str:
-    """The working folder; empty when it was removed."""
+    """Return the working folder; empty if it was removed."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

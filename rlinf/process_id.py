@@ -1,8 +1,8 @@
-"""Whether the process that left something behind still runs: by its number and when it began.
+"""Process identity: a process id together with the process's start time.
 
-A number is used again after a while, so it is told with the start of the process (field 22 of
-``/proc/PID/stat``, in clock ticks since boot, see proc(5)). Both mean something in one boot of one
-machine and, with containers, in one space of process numbers.
+Process ids are reused, so they are stored with the start time of the process (field 22 of
+``/proc/PID/stat``, in clock ticks since boot, see proc(5)). Both are valid for one boot of one
+machine and, with containers, one PID namespace.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 
 DEAD_STATES = "ZX"
-"""State letters of processes that ended."""
+"""State letters of ended processes."""
 
 
 def process_state_and_start(pid: int) -> tuple[str, int]:
-    """State letter and start of a process, in ticks; ``("X", 0)`` when there is none."""
+    """Return the state letter and start time in ticks; ``("X", 0)`` if there is no process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -27,23 +27,23 @@ def process_state_and_start(pid: int) -> tuple[str, int]:
 
 
 def is_alive(pid: int, start_time: int) -> bool:
-    """Whether the process with this number and start runs."""
-    state, found = process_state_and_start(pid)
-    return state not in DEAD_STATES and found == start_time
+    """Return whether the process with this id and start time runs."""
+    state, start = process_state_and_start(pid)
+    return state not in DEAD_STATES and start == start_time
 
 
 def own_start_time() -> int:
-    """Of this process, in ticks."""
+    """Return the start time of this process in ticks."""
     return process_state_and_start(os.getpid())[1]
 
 
 @cache
 def boot_id() -> str:
-    """This boot of this machine."""
+    """Return the id of this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 @cache
 def pid_namespace() -> int:
-    """The space that process numbers of this process are from."""
+    """Return the id of the PID namespace of this process."""
     return Path("/proc/self/ns/pid").stat().st_ino

@@ -33,8 +33,8 @@ MALLOC_SETTINGS = {
     TOP_PAD: 64 << 20,
     ARENA_MAX: 1,
 }
-"""Blocks come from one heap, which grows in large steps and does not shrink; those of 32 MiB and
-more, the highest threshold there is, from the system."""
+"""Blocks come from one heap, which grows in large steps and does not shrink. Blocks of 32 MiB and
+more, the highest possible threshold, come from the system."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -42,12 +42,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def child_environment() -> dict[str, str]:
-    """The variables for a child process; what the user has set stays."""
+    """Return the variables for a child process; the user's own values stay."""
     return {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
 
 
 def tune_process() -> None:
-    """Set them in this process, where they are read when torch is imported; keep freed memory."""
+    """Set the variables in this process before torch is imported, and retain freed memory."""
     os.environ.update(child_environment())
     retain_freed_memory()
     raise_open_file_limit()
@@ -56,8 +56,8 @@ def tune_process() -> None:
 def raise_open_file_limit() -> None:
     """Raise the soft limit of open files to the hard one.
 
-    The soft one is 1024 for the sake of programs that use ``select``; every peer of a run, worker
-    process and shared state takes some.
+    The soft limit is 1024 for the sake of programs that use ``select``; every peer of a run, worker
+    process and shared segment takes some.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -66,7 +66,7 @@ def raise_open_file_limit() -> None:
 
 
 def retain_freed_memory() -> None:
-    """Let the C library reuse what is freed; others than glibc keep their ways."""
+    """Let the C library reuse freed memory; other libraries than glibc stay as they are."""
     try:
         mallopt = _LIBC.mallopt
     except AttributeError:
@@ -76,10 +76,10 @@ def retain_freed_memory() -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """In a child: be killed when the thread that started it ends, however that happens.
+    """In a child process: be killed when the parent thread ends, for whatever reason.
 
     Args:
-        parent: its process id, where the child may be too late to notice.
+        parent: the parent's process id, if it may end before this call.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:

@@ -1,8 +1,8 @@
-"""Named parts, imported only when they are used, and parts of the user's own.
+"""Registries of named components, which are imported only when they are used.
 
-A registry maps a name in the configuration to ``module:attribute``. Listing names costs nothing;
-the module behind a name is imported by :meth:`Registry.get`. A name that holds ``:`` is such a
-target itself: ``reward.name=mypkg.rewards:Mine`` needs no entry anywhere (docs/howto/own-parts.md).
+A registry maps a name in the configuration to ``module:attribute``. Listing the names imports
+nothing; :meth:`Registry.get` imports the module behind a name. A name with ``:`` is a target
+itself: ``reward.name=mypkg.rewards:Mine`` needs no entry (docs/howto/own-parts.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlinf.user_code import register_user_component
 
 
 class Registry:
-    """Parts of one kind by name."""
+    """Components of one kind by name."""
 
     def __init__(
         self, kind: str, entries: dict[str, str], base: str, *, instances: bool = False
@@ -33,7 +33,7 @@ class Registry:
         self._base = base
 
     def names(self) -> list[str]:
-        """Registered names, sorted."""
+        """Return the registered names, sorted."""
         return sorted(self._entries)
 
     def target(self, name: str, key: str | None = None) -> str:
@@ -90,10 +90,10 @@ def _attribute(target: str) -> Any:
 
 
 def import_user_attribute(module: str, attribute: str, key: str) -> Any:
-    """What a user's target names: ``attribute`` of ``module``.
+    """Import the attribute that a user's target names.
 
     Raises:
-        ConfigError: it cannot be imported, or is not there.
+        ConfigError: the module cannot be imported, or does not have the attribute.
     """
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise ConfigError(
@@ -115,7 +115,8 @@ def import_user_attribute(module: str, attribute: str, key: str) -> Any:
         raise _broken(module, key, error) from error
     if not hasattr(found, attribute):
         raise ConfigError(
-            f"{key}: {found.__file__} has no {attribute!r}{did_you_mean(attribute, _defined(found))}"
+            f"{key}: {found.__file__} has no {attribute!r}"
+            f"{did_you_mean(attribute, _defined(found))}"
         )
     part = getattr(found, attribute)
     register_user_component(f"{key}: {module}:{attribute}", found, part)
@@ -123,7 +124,7 @@ def import_user_attribute(module: str, attribute: str, key: str) -> Any:
 
 
 def _broken(module: str, key: str, error: Exception) -> ConfigError:
-    """The error for a module that fails while it is imported, with the place of the failure."""
+    """Return the error for a module whose import fails, with the location of the failure."""
     if isinstance(error, SyntaxError):
         where, what = f"{error.filename}, line {error.lineno}", error.msg
     else:
@@ -134,7 +135,7 @@ def _broken(module: str, key: str, error: Exception) -> ConfigError:
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """Names of what a module defines and others may want: no imports, nothing private."""
+    """Return the public names that a module defines itself."""
     return [
         name
         for name, value in vars(module).items()

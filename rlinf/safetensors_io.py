@@ -1,6 +1,7 @@
-"""Safetensors files, read once from front to back and checked on the way (:mod:`rlinf.verified_io`).
+"""Streaming readers and writers of safetensors files.
 
-And written as the tensors come, so that nothing need hold them all.
+A file is read once, front to back, and its checksum is compared on the way
+(:mod:`rlinf.verified_io`). It is written tensor by tensor, so that nothing has to hold all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from rlinf.verified_io import VerifiedReader
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header of a safetensors file, by its specification."""
+"""Maximum header size of a safetensors file, by its specification."""
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -38,7 +39,7 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-"""In the order in which the format's own writer puts them, last first."""
+"""Element types in the order of the format's own writer, last first."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
 
@@ -52,11 +53,11 @@ class _Entry:
 
 
 class SafetensorsReader:
-    """A safetensors file, read from front to back (https://huggingface.co/docs/safetensors).
+    """Reads a safetensors file front to back (https://huggingface.co/docs/safetensors).
 
     Raises:
-        SafetensorError: no such file.
-        ArtifactError: it is committed and damaged.
+        SafetensorError: not a safetensors file.
+        ArtifactError: the file is committed and damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,22 +75,22 @@ class SafetensorsReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors by name. Not checked before :meth:`tensors` came to its end."""
+        """Shapes of all tensors by name. Not verified until :meth:`tensors` has finished."""
         return {entry.name: tuple(entry.shape) for entry in self._entries}
 
     def tensors(
         self, wanted: Collection[str] | Mapping[str, tuple[int, int]] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, or those that are wanted, once, in the order of the file.
+        """Yield all tensors, or the wanted ones, once, in the order of the file.
 
-        Each is in memory of its own. They count only after the last one: by then all of the file
-        has been read, and it is compared.
+        Each tensor has memory of its own. They are verified only after the last one, when the whole
+        file has been read and compared.
 
         Args:
-            wanted: names; or for each name the rows of it, begin and end: no others take memory.
+            wanted: names; or for each name a range of rows, so that other rows take no memory.
 
         Raises:
-            ArtifactError: the file is not what was committed.
+            ArtifactError: the file differs from what was committed.
         """
         rows = wanted if isinstance(wanted, Mapping) else {}
         with self._reader as reader:
@@ -143,45 +144,45 @@ class SafetensorsReader:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file; raises as :class:`SafetensorsReader`."""
+    """Return all tensors of a file; raises like :class:`SafetensorsReader`."""
     return dict(SafetensorsReader(path).tensors())
 
 
 @dataclass(frozen=True)
 class StreamedState:
-    """The tensors of a network, one after the other: they are never there all at once.
+    """The tensors of a network as a stream: they never exist in memory all at once.
 
-    Of a network that several processes share, all of them have to take every tensor.
+    If several processes share the network, all of them must consume every tensor.
     """
 
     templates: Mapping[str, Tensor]
-    """Every name, with a tensor of its shape and type, which may have no memory; tied ones have one
-    and the same."""
+    """A tensor of the right shape and type for every name, possibly without memory. Tied names
+    share one template."""
     stream: Iterator[tuple[str, Tensor]]
-    """Whole, on CPU, in any order; of tied ones one, under any of its names."""
+    """Full tensors on the CPU, in any order; one per set of tied names."""
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> StreamedState:
-        """That of tensors that are there."""
+        """Return the state of tensors in memory."""
         return cls(tensors, iter(tensors.items()))
 
     def collect(self) -> dict[str, Tensor]:
-        """All of them; tied ones as one tensor."""
+        """Return all tensors by name; tied names share one tensor."""
         found = {id(self.templates[name]): tensor for name, tensor in self.stream}
         return {name: found[id(like)] for name, like in self.templates.items()}
 
     def drain(self) -> None:
-        """Take what is left, and keep nothing."""
+        """Consume the remaining tensors without keeping them."""
         collections.deque(self.stream, maxlen=0)
 
 
 def save_tensors(
     path: Path, state: StreamedState, names: Collection[str], metadata: Mapping[str, str]
 ) -> None:
-    """Write some tensors of a state as they come; the bytes are those of safetensors' own writer.
+    """Write tensors as they arrive, with the same bytes as safetensors' own writer.
 
     Args:
-        names: what to write; those of tied tensors each have a copy.
+        names: tensors to write; tied names get a copy each.
     """
     entries, at = dict[str, tuple[int, int]](), 0
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

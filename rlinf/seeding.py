@@ -13,12 +13,12 @@ def _key(seed: int, *address: int | str) -> int:
 
 
 def generator(seed: int, *address: int | str) -> np.random.Generator:
-    """A generator that depends on its address alone."""
+    """Return a random generator that depends on its address alone."""
     return np.random.Generator(np.random.Philox(key=_key(seed, *address)))
 
 
 def torch_seed(seed: int, *address: int | str) -> int:
-    """A 63-bit seed for ``torch.manual_seed``, from the same kind of address."""
+    """Return a 63-bit seed for ``torch.manual_seed`` from the same kind of address."""
     return _key(seed, *address) >> 65
 
 
@@ -30,12 +30,12 @@ def uniform_rows(
     length: int,
     turns: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One row of uniform numbers in [0, 1) per sample: ``[len(samples), length]`` float32.
+    """Return uniform numbers in [0, 1) per sample: ``[len(samples), length]`` float32.
 
-    A sample's row is the same whatever else is in its batch and whichever worker draws it.
+    The row of a sample depends neither on the rest of its batch nor on the worker that draws it.
 
     Args:
-        turns: int64 ``[len(samples)]``: the rows of one sample's turns differ; 0 by default.
+        turns: int64 ``[len(samples)]``: turns of one sample have different rows; 0 by default.
     """
     rows = np.empty((len(samples), length), dtype=np.float32)
     numbers = samples.tolist()

@@ -1,4 +1,4 @@
-"""Tensors whose rows several processes share, as in FSDP2: whose rows are whose, and the whole."""
+"""Tensors sharded by rows over processes, as in FSDP2: local rows and full tensors."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 8 << 20
-"""What is gathered at once, of small tensors: each round takes the network a few milliseconds."""
+"""Bytes of small tensors gathered at once, because each round costs a few milliseconds."""
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is one of those tensors."""
+    """Return whether a tensor is a DTensor."""
     # The import takes a second, and where nothing has made it there are none.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, without a copy."""
+    """Return this process's part of a tensor, without a copy."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def storage_key(tensor: Tensor) -> object:
-    """Equal for those that are one tensor under several names, as tied weights are."""
+    """Return a key that is equal for several names of one tensor, such as tied weights."""
     own = local_shard(tensor)
     return (own.data_ptr(), own.shape, own.dtype) if own.numel() else id(tensor)
 
 
 def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """Which rows of the whole are this process's: begin and end.
+    """Return the range of rows of the full tensor that this process holds: begin and end.
 
     Raises:
-        ValueError: it is not by rows that the tensor is shared out.
+        ValueError: the tensor is not sharded by rows.
     """
     if not is_sharded(tensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
@@ -53,9 +53,9 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
 def gather_full_tensors(
     named: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors whole, one after the other; all processes that share them take every one.
+    """Yield the full tensors one after the other; all processes must consume every one.
 
-    What no other process has a part of is not copied.
+    Tensors that no other process shares are not copied.
     """
     bucket: list[tuple[str, DTensor]] = []
     size = 0
@@ -76,9 +76,9 @@ def gather_full_tensors(
 
 
 def _large(tensor: DTensor) -> Tensor:
-    """One tensor whole: each process sends its rows to where they belong.
+    """Gather one tensor: each process broadcasts its rows to their place.
 
-    Gloo gathers into memory of its own first, a whole tensor more.
+    Gloo's all-gather would need another full tensor of memory.
     """
     mesh, dim = _shared_by(tensor)
     own = _bytes(local_shard(tensor))
@@ -110,15 +110,15 @@ def _small(bucket: list[tuple[str, DTensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _part_bytes(tensor: DTensor, ways: int) -> int:
-    """Of the first part: as torch.chunk cuts, the last ones have fewer rows or none."""
+    """Return the bytes of the first part; as in torch.chunk, later parts may be shorter."""
     return -(-tensor.shape[0] // ways) * tensor.shape[1:].numel() * tensor.itemsize
 
 
 def _shared_by(tensor: DTensor) -> tuple[DeviceMesh, int]:
-    """The mesh and its dimension over which the rows are shared out; over others there are copies.
+    """Return the mesh and the dimension over which rows are sharded; other dimensions replicate.
 
     Raises:
-        ValueError: it is placed otherwise.
+        ValueError: the tensor is placed otherwise.
     """
     from torch.distributed.tensor import Replicate, Shard
 

@@ -1,11 +1,11 @@
-"""Shared memory of this user: made, opened, and removed when its process was killed.
+"""Shared-memory segments of this user: create, open, and clean up after killed processes.
 
-Nothing frees a segment in ``/dev/shm`` whose whole process group was killed, and two copies of a
-7 B model are 28 GB of the node's memory. A segment's name says which process it belongs to; once
-that is gone any process of the same user may remove it. The next one does, and ``rlinf clean``.
+Nothing frees a segment in ``/dev/shm`` whose process group was killed, and two copies of a 7 B
+model are 28 GB of the node's memory. The name of a segment identifies its process. Once that has
+ended, any process of the same user may remove it; the next one does, and so does ``rlinf clean``.
 
 ``multiprocessing.shared_memory`` is not used because its resource tracker (Python < 3.13) removes
-the segment when any one of the processes ends; this is the same ``mmap`` of the same kind of file.
+the segment when any of the processes ends. This is the same ``mmap`` of the same kind of file.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rlinf.verified_io import is_owner_only
 SHM_FOLDER = Path("/dev/shm")
 SEGMENT_PREFIX = "rlinf-"
 SEGMENT_NAME = re.compile(SEGMENT_PREFIX + r"(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{8,16}(-[01])?")
-"""User, space of process numbers, process, its start, and what tells its segments apart."""
+"""Parts of a name: user, PID namespace, process, its start time, and a random suffix."""
 
 
 def new_segment_name() -> str:
-    """A new name for shared memory that is of no use once this process has ended.
+    """Return a new name for shared memory that is useless once this process has ended.
 
-    No longer than it must be: servers make sockets in folders of such names, whose paths end at 107
-    bytes.
+    It is short, because servers create sockets in folders of such names, whose paths are limited to
+    107 bytes.
     """
     owner = (os.getuid(), pid_namespace(), os.getpid(), own_start_time())
     return SEGMENT_PREFIX + "-".join(map(str, owner)) + f"-{secrets.token_hex(4)}"
 
 
 def create_segment(name: str, size: int) -> mmap.mmap:
-    """A new segment of so many bytes, which goes when Python ends.
+    """Create a segment, which is removed when Python ends.
 
     Raises:
-        StorageError: not so much shared memory is free.
+        StorageError: the node does not have enough free shared memory.
     """
-    _made[name] = os.getpid()
+    _created[name] = os.getpid()
     file = os.open(SHM_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         # Reserved now: writing to a full /dev/shm later would kill the process.
@@ -55,18 +55,19 @@ def create_segment(name: str, size: int) -> mmap.mmap:
     except OSError as error:
         remove_segment(name)
         raise StorageError(
-            f"{SHM_FOLDER}: no segment of {size} bytes could be made ({error}); enlarge it, or free some"
+            f"{SHM_FOLDER}: no segment of {size} bytes could be made ({error}); enlarge it, or "
+            "free some"
         ) from None
     finally:
         os.close(file)
 
 
 def attach_segment(name: str) -> mmap.mmap:
-    """Another process's segment.
+    """Map another process's segment.
 
     Raises:
-        InputError: it has no name of a segment, or is not this user's alone.
-        OSError: it is not there.
+        InputError: the name is no segment's, or the file does not belong to this user alone.
+        OSError: it does not exist.
     """
     if not SEGMENT_NAME.fullmatch(name):
         raise InputError(f"no name of shared memory: {name[:80]!r}")
@@ -83,58 +84,58 @@ def attach_segment(name: str) -> mmap.mmap:
 
 
 def remove_segment(name: str) -> None:
-    """Remove a segment of this process; what has it open keeps it. May be called twice."""
-    if _made.pop(name, None) == os.getpid():  # not of the parent of a fork
+    """Remove a segment of this process; open mappings stay valid. May be called twice."""
+    if _created.pop(name, None) == os.getpid():  # not of the parent of a fork
         (SHM_FOLDER / name).unlink(missing_ok=True)
 
 
 def is_orphaned(name: str) -> bool:
-    """Whether nothing is written to a segment any more: it was removed, or its process is gone."""
+    """Return whether a segment was removed, or its process has ended."""
     if not (SHM_FOLDER / name).exists():
         return True
-    found = SEGMENT_NAME.fullmatch(name)
-    if found is None or int(found[2]) != pid_namespace():
+    match = SEGMENT_NAME.fullmatch(name)
+    if match is None or int(match[2]) != pid_namespace():
         return False  # of a container with numbers of its own: they say nothing here
-    return not is_alive(int(found[3]), int(found[4]))
+    return not is_alive(int(match[3]), int(match[4]))
 
 
 def shared_memory_id() -> str:
-    """Says which memory it is: alike for processes that see each other's segments alone."""
+    """Return an id that is equal for processes that see each other's segments."""
     return f"{boot_id()} {SHM_FOLDER.stat().st_dev}"
 
 
 def orphaned_segments() -> Iterator[Path]:
-    """Segments whose process is gone, of this user alone."""
+    """Yield segments of this user whose process has ended."""
     for path in SHM_FOLDER.glob(f"{SEGMENT_PREFIX}{os.getuid()}-*"):
-        found = SEGMENT_NAME.match(path.name)
-        if found is None or int(found[2]) != pid_namespace():
+        match = SEGMENT_NAME.match(path.name)
+        if match is None or int(match[2]) != pid_namespace():
             continue  # of a container with numbers of its own: they say nothing here
         with contextlib.suppress(OSError):
             info = path.lstat()
-            if info.st_uid == os.getuid() and not is_alive(int(found[3]), int(found[4])):
+            if info.st_uid == os.getuid() and not is_alive(int(match[3]), int(match[4])):
                 yield path
 
 
 def remove_orphaned_segments() -> None:
-    """Remove them."""
+    """Remove orphaned segments."""
     for path in orphaned_segments():
         with contextlib.suppress(OSError):
             remove_orphan(path)
 
 
 def remove_orphan(path: Path) -> None:
-    """Remove what was left: a segment, or the folder of an engine's server."""
+    """Remove an orphaned segment, or the folder of an engine's server."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-_made: dict[str, int] = {}
-"""Segments that this process made, or its parent before a fork."""
+_created: dict[str, int] = {}
+"""Segments that this process created, or its parent before a fork."""
 
 
 @atexit.register
 def _remove_all() -> None:
-    for name in list(_made):
+    for name in list(_created):
         remove_segment(name)

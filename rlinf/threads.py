@@ -1,7 +1,7 @@
-"""Threads that serve others: one that fails ends its process at once, with the cause.
+"""Service threads: one that fails ends its process at once, with the cause.
 
-Whoever waits for such a thread would wait in silence for ever, here or in another process; a
-process that ended is noticed, named and replaced.
+Whoever waits for such a thread would wait forever, here or in another process. A process that ended
+is noticed, named and replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ log = logging.getLogger("rlinf")
 
 
 def start_service_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run ``work`` in a thread of its own, which does not keep the process alive.
+    """Run ``work`` in a daemon thread.
 
-    When it raises, the process ends with exit code 1, or that of ``to_resource_error``.
+    If it raises, the process ends with exit code 1, or that of
+    :func:`rlinf.errors.to_resource_error`.
     """
 
     def run() -> None:
@@ -40,7 +41,7 @@ def start_service_thread(name: str, work: Callable[[], None]) -> threading.Threa
 
 
 def exit_process(name: str, error: BaseException) -> None:
-    """Say why and end, whatever the other threads are doing."""
+    """Log the reason and end the process, whatever other threads are doing."""
     exhausted = to_resource_error(error)
     if exhausted is None:
         log.critical("the thread %r failed, so this process ends", name, exc_info=error)
@@ -50,12 +51,12 @@ def exit_process(name: str, error: BaseException) -> None:
 
 
 class BackgroundWorker:
-    """Does one piece of work after another in a thread of its own.
+    """Runs one piece of work after another in a thread of its own.
 
     Args:
-        name: of the thread.
-        expected: what may go wrong in the work; it is logged, and those who wait for a result take
-            it elsewhere. Anything else is a fault of the program and ends the process.
+        name: name of the thread.
+        expected: errors that the work may raise. They are logged, and the consumers read the result
+            elsewhere. Any other error is a bug and ends the process.
     """
 
     def __init__(self, name: str, expected: tuple[type[Exception], ...]) -> None:
@@ -63,16 +64,16 @@ class BackgroundWorker:
         self._thread = ThreadPoolExecutor(1, name)
 
     def submit(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Have something done; returns at once. After :meth:`close` nothing is.
+        """Enqueue a piece of work and return at once. After :meth:`close` it is ignored.
 
         Args:
-            what: for the log, when it fails.
+            what: description for the log if it fails.
         """
         with contextlib.suppress(RuntimeError):  # closed
             self._thread.submit(self._do, what, work, *arguments)
 
     def close(self, *, wait: bool = True) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _do(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
@@ -86,10 +87,10 @@ class BackgroundWorker:
 
 
 class MalformedCounter:
-    """Counts messages of a kind that were dropped; the log tells of the first one.
+    """Counts dropped messages and logs the first one.
 
     Args:
-        what: the end that received them, for the log.
+        what: name of the receiving end, for the log.
     """
 
     def __init__(self, what: str) -> None:

@@ -1,11 +1,12 @@
-"""Which errors may pass by themselves, so that another try may succeed.
+"""Transient errors: those after which another attempt may succeed.
 
-They are those of connections and files (``OSError``, except a missing or forbidden path), of HTTP
-and services that are busy or out of reach, of a locked database, of device memory and collectives,
-and of worker processes that died. The error itself decides, or one that it was raised from; of a
-group each must pass.
+They are errors of connections and files (``OSError``, except a missing or forbidden path), of HTTP
+and of services that are busy or unreachable, of a locked database, of device memory and
+collectives, and of worker processes that died. The error itself decides, or one that it was raised
+from; in an exception group each error must be transient.
 
-Loaded in processes of simulators too, by any Python from 3.9 on: the standard library alone.
+Simulator processes load this module too, with any Python from 3.9 on, so it uses the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ PERMANENT_ERRORS = (
     IsADirectoryError,
     PermissionError,
 )
-"""Errors of files that another try would meet again: the path is wrong."""
+"""Errors of files that another attempt would meet again, because the path is wrong."""
 TRANSIENT_HTTP_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
-"""Statuses of HTTP that another try may not get (RFC 9110, 6585 and 8470)."""
+"""HTTP statuses that may not recur (RFC 9110, 6585 and 8470)."""
 TRANSIENT_GRPC_CODES = frozenset(
     {"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED"}
 )
 SERVICE_CLIENTS = frozenset(
     {"aiohttp", "anthropic", "grpc", "httpcore", "httpx", "openai", "redis", "requests", "urllib3"}
 )
-"""Packages that reach services, whose errors need not be an ``OSError``."""
+"""Packages of service clients, whose errors need not be an ``OSError``."""
 CONNECTION_ERROR_NAMES = re.compile(r"Timeout|Connect|Network|RemoteProtocol")
-"""Part of the names of their errors that tell of a connection."""
+"""Pattern for the names of their connection errors."""
 TRANSIENT_TORCH_ERRORS = ("OutOfMemoryError", "AcceleratorError", "distributed.DistError")
 TRANSIENT_TEXTS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS", "NCCL", "gloo/transport")
 """Parts of the messages of device and network errors that PyTorch raises as RuntimeError."""
@@ -49,23 +50,23 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether another try may succeed."""
-    seen: set[int] = set()
+    """Return whether another attempt may succeed."""
+    visited: set[int] = set()
     groups = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in visited:
         if isinstance(error, PERMANENT_ERRORS):
             return False
         if isinstance(error, groups) and all(map(is_transient, error.exceptions)):
             return True
         if isinstance(error, TRANSIENT_ERRORS) or _is_of_device(error) or _is_of_service(error):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = cause_of(error)
     return False
 
 
 def _is_of_service(error: BaseException) -> bool:
-    """Whether a service was busy or out of reach, or a database locked."""
+    """Return whether a service was busy or unreachable, or a database locked."""
     places = (error, getattr(error, "response", None))
     found = [getattr(place, name, None) for place in places for name in ("status_code", "status")]
     if any(isinstance(status, int) and status in TRANSIENT_HTTP_STATUSES for status in found):
@@ -80,7 +81,7 @@ def _is_of_service(error: BaseException) -> bool:
 
 
 def _is_of_device(error: BaseException) -> bool:
-    """Whether PyTorch raised it over device memory, a device or a lost peer."""
+    """Return whether PyTorch raised it for device memory, a device or a lost peer."""
     if isinstance(error, RuntimeError) and any(text in str(error) for text in TRANSIENT_TEXTS):
         return True
     torch = sys.modules.get("torch")
@@ -88,7 +89,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _torch_errors(torch: ModuleType | None) -> list[type]:
-    """The classes of :data:`TRANSIENT_TORCH_ERRORS` that this PyTorch has; none before its import."""
+    """Return the classes of :data:`TRANSIENT_TORCH_ERRORS` in PyTorch; none before its import."""
     kinds = []
     for name in TRANSIENT_TORCH_ERRORS:
         found: object = torch

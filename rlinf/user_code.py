@@ -1,10 +1,10 @@
-"""Errors that the user's own code raises: recognised by the traceback, and reported once.
+"""Errors of the user's own code: recognised by the traceback, and reported once.
 
 User code is each module that the configuration names (``reward.name=mylab.rewards:Brief``), with
-the other modules of its package or, if it has none, of its folder. An exception whose traceback
-has a frame of such a module is the user's. It becomes a :class:`UserCodeError`, which no driver
-retries, unless it may pass by itself; then it is a :class:`TransientUserCodeError`.
-:mod:`rlinf.transient_errors` says which errors may.
+the other modules of its package or, without a package, of its folder. An exception belongs to the
+user if its traceback has a frame of such a module. It becomes a :class:`UserCodeError`, which no
+driver retries, or a :class:`TransientUserCodeError` if :mod:`rlinf.transient_errors` says that it
+may pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIBRARY_FOLDERS = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "p
 
 
 class _Part(NamedTuple):
-    """A part that the configuration names."""
+    """A component that the configuration names."""
 
     label: str
     file: Path
@@ -47,10 +47,10 @@ _folders: set[Path] = set()
 
 
 def register_user_component(label: str, module: ModuleType, attribute: object) -> None:
-    """Count the modules around ``module`` as user code from now on.
+    """Treat the modules around ``module`` as user code from now on.
 
     Args:
-        label: how errors name the part, such as ``reward.name: mylab.rewards:Brief``.
+        label: name of the component in errors, such as ``reward.name: mylab.rewards:Brief``.
         attribute: the class, function or variable that the configuration names.
     """
     top = module.__name__.partition(".")[0]
@@ -75,7 +75,7 @@ def _remember_modules_around(module: ModuleType) -> None:
 
 
 def _is_library(module: ModuleType) -> bool:
-    """Whether a module is the product's, the standard library's or an installed one."""
+    """Return whether a module belongs to the product, the standard library or site-packages."""
     file = getattr(module, "__file__", None)
     if module.__name__.partition(".")[0] in PRODUCT_PACKAGES or file is None:
         return True
@@ -83,11 +83,11 @@ def _is_library(module: ModuleType) -> bool:
 
 
 def to_user_code_error(error: BaseException) -> RlinfError | None:
-    """The error to report in place of ``error`` if user code raised it; None: it did not.
+    """Return the error to report in place of ``error`` if user code raised it, else None.
 
-    Errors that are raised on purpose (:class:`RlinfError`), that a full disk or used-up memory
-    explains, and that end the process from outside (a signal, Ctrl-C) stay as they are.
-    ``sys.exit`` in user code counts as an error.
+    Unchanged are errors that are raised on purpose (:class:`RlinfError`), that a full disk or
+    used-up memory explains, and that end the process from outside (a signal, Ctrl-C). ``sys.exit``
+    in user code counts as an error.
     """
     if not isinstance(error, Exception | SystemExit) or isinstance(error, RlinfError):
         return None
@@ -100,15 +100,18 @@ def to_user_code_error(error: BaseException) -> RlinfError | None:
     if isinstance(error, SystemExit) and _is_product(steps[-1].tb_frame):
         return None  # a signal's handler ends the process
     text = next(iter(str(error).splitlines()), "")
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     label = _label([step.tb_frame for step in steps], first.tb_frame)
-    message = f"{label} raised {said}\n{_traceback(error, first)}"
+    message = f"{label} raised {summary}\n{_traceback(error, first)}"
     return (TransientUserCodeError if is_transient(error) else UserCodeError)(message)
 
 
 def exit_code_and_message(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error: its own if it was raised on purpose, else those of what
-    :func:`to_resource_error` or :func:`to_user_code_error` make of it, else 1 and the whole traceback."""
+    """Return the exit code and the message to report for an error.
+
+    They are the error's own if it was raised on purpose, else those of :func:`to_resource_error` or
+    :func:`to_user_code_error`, else 1 and the full traceback.
+    """
     if not isinstance(error, RlinfError):
         error = to_resource_error(error) or to_user_code_error(error) or error
     if isinstance(error, RlinfError):
@@ -150,7 +153,7 @@ def _is_product(frame: FrameType) -> bool:
 
 
 def _label(frames: list[FrameType], first: FrameType) -> str:
-    """The part that was at work: the class of the outermost method, else what its file holds."""
+    """Return the component at work: the class of the outermost method, else that of the file."""
     classes = [(part.attribute, part.label) for part in _parts.values()]
     for frame in frames:
         owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
@@ -164,7 +167,7 @@ def _label(frames: list[FrameType], first: FrameType) -> str:
 
 
 def _traceback(error: BaseException, first: TracebackType) -> str:
-    """One traceback, which begins at the user's line; the cause, if there is one, as a line."""
+    """Return one traceback that begins at the user's line, and the cause as a line."""
     shown = traceback.TracebackException(type(error), error, first, compact=True)
     text = "".join(shown.format(chain=False)).rstrip()
     cause = cause_of(error)

@@ -1,10 +1,10 @@
-"""Reading files so that what is used is what was checked.
+"""Verified reads: the bytes that are used are the bytes whose checksum was compared.
 
-A file is read once, from front to back, into memory of this process, and its checksum is computed
-from these bytes: what changes on disk after that, or between two looks, is not used. Nothing is
-mapped. Which checksum it must have is found by its path: a file in ``OUT/data-ATTEMPT/`` belongs to
-the manifest in ``OUT`` (:mod:`rlinf.artifacts`). Files that no manifest speaks of (a user's model,
-an attempt's own work) are read the same way and not compared.
+A file is read once, front to back, into memory of this process, and its checksum is computed from
+these bytes. Later changes on disk are not used, and nothing is memory-mapped. The expected checksum
+follows from the path: a file in ``OUT/data-ATTEMPT/`` belongs to the manifest in ``OUT``
+(:mod:`rlinf.artifacts`). Files without a manifest (a user's model, an attempt's own work) are read
+the same way and not compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BLOCK_BYTES = 1 << 22
 
 
 class VerifiedReader:
-    """One file, read from front to back; :meth:`finish` says whether it was what was committed.
+    """Reads one file front to back; :meth:`finish` compares it with its manifest.
 
     Raises:
-        ArtifactError: it is committed and missing, or of another size.
-        FileNotFoundError: it is not there, and no manifest says that it should be.
+        ArtifactError: the file is committed, and missing or of another size.
+        FileNotFoundError: the file does not exist, and no manifest names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,14 +48,14 @@ class VerifiedReader:
 
     @property
     def remaining(self) -> int:
-        """Bytes not yet read."""
+        """Number of bytes not yet read."""
         return self._left
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill a buffer with the next bytes; what is in it counts only after :meth:`finish`.
+        """Fill a buffer with the next bytes; they are verified only after :meth:`finish`.
 
         Raises:
-            ArtifactError, EOFError: the file ends before.
+            ArtifactError, EOFError: the file ends too early.
         """
         at = 0
         while at < len(buffer):
@@ -68,7 +68,7 @@ class VerifiedReader:
         self._left -= len(buffer)
 
     def skip(self, count: int) -> None:
-        """Pass over bytes; they are checked all the same."""
+        """Skip bytes; they are part of the checksum all the same."""
         if self._commit is None:
             self._file.seek(count, 1)
             self._left -= count
@@ -80,10 +80,10 @@ class VerifiedReader:
             count -= len(part)
 
     def finish(self) -> None:
-        """Read the rest and compare.
+        """Read the rest and compare the checksum.
 
         Raises:
-            ArtifactError: the bytes are not those that were committed.
+            ArtifactError: the bytes differ from those that were committed.
         """
         self.skip(self._left)
         if self._commit is None:
@@ -109,10 +109,10 @@ class VerifiedReader:
 
 
 def read_bytes(path: Path) -> bytearray:
-    """All of a file.
+    """Return all bytes of a file.
 
     Raises:
-        ArtifactError: it is committed and not what was committed.
+        ArtifactError: the file is committed and its bytes differ.
         OSError: it cannot be read.
     """
     with VerifiedReader(path) as reader:
@@ -123,18 +123,18 @@ def read_bytes(path: Path) -> bytearray:
 
 
 def verify_file(path: Path) -> None:
-    """Read a file and keep nothing; raises as :func:`read_bytes`."""
+    """Read a file only to compare its checksum; raises like :func:`read_bytes`."""
     with VerifiedReader(path) as reader:
         reader.finish()
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file; raises as :func:`read_bytes`, and ``UnicodeDecodeError``."""
+    """Return a UTF-8 file as text; raises like :func:`read_bytes`, and ``UnicodeDecodeError``."""
     return read_bytes(path).decode()
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; raises as :func:`read_bytes`, and leaves nothing then."""
+    """Copy a file; on an error, which is that of :func:`read_bytes`, the copy is removed."""
     try:
         with VerifiedReader(source) as reader, target.open("wb") as out:
             scratch = memoryview(bytearray(min(reader.size, BLOCK_BYTES)))
@@ -150,10 +150,11 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def verified_temporary_copy(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """A folder with checked copies of small files, for libraries that read them by themselves.
+    """Provide a folder with verified copies of small files, for libraries that read files
+    themselves.
 
-    It has the name of the original, and goes with the context. Files that no manifest speaks of are
-    used where they are.
+    The folder has the name of the original and is removed with the context. Files without a
+    manifest are used in place.
     """
     if not any(committed_file(folder / name) for name in names):
         yield folder

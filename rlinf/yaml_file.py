@@ -1,4 +1,4 @@
-"""Reading YAML files that people write: plans, sites, scenarios, problems."""
+"""Read YAML files that people write: plans, sites, scenarios, problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from rlinf.errors import InputError
 
 MAX_BYTES = 16 << 20
-"""Of a file that a person wrote."""
+"""Maximum size of a file that a person wrote."""
 _INT = re.compile(r"[-+]?(0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
@@ -20,19 +20,19 @@ _FLOAT = re.compile(
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Safe YAML in which a key stands once, and ``1:30`` is no number (YAML 1.1 reads it as 90)."""
+    """Safe YAML without duplicate keys, and in which ``1:30`` is no number (YAML 1.1 reads 90)."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if not isinstance(key.value, str):
                 continue
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key.value!r} stands there twice",
                     problem_mark=key.start_mark,
                 )
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -46,10 +46,10 @@ _Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+0123456789."))
 
 
 def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
-    """See that what the user names under ``key`` is a file.
+    """Check that the path under ``key`` is a file.
 
     Raises:
-        InputError: of the type given; no file, a folder, or no regular file.
+        InputError: of type ``error``; it is missing, a folder, or no regular file.
     """
     path = path.expanduser()
     try:
@@ -65,7 +65,7 @@ def check_is_file(path: Path, key: str, error: type[InputError]) -> None:
 
 
 def not_utf8_error(path: Path, key: str, error: type[InputError], place: int) -> InputError:
-    """Return the error for a file that is no text, by its byte at ``place``."""
+    """Return the error for a file that is not text, with the position of the invalid byte."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     what = "compressed (gzip); unpack it first" if packed else "not UTF-8 text"
@@ -73,10 +73,10 @@ def not_utf8_error(path: Path, key: str, error: type[InputError], place: int) ->
 
 
 def read_text(path: Path, key: str, error: type[InputError]) -> str:
-    """The text of a file that the user names under ``key``.
+    """Return the text of the file under ``key``.
 
     Raises:
-        InputError: of the type given; no file, a folder, not readable, or not UTF-8.
+        InputError: of type ``error``; the file is missing, a folder, unreadable, or not UTF-8.
     """
     path = path.expanduser()
     check_is_file(path, key, error)
@@ -90,10 +90,10 @@ def read_text(path: Path, key: str, error: type[InputError]) -> str:
 
 
 def read_yaml(path: Path, key: str, error: type[InputError]) -> Any:
-    """The values of a YAML file that the user names under ``key``; None if it is empty.
+    """Return the values of the YAML file under ``key``; None if it is empty.
 
     Raises:
-        InputError: of the type given; as :func:`read_text`, or not YAML, or a key stands twice.
+        InputError: of type ``error``; as for :func:`read_text`, or invalid YAML or duplicate keys.
     """
     text = read_text(path, key, error)
     if len(text) > MAX_BYTES:

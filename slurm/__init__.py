@@ -1,1 +1,2 @@
-"""Everything that knows Slurm; also the folder that ``snakemake --profile slurm`` reads."""
+"""The Slurm package: all code that depends on Slurm, and the folder of ``snakemake --profile
+slurm``."""

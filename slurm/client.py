@@ -1,4 +1,9 @@
-"""Every question to Slurm goes through here: typed answers, few calls."""
+"""The Slurm client: the only place that runs Slurm's commands, with typed results and few calls.
+
+sbatch prints ``Submitted batch job 12``, with several clusters ``Submitted batch job 12 on cluster
+NAME``, or with ``--parsable`` ``12`` or ``12;NAME`` (manual page of sbatch). Some sites wrap it in
+a script that prints a banner, checks and balances before and after that line.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,9 @@ from slurm.jobs import (
 )
 
 COMMAND_TIMEOUT_S = 60.0
-# -e gives unlike nodes lines of their own; without, one has the least CPUs and memory of them all.
+# -e prints a line for each node type; without it, one line has the minimum CPUs and memory of all.
 SINFO_PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
-# -r gives each element of a pending array a line. The reason comes last: it may be free text.
+# -r prints a line for each element of a pending array. The reason is last because it is free text.
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
 SACCT_JOBS = ("sacct", "-n", "-P", "-X", "-o", "JobID,State,ExitCode,Partition,NodeList", "-j")
 SLURM_ENV_PREFIXES = (
@@ -39,24 +44,24 @@ SLURM_ENV_PREFIXES = (
     "SACCT_",
     "SINFO_",
 )
-"""Beginnings of variables that change what Slurm's commands do or show: those of a job that this
-process runs in (``SLURM_MEM_PER_CPU``), and a user's own (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
+"""Prefixes of variables that change what Slurm's commands do or show: those of the job around this
+process (``SLURM_MEM_PER_CPU``) and the user's own (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
 CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""Variables without which no command finds its controller."""
+"""Variables that commands need to find their controller."""
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-"""Signals by which Slurm says that a job is to end."""
+"""Signals by which Slurm announces the end of a job."""
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 _NO_ANSWER = re.compile(
     "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"
     "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
     re.IGNORECASE,
 )
-"""In messages of commands that had no answer from the controller."""
+"""Messages of commands that got no answer from the controller."""
 _PARTITION_LINE = re.compile(
     r"[^|\s]+\|[^|\s]+\|\d+\|\d+\+?\|\d+\+?\|[^|]*\|(?:up|down|drain|inact)(?:\|.*)?"
 )
-"""A line of sinfo's answer to :data:`PARTITIONS`. Around such lines sites print texts of their own,
-which all readers of Slurm's answers pass over."""
+"""A line of sinfo's answer to :data:`SINFO_PARTITIONS`. Sites may print text of their own around
+such lines; all parsers of Slurm's output skip it."""
 _STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
 _ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
@@ -64,7 +69,7 @@ _ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", 
 
 @dataclass(frozen=True)
 class QueuedJob(JobStatus):
-    """A job in the queue, with what limits on the number of jobs go by."""
+    """A job in the queue, with the account and QOS that limits on the number of jobs count by."""
 
     account: str = ""
     qos: str = ""
@@ -72,11 +77,11 @@ class QueuedJob(JobStatus):
 
 @dataclass(frozen=True)
 class NodeType:
-    """Nodes of a partition with the same hardware; 0 where it is unknown."""
+    """Nodes of a partition with the same hardware; 0 marks an unknown number."""
 
     count: int
     cpus: int
-    """Per node. So for memory and GPUs."""
+    """Per node, like memory and GPUs."""
     mem_mb: int
     gpus: Mapping[str, int] = field(default_factory=dict)
     """By type."""
@@ -88,31 +93,31 @@ class NodeType:
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition offers."""
+    """The limits, state and node types of a partition."""
 
     name: str
     time_limit_min: int | None
-    """Longest wall time, minutes; None: unlimited."""
+    """Maximum wall time in minutes; None: unlimited."""
     groups: tuple[NodeType, ...]
     max_nodes: int | None = None
-    """Of one job; None: unlimited."""
+    """Maximum nodes of one job; None: unlimited."""
     is_default: bool = False
     state: str = "up"
     """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (neither)."""
 
     @property
     def is_available(self) -> bool:
-        """Whether jobs may be submitted and start."""
+        """True if jobs may be submitted and start."""
         return self.state == "up"
 
     @property
     def nodes(self) -> int:
-        """All nodes."""
+        """The number of nodes of all types."""
         return sum(group.count for group in self.groups)
 
     @property
     def gpus(self) -> dict[str, int]:
-        """The most GPUs of each type that a node has."""
+        """The maximum number of GPUs per node, by GPU type."""
         found: dict[str, int] = {}
         for group in self.groups:
             for kind, count in group.gpus.items():
@@ -122,13 +127,13 @@ class Partition:
 
 @dataclass
 class SlurmClient:
-    """Calls Slurm's own commands and reads their text, which 20.11 to 25.x print alike."""
+    """Runs Slurm's commands and parses their text output, which is the same in 20.11 to 25.x."""
 
     poll_interval_s: float = 1.0
-    """Seconds that should pass between two queries of the queue."""
+    """Minimum seconds between two queries of the queue."""
 
     def partitions(self) -> dict[str, Partition]:
-        """All partitions.
+        """Return all partitions by name.
 
         Raises:
             SlurmError: Slurm is not installed or does not answer.
@@ -136,14 +141,14 @@ class SlurmClient:
         return parse_partitions(self.run(*SINFO_PARTITIONS))
 
     def queue(self) -> dict[str, QueuedJob]:
-        """This user's jobs in the queue, array elements singly (``12_3``).
+        """Return this user's jobs in the queue by id, each array element on its own (``12_3``).
 
-        Those that ended a short while ago are among them.
+        Jobs that ended a short while ago are included.
         """
         return parse_queue(self.run(*SQUEUE_JOBS))
 
     def find_by_comment(self, text: str) -> list[str]:
-        """Ids of this user's jobs in the queue that have a word in their comment.
+        """Return the ids of this user's queued jobs whose comment contains a text.
 
         Raises:
             SlurmError: Slurm does not answer.
@@ -154,24 +159,24 @@ class SlurmClient:
         ]
 
     def accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """What accounting knows of jobs; empty where there is no accounting."""
+        """Return the status of jobs in accounting; empty if the cluster has no accounting."""
         job_ids = sorted({parent_job_id(identity) for identity in ids})
         try:
             found = parse_accounting(self.run(*SACCT_JOBS, ",".join(job_ids)))
         except SlurmError:
             return {}
-        # Elements that were cancelled while they waited may stand under the id of their array only.
+        # Array elements cancelled while pending may be listed under the id of their array only.
         names = {i: i if i in found else parent_job_id(i) for i in ids}
         return {identity: found[name] for identity, name in names.items() if name in found}
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel jobs; those already gone are no error, and keep no other one alive.
+        """Cancel jobs. Jobs that have already ended are ignored and do not protect the others.
 
-        A component of a heterogeneous job goes with the whole: while it waits, Slurm refuses to
-        cancel it alone.
+        A component of a heterogeneous job is cancelled with its whole job, because Slurm refuses
+        to cancel a pending component alone.
 
         Raises:
-            SlurmError: a job that is there could not be cancelled.
+            SlurmError: an existing job could not be cancelled.
         """
         if not ids:
             return
@@ -185,7 +190,7 @@ class SlurmClient:
                 raise
 
     def _cancel_singly(self, ids: Collection[str]) -> None:
-        """For versions of scancel that stop at the first job that is gone."""
+        """Cancel jobs one by one, for versions of scancel that stop at the first ended job."""
         failed = []
         for identity in sorted(ids):
             try:
@@ -196,7 +201,7 @@ class SlurmClient:
             raise SlurmError("; ".join(failed))
 
     def settings(self) -> dict[str, str]:
-        """The cluster's configuration, by the names of slurm.conf.
+        """Return the cluster's configuration by the names of slurm.conf.
 
         Raises:
             SlurmError: Slurm is not installed or does not answer.
@@ -204,33 +209,37 @@ class SlurmClient:
         return parse_settings(self.run("scontrol", "show", "config"))
 
     def version(self) -> str:
-        """Slurm's version, such as ``22.05.8``.
+        """Return Slurm's version, such as ``22.05.8``.
 
         Raises:
-            SlurmError: Slurm is not installed, does not answer, or says no version.
+            SlurmError: Slurm is not installed, does not answer, or prints no version.
         """
         text = self.run("sinfo", "--version")
-        # Debian's says "slurm-wlm 22.05.8".
+        # Debian prints "slurm-wlm 22.05.8".
         found = re.search(r"^slurm\S*[ \t]+(\d\S*)", text, re.MULTILINE | re.IGNORECASE)
         if found is None:
             raise SlurmError(f"sinfo --version: no version in {text.strip()[:200]!r}")
         return found[1]
 
     def run(self, *command: str, return_stderr: bool = False) -> str:
-        """Standard output of a Slurm command; its error output, where ``errors``.
+        """Run a Slurm command and return its standard output.
+
+        Args:
+            return_stderr: return the error output instead.
 
         Raises:
-            SlurmUnresponsiveError: no answer.
-            SlurmError: not installed, or refused (with its own message).
+            SlurmUnresponsiveError: Slurm does not answer.
+            SlurmError: the command is not installed, or fails with this message.
         """
         return run_command(command, return_stderr=return_stderr)
 
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Commands that are started within outlive the warning which Slurm sends to a whole step.
+    """Block stop signals, so that commands started inside survive a warning to the whole step.
 
-    A child begins with the mask of the thread that starts it. This process sees the signal later.
+    A child inherits the signal mask of the thread that starts it. This process gets the signal
+    when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -240,9 +249,10 @@ def block_stop_signals() -> Iterator[None]:
 
 
 def command_environment() -> dict[str, str]:
-    """Return this process's environment without what changes Slurm's commands.
+    """Return this process's environment without the variables that change Slurm's commands.
 
-    All of them are started so, from a login node, an interactive job or a driver's job alike.
+    Every command gets this environment, whether this process runs on a login node, in an
+    interactive job or in a driver's job.
     """
     return {
         k: v
@@ -252,7 +262,7 @@ def command_environment() -> dict[str, str]:
 
 
 def run_command(command: Sequence[str], *, return_stderr: bool = False) -> str:
-    """See :meth:`SlurmClient.run`."""
+    """Run a Slurm command; see :meth:`SlurmClient.run`."""
     if shutil.which(command[0]) is None:
         raise SlurmError(
             f"{command[0]}: command not found; this machine has no Slurm. "
@@ -279,10 +289,10 @@ def run_command(command: Sequence[str], *, return_stderr: bool = False) -> str:
 
 
 def classify_failure(message: str) -> type[SlurmError]:
-    """What a command's message means: that there was no answer, or that it was refused.
+    """Return the error class of a failed command's message: no answer, or refused.
 
-    Where lines of it speak of an error, only these count: a banner may tell of nodes that are not
-    responding.
+    If some lines contain an error, only these count, because a banner may mention nodes that are
+    not responding.
     """
     lines = message.splitlines()
     lines = [line for line in lines if re.search("error|fatal", line, re.IGNORECASE)] or lines
@@ -290,7 +300,7 @@ def classify_failure(message: str) -> type[SlurmError]:
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """Read sinfo's answer to :data:`PARTITIONS`; unlike nodes have lines of their own."""
+    """Parse sinfo's answer to :data:`SINFO_PARTITIONS`, which has a line for each node type."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         if not _PARTITION_LINE.fullmatch(line.strip()):
@@ -302,7 +312,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
             groups=(*(known.groups if known else ()), group),
-            # From the least to the most nodes of a job: 1-infinite, 1-4, or 2 where they are one.
+            # Minimum to maximum nodes of a job: 1-infinite, 1-4, or 2 if both are the same.
             max_nodes=_limit(sizes[0].rpartition("-")[2]) if sizes else None,
             is_default=name.endswith("*"),
             state=state,
@@ -311,7 +321,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """``gpu:a100:4(S:0-1),gpu:2`` as ``{"a100": 4, "": 2}``; other resources are left out."""
+    """Parse GPUs of a GRES text: ``gpu:a100:4(S:0-1),gpu:2`` is ``{"a100": 4, "": 2}``."""
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = part.strip().split(":")
@@ -322,7 +332,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 
 
 def parse_minutes(text: str) -> int | None:
-    """``1-12:30:00``, ``30:00``, ``45`` as minutes; None for ``infinite`` and the like."""
+    """Parse ``1-12:30:00``, ``30:00`` or ``45`` as minutes; None for ``infinite`` and the like."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text.strip())
     if not match:
         return None
@@ -343,17 +353,17 @@ class _MayBeDefault(Protocol):
 
 
 def default_partition(partitions: Mapping[str, _MayBeDefault]) -> str | None:
-    """The name of the one that jobs go to which name none."""
+    """Return the name of the partition that jobs use by default; None if there is none."""
     return next((name for name, partition in partitions.items() if partition.is_default), None)
 
 
 def partition_names(text: str) -> tuple[str, ...]:
-    """``a100,h100`` as its names: the job runs in the first of them that has room."""
+    """Split ``a100,h100`` into names; the job runs in the first partition that has room."""
     return tuple(name.strip() for name in text.split(","))
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
-    """Read squeue's answer to :data:`SQUEUE_JOBS`."""
+    """Parse squeue's answer to :data:`SQUEUE_JOBS`."""
     found = {}
     for ids, state, partition, account, qos, node, reason in _job_rows(text, 7):
         why = "" if reason in ("None", "(null)") else reason
@@ -364,7 +374,7 @@ def parse_queue(text: str) -> dict[str, QueuedJob]:
 
 
 def parse_accounting(text: str) -> dict[str, JobStatus]:
-    """Read sacct's answer to :data:`SACCT_JOBS`."""
+    """Parse sacct's answer to :data:`SACCT_JOBS`."""
     found = {}
     for ids, state, code, partition, node in _job_rows(text, 5):
         kind, numbers = parse_job_state(state), _EXIT_CODE.fullmatch(code)
@@ -376,15 +386,14 @@ def parse_accounting(text: str) -> dict[str, JobStatus]:
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Read ``scontrol show config``: lines of ``Key = value``."""
+    """Parse ``scontrol show config``, which prints lines of ``Key = value``."""
     pairs = (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
 
 def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
-    """Lines of values parted by ``|``, the first a job's id, a second one of several its state.
-
-    The last value may hold more of these bars. Other lines are left out.
+    """Yield the fields of lines separated by ``|`` that start with a job id and, if there are three
+    columns or more, a job state. The last field may contain ``|``. Other lines are skipped.
     """
     for line in text.splitlines():
         parts = line.strip().split("|", columns - 1)
@@ -403,27 +412,27 @@ def _number(text: str) -> int:
 
 
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Colours and the like, by ECMA-48."""
+"""Terminal escape sequences such as colours (ECMA-48)."""
 _SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b", re.IGNORECASE)
 _PARSABLE = re.compile(r"(\d+)(?:;[\w.-]+)?")
 _SHOWN = 1500
-"""Characters of an answer in an error."""
+"""Maximum characters of an answer in an error message."""
 
 
 class UnreadableSubmission(SlurmError):
-    """sbatch took a job, and its answer does not tell the job's id."""
+    """The answer of sbatch to an accepted job does not contain the job's id."""
 
 
 def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] = tuple) -> str:
-    """Return the job's id in the answer of sbatch.
+    """Return the job id in sbatch's answer.
 
     Args:
-        marked: returns the ids of the jobs in the queue that this submission has marked; called
-            only where the answer holds several numbers, to tell which of them is the job.
+        find_tagged: returns the ids of the queued jobs with this submission's tag; called only if
+            the answer contains several numbers, to find which of them is the job.
 
     Raises:
-        UnreadableSubmission: it holds no id, or several ambiguous ones; shows the answer.
-        SlurmError: the queue was asked and did not answer.
+        UnreadableSubmission: the answer contains no id, or several ambiguous ones; shows it.
+        SlurmError: the queue was queried and Slurm did not answer.
     """
     found = _candidates(answer)
     if len(found) > 1:
@@ -438,7 +447,7 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
 
 
 def _candidates(answer: str) -> list[str]:
-    """Return what may be the id: by the whole sentence, else numbers alone on their line."""
+    """Return possible ids: those in the full sentence, else numbers alone on their line."""
     lines = [line.strip() for line in _ESCAPE.sub("", answer).splitlines()]
     message = [match[1] for line in lines if (match := _SENTENCE.search(line))]
     alone = [match[1] for line in lines if (match := _PARSABLE.fullmatch(line))]
@@ -454,10 +463,10 @@ WAIT_HISTORY_DAYS = 14
 
 
 def expected_wait_s(client: SlurmClient, now: datetime, *options: str) -> float | None:
-    """Seconds until a job with these sbatch options would start; None where Slurm does not say.
+    """Return the seconds until a job with these sbatch options would start; None if unknown.
 
     Args:
-        now: local time of the cluster, without a zone.
+        now: local time of the cluster, without a time zone.
     """
     try:
         text = client.run("sbatch", "--test-only", *options, "--wrap", "true", return_stderr=True)
@@ -467,7 +476,7 @@ def expected_wait_s(client: SlurmClient, now: datetime, *options: str) -> float 
 
 
 def parse_expected_wait(text: str, now: datetime) -> float | None:
-    """Read ``sbatch: Job 7 to start at 2026-01-02T03:04:05 using ...``."""
+    """Parse ``sbatch: Job 7 to start at 2026-01-02T03:04:05 using ...``."""
     match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
     if match is None:
         return None
@@ -475,7 +484,7 @@ def parse_expected_wait(text: str, now: datetime) -> float | None:
 
 
 def past_waits_s(client: SlurmClient, partition: str) -> list[tuple[int, float]]:
-    """Nodes and wait of the partition's jobs of the last weeks that this user may see."""
+    """Return number of nodes and wait of a partition's past jobs that this user may see."""
     since, fields = f"now-{WAIT_HISTORY_DAYS}days", "Partition,NNodes,Eligible,Start"
     try:
         text = client.run(
@@ -487,9 +496,9 @@ def past_waits_s(client: SlurmClient, partition: str) -> list[tuple[int, float]]
 
 
 def parse_past_waits(text: str, partition: str) -> list[tuple[int, float]]:
-    """Read ``sacct -n -P -X -o Partition,NNodes,Eligible,Start``; jobs not started are left out.
+    """Parse ``sacct -n -P -X -o Partition,NNodes,Eligible,Start``; jobs not started are skipped.
 
-    A wait counts from when the job could have started: after its dependencies and begin time.
+    A wait is counted from when the job could start, after its dependencies and begin time.
     """
     found = []
     for line in text.splitlines():

@@ -1,7 +1,7 @@
-"""Taking the inventory: a handful of questions to Slurm, and the reading of its answers.
+"""Discovery of the cluster's inventory: a few queries to Slurm and the parsers of its answers.
 
-The questions are asked once each, of the whole cluster; reading is pure and linear in the text, so
-that thousands of nodes are no matter. Formats are those of 20.11 to 25.x (docs/howto/slurm.md).
+Each query runs once for the whole cluster. Parsing is pure and linear in the text, so thousands of
+nodes are no problem. Formats are those of 20.11 to 25.x (docs/howto/slurm.md).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from slurm.inventory import (
     QosLimits,
 )
 
-# sinfo's -o never cuts a value short, as -O does at its column widths.
+# sinfo's -o never truncates a value; -O does at its column widths.
 SINFO_NODES = ("sinfo", "-h", "-N", "-o", "%N|%R|%T|%c|%m|%G|%f")
 SCONTROL_PARTITIONS = ("scontrol", "-o", "show", "partition")
-# -d adds GresUsed, which is there even where accounting does not track GPUs.
+# -d adds GresUsed, which is present even if accounting does not track GPUs.
 SCONTROL_NODE_USAGE = ("scontrol", "-o", "-d", "show", "node")
-# Only -O knows what a waiting job asks for in all (%b leaves out --gpus). Its values have no blanks
-# and fit the widths; -r shows each task of an array.
+# Only -O prints the total resources of a pending job (%b omits --gpus). Its values have no blanks
+# and fit the widths; -r prints each task of an array.
 SQUEUE_PENDING = (
     *("squeue", "-h", "-r", "-t", "PD", "-O"),
     "Partition:200,NumNodes:12,tres-alloc:250,tres-per-node:100,Reason:60",
@@ -50,26 +50,26 @@ SACCTMGR_ASSOCIATIONS = (
 )
 
 ENFORCING_WORDS = frozenset({"limits", "safe", "all"})
-"""Words of AccountingStorageEnforce by which limits hold (manual page of slurm.conf)."""
+"""Words of AccountingStorageEnforce that enforce limits (manual page of slurm.conf)."""
 IDLE_STATES = frozenset({"idle", "powered_down"})
 USABLE_STATES = IDLE_STATES | frozenset(
     {"mixed", "allocated", "completing", "planned", "reserved", "powering_down", "power_down"}
     | {"power_up", "powering_up", "reboot_requested"}
 )
-"""Base states of nodes to plan with. All others, also those nobody has heard of, count as down."""
+"""Base states of usable nodes. All others, unknown ones included, count as down."""
 DOWN_FLAGS = frozenset("*$^")
 """Suffixes of sinfo's states: not responding, maintenance, rebooting."""
 BUSY_FLAGS = frozenset("-@!%")
-"""Kept for a job to come, to be rebooted, to be or being powered down: not idle."""
+"""Suffixes of nodes that are not idle: reserved for a job, to be rebooted, or powering down."""
 NOT_WAITING_FOR_NODES = re.compile(
     r"\(?(?:JobHeld|Dependency|BeginTime|JobArrayTaskLimit|BadConstraints)"
 )
-"""Reasons of waiting jobs that would not start on free nodes either."""
+"""Reasons of pending jobs that would not start on free nodes either."""
 
 
 @dataclass(frozen=True)
 class SlurmOutput:
-    """What Slurm's commands printed."""
+    """The output of Slurm's commands."""
 
     version: str
     nodes: str
@@ -80,7 +80,7 @@ class SlurmOutput:
     """None: no accounting."""
     associations: str | None = None
     settings: Mapping[str, str] | None = None
-    """By the names of slurm.conf; None: not asked, limits are taken as enforced."""
+    """By the names of slurm.conf; None: not queried, limits count as enforced."""
 
 
 class PartitionNode(NamedTuple):
@@ -96,7 +96,7 @@ class PartitionNode(NamedTuple):
 
 
 class PendingDemand(NamedTuple):
-    """What waits for a partition."""
+    """The jobs that wait for a partition, and the GPUs that they request."""
 
     jobs: int
     gpus: int
@@ -106,7 +106,7 @@ NO_DEMAND = PendingDemand(0, 0)
 
 
 def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
-    """Take the inventory of this cluster, as this user sees it; without a site file.
+    """Return the inventory of this cluster as this user sees it, without a site file.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
@@ -115,7 +115,7 @@ def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
 
 
 def query_slurm(client: SlurmClient) -> SlurmOutput:
-    """All questions. No accounting is no error.
+    """Run all queries. Missing accounting is no error.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
@@ -146,7 +146,7 @@ def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
 
 
 def build_inventory(answers: SlurmOutput, created_at: datetime) -> Inventory:
-    """The inventory that the answers describe."""
+    """Build an inventory from the output of Slurm's commands."""
     members: dict[str, list[PartitionNode]] = defaultdict(list)
     for node in parse_nodes(answers.nodes):
         members[node.partition].append(node)
@@ -173,13 +173,13 @@ def build_inventory(answers: SlurmOutput, created_at: datetime) -> Inventory:
 
 
 def enforces_limits(settings: Mapping[str, str]) -> bool:
-    """Whether Slurm holds jobs to the limits of accounting, by its configuration."""
+    """Return True if Slurm's configuration enforces the limits of accounting."""
     words = settings.get("AccountingStorageEnforce", "").split(",")
     return not ENFORCING_WORDS.isdisjoint(words)
 
 
 def parse_nodes(text: str) -> list[PartitionNode]:
-    """Read ``sinfo -h -N -o "%N|%R|%T|%c|%m|%G|%f"``: a line per node and partition."""
+    """Parse ``sinfo -h -N -o "%N|%R|%T|%c|%m|%G|%f"``: a line per node and partition."""
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -194,7 +194,7 @@ def parse_nodes(text: str) -> list[PartitionNode]:
 
 
 def parse_partition_records(text: str) -> list[dict[str, str]]:
-    """Read ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
+    """Parse ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
     found = []
     for line in text.splitlines():
         if line.startswith("PartitionName="):
@@ -207,7 +207,7 @@ def build_partition(
     groups: tuple[NodeGroup, ...] = (),
     waiting: PendingDemand = NO_DEMAND,
 ) -> PartitionInventory:
-    """A partition by its record, with what else is known of it."""
+    """Build a partition from its record, its node groups and the jobs that wait for it."""
     return PartitionInventory(
         name=record["PartitionName"],
         groups=groups,
@@ -233,10 +233,10 @@ _ALLOCATED = re.compile(r" AllocTRES=(\S+)")
 
 
 def parse_usage(text: str) -> dict[str, dict[str, int]]:
-    """Read ``scontrol -o -d show node``: each node's GPUs in use, by type.
+    """Parse ``scontrol -o -d show node``: each node's GPUs in use, by type.
 
-    From GresUsed, or where a version or a plugin leaves it out from AllocTRES. A node of which
-    neither is known is left out.
+    They come from GresUsed, or from AllocTRES if a version or plugin omits it. A node without both
+    is skipped.
     """
     found = {}
     for line in text.splitlines():
@@ -255,10 +255,10 @@ _PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
 
 
 def parse_pending(text: str) -> dict[str, PendingDemand]:
-    """Read squeue's answer to :data:`SQUEUE_PENDING`.
+    """Parse squeue's answer to :data:`SQUEUE_PENDING`.
 
-    A job that names several partitions waits in each of them. Its GPUs come from the resources it
-    asks for, or where accounting does not track GPUs from its request per node.
+    A job that names several partitions waits in each of them. Its GPUs come from its requested
+    resources, or from its request per node if accounting does not track GPUs.
     """
     jobs: Counter[str] = Counter()
     wanted: Counter[str] = Counter()
@@ -276,12 +276,12 @@ def parse_pending(text: str) -> dict[str, PendingDemand]:
 
 
 def parse_limits(qos: str, associations: str) -> AccountingLimits:
-    """Read what :func:`query_accounting` was told."""
+    """Parse the answers that :func:`query_accounting` returns."""
     return AccountingLimits(qos=parse_qos(qos), associations=parse_associations(associations))
 
 
 def parse_qos(text: str) -> dict[str, QosLimits]:
-    """Read sacctmgr's answer to :data:`SACCTMGR_QOS`."""
+    """Parse sacctmgr's answer to :data:`SACCTMGR_QOS`."""
     found = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -302,7 +302,7 @@ def parse_qos(text: str) -> dict[str, QosLimits]:
 
 
 def parse_associations(text: str) -> tuple[Association, ...]:
-    """Read sacctmgr's answer to :data:`SACCTMGR_ASSOCIATIONS`."""
+    """Parse sacctmgr's answer to :data:`SACCTMGR_ASSOCIATIONS`."""
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -327,7 +327,7 @@ def parse_associations(text: str) -> tuple[Association, ...]:
 
 
 def parse_tres(text: str) -> dict[str, int]:
-    """``cpu=8,mem=16G,gres/gpu:a100=2`` as amounts; memory in MiB, its unit without a suffix."""
+    """Parse ``cpu=8,mem=16G,gres/gpu:a100=2``; memory is in MiB, also without a suffix."""
     found = {}
     for word in text.split(","):
         if match := re.fullmatch(r"mem=([\d.]+)([KMGTP]?)", word):
@@ -340,10 +340,12 @@ def parse_tres(text: str) -> dict[str, int]:
 def group_nodes(
     members: Iterable[PartitionNode], used: Mapping[str, Mapping[str, int]], *, whole_nodes: bool
 ) -> tuple[NodeGroup, ...]:
-    """Like nodes together, those with most GPUs in all first.
+    """Group nodes with equal hardware; the groups with the most GPUs come first.
 
-    ``used``: GPUs in use by node and type. ``whole_nodes``: the partition does not share nodes, so
-    the rest of a partly used one cannot be had.
+    Args:
+        used: GPUs in use, by node and type.
+        whole_nodes: the partition does not share nodes, so the rest of a partly used node is not
+            available.
     """
     alike: dict[tuple[Any, ...], list[PartitionNode]] = defaultdict(list)
     for node in members:
@@ -382,7 +384,7 @@ def group_nodes(
 
 @functools.lru_cache(maxsize=4096)
 def _shape(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
-    """GPU type, count, and the features that tell the GPU."""
+    """Return the GPU type, the count, and the features that describe the GPU."""
     kinds = _gpus(gres)
     kind = min(kinds, key=lambda name: (-kinds[name], name), default="")
     gpu_features = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
@@ -397,7 +399,7 @@ def _gpus(gres: str) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=256)
 def _fitness(state: str) -> str:
-    """``idle``, ``part`` (mixed: some of it may be free), ``busy`` or ``down``."""
+    """Return ``idle``, ``part`` (mixed, so it may be partly free), ``busy`` or ``down``."""
     base = state.lower().rstrip("*~#!%$@^-+")
     flags = set(state[len(base) :])
     if base not in USABLE_STATES or flags & DOWN_FLAGS:
@@ -414,9 +416,9 @@ _GPU_AMOUNT = re.compile(r"gpu(?::([^:=,]+))?[:=](\d+)(?=$|,|\()")
 
 @functools.lru_cache(maxsize=4096)
 def _gpus_of_tres(text: str) -> dict[str, int]:
-    """GPUs of ``gres/gpu=4,gres/gpu:a100=4``, ``gres:gpu:a100:2`` or ``gres/gpu:2``, by type.
+    """Parse GPUs by type of ``gres/gpu=4,gres/gpu:a100=4``, ``gres:gpu:a100:2``, ``gres/gpu:2``.
 
-    An amount without a type includes those with one, so it stands alone where there is one.
+    An amount without a type includes the typed ones, so it is then the only entry.
     """
     found = {kind: int(amount) for kind, amount in _GPU_AMOUNT.findall(text)}
     return {"": found[""]} if "" in found else found

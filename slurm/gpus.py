@@ -1,7 +1,7 @@
-"""Common GPUs by the names that clusters give them, with the figures of their data sheets.
+"""Data sheet figures of common GPUs, found by the names that clusters give them.
 
-Used where a site file says nothing. Rates are dense: data sheets that print them "with sparsity"
-print twice of what a dense matrix product can reach.
+They are used where a site file sets nothing. Rates are dense: data sheets that print rates "with
+sparsity" print twice the rate of a dense matrix product.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One variant of a GPU, as Slurm counts them."""
+    """The data sheet of one variant of a GPU, as Slurm counts GPUs."""
 
     name: str
     family: str
-    """What its variants have in common: ``a100``."""
+    """The common name of its variants: ``a100``."""
     memory_gib: float
-    """Data sheets write GB and mean GiB; a few per cent less are free."""
+    """Data sheets print GB but mean GiB; a few per cent less are usable."""
     bf16_flops: float | None
     """Dense bfloat16 matrix products, FLOP/s; None: the GPU has no units for them."""
     bandwidth_bytes_per_s: float
     """Memory bandwidth."""
     source: str
     form_factor: str = ""
-    """``sxm``, ``pcie`` or ``nvl`` where the figures depend on it."""
+    """``sxm``, ``pcie`` or ``nvl`` if the figures depend on it."""
 
 
 def _gpu(
@@ -53,8 +53,8 @@ _V100 = "NVIDIA V100 Tensor Core GPU data sheet (125 TFLOP/s in float16)"
 GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        # The first variant of a family is what its bare name means: the one with the least memory,
-        # so that what fits on paper fits; of those the most common.
+        # The first variant of a family is the meaning of its bare name: the most common one with
+        # the least memory, so that a plan that fits on paper also fits in practice.
         _gpu("a100-40gb", "a100", 40, 312, 1555, _A100),
         _gpu("a100-80gb-sxm", "a100", 80, 312, 2039, _A100, "sxm"),
         _gpu("a100-80gb-pcie", "a100", 80, 312, 1935, _A100, "pcie"),
@@ -110,10 +110,13 @@ _TOLERANCE_GIB = 1
 
 @functools.lru_cache(maxsize=4096)
 def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
-    """The GPU that a cluster calls ``name``: ``nvidia_a100_80gb_pcie``, ``a100-sxm4-80gb``.
+    """Return the GPU that a cluster calls ``name``: ``nvidia_a100_80gb_pcie``, ``a100-sxm4-80gb``.
 
-    ``features`` of the node settle what the name leaves open (``hbm80g``). None for an unknown GPU,
-    for a size that this GPU does not come in, and for a slice of one (MIG: ``a100_1g.5gb``).
+    Returns None for an unknown GPU, for a memory size without a variant, and for a slice of a GPU
+    (MIG: ``a100_1g.5gb``).
+
+    Args:
+        features: features of the node, which resolve an ambiguous name (``hbm80g``).
     """
     if _SLICE.search(name.lower()):
         return None
@@ -126,7 +129,7 @@ def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
         variants = _of_size(variants, int(stated[1]))
     hints = [_normal(feature) for feature in features]
     for hint in hints:
-        # A node's feature may speak of something else, so one that fits no variant is passed over.
+        # A node's feature may describe something else, so one that fits no variant is ignored.
         if size := _MEMORY.search(hint):
             variants = _of_size(variants, int(size[1])) or variants
     for word in (text, *hints):
@@ -137,7 +140,7 @@ def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
 
 
 def is_gpu_feature(feature: str) -> bool:
-    """Whether a node's feature tells its GPU or that GPU's memory, not a rack or a switch."""
+    """Return True if a node's feature names a GPU or its memory, not a rack or a switch."""
     text = _normal(feature)
     if any(pattern.search(text) for pattern in _FAMILIES.values()):
         return True

@@ -1,6 +1,7 @@
-"""What a cluster has: partitions, their groups of like nodes, and the limits of this user.
+"""The inventory of a cluster: partitions, their groups of equal nodes, and this user's limits.
 
-An inventory is taken by :mod:`slurm.discovery`, saved as JSON, and read where Slurm is not at hand.
+:mod:`slurm.discovery` creates an inventory. It can be saved as JSON and read on machines without
+Slurm.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ GIGA = 10**9
 
 
 class NodeGroup(Section):
-    """Nodes of one partition whose hardware is alike.
+    """Nodes of one partition with equal hardware.
 
-    Racks, switches and the like do not part nodes; a feature that tells the GPU or its memory does.
+    Features for racks or switches do not separate groups; features for the GPU or its memory do.
     """
 
     count: int = Field(ge=1)
-    """All nodes, those that are down included."""
+    """Number of nodes, down nodes included."""
     gpu_type: str = ""
-    """The GPU's name in GRES, as sbatch wants it; "" where there is none. Of a node with several
-    types the most numerous."""
+    """The GPU's name in GRES, as sbatch expects it; "" without a GPU. If a node has several types,
+    the most numerous one."""
     gpus_per_node: int = Field(default=0, ge=0)
     cpus_per_node: int = Field(ge=0)
     mem_mb_per_node: int = Field(ge=0)
     """Memory, MiB."""
     features: tuple[str, ...] = ()
-    """Features that all of the nodes have."""
+    """Features that all nodes have."""
     nodes: tuple[str, ...] = ()
-    """Their names; empty where unknown."""
+    """Names of the nodes; empty if unknown."""
     idle_nodes: int = Field(default=0, ge=0)
-    """Nodes without a job, not kept for one, and fit to run one."""
+    """Number of nodes without a job, not reserved for one, and able to run one."""
     idle_gpus: int = Field(default=0, ge=0)
-    """GPUs that a job could have now, on partly used nodes too."""
+    """GPUs that a job could get now, also on partly used nodes."""
     down_nodes: int = Field(default=0, ge=0)
-    """Nodes that are down, drained, failing or under maintenance."""
+    """Number of nodes that are down, drained, failing or under maintenance."""
     gpu_model: str = ""
-    """Key of :data:`slurm.gpus.GPUS`; "" where the GPU is unknown."""
+    """Key of :data:`slurm.gpus.GPUS`; "" if the GPU is unknown."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     intra_node_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Between two GPUs of a node, per direction."""
+    """Bandwidth between two GPUs of a node, per direction."""
     inter_node_bandwidth_bytes_per_s: float | None = Field(default=None, gt=0)
-    """Between two nodes, per node and direction."""
+    """Bandwidth between two nodes, per node and direction."""
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """In the site's own unit."""
+    """Cost of a GPU for one hour, in the unit of the site file."""
     slowdown: float = Field(default=1.0, gt=0)
-    """How many times longer work takes here than the GPU's figures say."""
+    """Factor by which work takes longer here than the GPU's data sheet predicts."""
 
     @model_validator(mode="after")
-    def _adds_up(self) -> NodeGroup:
+    def _check_counts(self) -> NodeGroup:
         if self.idle_nodes + self.down_nodes > self.count:
             raise ValueError(
                 f"{self.idle_nodes} idle and {self.down_nodes} down nodes of {self.count}"
@@ -73,12 +74,12 @@ class NodeGroup(Section):
 
     @property
     def usable_nodes(self) -> int:
-        """Nodes that are not down: what may be planned with."""
+        """The number of nodes that are not down, which the planner may use."""
         return self.count - self.down_nodes
 
     @property
     def description(self) -> str:
-        """What its nodes are, in words; differs between the groups of a partition."""
+        """A text that describes the nodes; unique within a partition."""
         gpu = self.gpu_type or ("gpu" if self.gpus_per_node else "no GPU")
         gpu_features = [feature for feature in self.features if gpus.is_gpu_feature(feature)]
         parts = [f"{self.gpus_per_node} x {gpu}" if self.gpus_per_node else gpu, *gpu_features]
@@ -86,32 +87,33 @@ class NodeGroup(Section):
 
 
 class PartitionInventory(Section):
-    """A partition: its rules, its groups of nodes, and what waits for them.
+    """A partition: its rules, its node groups, and the jobs that wait for them.
 
-    Partitions may share nodes: a sum over partitions counts those several times.
+    Partitions may share nodes, which a sum over partitions counts several times.
     """
 
     name: str = Field(min_length=1)
     groups: tuple[NodeGroup, ...]
     time_limit_min: int | None = Field(ge=0)
-    """Longest wall time, minutes; None: unlimited."""
+    """Maximum wall time in minutes; None: unlimited."""
     preempt_mode: str = "OFF"
     priority_tier: int = Field(default=1, ge=0)
     is_available: bool = True
-    """Whether jobs may start."""
+    """True if jobs may start."""
     is_default: bool = False
     qos: str = ""
-    """The partition's own QOS, whose limits hold for its jobs; "" for none."""
+    """The partition's QOS, whose limits apply to its jobs; "": none."""
     allowed_qos: tuple[str, ...] | None = None
-    """None: all but those denied. So for accounts."""
+    """None: all but the denied ones. The same for accounts."""
     denied_qos: tuple[str, ...] = ()
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     max_nodes_per_job: int | None = Field(default=None, ge=0)
     queued_jobs: int = Field(default=0, ge=0)
-    """Jobs (array tasks singly) that wait for nodes; not those held or waiting for another job."""
+    """Jobs that wait for nodes, each array task counted; without jobs on hold or with unfinished
+    dependencies."""
     queued_gpus: int = Field(default=0, ge=0)
-    """GPUs they ask for."""
+    """GPUs that these jobs request."""
 
     @model_validator(mode="after")
     def _distinct_groups(self) -> PartitionInventory:
@@ -122,22 +124,22 @@ class PartitionInventory(Section):
 
     @property
     def nodes(self) -> int:
-        """All nodes."""
+        """The number of nodes of all groups."""
         return sum(group.count for group in self.groups)
 
     @property
     def gpus(self) -> dict[str, int]:
-        """The most GPUs of each type that a node has."""
+        """The maximum number of GPUs per node, by GPU type."""
         having = sorted(self.groups, key=lambda group: group.gpus_per_node)
         return {group.gpu_type: group.gpus_per_node for group in having if group.gpus_per_node}
 
 
 class QosLimits(Section):
-    """A QOS. Limits are None, or absent from a table, where there is none."""
+    """The limits of a QOS. A missing limit is None, or absent from a table."""
 
     priority: int = 0
     preempts: tuple[str, ...] = ()
-    """QOS whose jobs may be preempted for its own."""
+    """QOS whose jobs this QOS may preempt."""
     max_wall_min: int | None = Field(default=None, ge=0)
     max_jobs_per_user: int | None = Field(default=None, ge=0)
     max_submit_per_user: int | None = Field(default=None, ge=0)
@@ -148,12 +150,12 @@ class QosLimits(Section):
 
 
 class Association(Section):
-    """What this user may do under one account."""
+    """The limits of this user under one account."""
 
     cluster: str
     account: str
     partition: str = ""
-    """Slurm's database writes it in lower case; "": any partition."""
+    """Name in lower case, as Slurm's database stores it; "": any partition."""
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_jobs: int | None = Field(default=None, ge=0)
@@ -164,38 +166,38 @@ class Association(Section):
 
 
 class AccountingLimits(Section):
-    """What accounting allows this user."""
+    """The limits of this user in accounting."""
 
     qos: dict[str, QosLimits] = {}
     associations: tuple[Association, ...] = ()
 
 
 class Inventory(Section):
-    """A cluster as it was at one moment."""
+    """The state of a cluster at one moment."""
 
     schema_version: Literal[1]
     created_at: AwareDatetime
     slurm_version: str
     partitions: dict[str, PartitionInventory]
     limits: AccountingLimits | None = None
-    """None: no accounting, or it does not answer."""
+    """None: the cluster has no accounting, or it does not answer."""
     cluster: str = ""
-    """Its name in accounting, which may know several; "": not known."""
+    """The cluster's name in accounting, which may have several; "": unknown."""
     enforces_limits: bool = True
-    """Whether Slurm holds jobs to these limits."""
+    """True if Slurm enforces these limits."""
 
     @model_validator(mode="after")
-    def _named_alike(self) -> Inventory:
+    def _check_names(self) -> Inventory:
         for name, partition in self.partitions.items():
             if name != partition.name:
                 raise ValueError(f"partitions.{name}.name is {partition.name!r}")
         return self
 
     def is_preemptible(self, name: str) -> bool:
-        """Whether jobs of a partition may lose their nodes to others.
+        """Return True if other jobs may preempt the jobs of a partition.
 
-        By partition priority where one of a higher tier exists, or by QOS where one preempts.
-        Without accounting the QOS are unknown and the partition's mode decides.
+        Preemption is by partition priority, if a higher tier exists, or by QOS, if one preempts.
+        Without accounting the QOS are unknown, so the partition's mode decides.
         """
         partition = self.partitions[name]
         if set(partition.preempt_mode.split(",")) <= NEVER_PREEMPTED:
@@ -205,19 +207,21 @@ class Inventory(Section):
         return self.limits is None or any(qos.preempts for qos in self.limits.qos.values())
 
     def with_site_settings(self, site: SiteConfig) -> Inventory:
-        """The same cluster with what a site file, or else the data sheets, say of its GPUs."""
+        """Return the inventory with the GPU figures of a site file, or else of data sheets."""
         partitions = {}
         for name, partition in self.partitions.items():
-            groups = tuple(_described(group, site.settings_for(name)) for group in partition.groups)
+            groups = tuple(
+                _with_hardware(group, site.settings_for(name)) for group in partition.groups
+            )
             partitions[name] = partition.model_copy(update={"groups": groups})
         return self.model_copy(update={"partitions": partitions})
 
     def to_json(self) -> str:
-        """As text that :func:`load_inventory` reads."""
+        """Return the inventory as text that :func:`load_inventory` reads."""
         return self.model_dump_json(indent=1) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all.
+        """Write the inventory as JSON, atomically.
 
         Raises:
             InputError: the file cannot be written.
@@ -229,8 +233,8 @@ def load_inventory(path: Path) -> Inventory:
     """Read a saved inventory.
 
     Raises:
-        PlanError: missing, not JSON, of another schema, or a key is missing or wrong; names the
-            file and the key.
+        PlanError: the file is missing, not JSON or of another schema, or a key is missing or
+            wrong; names the file and the key.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
@@ -256,12 +260,12 @@ def load_inventory(path: Path) -> Inventory:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _described(group: NodeGroup, hardware: HardwareSettings) -> NodeGroup:
-    """A group with everything a site file may say, and nothing left of another one."""
+def _with_hardware(group: NodeGroup, hardware: HardwareSettings) -> NodeGroup:
+    """Return a group with the figures of a site file, replacing those of an earlier one."""
     gpu = gpus.find_gpu(group.gpu_type, group.features) if group.gpus_per_node else None
     if hardware.gpu_model is not None and group.gpus_per_node:
         named = gpus.find_gpu(hardware.gpu_model)
-        # A partition may mix GPUs; the site's word settles only what GRES leaves open.
+        # A partition may mix GPUs, so the site's model only resolves an ambiguous GRES name.
         if gpu is None or (named is not None and named.family == gpu.family):
             gpu = named
     memory = hardware.gpu_memory_gib or (gpu.memory_gib if gpu else None)

@@ -1,11 +1,11 @@
-"""How many jobs may be in the queue at once, and what one job may ask for, by accounting's limits.
+"""Limits on jobs: hardware and access rules of partitions, and the limits of accounting.
 
-Limits hold where ``AccountingStorageEnforce`` has ``limits`` or ``safe`` (manual page of
-slurm.conf); their names are those of sacctmgr. Where several say the same thing the first of these
+Accounting limits apply if ``AccountingStorageEnforce`` contains ``limits`` or ``safe`` (manual page
+of slurm.conf); their names are those of sacctmgr. If several set the same limit, the first of these
 counts: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html, "hierarchy"; the flag OverPartQOS, which swaps the
-first two, is not looked at). How much of a limit other users' jobs have taken (Grp...) cannot be
-reckoned with: Slurm refuses a job over it, and it is tried again later.
+first two, is ignored). The usage of other users' jobs (Grp...) is unknown: Slurm refuses a job over
+such a limit, and it is submitted again later.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from slurm.inventory import AccountingLimits, Association, Inventory, PartitionI
 from slurm.jobs import JobResources
 
 NESTED_ACCOUNTS_SINCE = (23, 11)
-"""From about this version on, accounts that stand below a listed one are meant too (manual page of
-slurm.conf); which those are is not asked."""
+"""From about this Slurm version on, a listed account includes the accounts below it (manual page of
+slurm.conf). These are not queried, so the list of accounts is then not checked."""
 
 
 @dataclass(frozen=True)
 class PartitionAccess:
-    """Names in lower case, as Slurm compares them; None: all but those denied."""
+    """The accounts and QOS that a partition accepts, in lower case as Slurm compares them.
+
+    None allows all but the denied ones.
+    """
 
     accounts: frozenset[str] | None = None
     denied_accounts: frozenset[str] = frozenset()
@@ -52,16 +55,16 @@ class PartitionAccess:
     denied_qos: frozenset[str] = frozenset()
 
     def check(self, account: str, qos: str, partition: str, where: str) -> None:
-        """See that a partition takes jobs of an account and a QOS; "": not known.
+        """Check that the partition accepts jobs of an account and a QOS; "" is unknown.
 
         Raises:
-            PlanError: it does not.
+            PlanError: the partition does not accept them.
         """
         for what, name, allowed, denied in (
             ("account", account, self.accounts, self.denied_accounts),
             ("QOS", qos, self.qos, self.denied_qos),
         ):
-            # Where some are allowed, Slurm does not look at those denied.
+            # If some are allowed, Slurm ignores the denied ones.
             refused = (
                 name.casefold() in denied if allowed is None else name.casefold() not in allowed
             )
@@ -75,7 +78,7 @@ class PartitionAccess:
 
 
 def partition_access(partition: PartitionInventory, version: str) -> PartitionAccess:
-    """Of a partition's rules, as a version of Slurm means them."""
+    """Return the access rules of a partition, as a version of Slurm applies them."""
     accounts = _names(partition.allowed_accounts)
     denied = frozenset[str]() if accounts is not None else _names(partition.denied_accounts)
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
@@ -93,27 +96,27 @@ def _names(listed: Collection[str] | None) -> frozenset[str] | None:
 
 MAX_ARRAY_SIZE = 1001
 MAX_JOB_COUNT = 10000
-"""slurm.conf's own defaults."""
+"""Defaults of slurm.conf."""
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
-"""In sbatch's refusal: too many jobs for now. ``AssocMaxSubmitJobLimit`` and the like come at once,
-MaxJobCount after sbatch has itself tried again for two minutes (seen on 22.05)."""
+"""Parts of sbatch's refusal when there are too many jobs now. ``AssocMaxSubmitJobLimit`` and the
+like come at once, MaxJobCount after sbatch has retried for two minutes (observed on 22.05)."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """A limit on the number of jobs that wait or run, and which jobs it counts."""
+    """A limit on the number of pending and running jobs, and the jobs that count against it."""
 
     max_jobs: int
     description: str
     """``MaxSubmitJobs of account vision``."""
     account: str | None = None
-    """Only jobs of this account count; None: of any. So for the others."""
+    """Only jobs of this account count; None: of any account. The same for QOS and partitions."""
     qos: str | None = None
     partitions: frozenset[str] | None = None
-    """In lower case."""
+    """Names in lower case."""
 
     def counts(self, job: QueuedJob) -> bool:
-        """Whether a job in the queue takes one of its places."""
+        """Return True if a job in the queue counts against this limit."""
         return (
             job.state.is_active
             and self.account in (None, job.account)
@@ -129,47 +132,49 @@ class Quota:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What one link of the hierarchy says, under Slurm's names."""
+    """The limits of one level of the hierarchy: a QOS or an association."""
 
     who: str
     scope: Quota
-    """Which jobs its MaxSubmitJobs counts; the number itself may be absent (-1)."""
+    """The jobs that its MaxSubmitJobs counts; the number may be absent (-1)."""
     jobs: int | None
     wall_min: int | None
     per_job: Mapping[str, int]
     in_all: Mapping[str, int]
-    """The least of what jobs may have together: of a user, of everybody."""
+    """The smaller limit on the total of several jobs: of one user or of all users."""
 
 
 class SharedLimit(NamedTuple):
-    """A limit on what jobs have together."""
+    """A limit on the total of several jobs."""
 
     owner: str
+    """The QOS or account that sets the limit."""
     key: str
-    """Of the plan, or ``jobs``."""
+    """Key of the plan, or ``jobs``."""
     name: str
-    """Slurm's."""
+    """Slurm's name of the limit."""
     maximum: int
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of this user on this cluster."""
+    """The limits of this user on this cluster."""
 
     cluster: str = ""
-    """Its name in accounting; "": not known, and associations count whatever theirs."""
+    """The cluster's name in accounting; "": unknown, then associations of all clusters count."""
     max_array_size: int = MAX_ARRAY_SIZE
-    """Elements of one array, at most."""
+    """Maximum elements of one array."""
     max_jobs: int = MAX_JOB_COUNT
     limits: AccountingLimits = field(default_factory=AccountingLimits)
     partition_qos: Mapping[str, str] = field(default_factory=dict)
-    """The QOS of each partition that has its own."""
+    """The QOS of each partition that has one."""
     default_partition: str = ""
     access: Mapping[str, PartitionAccess] = field(default_factory=dict)
-    """Whose jobs each partition takes."""
+    """The accounts and QOS that each partition accepts."""
 
     def quotas_for(self, needs: JobResources) -> tuple[Quota, ...]:
-        """The limits that a job with these needs counts against, the tightest first."""
+        """Return the job-count limits that a job with these resources counts against, the
+        tightest first."""
         found = {Quota(self.max_jobs, "MaxJobCount of the cluster")}
         for partition in self._partitions(needs):
             scopes = (rules.scope for rules in self._hierarchy(needs, partition))
@@ -179,11 +184,11 @@ class Quotas:
         return tuple(sorted(found, key=lambda quota: (quota.max_jobs, quota.description)))
 
     def check(self, needs: JobResources, key: str) -> None:
-        """See that a job with these needs may ever run, in each partition that it names.
+        """Check that a job with these resources can ever run in each partition that it names.
 
         Raises:
-            PlanError: accounting allows no such job, or a partition takes none of its account or
-                QOS; names the limit.
+            PlanError: accounting allows no such job, or a partition accepts no jobs of its account
+                or QOS; names the limit.
         """
         where = f"plan: {key}"
         for quota in self.quotas_for(needs):
@@ -197,10 +202,10 @@ class Quotas:
             _check_job(needs, tuple(self._hierarchy(needs, partition)), where)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
-        """See that jobs that need each other can run at the same time.
+        """Check that jobs that need each other can run at the same time.
 
         Args:
-            jobs: by key of the plan, each with what it may ask for: one of these is enough.
+            jobs: by key of the plan, the alternative resources of a job, of which one suffices.
 
         Raises:
             PlanError: accounting never allows all of them at once; names them and the limit.
@@ -208,7 +213,7 @@ class Quotas:
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, ways in jobs.items():
             shares_by_partition = [shares for needs in ways for shares in self.shared_limits(needs)]
-            # A job that can run without counting against a limit does not.
+            # A limit counts only if the job cannot avoid it by another alternative.
             for limit in set(shares_by_partition[0]).intersection(*shares_by_partition[1:]):
                 requested[limit][key] = min(way[limit] for way in shares_by_partition)
         for limit, amounts in requested.items():
@@ -221,15 +226,15 @@ class Quotas:
                 )
 
     def shared_limits(self, needs: JobResources) -> list[dict[SharedLimit, int]]:
-        """By partition that a job names: the limits on what jobs have together that it counts
-        against, and how much of each it takes."""
+        """Return, for each partition that a job names, the shared limits that it counts against
+        and the amount that it uses of each."""
         return [
             dict(_shared(needs, tuple(self._hierarchy(needs, partition))))
             for partition in self._partitions(needs)
         ]
 
     def max_minutes(self, needs: JobResources) -> tuple[int, str] | None:
-        """Minutes that a job may last at most, and who says so; None: accounting does not."""
+        """Return the maximum minutes of a job and who sets this limit; None without a limit."""
         found = []
         for partition in self._partitions(needs):
             first = _wall(tuple(self._hierarchy(needs, partition)))
@@ -238,7 +243,7 @@ class Quotas:
         return min(found, default=None)
 
     def _hierarchy(self, needs: JobResources, partition: str) -> Iterator[_Rules]:
-        """Who has a say on a job, the first that speaks of a limit being right."""
+        """Yield the levels of the hierarchy for a job; the first one that sets a limit counts."""
         association = self._association(needs, partition)
         theirs = self.partition_qos.get(partition, "")
         if theirs in self.limits.qos:
@@ -253,7 +258,7 @@ class Quotas:
             yield _of_association(association)
 
     def _association(self, needs: JobResources, partition: str) -> Association | None:
-        """The association of a job; None where the user has several and the job names none."""
+        """Return a job's association; None if the user has several and the job names none."""
         every = self.limits.associations
         own = [a for a in every if not self.cluster or a.cluster in ("", self.cluster)]
         if needs.account is None and len({a.account for a in own}) > 1:
@@ -268,7 +273,7 @@ class Quotas:
 
 
 def read_quotas(client: SlurmClient) -> Quotas:
-    """Ask Slurm once for all limits.
+    """Query all limits from Slurm.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
@@ -289,7 +294,7 @@ def read_quotas(client: SlurmClient) -> Quotas:
 
 
 def quotas_from_inventory(inventory: Inventory) -> Quotas:
-    """The same, of an inventory: what it tells of accounting and of the partitions' rules."""
+    """Return the limits that an inventory contains, of accounting and of partitions."""
     limits = inventory.limits if inventory.enforces_limits else None
     return Quotas(
         cluster=inventory.cluster,
@@ -299,7 +304,7 @@ def quotas_from_inventory(inventory: Inventory) -> Quotas:
 
 
 def _of_partitions(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
-    """What :class:`Quotas` has of the rules of partitions."""
+    """Return the fields of :class:`Quotas` that come from the rules of partitions."""
     return {
         "partition_qos": {name: own.qos for name, own in partitions.items() if own.qos},
         "default_partition": default_partition(partitions) or "",
@@ -308,15 +313,15 @@ def _of_partitions(partitions: Mapping[str, PartitionInventory], version: str) -
 
 
 def is_queue_full(refusal: str) -> bool:
-    """Whether sbatch refused a job only because there are too many now."""
+    """Return True if sbatch refused a job only because there are too many jobs now."""
     return any(word in refusal for word in QUEUE_FULL_MESSAGES)
 
 
 def _qos(needs: JobResources, association: Association | None) -> str:
-    """The QOS of a job; "" where it is not known."""
+    """Return the QOS of a job; "" if unknown."""
     if needs.qos or association is None:
         return needs.qos or ""
-    # Of several, Slurm takes the default one.
+    # If there are several, Slurm uses the default one.
     return association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
 
 
@@ -353,14 +358,14 @@ def _of_association(own: Association) -> _Rules:
 
 
 def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -> None:
-    """See :meth:`Quotas.check`; a limit counts where it is first set."""
+    """Check a job against the hierarchy's limits; the first level that sets a limit counts."""
     jobs = next((rules for rules in hierarchy if rules.jobs is not None), None)
     if jobs is not None and jobs.jobs == 0:
         raise PlanError(f"{where}: MaxJobs of {jobs.who} is 0: no job may run")
     wall = _wall(hierarchy)
     if wall is not None and (needs.time_limit_min or 0) > wall[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {wall[1]} allows "
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {wall[1]} allows "
             f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
@@ -371,18 +376,18 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
             most = getattr(first, limits)[resource]
             if amount > most:
                 raise PlanError(
-                    f"{where}.{key}: {amount} asked in all, {first.who} allows {whom} {most} "
+                    f"{where}.{key}: {amount} requested in all, {first.who} allows {whom} {most} "
                     f"({resource}); lower it or choose another account, QOS or partition"
                 )
 
 
 def _wall(hierarchy: Sequence[_Rules]) -> tuple[int, str] | None:
-    """Minutes that a job may last, and who says so first."""
+    """Return the maximum minutes of a job and the first level that sets them."""
     return next(((r.wall_min, r.who) for r in hierarchy if r.wall_min is not None), None)
 
 
 def _shared(needs: JobResources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[SharedLimit, int]]:
-    """The limits on all jobs together that a job counts against, and how much of each it takes."""
+    """Yield the shared limits that a job counts against, with the amount that it uses."""
     submits = next((r for r in hierarchy if r.scope.max_jobs >= 0), None)
     if submits is not None:
         name = submits.scope.description.split()[0]
@@ -392,7 +397,7 @@ def _shared(needs: JobResources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[
         yield SharedLimit(runs.who, "jobs", "MaxJobs", runs.jobs), 1
     for resource, key, amount in _amounts(needs):
         first = next((r for r in hierarchy if resource in r.in_all), None)
-        # Jobs may share nodes, which count once.
+        # Jobs may share a node, which then counts once.
         if first is not None and resource != "node":
             yield SharedLimit(first.who, key, resource, first.in_all[resource]), amount
 
@@ -404,12 +409,12 @@ def _array_size(settings: Mapping[str, str]) -> int:
         key, _, value = word.partition("=")
         if key == "max_array_tasks":
             most = min(most, _number(value, most))
-    # MaxArraySize=0 turns arrays off; one job at a time is none.
+    # MaxArraySize=0 disables arrays; a single job is not an array.
     return max(most, 1)
 
 
 def _amounts(needs: JobResources) -> Iterator[tuple[str, str, int]]:
-    """What a job asks for in all: Slurm's name, the plan's key, the amount."""
+    """Yield the total resources of a job: Slurm's name, the plan's key, the amount."""
     yield "node", "nodes", needs.nodes
     yield "cpu", "cpus", needs.cpus_per_task * needs.tasks
     if needs.mem_mb:
@@ -426,14 +431,14 @@ def _number(text: str, default: int) -> int:
 
 
 def check_resources(resources: JobResources, partitions: Mapping[str, Partition], key: str) -> None:
-    """See that a partition, or each of a list (``a100,h100``), can give what a job needs.
+    """Check that a partition, or each of a list (``a100,h100``), has the resources of a job.
 
     Args:
-        key: of the plan, where it says so: ``stages.train``.
+        key: the plan's key for error messages, such as ``stages.train``.
 
     Raises:
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
-            minutes, or too few nodes that have all of it at once.
+            minutes, or too few nodes that have all resources at once.
     """
     where = f"plan: {key}"
     for partition in _chosen(resources.partition, partitions, where):
@@ -466,24 +471,24 @@ def _check_partition(needs: JobResources, partition: Partition, where: str) -> N
             "ask when it will be up"
         )
     if needs.nodes > partition.nodes:
-        raise PlanError(f"{where}.nodes: {needs.nodes} asked, {at} has {partition.nodes}")
+        raise PlanError(f"{where}.nodes: {needs.nodes} requested, {at} has {partition.nodes}")
     if partition.max_nodes is not None and needs.nodes > partition.max_nodes:
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} asked, {at} allows a job {partition.max_nodes} "
+            f"{where}.nodes: {needs.nodes} requested, {at} allows a job {partition.max_nodes} "
             "(MaxNodes); lower it or choose another partition"
         )
     _check_nodes(needs, partition.groups, where, at)
     limit = partition.time_limit_min
     if needs.time_limit_min and limit is not None and needs.time_limit_min > limit:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes asked, {at} allows {limit}; "
-            "lower it (a stage that runs out of time is requeued and goes on) or choose another "
-            "partition"
+            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {at} allows "
+            f"{limit}; lower it (a stage that runs out of time is requeued and goes on) or choose "
+            "another partition"
         )
 
 
 def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at: str) -> None:
-    """See that enough nodes have all that is asked of each, at once."""
+    """Check that enough nodes have all resources requested per node at once."""
     gpus, kind = needs.gpus_per_node, needs.gpu_type
     cpus, mem_mb = needs.cpus_per_task * needs.tasks_per_node, needs.mem_mb or 0
     if gpus:
@@ -502,7 +507,7 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
     ):
         most = max(map(has, groups), default=math.inf)
         if requested > most:
-            raise PlanError(f"{where}.{key}: {requested} asked, nodes of {at} have {most}")
+            raise PlanError(f"{where}.{key}: {requested} requested, nodes of {at} have {most}")
         left = [group for group in left if requested <= has(group)]
     fit = sum(group.count for group in left)
     if needs.nodes > fit:
@@ -510,11 +515,11 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
         each += [f"{mem_mb} MiB"] * bool(mem_mb)
         there_are = "; ".join(f"{group.count} with {group}" for group in groups)
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} asked with {', '.join(each)} on each, {at} has {fit} "
-            f"such nodes ({there_are})"
+            f"{where}.nodes: {needs.nodes} requested with {', '.join(each)} on each, {at} has "
+            f"{fit} such nodes ({there_are})"
         )
 
 
 def _gpus(group: NodeType, kind: str | None) -> int:
-    """GPUs per node; without a type Slurm gives any."""
+    """Return the GPUs per node; without a type, GPUs of all types count."""
     return sum(group.gpus.values()) if kind is None else group.gpus.get(kind, 0)

@@ -1,4 +1,18 @@
-"""What a job asks for, and how it is."""
+"""Slurm jobs: ids, requested resources, states and the reasons why they are pending.
+
+Ids are ``12``, an array's element ``12_3``, several of them ``12_[3-5]``, or a component of a
+heterogeneous job ``12+1`` (manual pages of squeue, JOBID, and sbatch, ``--array``; Slurm's page on
+heterogeneous jobs).
+
+States: https://slurm.schedmd.com/job_state_codes.html (states and flags up to 25.05) and the manual
+pages of squeue and sacct of 20.11 and later.
+
+Reasons: https://slurm.schedmd.com/job_reason_codes.html ("All Reasons", 25.05); the names are those
+of src/common/job_state_reason.c, which earlier versions share. Limits on the total of several jobs
+(Grp, PerUser, PerAccount, MaxJobs, SubmitJob) end when other jobs end, and a node that is down or
+reserved (ReqNodeNotAvail) may return; limits on a single job stay. A job that requests more than
+such a total is refused before submission (:mod:`slurm.job_limits`).
+"""
 
 from __future__ import annotations
 
@@ -11,17 +25,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
-"""Variable with the numbers of the components of a heterogeneous job that are a process's own."""
+"""Variable with the component numbers of a heterogeneous job that this process belongs to."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")
 _SEVERAL = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
 def expand_job_ids(text: str) -> list[str]:
-    """``12_[0,3-5,8-12:2%4]`` as ids of single elements; other ids as they are.
+    """Expand ``12_[0,3-5,8-12:2%4]`` into ids of single elements; other ids are unchanged.
 
-    ``%4`` is how many may run at once. A list that Slurm cut short (``12_[1,3,...]``) gives the
-    elements it names.
+    ``%4`` limits how many elements run at once. A truncated list (``12_[1,3,...]``) expands to the
+    elements that it names.
     """
     several = _SEVERAL.fullmatch(text)
     if several is None:
@@ -36,21 +50,21 @@ def expand_job_ids(text: str) -> list[str]:
 
 
 def is_job_id(text: str) -> bool:
-    """Return whether a text is an id of one of these forms, and no word of a banner."""
+    """Return True if a text is a job id, and not a word of a banner."""
     return _ID.fullmatch(text) is not None
 
 
 def parent_job_id(identity: str) -> str:
-    """The id of the array or heterogeneous job that a part belongs to; of another job its own."""
+    """Return the id of the array or heterogeneous job of an element; a plain id is unchanged."""
     return re.split("[_+]", identity, maxsplit=1)[0]
 
 
 def current_job_id(environment: Mapping[str, str] = os.environ) -> str | None:
-    """This process's job, by a name that means it alone; None outside of jobs.
+    """Return an unambiguous id of this process's job; None outside of jobs.
 
-    SLURM_JOB_ID of an array's last element is the id of the whole array, so that ``scontrol
-    requeue`` with it would requeue all of its elements. In all components of a heterogeneous job it
-    is the id of the first (measured on 22.05).
+    SLURM_JOB_ID of an array's last element is the id of the array, so ``scontrol requeue`` with it
+    would requeue all elements. In every component of a heterogeneous job it is the id of the first
+    one (measured on 22.05).
     """
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
@@ -60,7 +74,7 @@ def current_job_id(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def current_het_components(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The components of a heterogeneous job that this process's ranks are on; else none."""
+    """Return ids of the heterogeneous components that this process's ranks use; empty if none."""
     if "SLURM_JOB_ID" not in environment or HET_GROUPS_VARIABLE not in environment:
         return []
     return [
@@ -70,7 +84,7 @@ def current_het_components(environment: Mapping[str, str] = os.environ) -> list[
 
 @dataclass(frozen=True)
 class JobResources:
-    """What one job asks for; None leaves it to the cluster."""
+    """The resources and settings that one job requests; None is the cluster's default."""
 
     partition: str | None = None
     nodes: int = 1
@@ -78,7 +92,7 @@ class JobResources:
     gpus_per_node: int = 0
     gpu_type: str | None = None
     speed_weights: Mapping[str, float] | tuple[float, ...] | None = None
-    """Relative speeds, of processes or by kind of node (a GPU's GRES name, a feature)."""
+    """Relative speeds of processes, or by kind of node (a GPU's GRES name or a feature)."""
     cpus_per_task: int = 1
     mem_mb: int | None = None
     """Memory per node, MiB."""
@@ -90,25 +104,25 @@ class JobResources:
     exclude: str | None = None
     reservation: str | None = None
     setup: tuple[str, ...] = ()
-    """Shell lines run before the job's command: ``module load cuda``."""
+    """Shell lines that run before the job's command: ``module load cuda``."""
     python_command: tuple[str, ...] = ()
-    """Command prefix of Python, for containers: ``("apptainer", "exec", "--nv", "image.sif")``."""
+    """Words before the Python command, for containers: ``("apptainer", "exec", "image.sif")``."""
     interpreter: str | None = None
-    """Path of the Python that runs the command; None: this one, or that of the container."""
+    """Path of the Python that runs the command; None: this one, or the container's."""
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Further sbatch options, name to value; true is a flag without one."""
+    """Further sbatch options, name to value; True is a flag without a value."""
     signal_delay_s: int = 90
-    """How long before the end the warning signal comes."""
+    """Seconds between the warning signal and the end of the job."""
     parallel_tasks: int | None = None
-    """Most jobs of an array that run at once."""
+    """Maximum elements of an array that run at once."""
     duty_cycle: float | Mapping[str, float] = 1.0
-    """Share of the time that the processes may run, of all or by kind of node as in ``shares``;
-    below 1 on dev clusters only."""
+    """Share of the time that processes may run, for all or by kind of node as in
+    ``speed_weights``; below 1 on dev clusters only."""
 
     @property
     def command_prefix(self) -> tuple[str, ...]:
-        """Words before the command of a process: the throttle where there is one, a container."""
+        """The words before a process's command: the throttle, if any, and the container."""
         duty = self.duty_cycle
         if isinstance(duty, Mapping):
             text = ",".join(f"{kind}={share}" for kind, share in duty.items())
@@ -119,15 +133,15 @@ class JobResources:
 
     @property
     def tasks(self) -> int:
-        """Processes of the job."""
+        """The number of processes of the job."""
         return self.nodes * self.tasks_per_node
 
 
 def current_job_resources(environment: Mapping[str, str] = os.environ) -> JobResources | None:
-    """What the job asks for that this process runs in; None outside of jobs.
+    """Return the resources of the job around this process; None outside of jobs.
 
-    Variables: manual pages of sbatch and salloc, "OUTPUT ENVIRONMENT VARIABLES". A step of a job
-    may see fewer CPUs and GPUs than the job has.
+    Variables: manual pages of sbatch and salloc, "OUTPUT ENVIRONMENT VARIABLES". A step may see
+    fewer CPUs and GPUs than its job has.
     """
     if current_job_id(environment) is None:
         return None
@@ -148,7 +162,7 @@ def current_job_resources(environment: Mapping[str, str] = os.environ) -> JobRes
 
 
 class JobState(Enum):
-    """Where a job is in its life."""
+    """The state of a job, with Slurm's many states reduced to ten."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -163,18 +177,18 @@ class JobState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Whether it may still finish by itself."""
+        """True if the job is pending or running."""
         return self in (JobState.PENDING, JobState.RUNNING)
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known of a job."""
+    """The state of a job with its exit code, reason and place."""
 
     state: JobState
     exit_code: int | None = None
     reason: str = ""
-    """Why it waits, or how it failed, with the end of its error output."""
+    """Why the job is pending, or how it failed, with the end of its error output."""
     partition: str = ""
     node: str = ""
 
@@ -217,7 +231,10 @@ _unknown: set[str] = set()
 
 
 def parse_job_state(text: str) -> JobState:
-    """``CANCELLED by 1000``, ``NODE_FAIL``, ``COMPLETED+`` and the like."""
+    """Return the state for Slurm's text, such as ``CANCELLED by 1000`` or ``COMPLETED+``.
+
+    An unknown state counts as running and is logged once.
+    """
     words = text.split()
     name = words[0].rstrip("+").upper() if words else ""
     if name not in SLURM_STATES:
@@ -252,40 +269,40 @@ _PER_JOB = re.compile(
     r"(?:Assoc|QOS)Max\w+?Per(?:Job|Node)(?:Limit)?|QOSMin(?:\w+NotSatisfied|[A-Z]\w*)"
 )
 _RELEASE = "release it with: scontrol release {id}"
-_HELD = {
+_ON_HOLD = {
     "JobHeldUser": f"held by you or a coordinator of the account; {_RELEASE}",
     "JobHeldAdmin": "held by an administrator; ask why",
     "JobHoldMaxRequeue": f"held after too many requeues; look at its logs, then {_RELEASE}",
 }
-# Texts that stand in the place of a reason, words parted by blanks or underscores.
-_HELD_TEXT = re.compile(r"(?:launch.failed.)?requeued.(?:in.)?held", re.IGNORECASE)
+# Texts that squeue prints instead of a reason, with blanks or underscores between words.
+_ON_HOLD_TEXT = re.compile(r"(?:launch.failed.)?requeued.(?:in.)?held", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PendingProblem:
-    """Why a job will not start however long it waits, and what to do."""
+    """A reason why a pending job will never start by itself, with advice."""
 
     reason: str
     advice: str
     is_on_hold: bool = False
-    """Somebody may release it; else nothing helps."""
+    """True if somebody may release the job; otherwise it can never start."""
 
 
 def diagnose_pending(reason: str, identity: str) -> PendingProblem | None:
-    """What is wrong with a job that waits for this reason; None where waiting helps.
+    """Return the problem of a job that is pending for a reason; None if waiting helps.
 
     Args:
-        reason: What squeue's ``%r`` shows.
-        identity: The job's id, for the advice.
+        reason: squeue's ``%r``.
+        identity: the job's id, for the advice.
     """
     word = reason.strip("()").split(",")[0].strip()
     if word in _HOPELESS:
         return PendingProblem(word, _HOPELESS[word])
     if _PER_JOB.fullmatch(word):
         return PendingProblem(word, _LOWER)
-    if word in _HELD:
-        return PendingProblem(word, _HELD[word].format(id=identity), is_on_hold=True)
-    if _HELD_TEXT.search(word):
+    if word in _ON_HOLD:
+        return PendingProblem(word, _ON_HOLD[word].format(id=identity), is_on_hold=True)
+    if _ON_HOLD_TEXT.search(word):
         advice = f"Slurm could not start it and holds it; look at its logs, then {_RELEASE}"
         return PendingProblem(word, advice.format(id=identity), is_on_hold=True)
     return None

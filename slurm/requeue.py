@@ -1,4 +1,4 @@
-"""Asking Slurm to run this job again."""
+"""Requeue the job of this process; also a program: ``python -m slurm.requeue``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slurm.jobs import current_job_id
 log = logging.getLogger("rlinf")
 
 _FIELD = re.compile(r"\b(JobState|Reason|Restarts)=(\S+)")
-# scontrol's words for a job that another rank has just had requeued.
+# scontrol's message for a job that another rank has just requeued.
 _UNDER_WAY = re.compile("pending execution", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RequeueState:
-    """What becomes of a job, as ``scontrol show job`` tells."""
+    """The state, reason and restart count of a job in ``scontrol show job``."""
 
     state: str
     reason: str
@@ -30,7 +30,7 @@ class RequeueState:
 
     @property
     def can_requeue(self) -> bool:
-        """Whether nobody has ended it; what ran out of time may still be run again."""
+        """True unless somebody ended the job; a job at its time limit may be requeued."""
         return self.state == "RUNNING" or self.reason == "TimeLimit"
 
 
@@ -38,10 +38,10 @@ def requeue(
     environment: Mapping[str, str] = os.environ,
     run_command: Callable[[list[str]], str] = run_command,
 ) -> bool:
-    """Ask Slurm to run this job again, which ends all of its ranks; whether it will.
+    """Requeue this job, which ends all of its ranks. Returns True if Slurm will run it again.
 
-    Any rank may be the first to stop, while the others wait for it, so each one asks. A job that is
-    being cancelled stays so: it stopped because TERM came, and scontrol would revive it.
+    Every rank calls this, because any rank may be the first to stop while the others wait for it.
+    A job that is being cancelled is not requeued: scontrol would revive it.
     """
     identity = str(current_job_id(environment))
     try:
@@ -61,12 +61,12 @@ def requeue(
 
 
 def parse_requeue_state(text: str) -> RequeueState:
-    """Read ``scontrol show job -o``.
+    """Parse ``scontrol show job -o``.
 
     Raises:
-        SlurmError: it tells of no job.
+        SlurmError: the text describes no job.
     """
-    # The first of each: what the job's owner named comes later, but for the job's name.
+    # The first match of each field counts: except the job's name, user text comes later.
     found = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
     try:
         return RequeueState(found["JobState"], found["Reason"], int(found["Restarts"]))

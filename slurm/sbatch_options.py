@@ -1,8 +1,12 @@
-"""sbatch's options: which of them a job's resources give, and which a site file may add.
+"""Options of sbatch: from a job's resources and a site file, with checks of their text.
 
 Names are the long ones of the manual page of sbatch, without the leading dashes. Every batch script
-of the product is written from :func:`sbatch_options`, so that a job has the same options whoever
-submits it, and none of them twice.
+is written from :func:`sbatch_options`, so that a job has the same options whoever submits it, and
+none of them twice.
+
+A script quotes text of the configuration for the shell, which accepts any character in quotes.
+sbatch parses its own lines of a script differently: a line break ends the line, and a backslash
+takes the next quote or backslash literally, in quotes too (observed with 22.05).
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_option_text(value: str) -> str:
-    """Return the value of an option of sbatch, or a part of it.
+    """Return a value of an sbatch option, or a part of it, unchanged.
 
     Raises:
-        ValueError: it does not fit into a line of a batch script.
+        ValueError: the value does not fit into a line of a batch script.
     """
     if found := _CONTROL.search(value):
         raise ValueError(
@@ -39,10 +43,10 @@ def check_option_text(value: str) -> str:
 
 
 def check_shell_text(value: str) -> str:
-    """Return a word of a command line, a line of shell or the value of a variable.
+    """Return a word of a command line, a shell line or the value of a variable unchanged.
 
     Raises:
-        ValueError: no program can be given it.
+        ValueError: the text contains a null character.
     """
     if "\0" in value:
         raise ValueError(f"{value!r} holds a null character, which no command can be given")
@@ -50,10 +54,10 @@ def check_shell_text(value: str) -> str:
 
 
 def check_variable_name(name: str) -> str:
-    """Return the name of an environment variable.
+    """Return the name of an environment variable unchanged.
 
     Raises:
-        ValueError: a shell knows no variable of that name.
+        ValueError: the name is not valid in a shell.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -64,10 +68,10 @@ def check_variable_name(name: str) -> str:
 
 
 def check_log_folder(folder: Path) -> None:
-    """See that jobs can write their logs below a folder.
+    """Check that jobs can write their logs below a folder.
 
     Raises:
-        PlanError: sbatch, srun or submitit would take its path for another one.
+        PlanError: sbatch, srun or submitit would change its path.
     """
     try:
         check_option_text(str(folder))
@@ -84,7 +88,7 @@ EnvironmentVariables = dict[Annotated[str, AfterValidator(check_variable_name)],
 
 OptionValue = str | int | bool
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
-"""They exclude each other (manual page of sbatch)."""
+"""Options that exclude each other (manual page of sbatch)."""
 _PLAN = {
     "partition": "partition",
     "nodes": "nodes",
@@ -100,7 +104,7 @@ _PLAN = {
     "gpus-per-task": "gpus",
     "gpus-per-socket": "gpus",
 }
-"""Options that the plan decides, with its key."""
+"""Options that the plan sets, with the plan's key."""
 _DRIVER = {
     "partition": "partition",
     "cpus-per-task": "cpus",
@@ -108,9 +112,9 @@ _DRIVER = {
     "time": "time_limit_min",
     "mail-user": "mail",
 }
-"""Options that have a key of their own for the driver's job, with that key."""
+"""Options that have their own key for the driver's job, with that key."""
 _SITE = ("account", "qos", "constraint", "exclude", "reservation")
-"""Options with a key of their own in the site file."""
+"""Options that have their own key in the site file."""
 # fmt: off
 _OWN = frozenset(
     {
@@ -118,7 +122,7 @@ _OWN = frozenset(
         "parsable", "quiet", "verbose", "wait", "wrap", "test-only", "hetjob", "clusters",
     }
 )
-"""Options that the program decides, or by which it would not know its own jobs."""
+"""Options that the program sets, or with which it could not find its own jobs."""
 _SIZE = frozenset(
     {
         *MEMORY_OPTIONS, *_PLAN, "gres", "gpu-bind", "gpu-freq", "exclusive", "oversubscribe",
@@ -128,7 +132,7 @@ _SIZE = frozenset(
         "use-min-nodes", "spread-job",
     }
 )
-"""Options that say how much a job takes."""
+"""Options that set the size of a job."""
 _PLACE = frozenset(
     {
         "nodelist", "nodefile", "prefer", "cluster-constraint", "switches", "constraint", "qos",
@@ -136,21 +140,21 @@ _PLACE = frozenset(
         "hold", "delay-boot", "priority", "array", "mail-user", "mail-type", "output", "error",
     }
 )
-"""Options that say where and when a job runs, and what is told of it."""
+"""Options that set where and when a job runs, and its mail and output."""
 # fmt: on
 
 
 def option_name(key: str) -> str:
-    """Return an option's long name as sbatch has it, of a key with dashes or underscores."""
+    """Return sbatch's long option name of a key with dashes or underscores."""
     return key.lstrip("-").replace("_", "-")
 
 
 def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return further sbatch options under their long names.
+    """Return a site file's sbatch options under their long names.
 
     Raises:
-        ValueError: an option would not be obeyed, does not fit into its line of a batch script, is
-            given twice, or excludes another; says what to write instead.
+        ValueError: an option would have no effect, does not fit into its line of a batch script,
+            is set twice, or excludes another one; says what to write instead.
     """
     found: dict[str, OptionValue] = {}
     for key, value in values.items():
@@ -166,14 +170,14 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         found[name] = value
-    given = [name for name in MEMORY_OPTIONS if found.get(name, False) is not False]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other; leave one of them")
+    present = [name for name in MEMORY_OPTIONS if found.get(name, False) is not False]
+    if len(present) > 1:
+        raise ValueError(f"{' and '.join(present)} exclude each other; leave one of them")
     return found
 
 
 def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return further sbatch options of the driver's job under their long names.
+    """Return the sbatch options of the driver's job under their long names.
 
     Raises:
         ValueError: as :func:`check_site_options`; or the option has its own key, or no use here.
@@ -190,15 +194,15 @@ def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionV
 
 
 def portable_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return those of further options that make a job neither large nor bound to some nodes.
+    """Return the options that set neither the size nor the place of a job.
 
-    What remains concerns how a job starts and is accounted: a comment, a wckey, a container.
+    They concern how a job starts and is accounted: a comment, a wckey, a container.
     """
     return {k: v for k, v in values.items() if option_name(k) not in _SIZE | _PLACE}
 
 
 def _advice(name: str, value: OptionValue) -> str | None:
-    """Return what to write instead of an option that would not be obeyed; None: it is."""
+    """Return what to write instead of an option that would have no effect; None if it has one."""
     if name in _SITE:
         return f"{name} has a key of its own beside sbatch; write {name}: {value}"
     if name in _PLAN:
@@ -217,14 +221,14 @@ def _has_gpus(name: str, value: OptionValue) -> bool:
 def sbatch_options(
     name: str, resources: JobResources, *, allow_requeue: bool = True, warning_s: int | None = None
 ) -> dict[str, OptionValue]:
-    """Return the options of a job's batch script; true is a flag, false and None are left out.
+    """Return the options of a job's batch script; True is a flag, False and None are omitted.
 
-    What the resources say comes before what a site file says under ``sbatch``, which is a default:
-    of ``mem``, ``mem-per-cpu`` and ``mem-per-gpu`` exactly one is written, or none.
+    The fields of the resources override the site file's ``sbatch`` options, which are defaults. At
+    most one of ``mem``, ``mem-per-cpu`` and ``mem-per-gpu`` is written.
 
     Args:
-        name: of the job.
-        requeues: whether Slurm starts it again itself after preemption or the loss of a node.
+        name: the job's name.
+        allow_requeue: whether Slurm itself restarts the job after preemption or a node failure.
         warning_s: seconds between the warning signal and the end; None: those of the resources.
 
     Raises:
@@ -254,13 +258,13 @@ def sbatch_options(
 
 
 def check_script_options(values: Mapping[str, Any], where: str) -> None:
-    """See that options fit into lines of a batch script, whoever gave them.
+    """Check that options fit into lines of a batch script.
 
     Args:
-        where: the job, or the section of a configuration.
+        where: the job or the section of the configuration, for error messages.
 
     Raises:
-        PlanError: one does not.
+        PlanError: an option does not fit.
     """
     for key, value in values.items():
         try:
@@ -276,22 +280,22 @@ def _gpus(needs: JobResources) -> str:
 
 
 def _memory(needs: JobResources, further: Mapping[str, OptionValue]) -> dict[str, Any]:
-    """Return all three options for memory, of which at most one has a value."""
-    given: dict[str, Any] = {key: further.get(key) for key in MEMORY_OPTIONS}
+    """Return the three memory options, of which at most one has a value."""
+    options: dict[str, Any] = {key: further.get(key) for key in MEMORY_OPTIONS}
     if needs.mem_mb:
-        given = {"mem": f"{needs.mem_mb}M"}
+        options = {"mem": f"{needs.mem_mb}M"}
     elif not needs.gpus_per_node:
-        # Without GPUs it would say nothing, and Slurm's default would hold.
-        given.pop("mem-per-gpu")
-    first = next((key for key in MEMORY_OPTIONS if given.get(key) not in (None, False)), None)
-    return {key: given[key] if key == first else None for key in MEMORY_OPTIONS}
+        # Without GPUs this option has no effect, and Slurm's default would apply.
+        options.pop("mem-per-gpu")
+    first = next((key for key in MEMORY_OPTIONS if options.get(key) not in (None, False)), None)
+    return {key: options[key] if key == first else None for key in MEMORY_OPTIONS}
 
 
 def srun_options(needs: JobResources) -> list[str]:
-    """Return srun's options for the step of a job, which has all of what its job has.
+    """Return srun's options for a step that has all resources of its job.
 
-    From 22.05 on srun does not take ``--cpus-per-task`` over from the job, so that a task would be
-    bound to one CPU; earlier versions do (manual page of srun). Where the site, or its sbatch, sets
+    From 22.05 on srun does not inherit ``--cpus-per-task`` from the job, so a task would be bound
+    to one CPU; earlier versions do (manual page of srun). If the site or its sbatch sets
     ``--export=NONE``, srun would start tasks without the variables that the script sets.
     """
     return [f"--cpus-per-task={needs.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]

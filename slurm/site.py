@@ -1,4 +1,4 @@
-"""Site files: what a cluster's users must know about its partitions, written down once."""
+"""Site files: settings of a cluster's jobs and the hardware of its partitions, in YAML."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from slurm.sbatch_options import (
 
 
 class HardwareSettings(Section):
-    """What Slurm cannot tell of a partition's nodes; see :class:`slurm.inventory.NodeGroup`."""
+    """Hardware of a partition's nodes that Slurm cannot report; see
+    :class:`slurm.inventory.NodeGroup`."""
 
     gpu_model: str | None = None
-    """The GPU, where its name in GRES leaves open which it is (``gpu:4``, or ``a100``, which comes
-    in two sizes): a name of :data:`slurm.gpus.GPUS`, or any that is read as one."""
+    """The GPU, if its GRES name is ambiguous (``gpu:4``, or ``a100``, which has two sizes): a key
+    of :data:`slurm.gpus.GPUS` or any name that is recognised as one."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
-    """Memory of each GPU of the partition."""
+    """Memory of each GPU of the partition, GiB."""
     intra_node_bandwidth_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between two GPUs of a node, gigabytes per second and direction."""
+    """Bandwidth between two GPUs of a node, gigabytes per second and direction."""
     inter_node_bandwidth_gb_per_s: float | None = Field(default=None, gt=0)
-    """Between two nodes, gigabytes per second, node and direction (400 Gbit/s are 50)."""
+    """Bandwidth between two nodes, gigabytes per second, node and direction (400 Gbit/s are 50)."""
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """In any unit, the same for all partitions."""
+    """Cost of a GPU for one hour, in any unit that all partitions share."""
     interruptions_per_hour: float = Field(default=0.0, ge=0)
     """Expected preemptions and node failures of a job, per hour."""
     slowdown: float = Field(default=1.0, gt=0)
-    """How many times longer work takes here than the GPU's figures say."""
+    """Factor by which work takes longer here than the GPU's data sheet predicts."""
 
     @field_validator("gpu_model")
     @classmethod
-    def _known(cls, value: str | None) -> str | None:
+    def _check_gpu_model(cls, value: str | None) -> str | None:
         if value is not None and gpus.find_gpu(value) is None:
             raise ValueError(f"unknown GPU {value!r}{did_you_mean(value.lower(), gpus.GPUS)}")
         return value
@@ -54,7 +55,7 @@ DutyCycle = Annotated[float, Field(gt=0, le=1)]
 
 
 class PartitionSettings(HardwareSettings):
-    """Settings of the jobs of one partition, and its hardware."""
+    """Settings of the jobs of one partition, and the partition's hardware."""
 
     account: OptionText | None = None
     qos: OptionText | None = None
@@ -62,9 +63,9 @@ class PartitionSettings(HardwareSettings):
     exclude: OptionText | None = None
     reservation: OptionText | None = None
     setup: tuple[ShellText, ...] = ()
-    """Shell lines before the job's command: ``module load cuda/12.4``."""
+    """Shell lines that run before the job's command: ``module load cuda/12.4``."""
     python_command: tuple[ShellText, ...] = ()
-    """Prefix of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif]``."""
+    """Words of the Python command: ``[apptainer, exec, --nv, /images/rlinf.sif, python3]``."""
     env: EnvironmentVariables = {}
     sbatch: dict[str, OptionValue] = {}
     """Further sbatch options by long name, see :func:`slurm.sbatch_options.check_site_options`.
@@ -72,19 +73,19 @@ class PartitionSettings(HardwareSettings):
     They are defaults: ``mem_mb`` of the plan replaces ``mem``, ``mem-per-cpu`` and ``mem-per-gpu``.
     """
     signal_delay_s: int = Field(default=90, ge=1)
-    """Seconds between the warning signal and the end."""
+    """Seconds between the warning signal and the end of the job."""
     duty_cycle: DutyCycle | dict[str, DutyCycle] = 1.0
-    """Share of the time that the processes of jobs may run, to make nodes of a dev cluster slower
-    than others: a number, or by kind of node (a GPU's GRES name, a feature), so that it holds in
-    partitions of several kinds too. Leave it at 1 on real clusters."""
+    """Share of the time that processes of jobs may run, to make some nodes of a dev cluster slower:
+    a number, or by kind of node (a GPU's GRES name or a feature), for partitions with several
+    kinds. Leave it at 1 on real clusters."""
 
     @field_validator("sbatch")
     @classmethod
-    def _obeyed(cls, value: dict[str, OptionValue]) -> dict[str, OptionValue]:
+    def _check_options(cls, value: dict[str, OptionValue]) -> dict[str, OptionValue]:
         return check_site_options(value)
 
     def duty_cycle_for(self, *kinds: str) -> float:
-        """The duty cycle of a node that these words describe; 1 where nothing is said of it."""
+        """Return the duty cycle of a node that these words describe; 1 by default."""
         if isinstance(self.duty_cycle, float):
             return self.duty_cycle
         return min(
@@ -92,7 +93,7 @@ class PartitionSettings(HardwareSettings):
         )
 
     def resource_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of :class:`launchers.launcher.Resources`."""
+        """Return the settings as keyword arguments of :class:`slurm.jobs.JobResources`."""
         return {
             name: getattr(self, name)
             for name in type(self).model_fields
@@ -101,18 +102,19 @@ class PartitionSettings(HardwareSettings):
 
 
 class SiteConfig(Section):
-    """``defaults`` for all partitions, then what ``partitions`` says of each."""
+    """A site file: ``defaults`` for all partitions, and ``partitions`` that override them."""
 
     defaults: PartitionSettings = PartitionSettings()
     partitions: dict[str, PartitionSettings] = {}
     interpreters: dict[str, str] = {}
-    """Paths by name, for ``task.python``, ``engine.python`` and ``trainer.python``."""
+    """Paths of Python interpreters by name, for ``task.python``, ``engine.python`` and
+    ``trainer.python``."""
 
     def settings_for(self, partition: str | None) -> PartitionSettings:
-        """Settings of a partition, or of a list of them (``a100,h100``) that share all settings.
+        """Return the settings of a partition, or of a list (``a100,h100``) with equal settings.
 
         Raises:
-            PlanError: a job cannot be given the settings of all partitions of the list.
+            PlanError: the partitions of the list have different settings.
         """
         first, *others = partition_names(partition or "")
         found = self._of(first)
@@ -128,14 +130,14 @@ class SiteConfig(Section):
         return found
 
     def overrides_for(self, partition: str | None) -> PartitionSettings:
-        """What is said of one partition itself, without the defaults of all."""
+        """Return the settings of one partition without the defaults."""
         return self.partitions.get(partition or "", PartitionSettings())
 
     def check_partitions(self, partitions: Collection[str], path: Path) -> None:
-        """See that the cluster has every partition that is spoken of.
+        """Check that the cluster has every partition of this site file.
 
         Raises:
-            PlanError: names the first that it has not, and the nearest.
+            PlanError: names the first missing partition and the most similar one.
         """
         for name in self.partitions:
             if name not in partitions:
@@ -158,7 +160,7 @@ def load_site(path: Path) -> SiteConfig:
     """Read a site file.
 
     Raises:
-        PlanError: missing, not YAML, or a key is unknown or of the wrong type.
+        PlanError: the file is missing or not YAML, or a key is unknown or has the wrong type.
     """
     values = read_yaml(path, "cluster.site", PlanError)
     if not isinstance(values or {}, Mapping):

@@ -1,11 +1,19 @@
-"""Warning signals and the end of the job: they set a flag, and the work decides when to stop.
+"""Stop flag of a job: set by warning signals or by the clock, checked by the work.
 
 Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL owns USR1) and TERM at
-the end. A handler does nothing else: Python runs it between bytecodes, possibly in the middle of a
-write. Where the signal does not come, the clock sets the flag (:mod:`slurm.stop_signals`).
+the end. The handler only sets a flag, because Python runs it between bytecodes, possibly in the
+middle of a write. Python drops an interrupt that arrives in a finalizer or in a callback of a weak
+reference, as in its import system; such an interrupt is raised again when the flag is checked.
 
-Python drops an interrupt that comes in a finalizer or in a callback of a weak reference, such as
-its import system has: it is raised again where the flag is looked at.
+The warning signal may not arrive: a site may strip it, a step may not be notified, a container may
+not forward it. So the flag is also set by the clock, from the known end of the job. Start and end
+are times of the controller's clock, and a node's clock may differ. The length of the job is the
+same by any clock, and this process is younger than the job, so the remaining time is at most the
+job's length minus the age of this process. That bound corrects a node's clock that is late. It does
+not see the time between the start of the job and of this process (prolog, container, imports),
+which must fit into the margin. A node's clock that is early stops the work too early; if it is so
+early that the end seems past, it is ignored. A time limit that changes while the job runs is not
+noticed: a longer limit means a requeue too early, a shorter one needs the signal.
 """
 
 from __future__ import annotations
@@ -29,39 +37,39 @@ from slurm.client import STOP_SIGNALS, run_command
 from slurm.jobs import current_het_components, current_job_id
 
 DEFAULT_STOP_MARGIN_S = 90.0
-"""How long before the end work stops, where :data:`MARGIN` does not say it."""
+"""Seconds before the end at which work stops, unless :data:`STOP_MARGIN_VARIABLE` sets them."""
 STOP_MARGIN_VARIABLE = "RLINF_STOP_MARGIN_S"
 CLOCK_SKEW_WARNING_S = 30.0
-"""A clock that is off by more is worth a warning."""
+"""Clock skew above which a warning is logged."""
 _FIELD = re.compile(r"\b(StartTime|EndTime)=(\S+)")
 _BORN = time.monotonic()
 
 
 @dataclass(frozen=True)
 class JobWindow:
-    """Start and end of a job, seconds since the epoch by the controller's clock; None: unknown."""
+    """The start and end of a job: seconds since the epoch, controller's clock; None: unknown."""
 
     start: float | None
     end: float | None
 
     def remaining_s(self, now: float, age_s: float) -> float | None:
-        """Seconds until the end; None: it has none, or none that can be believed.
+        """Return the seconds until the end; None if it is unknown or not credible.
 
         Args:
-            now: This node's clock, seconds since the epoch.
-            age_s: How long this process has run at least; the job has run longer.
+            now: this node's clock, seconds since the epoch.
+            age_s: minimum age of this process; the job is older.
         """
         if self.end is None:
             return None
         by_clock = self.end - now
         if self.start is None:
-            # A job over its time would hardly ask; a clock may well be wrong.
+            # A job past its end would not run this, so the clock must be wrong.
             return by_clock if by_clock > 0 else None
         by_length = self.end - self.start - age_s
         return by_length if by_clock <= 0 else min(by_clock, by_length)
 
     def clock_skew_s(self, now: float, age_s: float) -> float:
-        """Seconds that this node's clock is off at least: below 0 late, above 0 early."""
+        """Return the minimum skew of this node's clock: below 0 late, above 0 early."""
         if self.start is not None and now - age_s < self.start:
             return now - age_s - self.start
         return max(0.0, now - self.end) if self.end is not None else 0.0
@@ -71,12 +79,12 @@ def current_job_window(
     environment: Mapping[str, str] = os.environ,
     run_command: Callable[[list[str]], str] = run_command,
 ) -> JobWindow:
-    """Start and end of the job that this process belongs to.
+    """Return the start and end of the job of this process.
 
-    From SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, which later versions set (22.05 does not),
-    else by one ``scontrol show job``. Then the first rank of a job asks alone: it is enough that
-    one rank stops, since a requeue ends all. Nothing is known outside of jobs and where Slurm does
-    not answer: never an error.
+    They come from SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, which later versions set (22.05 does
+    not), else from one ``scontrol show job``. Only the first rank runs scontrol, because it is
+    enough that one rank stops: a requeue ends all. Outside of jobs, or if Slurm does not answer,
+    both are unknown; this is never an error.
     """
     identity = current_job_id(environment)
     if identity is None:
@@ -91,7 +99,7 @@ def current_job_window(
         spans = [
             parse_job_window(run_command(["scontrol", "show", "job", "-o", name])) for name in names
         ]
-        # Where the components of a job have limits of their own, the shortest ends it.
+        # If the components of a job have different limits, the shortest ends the job.
         return min(spans, key=lambda span: math.inf if span.end is None else span.end)
     except SlurmError as error:
         log.warning("the end of job %s is not known: %s", identity, error)
@@ -99,17 +107,17 @@ def current_job_window(
 
 
 def parse_job_window(text: str) -> JobWindow:
-    """StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` is None."""
+    """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` is None."""
     job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
     found = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
     return JobWindow(found.get("StartTime"), found.get("EndTime"))
 
 
 def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Seconds after which work in this process should stop; None: no end is known.
+    """Return the seconds after which this process should stop its work; None if no end is known.
 
-    The margin before the end is at most half of what is left now, so that a short job gets
-    something done before it asks to be started again.
+    The margin before the end is at most half of the remaining time, so that a short job makes
+    progress before it is requeued.
     """
     span = current_job_window(environment)
     now, age_s = time.time(), time.monotonic() - _BORN
@@ -131,25 +139,25 @@ def _direction(seconds: float) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """A time as Slurm writes it, in seconds since the epoch; None for ``Unknown`` and the like."""
+    """Parse a time that Slurm prints into seconds since the epoch; None for ``Unknown`` etc."""
     if text.isdigit():
         return float(text)
     try:
-        # Without a zone: it is that of scontrol, and so of this process.
+        # The time has no zone: it is scontrol's zone, which is also that of this process.
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
 
 
 TIME_LIMIT_SHARE = 0.75
-"""Of the time until work should stop: a stage that is stopped later had the time that there was."""
+"""Share of the time until the stop after which a stop counts as caused by the time limit."""
 log = logging.getLogger("rlinf")
 
 
 class StopFlag:
-    """Context manager that turns the warning signals, and the job's end coming near, into a flag.
+    """A context manager whose flag is set by warning signals and before the end of the job.
 
-    Outside the main thread, where Python allows no handlers, the end alone sets it.
+    Outside the main thread Python allows no signal handlers, so only the clock sets the flag.
     """
 
     def __init__(self) -> None:
@@ -159,10 +167,10 @@ class StopFlag:
         self._previous: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:
-        """Whether the allocation is about to end.
+        """Return True if the allocation is about to end.
 
         Raises:
-            KeyboardInterrupt: one came and was dropped; in the main thread.
+            KeyboardInterrupt: Python dropped an interrupt before; in the main thread only.
         """
         if self._dropped and threading.current_thread() is threading.main_thread():
             self._dropped = False
@@ -173,8 +181,8 @@ class StopFlag:
         return self._set
 
     def is_time_limit(self) -> bool:
-        """Whether the flag is there because the job's time is nearly over, and not for a preemption
-        say; a signal may come early. Only where the end is known."""
+        """Return True if the flag is set because of the time limit, not of a preemption for
+        example. A signal may come early. False if the end is unknown."""
         if not self.is_set() or self._stop_at is None:
             return False
         return time.monotonic() - self._began > TIME_LIMIT_SHARE * (self._stop_at - self._began)

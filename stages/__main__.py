@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         call = StageCall(
             arguments.stage, arguments.config, arguments.out, arguments.iteration, inputs
         )
-        lives = NoProgressGuard(call.output_folder)
+        progress_guard = NoProgressGuard(call.output_folder)
         with translate_resource_errors(), StopFlag() as stop, translate_user_errors():
             try:
                 run_stage(call, should_stop=stop.is_set, process_start=PROCESS_START)
             except RequeueRequested:
                 if stop.is_time_limit():
-                    lives.record_timeout(
+                    progress_guard.record_timeout(
                         call.stage, os.environ.get("RLINF_ATTEMPT", str(PROCESS_START))
                     )
                 raise

@@ -1,4 +1,4 @@
-"""What a stage is given: the same in every driver, launcher and grain."""
+"""The context of a stage: the same under every driver, launcher and execution mode."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ T = TypeVar("T")
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
 MIN_WAIT_SPAN_S = 0.002
-"""Waits shorter than this are not recorded, nor what is shorter between two equal spans."""
+"""Shorter waits are not recorded, and a shorter gap does not separate two equal spans."""
 MERGEABLE_SPAN_S = 0.05
-"""Of many equal spans in a row, those that are shorter are one."""
+"""Equal spans in a row that are shorter than this are merged into one."""
 WAIT_SPAN = "wait"
 IDLE_SPANS = frozenset({WAIT_SPAN, "offload", "onload"})
-"""Spans in which a stage computes nothing: it waits, or moves things from and to its device."""
+"""Names of spans without computation: waits and transfers to or from the device."""
 log = logging.getLogger("rlinf")
 
 
 @dataclass
 class StageInput:
-    """An output of an earlier stage: committed, or still in memory (``output``)."""
+    """An input of a stage: a committed output, or one still in memory (``live_output``)."""
 
     folder: Path
     known_manifest: Manifest | None = None
     live_output: LiveOutput | None = None
     should_stop: Callable[[], bool] = lambda: False
     wait_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Entered while waiting, so that it can be seen."""
+    """The context manager entered while waiting; it records the wait as a span."""
     used_live: bool = False
-    """Whether something of it was taken from memory."""
+    """Whether any of it was read from memory."""
     used_disk_fallback: bool = False
-    """Whether it was to come by memory, and was read from disk."""
+    """Whether it was expected in memory and was read from disk."""
 
     @property
     def manifest(self) -> Manifest:
-        """Its commit; waits for that."""
+        """The manifest of the committed output; waits for the commit."""
         if self.known_manifest is None:
             with self.wait_scope():
                 while not self.is_committed():
@@ -70,19 +70,19 @@ class StageInput:
         return self.known_manifest
 
     def is_committed(self) -> bool:
-        """Whether it is committed by now."""
+        """Return whether the output is committed by now."""
         if self.known_manifest is None:
             self.known_manifest = read_manifest(self.folder)
         return self.known_manifest is not None
 
     @property
     def data_folder(self) -> Path:
-        """Folder of its files; waits for the commit."""
+        """The folder with the committed files; waits for the commit."""
         return self.folder / self.manifest.data
 
     @property
     def content_id(self) -> str:
-        """Names its content: the same output folder and attempt always hold the same."""
+        """The identity of the content: output folder and attempt. Equal ids mean equal content."""
         if self.known_manifest is None and self.live_output is not None:
             # What is sent by another worker may be lost on the way; the commit is not.
             with self.wait_scope():
@@ -94,23 +94,23 @@ class StageInput:
         return f"{self.folder}/{self.manifest.data}"
 
     def live_object(self, name: str) -> Any:
-        """What it handed on in memory besides records; None: it is to be read from disk."""
+        """Return an object of the live output by name. None: read it from disk."""
         if self.known_manifest is None and self.live_output is not None:
             return self.live_output.objects.get(name)
         return None
 
 
 class DialogueFailure(NamedTuple):
-    """Why dialogues of one process were lost."""
+    """Why dialogues of one process failed."""
 
     error: str
-    """What ended the last of them."""
+    """The error that ended the last of them."""
     is_user_bug: bool
-    """Whether each ended by an error of the user's code that another try would meet again."""
+    """Whether an error in the user's code ended each of them; a retry would fail as well."""
 
 
 class RecordWriter(Protocol):
-    """Takes the records of an output channel."""
+    """A writer for the records of an output channel."""
 
     def put(self, record: Record) -> None: ...
 
@@ -118,7 +118,7 @@ class RecordWriter(Protocol):
 
 
 class RemotePolicy(Protocol):
-    """The way from the simulators of a stage to the policy, where that is in other workers."""
+    """A policy in another worker, used by the simulators of a stage."""
 
     def rollout_iter(
         self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
@@ -126,7 +126,7 @@ class RemotePolicy(Protocol):
 
 
 class LiveContext:
-    """What a stage in a pool has besides files; one in a job of its own has none of it."""
+    """The in-memory part of a context in a pool worker; a stage in its own job has none."""
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class LiveContext:
         )
         self.deferred_writes: list[Callable[[], None]] = []
         self.stream_digests: dict[str, int] = {}
-        """Of the records this attempt wrote, by channel."""
+        """The digest of the records this attempt wrote, by channel."""
 
 
 class _Nowhere:
-    """Of a process that does not speak: another one writes the same."""
+    """A writer that drops records, on ranks whose primary rank writes the same."""
 
     def put(self, record: Record) -> None: ...
 
@@ -155,7 +155,7 @@ class _Nowhere:
 
 
 class _Both:
-    """Hands records on at once and writes them to a file when the stage commits."""
+    """A writer that streams records at once and writes their file when the stage commits."""
 
     def __init__(
         self, file: RecordFileWriter, live: LiveContext, channel: str, world: ProcessGroupInfo
@@ -163,30 +163,30 @@ class _Both:
         self._file, self._live, self._world = file, live, world
         self._channel = channel
         self._stream = live.output.stream(channel)
-        self._made: dict[int, Record] = {}
+        self._records: dict[int, Record] = {}
         self._sinks = live.open_sink(channel)
 
     def put(self, record: Record) -> None:
-        self._made.setdefault(record.identity.sample, record)
+        self._records.setdefault(record.identity.sample, record)
         self._stream.put(record)
         self._sinks.put(record)
         self._file.put(record)
 
     def close(self) -> None:
         self._stream.finish_rank(
-            len(self._made), self._world.data_parallel_rank, self._world.data_parallel_size
+            len(self._records), self._world.data_parallel_rank, self._world.data_parallel_size
         )
         self._sinks.close()
         self._live.deferred_writes.append(self._write)
 
     def _write(self) -> None:
-        self._live.stream_digests[self._channel] = digest_records(self._made.values())
+        self._live.stream_digests[self._channel] = digest_records(self._records.values())
         self._file.close()
 
 
 @dataclass
 class StageContext:
-    """Configuration, place in the run, channels, metrics; see the fields."""
+    """Everything a stage works with: configuration, inputs, output folder, metrics, state."""
 
     config: RunConfig
     stage: str
@@ -194,28 +194,28 @@ class StageContext:
     run_folder: Path
     output_folder: Path
     data_folder: Path
-    """Private folder of this attempt; what is written here is committed with the manifest."""
+    """The private folder of this attempt; its files are committed with the manifest."""
     world: ProcessGroupInfo
     inputs: Mapping[str, StageInput]
     worker_state: WorkerState = field(default_factory=WorkerState)
-    """Lives as long as the process: loaded engines and trainers between calls."""
+    """The engines and trainers that stay loaded between stages of the same process."""
     should_stop: Callable[[], bool] = lambda: False
     live: LiveContext | None = None
     remote_policy: RemotePolicy | None = None
     """None: the policy is in this process."""
     metrics: dict[str, tuple[float, float, MetricReduction]] = field(default_factory=dict)
-    """Value, weight, and how ranks are put together."""
+    """By name: value, weight, and how the values of several ranks are reduced."""
     dialogue_failures: list[DialogueFailure] = field(default_factory=list)
-    """One at most of this process; once the reports of all ranks are merged, those of all."""
+    """At most one of this process; after the rank reports are merged, those of all ranks."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     usage: list[dict[str, Any]] = field(default_factory=list)
-    """What it used of its machine; see ``stages.resource_usage``."""
+    """CPU, memory and GPU use of each rank; see ``stages.resource_usage``."""
     manifest_extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""
     status: str = COMPUTING
-    """For whoever watches."""
-    _said: float = 0.0
+    """What the stage does now, shown in the status."""
+    _logged_at: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class StageContext:
 
     @property
     def key(self) -> str:
-        """Identity of this work; what an interrupted attempt left counts only under the same key.
+        """The identity of this stage instance. Saved progress counts only under the same key.
 
         Waits until all inputs are committed.
         """
@@ -234,11 +234,11 @@ class StageContext:
         return stage_key(self.config, self.stage, self.iteration, contents, code)
 
     def chunks(self) -> Iterator[range]:
-        """The samples of the batch, in as many ranges as the plan passes it on in.
+        """Yield the samples of the batch in the plan's number of chunks.
 
-        Whole groups, always the same ones: a result does not depend on what came first. Other
-        stages of the pool have their turns in between. After the last one it keeps its turn until
-        it ends, which takes little: so it is committed while later stages compute.
+        A chunk consists of complete groups, always the same ones, so the result does not depend on
+        arrival order. Other stages of the pool use the device between chunks. After the last chunk
+        the stage keeps its device slot until it ends, so its commit overlaps with later stages.
         """
         starts, size = self.config.rollout.batch_size, self.config.rollout.group_size
         count = 1 if self.live is None else min(self.live.num_chunks, starts)
@@ -248,17 +248,17 @@ class StageContext:
             yield range(start, stop)
 
     def yield_device(self, chunk: int) -> None:
-        """Let other stages of this worker have theirs; waits for its own."""
+        """Yield the device to other stages of this worker and wait for the next slot."""
         if self.live is not None:
             with self._timed(DEVICE_TURN):
                 self.live.slot.start_chunk(chunk)
 
     def read_records(self, channel: str, samples: range) -> list[Record]:
-        """The records that input ``channel`` has of these samples, by sample number.
+        """Return the records of input ``channel`` for these samples, by sample number.
 
         Raises:
             ArtifactError: the input is damaged.
-            UpstreamFailed: the stage that makes it failed, or committed something else than it sent.
+            UpstreamFailed: its stage failed, or committed other records than it sent.
         """
         entry = self.inputs[channel]
         if entry.live_output is not None and channel not in self._read:
@@ -283,20 +283,20 @@ class StageContext:
         return [r for r in self._read[channel] if r.identity.sample in samples]
 
     def receive_records(self, channel: str, count: int, source_input: str) -> Iterator[Record]:
-        """``count`` records of an output channel that others send here, as they come.
+        """Yield ``count`` records of an output channel that other workers send, as they arrive.
 
         Args:
             depends_on: name of the input that they are made of.
 
         Raises:
-            UpstreamFailed: they were made of an attempt at it that was not committed in the end.
+            UpstreamFailed: they were computed from an attempt that was not committed in the end.
         """
         assert self.live is not None, "records arrive at resident workers alone"
         committed = self.inputs[source_input].manifest.data
         return self.live.output.iter_records(channel, count, self.should_stop, committed)
 
     def verified_folder(self, name: str) -> Path:
-        """Data folder of an input whose files are all there, of their sizes.
+        """Return the data folder of an input; all its files exist and have their sizes.
 
         Their content is checked as it is read, by :mod:`rlinf.verified_io`.
 
@@ -309,26 +309,26 @@ class StageContext:
         return entry.data_folder
 
     def open_writer(self, channel: str) -> RecordWriter:
-        """An output channel; its files are visible once the stage has committed."""
+        """Open an output channel; its files are visible once the stage has committed."""
         if not self.world.is_primary:
             return _Nowhere()
         file = RecordFileWriter(self.data_folder, channel, self.world.rank)
         return file if self.live is None else _Both(file, self.live, channel, self.world)
 
     def publish_live(self, name: str, value: Any) -> None:
-        """Give later stages of this process something else than records."""
+        """Publish an object other than records to later stages of this process."""
         if self.live is not None:
             self.live.output.objects[name] = value
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Write files: at once, or in a pool while the next stage computes."""
+        """Run a write now, or in a pool worker while the next stage computes."""
         if self.live is None:
             work()
         else:
             self.live.deferred_writes.append(work)
 
     def release(self) -> None:
-        """End what refers back to this one, so that it is freed at once with all that it holds.
+        """Break reference cycles, so that the context and its tensors are freed at once.
 
         A cycle stays until Python's collector looks through all objects: after many iterations in
         a large process, each of which would leave a copy of the weights and the optimizer.
@@ -341,22 +341,24 @@ class StageContext:
     def log_metric(
         self, name: str, value: float, weight: float = 1.0, reduction: MetricReduction = "mean"
     ) -> None:
-        """Record a deterministic number; of several ranks it is their mean by weight (weight 0: the
-        sum), the largest (``max``), or (``std``) the deviation of all from the metric ``mean``."""
+        """Record a deterministic number. Ranks are reduced to the mean by weight (weight 0: the
+        sum), to the maximum (``max``), or (``std``) to the deviation from the metric ``mean``."""
         if self.world.is_primary:
             self.metrics[name] = (float(value), float(weight), reduction)
 
     def log_counts(self, counts: Mapping[str, int], total: int, unit: str) -> None:
-        """Record numbers of things out of ``total``; those that are there are said in the log."""
+        """Record counts out of ``total``, and log those above zero."""
         for name, number in counts.items():
             self.log_metric(name, number, weight=0)
-        if said := [f"{number} {name}" for name, number in counts.items() if number]:
-            said = [text.replace("_", " ") for text in said]
-            log.info("%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(said), total, unit)
+        if nonzero := [f"{number} {name}" for name, number in counts.items() if number]:
+            nonzero = [text.replace("_", " ") for text in nonzero]
+            log.info(
+                "%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
+            )
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time a part of the stage."""
+        """Record a span around a part of the stage."""
         start = time.time()
         try:
             yield
@@ -365,14 +367,14 @@ class StageContext:
 
     @contextlib.contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Wait for an input: others may compute meanwhile. Begins and ends in this one's turn."""
+        """Release the device while waiting for an input, and acquire it again afterwards."""
         rest = contextlib.nullcontext() if self.live is None else self.live.slot.released()
         with self._timed(name), rest:
             yield
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        """Time a wait, as a span, unless it is too short to matter."""
+        """Record a wait as a span, unless it is too short to matter."""
         before, self.status = self.status, f"waits for {what}"
         start = time.time()
         try:
@@ -383,9 +385,9 @@ class StageContext:
                 self.add_span(WAIT_SPAN, start)
 
     def add_span(self, name: str, start: float) -> None:
-        """A part of the stage that began at ``start`` ends now.
+        """Record a span from ``start`` until now.
 
-        A short one goes on with the last one, where that had its name and ended just before.
+        A short span extends the previous one if that has the same name and has just ended.
         """
         if self.spans and time.time() - start < MERGEABLE_SPAN_S:
             last = self.spans[-1]
@@ -404,7 +406,7 @@ class StageContext:
         )
 
     def report_progress(self, done: int, total: int, unit: str) -> None:
-        """Say how far the stage is, at most every few seconds, and stop here when asked to.
+        """Report progress, at most every few seconds, and stop here if requested.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -414,6 +416,6 @@ class StageContext:
         hook = self.worker_state.on_progress
         if hook is not None:
             hook(self.stage, done, total, unit)
-        elif time.monotonic() - self._said > 5:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._logged_at > 5:
+            self._logged_at = time.monotonic()
             log.info("%s %d: %d of %d %s", self.stage, self.iteration, done, total, unit)

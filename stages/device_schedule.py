@@ -1,13 +1,13 @@
-"""Turns of the stages of one worker: which of them computes while the others wait.
+"""The schedule of one worker's device: which stage computes while the others wait.
 
-A position is (iteration, part of the batch, place in the flow). The lowest one of all stages that
-are under way has its turn, and keeps it while it waits for an input: whatever it waits for has a
-lower position still, here or in another pool, so some stage of the run can always go on. One that
-comes late with a lower position (another attempt, say) has its turn when the present one is through
-with its part or waits: stages share engines and trainers, so never do two compute. Positions depend
-on nothing that is measured, so all ranks of a pool take the same turns, as collectives need.
+Every running stage has a position: (iteration, chunk of the batch, index in the flow). The stage
+with the lowest position has the device slot, and keeps it while it waits for an input. An input
+always comes from a lower position, here or in another pool, so some stage of the run can proceed.
 
-What has no position fills the time in which all stages wait for inputs.
+A stage that starts late with a lower position, such as a new attempt, gets the slot when the
+present stage finishes its chunk or waits. Two stages never compute at once, because they share engines and
+trainers. Positions depend on no measurement, so all ranks of a pool schedule the same order, as
+collectives require. Work without a position runs while all stages wait for inputs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Position = tuple[int, int, int]
 
 
 class DeviceSchedule:
-    """The positions of all stages of a worker that are under way."""
+    """The positions of all running stages of a worker."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[DeviceSlot, Position] = {}
         self._computes: DeviceSlot | None = None
         self._ready: set[DeviceSlot] = set()
-        """Stages that have their inputs, and would compute."""
+        """Stages that have their inputs and wait for the device."""
         self._closed = False
 
     def close(self) -> None:
-        """There are no more turns: the process ends, which must not wait for waiting stages."""
+        """Close the schedule, so that waiting stages do not delay the end of the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def add(self, position: Position) -> DeviceSlot:
-        """A place in the order, to be left by its context manager."""
+        """Add a stage; return its slot, a context manager that removes it at exit."""
         turn = DeviceSlot(self)
         self.move(turn, position)
         return turn
 
     def move(self, slot: DeviceSlot, position: Position | None) -> None:
-        """Put a stage at another position; None: it is through."""
+        """Move a stage to another position; None removes it."""
         with self._changed:
             if position is None:
                 self._waiting.pop(slot, None)
@@ -56,10 +56,10 @@ class DeviceSchedule:
             self._changed.notify_all()
 
     def acquire(self, slot: DeviceSlot) -> None:
-        """Wait until no other stage is before this one, and none computes.
+        """Wait until this stage has the lowest position and no stage computes.
 
         Raises:
-            RequeueRequested: there are no more turns.
+            RequeueRequested: the schedule is closed.
         """
         with self._changed:
             self._release(slot)
@@ -73,15 +73,15 @@ class DeviceSchedule:
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody computes."""
+        """Whether a stage computes."""
         return self._computes is not None
 
     @contextlib.contextmanager
     def idle_time(self) -> Iterator[None]:
-        """A time in which no stage computes, for none has its inputs that may go on.
+        """Acquire the device while every stage waits for inputs.
 
         Raises:
-            RequeueRequested: there are no more turns.
+            RequeueRequested: the schedule is closed.
         """
         turn = DeviceSlot(self)
         with self._changed:
@@ -104,7 +104,7 @@ class DeviceSchedule:
 
     @contextlib.contextmanager
     def released(self, slot: DeviceSlot) -> Iterator[None]:
-        """While a stage that has its turn waits, others before it may compute."""
+        """Release the slot of a waiting stage, and acquire it again at exit."""
         with self._changed:
             had = self._release(slot)
         yield
@@ -112,7 +112,7 @@ class DeviceSchedule:
             self.acquire(slot)
 
     def _release(self, turn: DeviceSlot) -> bool:
-        """Whether it computed until now."""
+        """Release the device; return whether this slot had it."""
         if self._computes is not turn:
             return False
         self._computes = None
@@ -124,30 +124,30 @@ class DeviceSchedule:
 
 
 class Unscheduled(contextlib.nullcontext[None]):
-    """In place of a turn: of a stage that computes nothing, or has a queue of its own."""
+    """A slot for stages that do not compute, or that have a queue of their own."""
 
     def start_chunk(self, number: int) -> None:
-        """Go on to a part of the batch: no other stage is in the way."""
+        """Start a chunk of the batch at once."""
 
     def released(self) -> contextlib.AbstractContextManager[None]:
-        """While it waits for an input."""
+        """Do nothing while waiting for an input."""
         return contextlib.nullcontext()
 
 
 class DeviceSlot:
-    """One stage's place; a context manager that begins with its first turn."""
+    """The slot of one stage; a context manager that acquires the device at entry."""
 
     def __init__(self, turns: DeviceSchedule) -> None:
         self._turns = turns
 
     def start_chunk(self, number: int) -> None:
-        """Go on to a part of the batch, after all who are still at an earlier one."""
+        """Start a chunk of the batch, after all stages that are at an earlier chunk."""
         iteration, part, place = self._turns.position(self)
         self._turns.move(self, (iteration, max(part, number), place))
         self._turns.acquire(self)
 
     def released(self) -> contextlib.AbstractContextManager[None]:
-        """While it waits for an input; ends with its turn again."""
+        """Release the device while waiting for an input."""
         return self._turns.released(self)
 
     def __enter__(self) -> DeviceSlot:

@@ -51,8 +51,8 @@ class DialogueFailures:
         """``tool_errors`` and ``tool_retries`` (sums), and ``failed_share``, the share lost."""
         if not self._samples:
             return {}
-        found: dict[str, MergedMetric] = {n: (self._counts[n], 0.0, "mean") for n in TOOL_METRICS}
-        return {**found, FAILED_RATIO: (self._failed / self._samples, self._samples, "mean")}
+        counts: dict[str, MergedMetric] = {n: (self._counts[n], 0.0, "mean") for n in TOOL_METRICS}
+        return {**counts, FAILED_RATIO: (self._failed / self._samples, self._samples, "mean")}
 
     @property
     def failures(self) -> list[DialogueFailure]:

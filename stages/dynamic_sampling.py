@@ -1,9 +1,9 @@
 """Rollout with dynamic sampling (DAPO, arXiv 2503.14476, eq. 11 and algorithm 1).
 
-Groups that the algorithm would not keep, for all of their samples scored the same, are drawn anew,
-of other starts, until each place of the batch has a group that teaches something or was drawn so
-often as ``rollout.max_resamples`` says. A place draws by itself: what comes does not depend on how the
-batch is shared out.
+The algorithm drops a group if all its samples have the same score, because it has no advantage.
+This rollout draws such a group again, from another start, until the group is informative or was
+drawn ``rollout.max_resamples`` times more. Each batch index draws independently of the others, so
+the result does not depend on how the batch is sharded.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def resample_groups(
         counts: gets ``refilled`` (groups drawn anew) and ``unfilled`` (places left without one).
     """
     settings = ctx.config.rollout
-    most, left = settings.max_resamples or 0, list(batch_indices)
+    most, pending = settings.max_resamples or 0, list(batch_indices)
     algorithm = create_algorithm(ctx.config)
     for draw in range(most + 1):
-        if not left:
+        if not pending:
             return
-        starts = [place + draw * settings.batch_size for place in left]
-        made = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
+        starts = [place + draw * settings.batch_size for place in pending]
+        records = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
         # All of them: what judges may need the device that the engine has until then.
-        groups = group_by_batch_index(list(made), settings.batch_size, settings.group_size)
-        taught = {place for place in left if is_informative(ctx, algorithm, groups[place])}
-        for place in left:
+        groups = group_by_batch_index(list(records), settings.batch_size, settings.group_size)
+        taught = {place for place in pending if is_informative(ctx, algorithm, groups[place])}
+        for place in pending:
             if place in taught or draw == most:
                 yield from groups[place]
-        left = [place for place in left if place not in taught]
-        counts["rejected_groups" if draw == most else "resampled_groups"] += len(left)
+        pending = [place for place in pending if place not in taught]
+        counts["rejected_groups" if draw == most else "resampled_groups"] += len(pending)
 
 
 def group_by_batch_index(

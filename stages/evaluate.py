@@ -123,11 +123,11 @@ def scores_by_task(
     trajectories: Sequence[Record], scores: Sequence[float]
 ) -> dict[str, list[float]]:
     """The scores that there are, where trajectories say of which task they are."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):
         if "task" in trajectory.info and not np.isnan(score):
-            found.setdefault(str(trajectory.info["task"]), []).append(score)
-    return found
+            by_name.setdefault(str(trajectory.info["task"]), []).append(score)
+    return by_name
 
 
 def run_eval_episodes(
@@ -160,8 +160,8 @@ def run_eval_episodes(
         ).non_default_settings(),
     )
     trajectories = []
-    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as made:
-        for trajectory in made:
+    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as records:
+        for trajectory in records:
             trajectories.append(trajectory)
             ctx.report_progress(len(trajectories), len(starts), "held-out samples")
     trajectories.sort(key=lambda record: record.identity)

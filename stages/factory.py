@@ -1,4 +1,4 @@
-"""The library objects a stage works with, built from the run's configuration."""
+"""Create the components of a stage from the run's configuration and keep them loaded."""
 
 from __future__ import annotations
 
@@ -37,38 +37,38 @@ from stages.worker_state import LoadedActor, LoadedTrainer
 
 WEIGHTS_POLL_S = 0.05
 MAX_PUBLISHED_STATES = 4
-"""Newest published weights whose trainer's state is remembered."""
+"""Number of published weights whose trainer state is remembered."""
 WEIGHTS = "weights"
-"""Folder of a policy in an output, and the name of its tensors in memory."""
+"""The folder of a policy in an output, and the name of its tensors in memory."""
 
 
 def policy_class(config: RunConfig) -> tuple[Any, Any]:
-    """The policy class and its validated options."""
+    """Return the policy class and its validated options."""
     cls = policies.get(config.model.name)
     return cls, config.model.validate_options(cls.Config, "model")
 
 
 def environment_class(config: RunConfig) -> tuple[Any, Any]:
-    """The environment class and its validated options."""
+    """Return the environment class and its validated options."""
     cls = environments.get(config.task.name)
     return cls, config.task.validate_options(cls.Config, "task")
 
 
 def create_algorithm(config: RunConfig) -> Algorithm:
-    """The run's algorithm."""
+    """Create the run's algorithm."""
     cls = algorithms.get(config.algorithm.name)
     algorithm: Algorithm = cls(config.algorithm.validate_options(cls.Config, "algorithm"))
     return algorithm
 
 
 def reward_class(config: RunConfig) -> tuple[Any, Any]:
-    """The reward class and its validated options."""
+    """Return the reward class and its validated options."""
     cls = rewards.get(config.reward.name)
     return cls, config.reward.validate_options(cls.Config, "reward")
 
 
 def weight_sync_dtype(config: RunConfig) -> torch.dtype | None:
-    """The type in which engines take float32 weights; None: as they are."""
+    """Return the dtype to which float32 weights are cast for engines; None: no cast."""
     cls = engines.get(config.engine.name)
     dtype: torch.dtype | None = cls.weight_dtype(
         config.engine.validate_options(cls.Config, "engine")
@@ -77,35 +77,35 @@ def weight_sync_dtype(config: RunConfig) -> torch.dtype | None:
 
 
 def engine_max_batch(config: RunConfig) -> int | None:
-    """Most samples that a process decodes at once; None: all that it is asked."""
+    """Return the most samples that a process decodes at once; None: no limit."""
     cls = engines.get(config.engine.name)
     rows: int | None = cls.max_batch(config.engine.validate_options(cls.Config, "engine"))
     return rows
 
 
 def get_environment(ctx: StageContext, folder: Callable[[], Path]) -> Environment:
-    """The task's environment, with the processor of the policy in ``folder()``; kept resident."""
-    held = ctx.worker_state
-    if held.environment is None:
+    """Return the resident environment, created with the processor of the policy in ``folder()``."""
+    loaded = ctx.worker_state
+    if loaded.environment is None:
         policy, policy_options = policy_class(ctx.config)
         cls, options = environment_class(ctx.config)
         environment: Environment = cls(options, policy.processor(folder(), policy_options))
-        held.environment = environment
-    return held.environment
+        loaded.environment = environment
+    return loaded.environment
 
 
 def primary_rank_environment(ctx: StageContext) -> Environment | None:
-    """The same, by the weights that are generated with; None where another process speaks."""
+    """Return the environment on the primary rank of a model replica, None on other ranks."""
     if not ctx.world.is_primary:
         return None
     return get_environment(ctx, lambda: ctx.verified_folder("weights") / WEIGHTS)
 
 
 def get_reward(ctx: StageContext) -> Reward:
-    """The run's reward, with what it may use of this process; kept resident."""
-    held, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
-    if held.reward is None or held.reward_shard != rank:
-        held.drop_reward()
+    """Return the run's resident reward."""
+    loaded, rank = ctx.worker_state, (ctx.world.data_parallel_rank, ctx.world.data_parallel_size)
+    if loaded.reward is None or loaded.reward_shard != rank:
+        loaded.drop_reward()
         cls, options = reward_class(ctx.config)
         resources = RewardResources(
             ctx.world,
@@ -114,12 +114,12 @@ def get_reward(ctx: StageContext) -> Reward:
             ctx.run_folder / REWARD_CACHE_FOLDER,
         )
         reward: Reward = cls(options, resources)
-        held.reward, held.reward_shard = reward, rank
-    return held.reward
+        loaded.reward, loaded.reward_shard = reward, rank
+    return loaded.reward
 
 
 def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
-    """What of this process is on its device."""
+    """Return the device memory manager of this process."""
     if ctx.worker_state.device_memory is None:
         gib = ctx.config.device_memory_gib
         budget = None if gib is None else int(gib * GIB)
@@ -130,21 +130,21 @@ def get_device_memory(ctx: StageContext) -> DeviceMemoryManager:
 def ensure_on_device(
     ctx: StageContext, offloadable: Offloadable, *groups: str, filled: bool = True
 ) -> None:
-    """Bring what the stage computes with next to its device; see :meth:`DeviceMemoryManager.acquire`.
+    """Load an object onto its device; see :meth:`DeviceMemoryManager.acquire`.
 
-    After every wait anew: other stages may compute meanwhile, with other things.
+    Call it again after every wait: other stages may use the device in the meantime.
     """
     get_device_memory(ctx).acquire(offloadable, *groups, copy_data=filled, span=ctx.span)
 
 
 def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = None) -> Engine:
-    """The generation engine of this process, with whatever weights; kept resident.
+    """Return the resident engine of this process, with whatever weights it has.
 
     Args:
         world: in place of the stage's own.
     """
-    held, world = ctx.worker_state.engine, world or ctx.world
-    if held is not None and held.world.layout != world.layout:
+    loaded, world = ctx.worker_state.engine, world or ctx.world
+    if loaded is not None and loaded.world.layout != world.layout:
         ctx.worker_state.drop_engine()
     if ctx.worker_state.engine is None:
         from rlinf import mkl_warmup
@@ -164,7 +164,7 @@ def get_or_create_engine(ctx: StageContext, world: ProcessGroupInfo | None = Non
 def get_engine(
     ctx: StageContext, name: str, version: int, max_version: int | None = None
 ) -> Engine:
-    """The engine serving the weights of an input; loaded again only when they changed.
+    """Return the engine with the weights of an input, loading them only if they changed.
 
     It is on its device: until it is through with them the stage must not wait for anything.
 
@@ -195,9 +195,8 @@ def get_engine(
                     tensors = resident.weight_deltas.read(ctx, name)
                 state = entry.content_id
             if tensors is not None:
-                engine.load_state(
-                    policy_class(ctx.config)[0].engine_weights(tensors.items()), version
-                )
+                policy = policy_class(ctx.config)[0]
+                engine.load_state(policy.engine_weights(tensors.items()), version)
             else:
                 engine.load(ctx.verified_folder(name) / WEIGHTS, version)
     ensure_on_device(ctx, engine)
@@ -208,7 +207,7 @@ def get_engine(
 def newer_weights_poller(
     ctx: StageContext, engine: Engine
 ) -> Callable[[], tuple[Path, int] | None]:
-    """What a rollout's engine asks for weights that were committed since it began."""
+    """Return a function that finds weights committed since the rollout began."""
     looked, states = 0.0, dict[int, str]()
     publishes = flow_of(ctx.config).publish_stage
 
@@ -234,7 +233,7 @@ def newer_weights_poller(
 
 
 def get_trainer(ctx: StageContext) -> Trainer:
-    """The trainer in the state of input ``checkpoint``, or fresh from input ``initial``.
+    """Return the trainer in the state of input ``checkpoint``, or fresh from ``initial``.
 
     Its weights are on the device, as long as the stage does not wait for anything.
     """
@@ -247,25 +246,25 @@ def get_trainer(ctx: StageContext) -> Trainer:
         # Nothing has been trained yet: what evaluates the first weights is a fresh trainer of them.
         resident.actor, resident.trainer = None, LoadedTrainer(fresh.trainer, start, state)
     del fresh
-    held = resident.trainer
-    if held is None or (held.initial_weights, held.checkpoint) != (start, state):
+    loaded = resident.trainer
+    if loaded is None or (loaded.initial_weights, loaded.checkpoint) != (start, state):
         for entry in (initial, checkpoint) if checkpoint else (initial,):
             _ = entry.manifest  # waits for it: what follows must not
         # The old one leaves the memory before the new one is made.
-        del held
+        del loaded
         resident.drop_trainer()
         get_device_memory(ctx).offload_all(span=ctx.span)
         with ctx.span("load"):
             trainer = create_trainer(ctx, ctx.verified_folder("initial") / WEIGHTS)
             if checkpoint:
                 trainer.load(ctx.verified_folder("checkpoint") / "checkpoint")
-        held = resident.trainer = LoadedTrainer(trainer, start, state)
-    ensure_on_device(ctx, held.trainer, "weights")
-    return held.trainer
+        loaded = resident.trainer = LoadedTrainer(trainer, start, state)
+    ensure_on_device(ctx, loaded.trainer, "weights")
+    return loaded.trainer
 
 
 def get_actor(ctx: StageContext) -> Trainer:
-    """A trainer with the weights of input ``weights``, to evaluate the policy with.
+    """Return a trainer with the weights of input ``weights``, for evaluating the policy.
 
     Where training goes on in this process and has come as far as these weights, it is that one.
     Another one keeps no optimizer state, and takes later weights as they come. As for the trainer,
@@ -279,22 +278,22 @@ def get_actor(ctx: StageContext) -> Trainer:
         resident.drop_actor()
         ensure_on_device(ctx, trained.trainer, "weights")
         return trained.trainer
-    held = resident.actor
-    if held is None or held.weights != state:
+    loaded = resident.actor
+    if loaded is None or loaded.weights != state:
         tensors = weights.live_object(WEIGHTS)
         if tensors is None:
             _ = weights.manifest  # waits for it: what follows must not
             state = weights.content_id
         if resident.actor is not None and not resident.actor.trainer.can_load_weights:
             resident.drop_actor()
-        held, resident.actor = resident.actor, None
+        loaded, resident.actor = resident.actor, None
         with ctx.span("load"):
-            if held is None:
+            if loaded is None:
                 get_device_memory(ctx).offload_all(span=ctx.span)
                 source = "weights" if tensors is None else "initial"
                 trainer = create_trainer(ctx, ctx.verified_folder(source) / WEIGHTS)
             else:
-                trainer = held.trainer
+                trainer = loaded.trainer
                 ensure_on_device(ctx, trainer, "weights", filled=False)
                 if tensors is None and loads_sharded(ctx):
                     trainer.load_policy_folder(ctx.verified_folder("weights") / WEIGHTS)
@@ -308,13 +307,13 @@ def get_actor(ctx: StageContext) -> Trainer:
                     tensors = load_committed_weights(ctx, "weights")
             if tensors is not None:
                 trainer.load_weights(tensors.items())
-        held = resident.actor = LoadedActor(trainer, state)
-    ensure_on_device(ctx, held.trainer, "weights")
-    return held.trainer
+        loaded = resident.actor = LoadedActor(trainer, state)
+    ensure_on_device(ctx, loaded.trainer, "weights")
+    return loaded.trainer
 
 
 def get_reference(ctx: StageContext) -> Trainer:
-    """The policy that training began with; like the trainer it is on the device until a wait."""
+    """Return the reference policy. It is on the device until the stage waits."""
     if ctx.worker_state.reference is None:
         _ = ctx.inputs["initial"].manifest  # waits for it: what follows must not
         get_device_memory(ctx).offload_all(span=ctx.span)
@@ -326,7 +325,7 @@ def get_reference(ctx: StageContext) -> Trainer:
 def create_trainer(
     ctx: StageContext, folder: Path, optimizer: OptimizerSection | None = None
 ) -> Trainer:
-    """A trainer for the policy in ``folder`` with a fresh optimizer."""
+    """Create a trainer for the policy in ``folder`` with a fresh optimizer."""
     cls = trainers.get(ctx.config.trainer.name)
     policy, options = policy_class(ctx.config)
     load = policy.meta_from_folder if loads_sharded(ctx) else policy.load
@@ -340,13 +339,13 @@ def create_trainer(
 
 
 def loads_sharded(ctx: StageContext) -> bool:
-    """Whether several processes share the policy, none of which need hold it whole."""
+    """Return whether each process loads only its shard of the policy."""
     cls, _ = policy_class(ctx.config)
     return ctx.world.size > 1 and bool(cls.supports_sharded_loading)
 
 
 def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
-    """The weights in the policy folder of an input, whole, by the policy's names.
+    """Load the full weights of an input, by the policy's parameter names.
 
     Raises:
         ArtifactError: they are damaged.
@@ -359,7 +358,7 @@ def load_committed_weights(ctx: StageContext, name: str) -> dict[str, Tensor]:
 
 
 def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
-    """Write a policy folder with the trainer's weights as they come, by rank 0; all take part."""
+    """Stream the trainer's weights into a policy folder on rank 0; all ranks take part."""
     state = trainer.stream_weights()
     try:
         if ctx.world.rank == 0:
@@ -371,7 +370,7 @@ def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
 
 
 def mark_trainer_dirty(ctx: StageContext) -> None:
-    """The trainer's weights are about to change: it counts as held again once the stage is through.
+    """Mark the trainer as dirty until :func:`commit_trainer_state`.
 
     An attempt that fails leaves half an update in it, which must not serve the next one. While
     gradients only add up, inference on the rest of the batch may still use it.
@@ -381,7 +380,7 @@ def mark_trainer_dirty(ctx: StageContext) -> None:
 
 
 def commit_trainer_state(ctx: StageContext) -> None:
-    """Remember that the resident trainer is now in the state that this attempt will commit."""
+    """Record that the trainer is in the state that this attempt will commit."""
     if ctx.worker_state.trainer is not None:
         ctx.worker_state.trainer = replace(
             ctx.worker_state.trainer, checkpoint=f"{ctx.output_folder}/{ctx.data_folder.name}"
@@ -389,11 +388,11 @@ def commit_trainer_state(ctx: StageContext) -> None:
 
 
 def mark_published(ctx: StageContext) -> None:
-    """Remember which state of the trainer has the weights that this attempt will commit."""
-    held, known = ctx.worker_state.trainer, ctx.worker_state.published_states
-    if held is not None:
+    """Record the trainer state that the weights of this attempt come from."""
+    loaded, known = ctx.worker_state.trainer, ctx.worker_state.published_states
+    if loaded is not None:
         known[f"{ctx.output_folder}/{ctx.data_folder.name}"] = (
-            held.initial_weights,
-            held.checkpoint,
+            loaded.initial_weights,
+            loaded.checkpoint,
         )
         evict_oldest(known, MAX_PUBLISHED_STATES)

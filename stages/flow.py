@@ -146,22 +146,23 @@ class Flow:
     def device_dependencies(self) -> dict[str, tuple[str, ...]]:
         """The stages of an iteration that hold devices, and whose output of the same iteration each
         waits for; not what follows from others. The last stage is the transfer of the weights."""
-        held = [name for name in self.stages if name != self.publish_stage]
+        on_devices = [name for name in self.stages if name != self.publish_stage]
         direct = {
-            name: {s.stage for s in self.stages[name].inputs.values() if not s.lag} & set(held)
-            for name in held
+            name: {s.stage for s in self.stages[name].inputs.values() if not s.lag}
+            & set(on_devices)
+            for name in on_devices
         }
         reach: dict[str, set[str]] = {}
-        for name in held:
+        for name in on_devices:
             reach[name] = direct[name].union(*(reach[source] for source in direct[name]))
         return {
             name: tuple(
                 source
-                for source in held
+                for source in on_devices
                 if source in direct[name]
                 and not any(source in reach[other] for other in direct[name])
             )
-            for name in held
+            for name in on_devices
         }
 
 
@@ -334,26 +335,26 @@ flows = Registry(
 
 @lru_cache
 def with_carried_episodes(flow: str) -> Flow:
-    """A flow whose rollouts also take what the ones before left open (``task.carry_over_episodes``).
+    """Return a flow whose rollouts continue open episodes (``task.carry_over_episodes``).
 
-    It is the same where it has no elastic stage.
+    A flow without an elastic stage is returned unchanged.
 
     Raises:
         ConfigError: there is no such flow.
     """
-    found = get_flow(flow)
-    if (name := found.elastic_stage) is None:
-        return found
-    stage = found.stages[name]
+    flow_spec = get_flow(flow)
+    if (name := flow_spec.elastic_stage) is None:
+        return flow_spec
+    stage = flow_spec.stages[name]
     inputs = {**stage.inputs, OPEN_EPISODES: InputSource(name, lag=1)}
     # Workers that come and go have weights alone.
     goes_on = replace(stage, inputs=inputs, elastic=False)
-    return replace(found, stages={**found.stages, name: goes_on})
+    return replace(flow_spec, stages={**flow_spec.stages, name: goes_on})
 
 
 def carries_over_episodes(config: RunConfig) -> bool:
     """Whether episodes go on over iterations (``task.carry_over_episodes``)."""
-    return (config.task.model_extra or {}).get("continues") is True
+    return (config.task.model_extra or {}).get("carry_over_episodes") is True
 
 
 def get_flow(name: str) -> Flow:

@@ -50,9 +50,9 @@ def stage_key(
         inputs: content digest of each input by name.
         code: digest of the stage's code (:mod:`stages.identity`).
     """
-    given = config.explicit_values()
+    values = config.explicit_values()
     wanted = flow_of(config).all_stages[stage].config_sections
-    sections = {name: given[name] for name in wanted if name in given}
+    sections = {name: values[name] for name in wanted if name in values}
     if EVALUATE in sections:
         # When, not how.
         sections[EVALUATE] = {k: v for k, v in sections[EVALUATE].items() if k != "every"}
@@ -132,7 +132,7 @@ CLASS_REGISTRIES: Mapping[str, Registry] = {
 DATA_FILE_SECTIONS = frozenset({"task", "reward", "algorithm"})
 """Sections whose files count by what is in them; a model's folder is kept with the run."""
 FILE_PREFIX = "file:"
-SUBPROCESS_MODULES = "STARTED"
+SUBPROCESS_MODULES = "SUBPROCESS_MODULES"
 """Of a module: the names of those that other processes run for it, a tuple of texts."""
 INFRASTRUCTURE = (
     "rlinf.artifacts",
@@ -216,7 +216,7 @@ class CodeSnapshot(_Strict):
             stage: tuple(sorted(_names(config, stage)))
             for stage in chosen or flow_of(config).all_stages
         }
-        names = {name for found in stages.values() for name in found}
+        names = {name for names in stages.values() for name in names}
         modules = {name: _module(name).source for name in sorted(names) if ":" not in name}
         files = {
             n: _content(_path_of(config, n)) for n in sorted(names) if n.startswith(FILE_PREFIX)
@@ -281,8 +281,8 @@ def stage_code_digest(run: Path, config: RunConfig, stage: str) -> str:
     for name in code.stages.get(stage, ()):
         if name in code.files and _content(_path_of(config, name)) != code.files[name]:
             raise CodeIdentityError(
-                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when this run "
-                "was started. Nothing was written; put it back, or start the run again"
+                f"{stage}: the file of {name.removeprefix(FILE_PREFIX)} is not what it was when "
+                "this run was started. Nothing was written; put it back, or start the run again"
             )
     return code.digest(stage)
 
@@ -312,31 +312,31 @@ def _names(config: RunConfig, stage: str) -> set[str]:
         for section in flow.all_stages[stage].config_sections
         if section in CLASS_REGISTRIES
     ]
-    found = {*named, *_files(config, flow.all_stages[stage].config_sections)}
-    left = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
-    world = (config.task.model_extra or {}).get("world")
+    names = {*named, *_files(config, flow.all_stages[stage].config_sections)}
+    pending = [flow.module_of(stage), *(target.partition(":")[0] for target in named)]
+    world = (config.task.model_extra or {}).get("simulator")
     if "task" in flow.all_stages[stage].config_sections and isinstance(world, str):
         # A simulator's process imports it by its name, and may alone be able to.
         module = simulators.target(world, "task.simulator").partition(":")[0]
-        left += [module] if _path(module) else []
-    packages = {name.partition(".")[0] for name in left}
-    while left:
-        name = left.pop()
-        if name in found:
+        pending += [module] if _path(module) else []
+    packages = {name.partition(".")[0] for name in pending}
+    while pending:
+        name = pending.pop()
+        if name in names:
             continue
-        found.add(name)
+        names.add(name)
         if name in FACTORY_MODULES:
             continue
         imports = set(_module(name).imports)
         if not _ours(name):
             # Importing a module runs the packages it is in.
             imports |= set(accumulate(name.split(".")[:-1], "{}.{}".format))
-        left += [
+        pending += [
             other
             for other in imports
             if (_counts(other) if _ours(other) else _users(other, packages, name))
         ]
-    return found
+    return names
 
 
 def _files(config: RunConfig, sections: Iterable[str]) -> Iterator[str]:
@@ -494,7 +494,7 @@ def _imports(parsed: ast.Module, package: str) -> Iterator[str]:
 
 
 def _started(parsed: ast.Module) -> Iterator[str]:
-    """Modules that a module has other processes run, which it names in :data:`STARTED`."""
+    """Yield the modules that a module runs in subprocesses (:data:`SUBPROCESS_MODULES`)."""
     for node in parsed.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == SUBPROCESS_MODULES:
             yield from ast.literal_eval(node.value)

@@ -1,8 +1,9 @@
-"""What stages hand each other in memory, before or instead of reading it from disk.
+"""Stage outputs in memory, which other stages read before they are on disk.
 
-Every worker of a pool has a board: one :class:`LiveOutput` per stage instance that runs here or whose
-records arrive here. A stream keeps all records of its iteration, because several stages read them
-and a stage may read them again. It goes once it is on disk and no stage here is to read it.
+Every pool worker has a :class:`LiveStore` with one :class:`LiveOutput` per stage instance that runs
+on it or that sends records to it. A stream keeps all records of its iteration, because several
+stages read them and a stage may read them again. It is dropped when it is committed and no stage
+of this worker will read it.
 """
 
 from __future__ import annotations
@@ -18,43 +19,43 @@ from rlinf.data.record import Record, digest_records
 from rlinf.errors import RequeueRequested, UpstreamFailed
 
 STREAM_DIGESTS = "streams"
-"""In a manifest's ``extra``: the digest of each channel's records."""
+"""Key of a manifest's ``extra``: the digest of each channel's records."""
 POLL_S = 0.5
-"""How often a waiting stage looks whether it has been asked to stop."""
+"""Seconds between the checks of a waiting stage whether it should stop."""
 
 
 def evict_oldest(entries: dict[Any, Any], max_entries: int) -> None:
-    """Drop the oldest entries of what would grow for ever."""
+    """Drop the oldest entries of a mapping until it has at most ``max_entries``."""
     while len(entries) > max_entries:
         entries.pop(next(iter(entries)), None)
 
 
 class RecordStream:
-    """The records of one output channel: each (iteration, sample) once, whatever comes twice."""
+    """The records of one output channel, one per sample; repeated records are dropped."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._records: dict[int, Record] = {}
         self._ends: dict[int, int] = {}
-        """By rank of the stage that has ended: how many records it made."""
+        """By rank that has finished: how many records it produced."""
         self._due: int | None = None
-        """How many records there are in the end; None: not all ranks have ended."""
+        """The final number of records; None: some rank has not finished."""
         self._reached: dict[int, int] = {}
-        """By start of a range: the first sample of it that is not known to be here."""
+        """By start of a range: its first sample that may still be missing."""
         self._untaken: set[int] = set()
 
     def put(self, record: Record) -> None:
-        """Add a record; a sample that is here already is dropped."""
+        """Add a record, unless its sample is already present."""
         with self._changed:
             if record.identity.sample not in self._records:
                 self._records[record.identity.sample] = record
                 self._changed.notify_all()
 
     def finish_rank(self, num_records: int, rank: int = 0, num_ranks: int = 1) -> None:
-        """A rank of the stage has made all its records; not every sample need have one.
+        """Record that a rank has produced all its records; some samples may have none.
 
         Args:
-            count: how many they are. Some may have been lost on their way, or still be.
+            num_records: how many the rank produced. Some may be lost or still on their way.
         """
         with self._changed:
             self._ends[rank] = num_records
@@ -62,7 +63,7 @@ class RecordStream:
             self._changed.notify_all()
 
     def is_complete(self, samples: range) -> bool:
-        """Whether all records of a range of samples are here that ever will be."""
+        """Return whether every record that a range of samples will have is present."""
         if self._due is not None and len(self._records) >= self._due:
             return True
         reached = self._reached.get(samples.start, samples.start)
@@ -72,7 +73,7 @@ class RecordStream:
         return reached >= samples.stop
 
     def put_remote(self, record: Record) -> None:
-        """Add one that another worker sent; it waits until a stage takes it."""
+        """Add a record from another worker; it is unread until a stage reads it."""
         with self._changed:
             if record.identity.sample not in self._records:
                 self._untaken.add(record.identity.sample)
@@ -84,20 +85,20 @@ class RecordStream:
         return len(self._untaken)
 
     def has_more_than(self, count: int) -> bool:
-        """Whether more records are here."""
+        """Return whether more than ``count`` records are present."""
         return len(self._records) > count
 
     def all_records(self) -> list[Record]:
-        """All records that are here, in the order they came."""
+        """Return all records in order of arrival."""
         return list(self._records.values())
 
     def read(self, samples: range) -> list[Record]:
-        """The records of a range, by sample number."""
+        """Return the records of a range, by sample number, and mark them as read."""
         self.mark_read(samples)
         return [self._records[sample] for sample in samples if sample in self._records]
 
     def mark_read(self, samples: Iterable[int]) -> None:
-        """Some samples do not wait any more."""
+        """Mark samples as read by a stage of this worker."""
         self._untaken.difference_update(samples)
 
     def __len__(self) -> int:
@@ -105,18 +106,18 @@ class RecordStream:
 
 
 class LiveOutput:
-    """What one stage instance hands on; it survives a failed attempt, for the next adds to it."""
+    """The live output of one stage instance. The next attempt adds to that of a failed one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._streams: dict[str, RecordStream] = {}
         self.objects: dict[str, Any] = {}
-        """Other than records: the weights, by name."""
+        """Objects other than records by name, such as the weights."""
         self._attempt: str | None = None
         self._failure: str | None = None
-        self._made_of: set[str] = set()
+        self._source_attempts: set[str] = set()
         self.invalidated = False
-        """Nothing of it counts: its readers give up, another one takes its place on the board."""
+        """Whether readers must give up; the store then replaces this output by a new one."""
 
     def stream(self, channel: str) -> RecordStream:
         """The stream of a channel."""
@@ -130,55 +131,56 @@ class LiveOutput:
             return sum(stream.num_unread for stream in self._streams.values())
 
     def mark_complete(self, attempt: str) -> None:
-        """All is here; ``attempt`` names the folder it will be committed in."""
+        """Mark the output as complete; ``attempt`` names the folder of its commit."""
         with self._changed:
             self._attempt = attempt
             self._changed.notify_all()
 
     def put(self, attempt: str, name: str, value: Any) -> None:
-        """All is here, from another worker: an object, and the attempt that it is of."""
+        """Add an object from another worker and mark the output of its attempt as complete."""
         with self._changed:
             self.objects[name] = value
             self.mark_complete(attempt)
 
     def get_object(self, name: str, attempt: str) -> Any:
-        """An object of just this attempt, None if it is not here."""
+        """Return an object of exactly this attempt; None if it is absent."""
         with self._changed:
             there = self._attempt == attempt and self._failure is None
             return self.objects.get(name) if there else None
 
     def depends_on(self, attempt: str) -> None:
-        """A record comes that was made of what this attempt had not committed yet."""
+        """Note that a record was computed from an attempt that was not yet committed."""
         with self._changed:
-            self._made_of.add(attempt)
+            self._source_attempts.add(attempt)
 
     def fail(self, reason: str) -> None:
-        """Nothing more will come: whoever waits for it gives up."""
+        """Fail the output; every waiting reader gives up."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
 
     def raise_if_failed(self) -> None:
-        """
+        """Raise if the output has failed.
+
         Raises:
-            UpstreamFailed: nothing more will come.
+            UpstreamFailed: the stage has failed.
         """
         if self._failure is not None:
             raise UpstreamFailed(self._failure)
 
     def reset(self) -> None:
-        """Another attempt has begun."""
+        """Clear the failure and the attempt, because a new attempt begins."""
         with self._changed:
             self._failure = self._attempt = None
 
     def wait_for_attempt(
         self, should_stop: Callable[[], bool], is_committed: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Waits until all is here; the folder it will be committed in. None: see it on disk.
+        """Wait until the output is complete; return its attempt. None: it is on disk.
 
         Args:
-            is_committed: whether it is committed, asked now and then while waiting: what is under way
-                in memory can be lost with the worker that made it.
+            is_committed: whether the output is on disk; called now and then while waiting, because
+                records in memory can be lost with the worker that produced them.
 
         Raises:
             UpstreamFailed: it failed.
@@ -194,16 +196,16 @@ class LiveOutput:
         should_stop: Callable[[], bool],
         is_committed: Callable[[], bool] = lambda: False,
     ) -> list[Record] | None:
-        """Waits until a range of samples is complete; None: they are to be read from disk.
+        """Wait until a range of samples is complete; return its records. None: read the disk.
 
-        Args, Raises: as :meth:`attempt`.
+        Args, Raises: as :meth:`wait_for_attempt`.
         """
         stream = self.stream(channel)
         there = self._wait(lambda: stream.is_complete(samples), should_stop, is_committed)
         return stream.read(samples) if there else None
 
     def available_records(self, channel: str) -> list[Record]:
-        """All records of a channel that are here, in the order they came."""
+        """Return all present records of a channel in order of arrival."""
         stream = self.stream(channel)
         with self._changed:
             return stream.all_records()
@@ -215,47 +217,49 @@ class LiveOutput:
         should_stop: Callable[[], bool],
         source_attempt: str | None = None,
     ) -> Iterator[Record]:
-        """``count`` records of a channel, as they come.
+        """Yield ``count`` records of a channel as they arrive.
 
         Args:
             depends_on: the attempt that was committed of what they are made of.
 
         Raises:
-            UpstreamFailed: as :meth:`attempt`; or one was made of another attempt, and all are spoilt.
-            RequeueRequested: as :meth:`attempt`.
+            UpstreamFailed: as :meth:`wait_for_attempt`; or a record was computed from another
+                attempt, which invalidates all of them.
+            RequeueRequested: as :meth:`wait_for_attempt`.
         """
-        stream, seen = self.stream(channel), 0
-        while seen < count:
-            self._wait(partial(stream.has_more_than, seen), should_stop)
+        stream, num_yielded = self.stream(channel), 0
+        while num_yielded < count:
+            self._wait(partial(stream.has_more_than, num_yielded), should_stop)
             with self._changed:
-                if source_attempt is not None and self._made_of - {source_attempt}:
+                if source_attempt is not None and self._source_attempts - {source_attempt}:
                     self.invalidated = True
                     raise UpstreamFailed(f"{channel} were made of what was never committed")
-                new = stream.all_records()[seen:]
+                new = stream.all_records()[num_yielded:]
                 stream.mark_read(record.identity.sample for record in new)
-            seen += len(new)
+            num_yielded += len(new)
             yield from new
 
     def drop_stream(self, channel: str) -> None:
-        """Drop a channel that was read."""
+        """Drop the stream of a channel."""
         with self._changed:
             self._streams.pop(channel, None)
 
     def has_stream(self, channel: str) -> bool:
-        """Whether it hands on records by this name."""
+        """Return whether the output has a stream of this name."""
         return channel in self._streams
 
     def matches_commit(self, channel: str, manifest: Manifest) -> bool:
-        """Whether what was handed on here is what was committed, maybe by another attempt."""
+        """Return whether the live content equals the committed content."""
         if channel in self._streams:
             records = self.available_records(channel)
             return manifest.extra.get(STREAM_DIGESTS, {}).get(channel) == digest_records(records)
         return manifest.data == self._attempt
 
     def compare_with_commit(self, channel: str, committed: Iterable[Record]) -> None:
-        """
+        """Check that every live record of a channel is among the committed ones.
+
         Raises:
-            UpstreamFailed: a record that is here is none of those that were committed.
+            UpstreamFailed: a live record differs from the committed record.
         """
         digests = {record.identity.sample: record.digest() for record in committed}
         for record in self.available_records(channel):
@@ -278,10 +282,10 @@ class LiveOutput:
                     self.raise_if_failed()
                     if stopping():
                         raise RequeueRequested("asked to stop while waiting for an input")
-                    left = look - time.monotonic()
-                    if left <= 0:
+                    remaining_s = look - time.monotonic()
+                    if remaining_s <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(remaining_s)
                 else:
                     return True
             # A shared filesystem may be slow; records must be able to arrive meanwhile.
@@ -291,50 +295,50 @@ class LiveOutput:
 
 
 class LiveStore:
-    """The outputs that are in the memory of this process, by folder relative to the run."""
+    """The live outputs of this process, by output folder relative to the run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outputs: dict[str, LiveOutput] = {}
-        self._held: dict[str, frozenset[str]] = {}
-        """By stage under way here: what it makes and takes from memory."""
+        self._pinned: dict[str, frozenset[str]] = {}
+        """By running stage: the output folders that it writes or reads in memory."""
 
     def output(self, folder: str) -> LiveOutput:
-        """The output of a stage instance; made when first asked for."""
+        """Return the live output of a stage instance; created on first use."""
         with self._lock:
             if folder not in self._outputs or self._outputs[folder].invalidated:
                 self._outputs[folder] = LiveOutput()
             return self._outputs[folder]
 
     def pin(self, stage: str, folders: Iterable[str]) -> None:
-        """A stage makes or reads some outputs: they stay until it is through."""
+        """Pin the outputs that a running stage writes or reads."""
         with self._lock:
-            self._held[stage] = frozenset(folders)
+            self._pinned[stage] = frozenset(folders)
 
     def unpin(self, stage: str) -> None:
-        """A stage is through with what it held."""
+        """Unpin the outputs of a stage that has ended."""
         with self._lock:
-            self._held.pop(stage, None)
+            self._pinned.pop(stage, None)
 
     def release_committed(self, is_committed: Callable[[str], bool]) -> set[str]:
-        """Let go of outputs that are committed and that nobody holds; returns their folders.
+        """Drop committed outputs that no stage has pinned; return their folders.
 
-        What is not committed stays, held or not: records may come before the order to read them.
-        So do weights, the last versions of which wait for the claims that will be made of them.
+        Uncommitted outputs stay, pinned or not, because records may arrive before the order to read
+        them. Weights stay as well: the newest versions serve later work items.
         """
         with self._lock:
             idle = self._idle()
         # Not under the lock: records must be able to arrive while a shared filesystem is slow.
         there = {folder for folder in idle if is_committed(folder)}
         with self._lock:
-            gone = there & self._idle()
-            for folder in gone:
+            dropped = there & self._idle()
+            for folder in dropped:
                 del self._outputs[folder]
-        return gone
+        return dropped
 
     def _idle(self) -> set[str]:
         idle = {folder for folder, output in self._outputs.items() if not output.objects}
-        return idle.difference(*self._held.values())
+        return idle.difference(*self._pinned.values())
 
     @property
     def num_unread(self) -> int:
@@ -344,7 +348,7 @@ class LiveStore:
         return sum(output.num_unread for output in outputs)
 
     def evict_objects(self, num_newest: int) -> None:
-        """Let go of the objects of all but the newest outputs that have some: they are large."""
+        """Drop the objects of all but the newest outputs that have some, because they are large."""
         with self._lock:
             holders = [output for output in self._outputs.values() if output.objects]
         for output in holders[:-num_newest]:

@@ -92,7 +92,7 @@ class AttemptRanks:
             with contextlib.suppress(OSError):
                 sign.unlink()
 
-    def write_report(self, **told: Any) -> None:
+    def write_report(self, **content: Any) -> None:
         """Tell rank 0 that this process has written all it has to: values that JSON has."""
         rank = self._world.rank
         files = {}
@@ -100,7 +100,7 @@ class AttemptRanks:
             owner = _OWNER.fullmatch(path.name)
             if owner is not None and int(owner[1]) == rank:
                 files[path.relative_to(self.data).as_posix()] = asdict(describe_file(path))
-        text = json.dumps({**told, "files": files})
+        text = json.dumps({**content, "files": files})
         report = self.folder / f"{rank}.json"
         unread = report.with_name(f".{report.name}")
         unread.write_text(text)
@@ -115,13 +115,13 @@ class AttemptRanks:
         Raises:
             StageError: one gives no sign of life.
         """
-        found = [
-            self._wait(rank, lambda rank=rank: self._told(rank))  # type: ignore[misc]
+        result = [
+            self._wait(rank, lambda rank=rank: self._read_report(rank))  # type: ignore[misc]
             for rank in range(self._world.size)
         ]
-        for told in found:
-            told["files"] = {name: FileEntry(**entry) for name, entry in told["files"].items()}
-        return found
+        for report in result:
+            report["files"] = {name: FileEntry(**entry) for name, entry in report["files"].items()}
+        return result
 
     def wait_for_commit(self, out: Path, key: str) -> Manifest:
         """What rank 0 committed; waits for it.
@@ -136,12 +136,12 @@ class AttemptRanks:
 
         return self._wait(0, there)
 
-    def _told(self, rank: int) -> dict[str, Any] | None:
+    def _read_report(self, rank: int) -> dict[str, Any] | None:
         try:
-            told: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+            report: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
         except FileNotFoundError:
             return None
-        return told
+        return report
 
     def _sign(self, rank: int) -> Path:
         return self.folder / str(rank)
@@ -155,7 +155,7 @@ class AttemptRanks:
 
     def _wait(self, rank: int, look: Callable[[], T | None]) -> T:
         last, silent_s, before = self._changed(rank), 0.0, time.monotonic()
-        while (found := look()) is None:
+        while (result := look()) is None:
             if silent_s > RANK_TIMEOUT_S:
                 raise StageError(
                     f"{self.data}: rank {rank} gave no sign of life for {RANK_TIMEOUT_S:.0f} s: "
@@ -166,7 +166,7 @@ class AttemptRanks:
             # Where this process was suspended for long, so was the other one, maybe.
             silent_s = silent_s + min(now - before, HEARTBEAT_S) if sign == last else 0.0
             last, before = sign, now
-        return found
+        return result
 
 
 def reduce_metric(

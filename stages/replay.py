@@ -43,8 +43,8 @@ def run(ctx: StageContext) -> None:
         for trajectory, reward in pairs:
             helps |= INTERVENED in trajectory.steps
             if reward.info["keep"]:
-                given, ends = reward.steps["rewards"], reward.steps.get(EPISODE_ENDS)
-                parts.append(to_transitions(trajectory, given, ends))
+                step_rewards, ends = reward.steps["rewards"], reward.steps.get(EPISODE_ENDS)
+                parts.append(to_transitions(trajectory, step_rewards, ends))
                 acted.append(intervention_mask(trajectory))
     cls, options = policy_class(ctx.config)
     policy = cls.load(ctx.verified_folder("initial") / WEIGHTS, options)
@@ -52,22 +52,22 @@ def run(ctx: StageContext) -> None:
     with ctx.span("append"):
         buffer = open_replay_buffer(ctx, policy.transition_dtype)
         added = buffer.append(ctx.iteration, rows)
-        said = [added]
+        appended = [added]
         if helps and create_algorithm(ctx.config).uses_offline_data:
             by_people = rows[np.concatenate(acted)] if acted else rows
-            said.append(
+            appended.append(
                 open_replay_buffer(ctx, policy.transition_dtype, INTERVENTIONS_FOLDER).append(
                     ctx.iteration, by_people
                 )
             )
-            ctx.log_metric("helped", said[-1].stop)
+            ctx.log_metric("helped", appended[-1].stop)
     ctx.log_metric("added", len(rows))
     ctx.log_metric("held", min(added.stop, buffer.capacity))
     ctx.log_metric("total", added.stop)
     for name in ("terminated", "truncated"):
         ctx.log_metric(name, float(rows[name].sum()))
     # Its checksum makes the content of this stage that of the rows.
-    lines = [f"{each.start} {each.stop} {each.checksum}\n" for each in said]
+    lines = [f"{each.start} {each.stop} {each.checksum}\n" for each in appended]
     (ctx.data_folder / "added.txt").write_text("".join(lines))
 
 

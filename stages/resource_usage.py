@@ -125,7 +125,7 @@ class UsageWindow:
         """``seconds``, ``cpu_s``, ``memory_mean_bytes``, ``memory_peak_bytes``; where a GPU was in
         use ``gpu_share``, ``gpu_peak_bytes`` and ``gpu_total_bytes``."""
         memory = [sample.memory_bytes for sample in self.samples]
-        found: dict[str, float] = {
+        summary_values: dict[str, float] = {
             "seconds": round(time.monotonic() - self.start, 3),
             "cpu_s": round(max(0.0, self.samples[-1].cpu_s - self.samples[0].cpu_s), 3),
             "memory_mean_bytes": round(sum(memory) / len(memory)),
@@ -135,10 +135,10 @@ class UsageWindow:
         used = [s.gpu_bytes for s in self.samples if s.gpu_bytes is not None]
         totals = [s.gpu_total_bytes for s in self.samples if s.gpu_total_bytes is not None]
         if shares:
-            found["gpu_share"] = round(sum(shares) / len(shares), 3)
+            summary_values["gpu_share"] = round(sum(shares) / len(shares), 3)
         if used:
-            found |= {"gpu_peak_bytes": max(used), "gpu_total_bytes": max(totals)}
-        return found
+            summary_values |= {"gpu_peak_bytes": max(used), "gpu_total_bytes": max(totals)}
+        return summary_values
 
 
 class UsageMeter:

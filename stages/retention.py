@@ -30,11 +30,11 @@ class RetentionPolicy:
         stages = self._flow.stages
         self._streams = [name for name, stage in stages.items() if stage.output_stream]
         self._states = [name for name in stages if name not in self._streams]
-        taken = self._flow.retained_outputs
+        retained = self._flow.retained_outputs
         # What a stage takes of several iterations stays until it was taken. The newest two
         # checkpoints always stay, because a damaged one is rebuilt from the one before.
-        newest = max(2, self._policy.keep_last, *map(taken, self._states))
-        self._trajectories = max([self._policy.keep_trajectories, *map(taken, self._streams)])
+        newest = max(2, self._policy.keep_last, *map(retained, self._states))
+        self._trajectories = max([self._policy.keep_trajectories, *map(retained, self._streams)])
         self._oldest = iteration + 1 - newest - config.rollout.staleness
         self._reach = SEARCH_WINDOW + max(newest, self._trajectories)
         self._scores = evaluation_scores(self._flow, run)
@@ -106,7 +106,7 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
     An evaluation of weights that were replaced since does not count. The score is None where an
     evaluation of the user's own has none.
     """
-    found = {}
+    scores = {}
     for folder in sorted((run / EVALUATE).glob("[0-9]*"), key=lambda path: int(path.name)):
         evaluation = _committed(folder)
         weights = _committed(weights_folder(flow, run, int(folder.name)))
@@ -118,8 +118,8 @@ def evaluation_scores(flow: Flow, run: Path) -> dict[int, float | None]:
             if source.stage == flow.publish_stage
         ]
         if all(content == weights.content for content in of):
-            found[int(folder.name)] = evaluation.score
-    return found
+            scores[int(folder.name)] = evaluation.score
+    return scores
 
 
 def weights_folder(flow: Flow, run: Path, version: int) -> Path:

@@ -60,29 +60,29 @@ def compute_rewards(
     judgements = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for judgement in judgements:
-        worth = np.asarray(judgement.reward, np.float32)
-        steps = {"rewards": rewards_per_step(worth)}
-        if worth.ndim > 1:
-            steps["action_rewards"] = worth
+        values = np.asarray(judgement.reward, np.float32)
+        steps = {"rewards": rewards_per_step(values)}
+        if values.ndim > 1:
+            steps["action_rewards"] = values
         if judgement.episode_ends is not None:
             steps[EPISODE_ENDS] = np.asarray(judgement.episode_ends, np.uint8)
         rewards.append(steps)
-    found = [judgement.failure for judgement in judgements]
+    failures = [judgement.failure for judgement in judgements]
     failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
-    failure_counts.update(filter(None, found))
-    judged = np.array([judgement.valid for judgement in judgements])
+    failure_counts.update(filter(None, failures))
+    valid = np.array([judgement.valid for judgement in judgements])
     groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
     totals = np.array([steps["rewards"].sum(dtype=np.float64) for steps in rewards])
     # One without a step that counts has no gradient, and no place in its group's mean.
     there = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
     failure_counts["fully_masked"] += int((~there).sum())
-    judged &= there
-    kept = judged.copy()
+    valid &= there
+    kept = valid.copy()
     # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
     plain = [j.raw_reward for j in judgements]
     did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
     kept[kept] = algorithm.select_samples(did[kept], groups[kept])
-    return RewardBatch(scores, rewards, totals, groups, kept, found, judged)
+    return RewardBatch(scores, rewards, totals, groups, kept, failures, valid)
 
 
 def run(ctx: StageContext) -> None:
@@ -110,7 +110,7 @@ def run(ctx: StageContext) -> None:
         with ctx.span("score"):
             verdict = compute_rewards(reward, algorithm, environment, trajectories, troubles)
         part, rewards, kept = verdict.task_scores, verdict.step_rewards, verdict.trainable
-        total, group, judged_ones = verdict.reward_sums, verdict.group_ids, verdict.valid
+        total, group, is_valid = verdict.reward_sums, verdict.group_ids, verdict.valid
         shown = np.nan_to_num(part).tolist() or total.tolist()
         for trajectory, score, steps, counts, trouble in zip(
             trajectories, shown, rewards, kept, verdict.failures, strict=True
@@ -125,8 +125,8 @@ def run(ctx: StageContext) -> None:
             output.put(Record(trajectory.identity, steps, info=info))
         scores += [score for score in part if not np.isnan(score)]
         # What nobody judged is no part of the mean.
-        totals.append(total[judged_ones])
-        groups.append(group[judged_ones])
+        totals.append(total[is_valid])
+        groups.append(group[is_valid])
         keep.append(kept)
     output.close()
     if not totals:

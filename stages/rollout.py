@@ -61,8 +61,8 @@ def emit_trajectories(
             yield from generate(ctx, [s for s in mine if s * settings.group_size in samples])
 
     # However it ends, the engine is through with it then, before another stage has its turn.
-    with contextlib.closing(parts()) as made:
-        write_trajectories(ctx, made, len(mine) * settings.group_size)
+    with contextlib.closing(parts()) as records:
+        write_trajectories(ctx, records, len(mine) * settings.group_size)
 
 
 def receive_trajectories(ctx: StageContext) -> None:
@@ -141,13 +141,15 @@ def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int)
     """
     trajectories = ctx.open_writer("trajectories")
     keeps = carries_over_episodes(ctx.config) and ctx.world.is_primary
-    left = RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank) if keeps else None
+    open_episodes_file = (
+        RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank) if keeps else None
+    )
     lengths, truncated, lags = [], 0, 0
     outages = DialogueFailures(ctx.config)
     clipped = list[float]()
     for trajectory in records:
-        if (still := pop_open_episode(trajectory)) is not None and left is not None:
-            left.put(still)
+        if (still := pop_open_episode(trajectory)) is not None and open_episodes_file is not None:
+            open_episodes_file.put(still)
         trajectories.put(trajectory)
         outages.add(trajectory)
         counts = loss_mask(trajectory)
@@ -159,8 +161,8 @@ def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int)
             lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
         ctx.report_progress(len(lengths), total, "samples")
     trajectories.close()
-    if left is not None:
-        ctx.defer(left.close)
+    if open_episodes_file is not None:
+        ctx.defer(open_episodes_file.close)
     outages.log_metrics(ctx)
     ctx.log_metric("samples", len(lengths), weight=0)
     ctx.log_metric("steps", float(np.sum(lengths)), weight=0)

@@ -75,18 +75,20 @@ def local_rollout_iter(
     failure: list[BaseException] = []
     unread = threading.Event()
 
-    def gives_up(left: int, of: int) -> bool:
+    def should_abort(remaining: int, of: int) -> bool:
         if unread.is_set():
             raise _Unread
         if should_stop():
-            raise RequeueRequested(f"{stage}: stopping with {left} of {of} samples left")
-        return hooks.should_abort is not None and hooks.should_abort(left, of)
+            raise RequeueRequested(f"{stage}: stopping with {remaining} of {of} samples left")
+        return hooks.should_abort is not None and hooks.should_abort(remaining, of)
 
-    asked = replace(hooks, should_abort=gives_up)
+    engine_hooks = replace(hooks, should_abort=should_abort)
 
     def generate() -> None:
         try:
-            replies = engine.generate(observations, seed=episodes.seed, stage=stage, hooks=asked)
+            replies = engine.generate(
+                observations, seed=episodes.seed, stage=stage, hooks=engine_hooks
+            )
             for reply in replies:
                 actions.put(reply)
         except _Unread:
@@ -99,16 +101,16 @@ def local_rollout_iter(
 
     worker = threading.Thread(target=generate, name="generate", daemon=True)
     worker.start()
-    taken = False
+    exhausted = False
     try:
         yield from environment.simulate(episodes, observations, actions)
-        taken = True
+        exhausted = True
     except Exception:
         if failure:
             raise failure[0] from None
         raise
     finally:
-        if not taken:
+        if not exhausted:
             unread.set()
         observations.close()
         worker.join()

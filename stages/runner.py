@@ -1,4 +1,4 @@
-"""Running one stage instance: check its inputs, run it, commit its output."""
+"""Run one stage instance: verify its inputs, compute, and commit its output."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REPAIR_HINT = "start the run with its first command and --keep, which writes the
 
 @dataclass(frozen=True)
 class StageCall:
-    """Which stage to run on what; the content of its command line."""
+    """The arguments of one stage run, as on the command line of ``python -m stages``."""
 
     stage: str
     config_path: Path
@@ -71,7 +71,7 @@ class StageCall:
     inputs: Mapping[str, Path] = field(default_factory=dict)
 
     def argv(self) -> tuple[str, ...]:
-        """Arguments after ``python -m stages``."""
+        """Return the arguments after ``python -m stages``."""
         words = [self.stage, "--config", str(self.config_path), "--out", str(self.output_folder)]
         words += ["--iteration", str(self.iteration)]
         for name, folder in self.inputs.items():
@@ -93,7 +93,7 @@ def load_config(path: Path) -> RunConfig:
 
 
 def read_config_values(path: Path) -> dict[str, Any]:
-    """The values of a frozen configuration as they stand there.
+    """Return the values of a frozen configuration without validating them.
 
     Raises:
         ConfigError: missing, or not a mapping in YAML.
@@ -143,7 +143,7 @@ def run_stage(
     """Run a stage instance unless its output is already there; returns its manifest.
 
     Args:
-        began: when the first line of a process that runs this stage alone was reached.
+        process_start: when the process that runs only this stage started.
 
     Raises:
         ConfigError, DataError, InputError: nothing was written.
@@ -178,8 +178,9 @@ def run_stage(
                 done
             ):
                 raise ConflictingOutputError(
-                    f"{call.output_folder}: holds a result of another configuration, of other inputs or of "
-                    "other code, which stays; start the run again to be told what differs"
+                    f"{call.output_folder}: holds a result of another configuration, of "
+                    "other inputs or of other code, which stays; start the run again to be told "
+                    "what differs"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done
@@ -189,7 +190,7 @@ def run_stage(
 
 
 def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
-    """The module of a stage; errors that a module of the user's raises count as the user's."""
+    """Import the module of a stage. Errors of a user's module are reported as the user's."""
     name = flow_of(config).module_of(stage)
     module = importlib.import_module(name)
     register_user_component(f"flow: stage {stage}: {name}", module, None)
@@ -199,8 +200,8 @@ def import_stage_module(config: RunConfig, stage: str) -> ModuleType:
 class StageAttempt:
     """One attempt at a stage call: first :meth:`compute`, then :meth:`commit`.
 
-    A stage in a job of its own does one after the other; a pool computes the next stage while it
-    commits the one before. Both within :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
+    A stage in its own job computes and then commits. A pool computes the next stage while it
+    commits this one. Both run inside :meth:`stages.rank_reports.AttemptRanks.attempt_scope`.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class StageAttempt:
         remote_policy: RemotePolicy | None = None,
     ) -> None:
         name = name or os.environ.get("RLINF_ATTEMPT") or secrets.token_hex(6)
-        self._call, self._began, self._start, self._gathers = (
+        self._call, self._began, self._start, self._receives = (
             call,
             process_start,
             start,
@@ -229,7 +230,7 @@ class StageAttempt:
         )
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
-        self._fell: set[str] = set()
+        self._fallbacks: set[str] = set()
         """What other ranks said of their files, and of their inputs."""
         self.ctx = StageContext(
             config=config,
@@ -259,11 +260,11 @@ class StageAttempt:
         who = {"rank": ctx.world.rank, "host": socket.gethostname(), "worker": ctx.worker}
         with self._failing(), USAGE_METER.measure(ctx.usage, **who):
             module = import_stage_module(ctx.config, ctx.stage)
-            (module.gather if self._gathers else module.run)(ctx)
+            (module.receive_trajectories if self._receives else module.run)(ctx)
             ctx.add_span(ctx.stage, self._start)
 
     def commit(self) -> Manifest:
-        """Write what was put off and publish the manifest; all ranks take part.
+        """Run the deferred writes and publish the manifest; all ranks take part.
 
         Waits for the commits of the inputs.
         """
@@ -284,35 +285,37 @@ class StageAttempt:
                     usage=ctx.usage,
                     digests=ctx.live.stream_digests if ctx.live else {},
                     faults=ctx.dialogue_failures,
-                    fell=self._fallen(),
+                    fallbacks=self._own_fallbacks(),
                 )
                 if ctx.world.rank:
                     return self.ranks.wait_for_commit(ctx.output_folder, ctx.key)
                 self._merge_reports()
             return self._publish()
 
-    def _fallen(self) -> list[str]:
+    def _own_fallbacks(self) -> list[str]:
         """Inputs that were to come to this process by memory, and were read from disk."""
         return [name for name, entry in self.ctx.inputs.items() if entry.used_disk_fallback]
 
     def _merge_reports(self) -> None:
         """Wait for what all ranks tell, and put it together in their order."""
-        ctx, told = self.ctx, self.ranks.wait_for_reports()
+        ctx, reports = self.ctx, self.ranks.wait_for_reports()
         if ctx.live is not None:
-            digests = [report["digests"] for report in told]
-            for channel in {name for found in digests for name in found}:
+            digests = [report["digests"] for report in reports]
+            for channel in {name for digests_of_rank in digests for name in digests_of_rank}:
                 ctx.live.stream_digests[channel] = combine_digests(
-                    found[channel] for found in digests if channel in found
+                    digests_of_rank[channel]
+                    for digests_of_rank in digests
+                    if channel in digests_of_rank
                 )
-        ctx.spans = [span for report in told for span in report["spans"]]
-        ctx.usage = [entry for report in told for entry in report["usage"]]
-        ctx.metrics = reduce_metrics([report["metrics"] for report in told])
+        ctx.spans = [span for report in reports for span in report["spans"]]
+        ctx.usage = [entry for report in reports for entry in report["usage"]]
+        ctx.metrics = reduce_metrics([report["metrics"] for report in reports])
         ctx.dialogue_failures = [
-            DialogueFailure(*fault) for report in told for fault in report["faults"]
+            DialogueFailure(*fault) for report in reports for fault in report["faults"]
         ]
-        for report in told:
+        for report in reports:
             self._files |= report["files"]
-            self._fell.update(report["fell"])
+            self._fallbacks.update(report["fallbacks"])
 
     def _check_inputs(self) -> None:
         """What came from memory must be what was committed.
@@ -349,8 +352,8 @@ class StageAttempt:
         ctx, call = self.ctx, self._call
         if ctx.live is not None and ctx.live.stream_digests:
             ctx.manifest_extra[STREAM_DIGESTS] = ctx.live.stream_digests
-        if fell := self._fell.union(self._fallen()):
-            ctx.manifest_extra[DISK_FALLBACKS] = sorted(fell)
+        if fallbacks := self._fallbacks.union(self._own_fallbacks()):
+            ctx.manifest_extra[DISK_FALLBACKS] = sorted(fallbacks)
         from stages.dialogue_failures import (
             check_failure_limits,  # it loads torch, which the driver does without
         )

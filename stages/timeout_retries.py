@@ -1,8 +1,7 @@
-"""Stages that are longer than their jobs may be.
+"""A limit on retries of a stage that reaches its time limit without progress.
 
-A job that is asked to stop is started again, and its stage begins anew but for what the stage keeps
-in :data:`PROGRESS_FOLDER`. A stage that keeps nothing and is longer than its time limit would do so for
-ever.
+A job that reaches its time limit is requeued, and its stage resumes from :data:`PROGRESS_FOLDER`.
+A stage that saves no progress and takes longer than the time limit would be requeued for ever.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from rlinf.artifacts import write_atomic
 from rlinf.errors import PlanError
 
 PROGRESS_FOLDER = "progress"
-"""Folder beside the attempts with what a stage goes on from; removed when it commits."""
+"""Folder beside the attempts with the saved progress of a stage; removed by its commit."""
 TIMEOUTS_FILE = "stopped.json"
 MAX_TIMEOUTS = 3
-"""Attempts that used up their time and left nothing, after which there is no further one."""
+"""Number of attempts that may reach their time limit without progress."""
 log = logging.getLogger("rlinf")
 
 
 class NoProgressGuard:
-    """Counts the attempts at one output that used up their time and left nothing.
+    """A counter of the attempts at one output that timed out without progress.
 
     Args:
         out: output folder of the stage.
@@ -33,10 +32,10 @@ class NoProgressGuard:
         self._out, self._before = out, _state(out / PROGRESS_FOLDER)
 
     def record_timeout(self, stage: str, attempt: str) -> None:
-        """This attempt stops because its time is over.
+        """Record that this attempt stops at its time limit.
 
         Raises:
-            PlanError: so did as many before it that there is no use in another.
+            PlanError: :data:`MAX_TIMEOUTS` attempts have timed out without progress.
         """
         path = self._out / TIMEOUTS_FILE
         if _state(self._out / PROGRESS_FOLDER) != self._before:
@@ -53,9 +52,9 @@ class NoProgressGuard:
             return
         path.unlink(missing_ok=True)
         raise PlanError(
-            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's time, "
-            f"and each began anew: give it more (stages.{stage}.time_limit_min), a partition with a "
-            "longer limit, or less work"
+            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's "
+            f"time, and each began anew: give it more (stages.{stage}.time_limit_min), a partition "
+            "with a longer limit, or less work"
         )
 
 

@@ -111,8 +111,10 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
     shown = environment.test_demonstrations(settings.eval_samples) if settings.eval_samples else []
-    apart = [trainer.policy.prepare_demonstration(record, ctx.config.seed) for record in shown]
-    if settings.eval_samples and not apart:
+    eval_records = [
+        trainer.policy.prepare_demonstration(record, ctx.config.seed) for record in shown
+    ]
+    if settings.eval_samples and not eval_records:
         raise ConfigError(
             "warm_start.eval_samples: this task has no held-out demonstrations; set it to 0"
         )
@@ -153,16 +155,16 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             pass
         due = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
         score = evaluate_weights(ctx, trainer, environment, engine) if due and engine else None
-        beyond = eval_loss(ctx, trainer, apart) if due and apart else None
+        beyond = eval_loss(ctx, trainer, eval_records) if due and eval_records else None
         row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": beyond}
         curve.append(row)
         if due:
             save_progress(ctx, trainer, curve)
         known += [] if score is None else [score]
-        told = f", held-out score {known[-1]:.3f}" if known else ""
+        score_text = f", held-out score {known[-1]:.3f}" if known else ""
         if beyond is not None:
             log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
-        ctx.report_progress(step + 1, settings.max_steps, f"fine-tuning steps{told}")
+        ctx.report_progress(step + 1, settings.max_steps, f"fine-tuning steps{score_text}")
     return curve
 
 
@@ -172,8 +174,7 @@ def is_target_reached(row: CurveRow, target: float) -> bool:
 
 
 def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) -> None:
-    """Have the policy follow the statistics of the demonstrations of the first :data:`NORMALIZER_STEPS`
-    steps."""
+    """Fit the policy's observation normalizer to the first :data:`NORMALIZER_STEPS` batches."""
     settings = ctx.config.warm_start
     trainer.policy.update_observation_stats(
         [
@@ -204,8 +205,8 @@ def save_progress(ctx: StageContext, trainer: Trainer, curve: list[CurveRow]) ->
         old = [path for path in folder.glob("step-*") if path != step]
         files = {name: asdict(entry) for name, entry in describe_files(step).items()}
         # The curve is written last and names the step: without it the checkpoint does not count.
-        held = {"key": ctx.key, "curve": curve, "files": files}
-        write_atomic(folder / "curve.json", json.dumps(held))
+        progress = {"key": ctx.key, "curve": curve, "files": files}
+        write_atomic(folder / "curve.json", json.dumps(progress))
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -217,14 +218,14 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
     """
     folder = ctx.output_folder / PROGRESS_FOLDER
     try:
-        held = json.loads((folder / "curve.json").read_text())
+        progress = json.loads((folder / "curve.json").read_text())
     except (FileNotFoundError, ValueError):
         return []
-    if held["key"] != ctx.key:
+    if progress["key"] != ctx.key:
         return []
-    curve: list[CurveRow] = held["curve"]
+    curve: list[CurveRow] = progress["curve"]
     step = folder / f"step-{len(curve)}"
-    files = {name: FileEntry(**entry) for name, entry in held["files"].items()}
+    files = {name: FileEntry(**entry) for name, entry in progress["files"].items()}
     try:
         check_files(step, files, checksums=True)
     except (OSError, ValueError) as error:

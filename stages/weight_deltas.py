@@ -35,7 +35,7 @@ class WeightDeltas:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._held: WeightSnapshot | None = None
+        self._snapshot: WeightSnapshot | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -44,13 +44,13 @@ class WeightDeltas:
 
     def write(self, ctx: StageContext, tensors: Mapping[str, Tensor]) -> None:
         """Add to an attempt that publishes weights what changed since those it published before."""
-        old, self._held = self._held, None
+        old, self._snapshot = self._snapshot, None
         new = WeightSnapshot.from_tensors(tensors, self._dtype)
         if old is not None:
             path = ctx.data_folder / DELTA_FILE
             path.parent.mkdir()
             compute_delta(old, new).save(path)
-        self._held = new
+        self._snapshot = new
 
     def read(self, ctx: StageContext, name: str) -> dict[str, Tensor]:
         """The weights of a committed input, which share memory with those that are held.
@@ -58,26 +58,30 @@ class WeightDeltas:
         Raises:
             ArtifactError: they have to be read whole, and are damaged.
         """
-        held, new = self._held, None
-        if held is not None:
-            new = self._patched(ctx, name, held)
+        snapshot, new = self._snapshot, None
+        if snapshot is not None:
+            new = self._patched(ctx, name, snapshot)
             ctx.inputs[name].used_disk_fallback |= new is None
         if new is None:
             new = WeightSnapshot.from_tensors(load_committed_weights(ctx, name), self._dtype)
-        self._held = new
+        self._snapshot = new
         return new.tensors
 
-    def _patched(self, ctx: StageContext, name: str, held: WeightSnapshot) -> WeightSnapshot | None:
+    def _patched(
+        self, ctx: StageContext, name: str, snapshot: WeightSnapshot
+    ) -> WeightSnapshot | None:
         """Walks back to the version that is held, while this takes fewer bytes than the whole."""
         folder, manifest = ctx.inputs[name].folder, ctx.inputs[name].manifest
         deltas: list[WeightDelta] = []
-        left, start = held.nbytes, time.time()
+        remaining_bytes, start = snapshot.nbytes, time.time()
         try:
-            while (file := manifest.files.get(DELTA_FILE)) is not None and file.size <= left:
-                left -= file.size
+            while (
+                file := manifest.files.get(DELTA_FILE)
+            ) is not None and file.size <= remaining_bytes:
+                remaining_bytes -= file.size
                 deltas.append(WeightDelta.load(folder / manifest.data / DELTA_FILE))
-                if deltas[-1].base_digest == held.digest:
-                    new = functools.reduce(apply_delta, reversed(deltas), held)
+                if deltas[-1].base_digest == snapshot.digest:
+                    new = functools.reduce(apply_delta, reversed(deltas), snapshot)
                     ctx.add_span("delta", start)
                     return new
                 folder = stage_folder(ctx.run_folder, manifest.stage, manifest.iteration - 1)

@@ -1,11 +1,13 @@
-"""What a process keeps from one stage to the next: loaded engines, trainers and environments."""
+"""The state of a worker process: its loaded engines and trainers, and its running stages."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # they import torch, which processes that only wait do without
     from rlinf.device_memory import DeviceMemoryManager
@@ -14,28 +16,25 @@ if TYPE_CHECKING:  # they import torch, which processes that only wait do withou
     from rlinf.rewards.base import Reward
     from rlinf.trainers.base import Trainer
     from stages.weight_deltas import WeightDeltas
-import threading
-import time
-from typing import Any
 
 StageProgressCallback = Callable[[str, int, int, str], None]
-"""Is told of a stage, how much of what is done, of how much."""
+"""Called with the stage, the amount done, the total and the unit."""
 
 
 @dataclass(frozen=True)
 class LoadedTrainer:
-    """A trainer and where it stands."""
+    """A loaded trainer and the state it is in."""
 
     trainer: Trainer
     initial_weights: str
-    """Output whose weights its training began with."""
+    """The output with the weights that training began from."""
     checkpoint: str | None
-    """Output of the checkpoint it is in the state of; empty: at the start; None: of none."""
+    """The output of its checkpoint; empty: no update yet; None: unknown, load it again."""
 
 
 @dataclass(frozen=True)
 class LoadedActor:
-    """A trainer that only evaluates, and the output that its weights are of."""
+    """A trainer used only for evaluating the policy, and the output of its weights."""
 
     trainer: Trainer
     weights: str
@@ -43,55 +42,55 @@ class LoadedActor:
 
 @dataclass
 class WorkerState:
-    """The parts that a process has loaded; those it has not are None."""
+    """The components that a process has loaded; None: not loaded."""
 
     environment: Environment | None = None
     engine: Engine | None = None
     engine_weights: str | None = None
-    """Output whose weights the engine serves; None: nothing can be said of them."""
+    """The output whose weights the engine serves; None: unknown."""
     reward: Reward | None = None
     reward_shard: tuple[int, int] | None = None
-    """Rank and number of processes that the reward was made for."""
+    """Rank and number of processes that the reward was created for."""
     trainer: LoadedTrainer | None = None
     actor: LoadedActor | None = None
     reference: Trainer | None = None
     device_memory: DeviceMemoryManager | None = None
     weight_deltas: WeightDeltas | None = None
-    """None: the plan asks for none."""
+    """None: the plan does not use weight deltas."""
     published_states: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Of the newest published weights: start and state of the trainer that they are from."""
+    """By newest published weights: initial weights and checkpoint of their trainer."""
     on_progress: StageProgressCallback | None = None
 
     def drop_engine(self) -> None:
-        """End the engine and free its memory."""
-        held, self.engine, self.engine_weights = self.engine, None, None
-        if held is not None:
-            held.close()
+        """Close the engine and free its memory."""
+        loaded, self.engine, self.engine_weights = self.engine, None, None
+        if loaded is not None:
+            loaded.close()
 
     def drop_reward(self) -> None:
-        """End the reward with its processes."""
-        held, self.reward = self.reward, None
-        if held is not None:
-            held.close()
+        """Close the reward and end its processes."""
+        loaded, self.reward = self.reward, None
+        if loaded is not None:
+            loaded.close()
 
     def drop_trainer(self) -> None:
-        """Free the memory of the trainer."""
-        held, self.trainer = self.trainer, None
-        if held is not None:
-            held.trainer.close()
+        """Close the trainer and free its memory."""
+        loaded, self.trainer = self.trainer, None
+        if loaded is not None:
+            loaded.trainer.close()
 
     def drop_actor(self) -> None:
-        """Free the memory of what only evaluates."""
-        held, self.actor = self.actor, None
-        if held is not None:
-            held.trainer.close()
+        """Close the actor and free its memory."""
+        loaded, self.actor = self.actor, None
+        if loaded is not None:
+            loaded.trainer.close()
 
     def close(self) -> None:
-        """End the processes, and free the memory, of every part; again does no harm."""
+        """End the processes and free the memory of every component. Idempotent."""
         parts = (self.reference, self.reward, self.engine, self.environment)
         self.environment = self.engine = self.engine_weights = self.reward = self.reference = None
         self.device_memory = None
-        # One that fails to close keeps none of the others.
+        # A component that fails to close must not keep the others open.
         with ExitStack() as stack:
             for part in parts:
                 if part is not None:
@@ -106,17 +105,17 @@ COMPUTING, COMMITTING, WAITING_FOR_DEVICE = "computes", "commits", f"waits for {
 
 @dataclass(eq=False)
 class ActiveStage:
-    """One stage that is under way."""
+    """One running stage."""
 
     stage: str
     started_at: float
-    """Its first turn; before that, when it was ordered."""
+    """When it first had the device; before that, when it was ordered."""
     get_status: Callable[[], str]
     done: int = 0
     total: int = 0
     unit: str = ""
     compute_s: float | None = None
-    """How long it computed, once it is through."""
+    """The compute time, once it is known."""
 
 
 class ActivityTracker:

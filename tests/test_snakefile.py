@@ -59,7 +59,7 @@ def test_one_job_can_be_a_whole_iteration(tmp_path: Path) -> None:
     """The same bytes as with a job for each stage; a run is gone on with, and reported, by name."""
     words = ["experiment=cartpole_ppo", "iterations=2", f"run__root={tmp_path}"]
     words += [
-        "rollout={batch: 2, horizon: 16}",
+        "rollout={batch_size: 2, horizon: 16}",
         "evaluate={samples: 2}",
         "algorithm__minibatches=1",
     ]
@@ -81,7 +81,7 @@ def test_each_rule_has_the_processes_of_its_own_stage(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("stages: {train: {processes: 2, speed_weights: [1, 3]}}")
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=two"]
-    words += ["rollout={batch: 2, horizon: 16}", "evaluate={samples: 2}", f"plan={plan}"]
+    words += ["rollout={batch_size: 2, horizon: 16}", "evaluate={samples: 2}", f"plan={plan}"]
     done = snakemake("-c2", "--config", *words, "algorithm__minibatches=1")
     assert done.returncode == 0, done.stderr[-3000:]
     worlds = {
@@ -117,7 +117,7 @@ def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path
 
 def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> None:
     words = ["experiment=cartpole_ppo", "iterations=1", f"run__root={tmp_path}", "run__name=cp"]
-    words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
+    words += ["rollout__batch_size=2", "rollout__horizon=16", "evaluate__samples=2"]
     words += ["algorithm__minibatches=1"]
     done = snakemake("-c2", "--config", *words)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -135,7 +135,7 @@ def test_the_shipped_workflow_runs_the_embodied_experiment(tmp_path: Path) -> No
 def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_path: Path) -> None:
     """With a falling learning rate, whose course is frozen at the first start."""
     words = ["experiment=cartpole_ppo", f"run__root={tmp_path}", "run__name=cp"]
-    words += ["rollout__batch=2", "rollout__horizon=16", "evaluate__samples=2"]
+    words += ["rollout__batch_size=2", "rollout__horizon=16", "evaluate__samples=2"]
     words += ["algorithm__minibatches=1", "optimizer__schedule=linear"]
     assert snakemake("-c2", "--config", *words, "iterations=1").returncode == 0
     manifest = tmp_path / "cp/it/0000/train/manifest.json"

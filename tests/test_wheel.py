@@ -16,7 +16,12 @@ def test_the_wheel_works_from_anywhere(installed: Installed, tmp_path: Path) -> 
     assert "experiment" in call(python, "-m", "rlinf.launch", "--help", cwd=tmp_path)
     assert "resume" in call(installed.rlinf, "--help", cwd=tmp_path)
     where = Path(
-        call(python, "-c", "from rlinf import tree; print(tree.ROOT)", cwd=tmp_path).strip()
+        call(
+            python,
+            "-c",
+            "from rlinf import package_paths as paths; print(paths.ROOT)",
+            cwd=tmp_path,
+        ).strip()
     )
     assert where == site / "rlinf" / "_tree"
     for name in ("Snakefile", "slurm/config.yaml", "configs/config.yaml", "stages/__main__.py"):

@@ -38,11 +38,12 @@ DryRun = Annotated[
 Redo = Annotated[
     bool,
     typer.Option(
-        "--redo", help="Make anew what another configuration or code made; the old is set aside"
+        "--redo",
+        help="Recompute results of another configuration or code, and archive the old ones",
     ),
 ]
 Keep = Annotated[
-    bool, typer.Option("--keep", help="Go on with such results; the run notes what differs")
+    bool, typer.Option("--keep", help="Accept such results; the run records the differences")
 ]
 
 
@@ -158,7 +159,7 @@ def stop(folder: RunFolder) -> None:
 
     for line in end(folder) or ["nothing of this run was there"]:
         typer.echo(line)
-    typer.echo(f"go on with: rlinf resume {folder}, or rlinf submit {folder}")
+    typer.echo(f"continue with: rlinf resume {folder}, or rlinf submit {folder}")
 
 
 @app.command()
@@ -295,7 +296,7 @@ def doctor(
 def inventory(
     save: Annotated[Path | None, typer.Option(help="Write it to this file, as JSON")] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Read a saved inventory; Slurm is not asked")
+        Path | None, typer.Option("--from", help="Read a saved inventory instead of querying Slurm")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
     site: Annotated[
@@ -316,7 +317,7 @@ def plan(
         typer.Option(help="What rlinf profile measured; profile.json, or else data sheets"),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A saved inventory; Slurm is not asked")
+        Path | None, typer.Option("--from", help="A saved inventory, instead of querying Slurm")
     ] = None,
     site: Annotated[
         Path | None, typer.Option(help="Site file; that of the cluster section by default")
@@ -404,13 +405,13 @@ def planning_sources(
     """Return the inputs of the planner with absolute paths."""
     from pipeline.plan import PlanningSources
 
-    def whole(path: Path | None) -> str | None:
+    def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.expanduser().absolute())
 
     return PlanningSources(
-        profile=whole(profile) or "",
-        inventory=whole(inventory),
-        site=whole(site),
+        profile=absolute(profile) or "",
+        inventory=absolute(inventory),
+        site=absolute(site),
         partitions=tuple(partitions or ()),
         pins=tuple(pins or ()),
     )
@@ -442,8 +443,8 @@ def profile(
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    made = measure(open_run(what), options, run_warm_start)
-    made.save(out)
+    measured = measure(open_run(what), options, run_warm_start)
+    measured.save(out)
     typer.echo(f"profile: {out}")
 
 

@@ -277,6 +277,6 @@ def _episode(options: GymConfig) -> Finding:
             "fail", "episode", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
         )
     shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in observations.items())
-    pictures = "" if options.images else "; no pictures asked (task.images), no renderer tried"
+    pictures = "" if options.images else "; no images configured (task.images), renderer not tested"
     duration_s = time.perf_counter() - started_at
     return Finding("ok", "episode", f"begins after {duration_s:.1f} s: {shapes}{pictures}")

@@ -57,7 +57,7 @@ def driver_resources(cluster: ClusterConfig, plan: Plan, client: SlurmClient) ->
         SlurmError: Slurm is not installed or does not answer.
     """
     settings, partitions = cluster.driver, client.partitions()
-    # By its name, for what the site file says of it.
+    # The default partition is named, because the site file may have settings for it.
     partition = settings.partition or default_partition(partitions)
     own = StagePlan(
         partition=partition,
@@ -152,7 +152,7 @@ def submit_driver_job(job: JobSpec) -> str:
         SlurmError: sbatch refused the job.
     """
     mark = new_tag()
-    write_job_note(job, mark=mark)
+    write_job_note(job, tag=mark)
     try:
         identity = submit_restarting(with_tag(job, mark))
     except SlurmUnresponsiveError:

@@ -81,7 +81,7 @@ def validate_experiment(
     Raises:
         ConfigError, DataError, PlanError: they are invalid.
     """
-    # They load engines and trainers, which a driver has no use for.
+    # Imported lazily: these load engines and trainers, which a driver does not need.
     from pipeline.validate_config import (
         check_layouts,
         check_separate_policy,
@@ -200,7 +200,7 @@ def compose_from(
             further = ",".join(f"file://{Path(path).absolute()}" for path in searchpath)
             path = [f"hydra.searchpath=[{further}]"] if further else []
             whole = hydra_compose(name, [*overrides, *path], return_hydra_config=True)
-        # Names of runs may be made of files that were chosen: hydra:runtime.choices.
+        # Run names may contain chosen files (hydra:runtime.choices).
         HydraConfig.instance().set_config(whole)
         values = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
@@ -271,7 +271,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
             Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
             idle = isinstance(executor, PoolExecutor) and not executor.has_started
             if idle and cluster.launcher == "slurm" and not offline:
-                # All was done before: pools of a driver that died at the end still wait for one.
+                # Nothing was left to do, but pools of a driver that died at the end may still wait.
                 for line in cancel_run_jobs(run.folder):
                     log.info("left by another driver: %s", line)
         except KeyboardInterrupt:
@@ -282,7 +282,7 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
         except RequeueRequested:
             if stop.is_requested:
                 raise RunStopped(
-                    f"stopped by rlinf stop; go on with: rlinf resume {run.folder}"
+                    f"stopped by rlinf stop; continue with: rlinf resume {run.folder}"
                 ) from None
             raise
         finally:
@@ -346,14 +346,14 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
             raise ConfigError(
-                f"{word}: this goes on with the run in {folder}; leave it out, or start another "
+                f"{word}: this continues the run in {folder}; leave it out, or start another "
                 "run with rlinf run"
             )
     values = read_config_values(folder / CONFIG_FILE)
     record = read_run_record(folder)
     for key in (record.derived if record is not None else None) or ():
         section, _, name = key.partition(".")
-        # What was read from the task's environment stays while the task does: it may not be here.
+        # Values from the task's environment stay with the task, which may not exist here.
         if section != "task" or any(_key(word).split(".")[0] == "task" for word in words):
             values[section][name] = None
     values["run"] = {"name": folder.name, "root": str(folder.parent)}

@@ -17,13 +17,13 @@ from stages.retention import best_weights
 def weight_versions(run: Path) -> dict[int, Path]:
     """Return the versions of the weights on disk: 0 before the first iteration, n after n
     iterations."""
-    found, flow = {}, run_flow(run)
+    versions, flow = {}, run_flow(run)
     if read_manifest(initial := offline_folder(run, flow.initial_stage)) is not None:
-        found[0] = initial
+        versions[0] = initial
     for folder in sorted((run / "it").glob(f"*/{flow.publish_stage}")):
         if read_manifest(folder) is not None and not is_pruned(folder):
-            found[int(folder.parent.name) + 1] = folder
-    return found
+            versions[int(folder.parent.name) + 1] = folder
+    return versions
 
 
 def best_version(folder: Path) -> tuple[int, float]:
@@ -37,11 +37,11 @@ def best_version(folder: Path) -> tuple[int, float]:
     if best is None:
         raise InputError(f"--best: {folder} has no held-out evaluation yet; leave --best out")
     if best.folder is None:
-        kept = ", ".join(str(number) for number in sorted(weight_versions(run.folder)))
+        available = ", ".join(str(number) for number in sorted(weight_versions(run.folder)))
         raise InputError(
             f"--best: version {best.version} has the best held-out score, {best.score:.3g}, but "
             "the retention policy removed it (retention.keep_best keeps such weights); "
-            f"give --version, one of {kept}"
+            f"give --version, one of {available}"
         )
     return best.version, best.score
 
@@ -54,21 +54,21 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
         ArtifactError: the weights on disk are damaged.
     """
     run = Run.open(folder)
-    found = weight_versions(run.folder)
-    if not found:
+    versions = weight_versions(run.folder)
+    if not versions:
         raise InputError(f"{folder}: no weights yet")
-    chosen = max(found) if version is None else version
-    if chosen not in found:
-        kept = ", ".join(str(number) for number in sorted(found))
-        raise InputError(f"--version: {chosen} is not on disk; there are {kept}")
+    chosen = max(versions) if version is None else version
+    if chosen not in versions:
+        available = ", ".join(str(number) for number in sorted(versions))
+        raise InputError(f"--version: {chosen} is not on disk; there are {available}")
     if to.exists() and not to.is_dir():
         raise InputError(f"{to}: is a file; give a folder that is not there yet")
     if to.exists() and any(to.iterdir()):
         raise InputError(f"{to}: exists and is not empty")
-    manifest = read_manifest(found[chosen])
+    manifest = read_manifest(versions[chosen])
     assert manifest is not None
-    verify_output(found[chosen], manifest, checksums=False)
-    folder = found[chosen] / manifest.data / "weights"
+    verify_output(versions[chosen], manifest, checksums=False)
+    folder = versions[chosen] / manifest.data / "weights"
     shutil.copytree(folder, to, dirs_exist_ok=True, copy_function=_copied)
     return chosen
 

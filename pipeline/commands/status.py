@@ -105,7 +105,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
     for i in synced[-RECENT_ITERATIONS:]:
         first, last = stage_manifest(run.folder, begins, i), stage_manifest(run.folder, ends, i)
         if first and last:
-            # In pools a rollout may begin long before the weights that it waits for.
+            # In pools a rollout may start long before its weights exist.
             before = stage_manifest(run.folder, ends, i - 1) if i else None
             start = max(first.timing["start"], before.timing["end"] if before else 0.0)
             spans.append(last.timing["end"] - start)
@@ -182,7 +182,7 @@ def status_table(status: RunStatus) -> Table:
         out.add_row("notice", notice)
     if status.disk_fallbacks:
         edges = ", ".join(f"{edge} {count}" for edge, count in status.disk_fallbacks.items())
-        out.add_row("read from disk", f"{edges} inputs lately; the pools' logs say why")
+        out.add_row("read from disk", f"{edges} recent inputs; see the logs of the pools")
     for entry in status.accepted_mismatches:
         results = f"{len(entry.outputs)} results, on {entry.recorded_at}, though these differ: "
         out.add_row("kept", results + "; ".join(entry.differences))
@@ -231,7 +231,7 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
         found = find_driver_job(run, client)
     except RlinfError as error:
         job = last_driver_job_id(run) or "without an id"
-        return f"job {job}, of which Slurm says nothing now ({error})"
+        return f"job {job}, whose state is unknown ({error})"
     if found is None:
         return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()

@@ -75,10 +75,10 @@ def cancel_run_jobs(run: Path) -> list[str]:
     client = SlurmClient()
     jobs = {identity: job.name for job in _jobs(run) for identity in job.find_ids(client)}
     queue = client.queue() if jobs else {}
-    there = {i: name for i, name in jobs.items() if i in queue and queue[i].state.is_active}
-    client.cancel(list(there))
+    active = {i: name for i, name in jobs.items() if i in queue and queue[i].state.is_active}
+    client.cancel(list(active))
     (run / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
-    return [f"job {identity} ({name}) cancelled" for identity, name in sorted(there.items())]
+    return [f"job {identity} ({name}) cancelled" for identity, name in sorted(active.items())]
 
 
 def _stop_driver(run: Run) -> list[str]:

@@ -128,11 +128,11 @@ def _cluster(run: Run, driver: Mapping[str, Any]) -> ClusterConfig:
 def _stages(run: Run, plan: Plan, cluster: ClusterConfig) -> Iterator[tuple[str, list[JobSpec]]]:
     """Yield the first job of every stage."""
     graph = Graph(run.config)
-    seen: set[str] = set()
+    yielded: set[str] = set()
     for node in takewhile(lambda node: node.iteration < 2, graph.nodes()):
-        if node.stage in seen:
+        if node.stage in yielded:
             continue
-        seen.add(node.stage)
+        yielded.add(node.stage)
         inputs = {
             name: graph.output_folder(run.folder, source)
             for name, source in graph.inputs(node).items()

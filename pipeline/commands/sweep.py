@@ -128,7 +128,9 @@ def _varied(batch: Sequence[Sequence[str]]) -> list[str]:
         for key, value in _by_key(overrides).items():
             values.setdefault(key, set()).add(value)
     return [
-        key for key, seen in values.items() if len(seen) > 1 and not key.startswith(NAMING_KEYS)
+        key
+        for key, distinct in values.items()
+        if len(distinct) > 1 and not key.startswith(NAMING_KEYS)
     ]
 
 

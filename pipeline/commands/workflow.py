@@ -67,7 +67,7 @@ def prepare_workflow(
         further = sorted(chosen.keys() - {"run"})
         if further:
             raise ConfigError(
-                f"run={named} goes on with that run as it is; leave out {', '.join(further)}, "
+                f"run={named} continues that run unchanged; leave out {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
         run = Run.open(_folder(named))
@@ -194,14 +194,16 @@ class Workflow:
             if stage != ITERATION:
                 sources = self._graph.inputs(StageNode(stage, number))
                 return {name: str(self._manifest(source)) for name, source in sources.items()}
-            found = {}
+            manifests = {}
             for part in self._graph.flow.stages:
                 for source in self._graph.inputs(StageNode(part, number)).values():
                     offline = source.stage in self.offline
                     if offline or source.iteration != number:
                         target = source if offline else StageNode(self._last, source.iteration)
-                        found[f"{target.stage}_{target.iteration}"] = str(self._manifest(target))
-            return found
+                        manifests[f"{target.stage}_{target.iteration}"] = str(
+                            self._manifest(target)
+                        )
+            return manifests
 
         return function
 

@@ -1,1 +1,1 @@
-"""What chooses a plan: measured profiles, models of cost, search, simulation."""
+"""Planning: measured profiles, cost models, the search for a plan, and a simulator."""

@@ -100,26 +100,26 @@ def autoscale(
     if first is None or not is_autoscaled(run.folder, plan, first.number):
         return
     wanted = [pool for pool in slots if not pool.is_retired]
-    there = [m.primary_worker for pool in wanted if (m := pool.active_lease) is not None]
-    if len(there) < len(wanted):
+    active = [m.primary_worker for pool in wanted if (m := pool.active_lease) is not None]
+    if len(active) < len(wanted):
         return  # the queue has not given yet what was asked for
     generates = str(flow.elastic_stage)
     stages = [s for s in flow.stages if s not in (generates, flow.publish_stage)]
     rest = sum(busy_s(run.folder, stage, iteration) for stage in stages)
     overlap = run.config.rollout.staleness > 0
-    load = generators.iteration_load(StageNode(generates, iteration), there, rest, overlap=overlap)
+    load = generators.iteration_load(StageNode(generates, iteration), active, rest, overlap=overlap)
     if load is None:
         return
     pool = plan.pools[first.number]
-    best = load.target_workers(len(there), pool.workers or 1, pool.max_workers or len(there))
-    if best != len(there):
+    best = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
+    if best != len(active):
         log.info(
-            "pool %s: %d workers instead of %d; iterations are to take %.3g s, not %.3g s",
+            "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
             first.number,
             best,
-            len(there),
+            len(active),
             load.iteration_s(best),
-            load.iteration_s(len(there)),
+            load.iteration_s(len(active)),
         )
         save_target(run.folder, first.number, best, by_hand=False)
 
@@ -142,13 +142,13 @@ def request_scale(run: Run, request: str) -> int:
     now = target_size(run.folder, plan, number)
     if found["sign"] is None:
         if pool.max_workers is None:
-            raise PlanError(f"{run.folder}: say max_workers of the pool of {name} in the plan")
+            raise PlanError(f"{run.folder}: set max_workers of the pool of {name} in the plan")
         save_target(run.folder, number, now, by_hand=False)
         return now
     change = int(found["number"])
     requested = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
     if requested < 1:
-        raise InputError(f"{request}: a pool keeps at least one worker, and there are {now}")
+        raise InputError(f"{request}: a pool needs at least one worker, and has {now}")
     save_target(run.folder, number, requested, by_hand=True)
     return requested
 
@@ -163,12 +163,12 @@ def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
 
 def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
     if plan.execution != "segment":
-        raise PlanError(f"{folder}: its plan is of grain {plan.execution}; only pools are scaled")
+        raise PlanError(f"{folder}: its plan has no pools; only pools can be scaled")
     for number, pool in enumerate(plan.pools):
         if name in pool.stages:
             if pool.workers is None:
                 raise PlanError(
-                    f"{folder}: the pool of {name} is not elastic; say workers: 1 of it in the plan"
+                    f"{folder}: the pool of {name} is not elastic; set workers: 1 in the plan"
                 )
             return number, pool
     raise PlanError(f"{folder}: no pool of its plan holds {name!r}")

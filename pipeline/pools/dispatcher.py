@@ -111,7 +111,7 @@ class StageDispatcher:
         for pool in plan.pools:
             beside = {*plan.flow.separate_policy} & {*pool.stages} and acts in pool.stage_ranks
             if beside and self._of[EVALUATE] is self._of[acts]:
-                # Evaluations run where simulators do.
+                # Evaluations run on the ranks of the simulators.
                 self._ranks_of[EVALUATE] = pool.stage_ranks[acts]
             self._ranks_of.update(pool.stage_ranks)
         self.policy_pools = PolicyPools(plan, self._of, self._ranks_of, send)
@@ -133,10 +133,12 @@ class StageDispatcher:
                 continue
             nodes = sorted(pool.waiting, key=self.position)
             if member.size > 1 and time.monotonic() - pool.last_queued_at < BATCH_WAIT_S:
-                # All ranks must know all stages of an iteration when the first of them begins.
+                # All ranks must know all stages of an iteration before the first one starts.
                 last = max(pool.stages, key=lambda stage: self._order_of.get(stage, -1))
-                whole = {node.iteration for node in nodes if node.stage == last}
-                nodes = [n for n in nodes if n.iteration in whole or n.stage not in self._order_of]
+                complete = {node.iteration for node in nodes if node.stage == last}
+                nodes = [
+                    n for n in nodes if n.iteration in complete or n.stage not in self._order_of
+                ]
             self._decide_sources(pool, member, [n for n in nodes if self.policy_pools.is_ready(n)])
         for pool in self._pools:
             member = pool.active_lease
@@ -155,7 +157,7 @@ class StageDispatcher:
         ends = (producer.name, receiver.name)
         for marks in self._subscribed.values():
             for mark in list(marks):
-                # Takers pass on: the tree is made anew.
+                # Receivers forward the data, so the whole tree is rebuilt.
                 within = ends == (mark[2], mark[2])
                 if mark[1:] == ends or within:
                     marks.discard(mark)
@@ -165,13 +167,13 @@ class StageDispatcher:
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._order_of:
-            # Just before the rollout with the same weights: it must hold up none with older ones.
+            # Just before the rollout with the same weights, so that it delays none with older ones.
             return (node.iteration + self._run.config.rollout.staleness, 0, -1)
         sources = self._flow.stages[node.stage].inputs
-        whole = not self._flow.stream_channels & set(sources) and any(
+        complete = not self._flow.stream_channels & set(sources) and any(
             not s.lag and s.stage in self._order_of for s in sources.values()
         )
-        late = whole or node.stage in self._after_chunks
+        late = complete or node.stage in self._after_chunks
         return (node.iteration, self._plan.num_chunks if late else 0, self._order_of[node.stage])
 
     def _stages_after_chunks(self) -> frozenset[str]:
@@ -209,8 +211,8 @@ class StageDispatcher:
         """
         others = [s for s in self._flow.stages if s not in self._after_chunks and s != stage]
         alone = not any(self._share_ranks(stage, other) for other in others)
-        whole = stage == self._flow.elastic_stage and alone
-        return 1 if whole or self.policy_pools.needs_policy(stage) else self._plan.num_chunks
+        complete = stage == self._flow.elastic_stage and alone
+        return 1 if complete or self.policy_pools.needs_policy(stage) else self._plan.num_chunks
 
     def _decide_sources(self, pool: PoolState, member: Lease, nodes: list[StageNode]) -> None:
         """Decide where the inputs of stages come from before they are dispatched."""
@@ -220,21 +222,21 @@ class StageDispatcher:
             live: dict[str, StageNode] = {}
             for name, source in self._graph.inputs(node).items():
                 if name == OPEN_EPISODES:
-                    # It is read from disk. To hold the rollout before would keep its trajectories
-                    # in memory until this one has ended.
+                    # Read from disk: a live input would keep the previous trajectories in memory
+                    # until this rollout ends.
                     continue
-                held, producer = member.assigned, pool
+                assigned, producer = member.assigned, pool
                 if (
                     name == WEIGHTS
                     and (policy := self.policy_pools.serving_lease(node)) is not None
                 ):
-                    held, producer = policy[1].assigned, policy[0]
-                here = source in held or source in producer.waiting
+                    assigned, producer = policy[1].assigned, policy[0]
+                here = source in assigned or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
                 ):
-                    # Ranks of one pool have each their own records: the plan may have them read.
+                    # Each rank has its own records; the plan may transport them by file.
                     here = here and self._is_streamed(source, node)
                 published = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
                 sent = name in self._flow.stream_channels or (
@@ -265,8 +267,8 @@ class StageDispatcher:
                 producer = next((m for m in members if source in m.assigned), None)
                 if producer is None:
                     continue
-                # One worker has it in its memory; so has each rank its own part of what is
-                # no stream.
+                # A single worker has the input in memory; so does each rank, for inputs that
+                # are no streams.
                 receivers = [
                     receiver
                     for receiver in self._receivers(source, target, name)
@@ -365,7 +367,7 @@ class StageDispatcher:
         nodes = sorted(ready, key=self.position)
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
-            # A generator that waited for weights could not generate what they are made from.
+            # A generator that waits for weights cannot generate the samples they depend on.
             nodes = [node for node in nodes if not self._has_pending_inputs(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
@@ -383,7 +385,7 @@ class StageDispatcher:
                 ranks=tuple(ranks),
                 layout=str(self._layout(node)),
                 inputs={
-                    # The gatherer, and who asks, need of the weights only that they are committed.
+                    # A collector and a policy client need only that the weights are committed.
                     name: (self._relative(folder), name in self._live[node] and not from_disk)
                     for name, folder in call.inputs.items()
                 },
@@ -408,8 +410,8 @@ class StageDispatcher:
     def _has_pending_inputs(self, node: StageNode) -> bool:
         """Return whether an input of a node is still being computed."""
         sources = set(self._graph.inputs(node).values())
-        given = {other for member in self._members() for other in member.assigned}
-        return bool(sources & (given | {o for pool in self._pools for o in pool.waiting}))
+        assigned = {other for member in self._members() for other in member.assigned}
+        return bool(sources & (assigned | {o for pool in self._pools for o in pool.waiting}))
 
     def primary_worker(self, node: StageNode, member: Lease) -> str:
         """Return the worker that reports the success of a node for all ranks."""

@@ -90,10 +90,10 @@ class PoolExecutor:
         """Outcomes that wait for the outcomes of their inputs."""
         self._polled_at = self._reported_at = 0.0
         self._controller: Controller | None = None
-        self._orders = StageDispatcher(
+        self._dispatcher = StageDispatcher(
             self.run, self.plan, self._pools, self._generators, self._send
         )
-        self._renewal = LeaseManager(
+        self._lease_manager = LeaseManager(
             self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
         )
 
@@ -104,7 +104,7 @@ class PoolExecutor:
         self._controller = Controller(
             self.run.folder / CHANNELS_FOLDER, interface=self.cluster.bind_interface
         )
-        self._renewal.start()
+        self._lease_manager.start()
 
     @property
     def _control(self) -> Controller:
@@ -117,17 +117,17 @@ class PoolExecutor:
     def start(self, node: StageNode, call: StageCall) -> None:
         if self._controller is None:
             self._start_pools()
-        pool = self._orders.pool_of(node)
+        pool = self._dispatcher.pool_of(node)
         pool.waiting[node] = call
         pool.last_queued_at = time.monotonic()
 
     def poll(self) -> dict[StageNode, Outcome]:
         """Return new outcomes; blocks briefly."""
         if self.should_stop():
-            raise RequeueRequested("the driver was asked to stop; resume the run to go on")
+            raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         if self._controller is None:
             return {}
-        self._orders.dispatch()
+        self._dispatcher.dispatch()
         self._assign_work()
         ended: dict[StageNode, Outcome] = {}
         for event in self._control.poll_events(EVENT_WAIT_S):
@@ -136,8 +136,8 @@ class PoolExecutor:
                     report = read_report(event.content)
                 except DataError as error:
                     raise StageError(
-                        f"{event.worker} sent a report that makes no sense ({error}): its "
-                        f"program is broken or of another version; its log says more"
+                        f"{event.worker} sent a malformed report ({error}): its "
+                        f"program is broken or of another version; see its log"
                     ) from None
                 self._on_report(event.worker, report, ended)
             elif isinstance(event, PeerJoined):
@@ -148,19 +148,19 @@ class PoolExecutor:
             self._polled_at = time.monotonic()
             self._poll_jobs(ended)
             self._finish_committed(self._pools, ended)
-        # Before the last of them is known to have left, and what it committed is ordered again.
+        # Before the last worker leaves, so that its committed output is not dispatched again.
         self._finish_committed([pool for pool in self._pools if pool.finishing], ended)
-        self._renewal.cancel_ended(self._control)
-        self._renewal.renew_leases()
+        self._lease_manager.cancel_ended(self._control)
+        self._lease_manager.renew_leases()
         if time.monotonic() - self._reported_at > STATUS_INTERVAL_S:
-            self._renewal.scale()
+            self._lease_manager.scale()
         self._report_progress()
         busy = {node for lease in self._leases() for node in lease.assigned}
         busy |= {node for pool in self._pools for node in pool.waiting}
         self._unreported.update(ended)
         free: dict[StageNode, Outcome] = {}
-        for node in sorted(self._unreported, key=self._orders.position):
-            # A success waits for those it was made from, which may be reported after it.
+        for node in sorted(self._unreported, key=self._dispatcher.position):
+            # A success waits for the outcomes of its inputs, which may be reported later.
             if self._unreported[node].exit_code or not busy & set(
                 self._graph.inputs(node).values()
             ):
@@ -196,8 +196,8 @@ class PoolExecutor:
                     elif isinstance(event, PeerLost) and found is not None:
                         found[1].worker_info.pop(rank_of(event.worker), None)
         finally:
-            over = [*leases, *self._renewal.ending_leases]
-            self.launcher.cancel([lease.job for lease in over])
+            ended_leases = [*leases, *self._lease_manager.ending_leases]
+            self.launcher.cancel([lease.job for lease in ended_leases])
             (self.run.folder / POOLS_FOLDER / STATUS_FILE).unlink(missing_ok=True)
 
     def _leases(self) -> list[Lease]:
@@ -220,17 +220,17 @@ class PoolExecutor:
             lease = pool.active_lease
             if pool.also_generates and lease is not None:
                 nodes = lease.assigned | pool.waiting.keys()
-                iterations = {self._orders.position(node)[0] for node in nodes}
+                iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # What its newest weights come of is computed, and only to be committed.
+                    # The iteration of its newest weights is computed, and only has to be committed.
                     done = self._generators.weights_iteration(worker)
-                    left = (iteration for iteration in iterations if iteration > done)
-                    helpers[worker] = min(left, default=sys.maxsize)
+                    pending = (iteration for iteration in iterations if iteration > done)
+                    helpers[worker] = min(pending, default=sys.maxsize)
         return helpers
 
     def _end_attempt(self, node: StageNode) -> None:
         """End an attempt: generators drop their work for it."""
-        self._orders.end_attempt(node)
+        self._dispatcher.end_attempt(node)
         for worker in self._generators.end_rollout(node):
             self._drop_work(worker)
 
@@ -256,10 +256,10 @@ class PoolExecutor:
         if found is not None:
             found[1].add_worker(event.about)
             if found[0].slot is not None or found[0].also_generates:
-                # It may still do what an earlier driver asked for.
+                # It may still have work of an earlier driver.
                 self._drop_work(event.worker)
         else:
-            # A lease that an earlier driver had already renewed.
+            # An earlier driver had already renewed this lease.
             self._send(event.worker, ShutDown())
 
     def _on_report(
@@ -274,9 +274,9 @@ class PoolExecutor:
             case WeightsAvailable():
                 self._generators.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
-                taker = self._lease_of(report.worker)
-                if found is not None and taker is not None:
-                    self._orders.resend(found[1], taker[1])
+                receiver = self._lease_of(report.worker)
+                if found is not None and receiver is not None:
+                    self._dispatcher.resend(found[1], receiver[1])
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
@@ -284,8 +284,8 @@ class PoolExecutor:
                     return
                 if isinstance(report, CollectedPrompts):
                     self._generators.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._orders.primary_worker(node, found[1]):
-                    # One speaks for all when a stage went well.
+                elif report.exit_code or worker == self._dispatcher.primary_worker(node, found[1]):
+                    # The primary worker reports success for all ranks.
                     self._on_stage_ended(*found, node, report, ended)
 
     def _on_stage_ended(
@@ -298,7 +298,7 @@ class PoolExecutor:
     ) -> None:
         lease.assigned.discard(node)
         if report.exit_code == 0:
-            self._orders.policy_pools.credit(node)
+            self._dispatcher.policy_pools.credit(node)
         self._end_attempt(node)
         if report.exit_code == 0:
             lease.num_finished += 1
@@ -308,8 +308,8 @@ class PoolExecutor:
                     self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
                 )
         elif lease.size > 1:
-            # The other ranks may wait for this one in the middle of a collective, or for its next
-            # attempt with the files of this one. The driver counts it, as the stage's failure.
+            # The other ranks may wait for this one in a collective, or would mix files of two
+            # attempts. The driver counts it as a failure of the stage.
             self._abandon(pool, lease, f"{node.name} failed on one rank", ended, counts=False)
         ended[node] = Outcome(report.exit_code, report.reason)
 
@@ -323,7 +323,7 @@ class PoolExecutor:
             pool.check_progress(lease)
             self._requeue_nodes(lease, f"pool {pool.name} stopped", ended)
             return
-        # Why it died Slurm may know by now, and nobody asks it once the job is given up.
+        # Slurm may know the reason by now; abandoned jobs are not queried any more.
         status = self.launcher.poll([lease.job])[lease.job]
         if status.state.is_active:
             self._abandon(pool, lease, f"{event.worker}: {event.reason}", ended)
@@ -336,7 +336,7 @@ class PoolExecutor:
             self._end_attempt(node)
             ended[node] = Outcome(EXIT_REQUEUE, reason)
         lease.assigned.clear()
-        self._orders.policy_pools.on_lease_lost(lease)
+        self._dispatcher.policy_pools.on_lease_lost(lease)
         for worker in lease.workers():
             self._generators.on_worker_lost(worker)
 
@@ -352,7 +352,7 @@ class PoolExecutor:
         """Cancel and replace a lease that cannot continue."""
         self._requeue_nodes(lease, reason, ended)
         leaving = lease.is_leaving
-        self._renewal.end_lease(pool, lease)
+        self._lease_manager.end_lease(pool, lease)
         if lease in pool.leases:
             pool.leases.remove(lease)
         if leaving:
@@ -368,7 +368,7 @@ class PoolExecutor:
             return
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
-        # Of an elastic pool one worker that works is enough.
+        # An elastic pool needs only one working worker.
         others = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
         if all(other_lease.failures > self.cluster.max_retries for other_lease in others):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
@@ -387,9 +387,11 @@ class PoolExecutor:
 
     def _poll_jobs(self, ended: dict[StageNode, Outcome]) -> None:
         """Check which jobs have ended."""
-        over = self._renewal.ended_leases()
-        # Of those that end together the one that failed comes first: it is to blame.
-        for pool, lease, status in sorted(over, key=lambda end: end[2].exit_code in _NO_FAILURE):
+        ended_leases = self._lease_manager.ended_leases()
+        # Of leases that end together, handle the failed one first: it is the cause.
+        for pool, lease, status in sorted(
+            ended_leases, key=lambda end: end[2].exit_code in _NO_FAILURE
+        ):
             if lease in pool.leases:
                 self._handle_ended_job(pool, lease, status, ended)
 
@@ -407,17 +409,17 @@ class PoolExecutor:
             pool.leases.remove(lease)  # and not cancelled: one that is held stays in the queue
             if not any(other.active_lease for other in self._slots() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
-            log.warning("pool %s does without this worker: %s", pool.name, status.reason)
+            log.warning("pool %s continues without this worker: %s", pool.name, status.reason)
             pool.retry_at = math.inf
             return
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
             pool.check_progress(lease)
             lease.num_finished = max(1, lease.num_finished)
-            what = f"job {lease.job} stopped for Slurm, at the end of its time say"
+            what = f"job {lease.job} stopped by Slurm, for example at its time limit"
         self._abandon(pool, lease, what, ended)
 
     def _busy(self, lease: Lease) -> bool:
-        answers = self._orders.policy_pools.is_busy(lease)
+        answers = self._dispatcher.policy_pools.is_busy(lease)
         return (
             bool(lease.assigned)
             or answers
@@ -434,7 +436,7 @@ class PoolExecutor:
             for lease in pool.leases:
                 seen = workers.get(lease.primary_worker)
                 for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
-                    # Of a claim on a part of the batch the whole tells: the worker that gathers it.
+                    # The collector reports the progress of the whole batch, not single work items.
                     if row["total"] and row["took_s"] is None and row["stage"] != WORK_ITEM:
                         self.progress(*(row[key] for key in PROGRESS))
         write_pools_status(self.run.folder, self._pools, workers)

@@ -53,10 +53,12 @@ class LeaseManager:
         for pools in self._start_groups():
             self._start(pools)
         self.scale()
-        kept = {str(pool_folder(self._run, pool) / str(pool.lease_number)) for pool in self._pools}
+        current = {
+            str(pool_folder(self._run, pool) / str(pool.lease_number)) for pool in self._pools
+        }
         notes = (self._run.folder / POOLS_FOLDER).glob(f"*/*/{JOB_NOTE}")
         self._launcher.cancel_for_outputs(
-            [note.parent for note in notes if str(note.parent) not in kept]
+            [note.parent for note in notes if str(note.parent) not in current]
         )
 
     @property
@@ -134,14 +136,14 @@ class LeaseManager:
             for member, until in self._ending
             if now < until and any(w in seen and seen[w].alive for w in member.workers())
         }
-        over = [member for member, _ in self._ending if parent_job_id(member.job) not in waits]
-        if not over:
+        expired = [member for member, _ in self._ending if parent_job_id(member.job) not in waits]
+        if not expired:
             return
-        self._ending = [entry for entry in self._ending if entry[0] not in over]
+        self._ending = [entry for entry in self._ending if entry[0] not in expired]
         for pool in self._pools:
-            pool.finishing = [member for member in pool.finishing if member not in over]
-        self._launcher.cancel([member.job for member in over])
-        for member in over:
+            pool.finishing = [member for member in pool.finishing if member not in expired]
+        self._launcher.cancel([member.job for member in expired])
+        for member in expired:
             for worker in member.workers():
                 control.forget_peer(worker)
 
@@ -161,7 +163,7 @@ class LeaseManager:
             (note := read_job_note(job.output_dir)) is not None and note.key != job.content_key
             for job in jobs
         ):
-            # Their workers have names of their own: those of the last lease may still be there.
+            # New names, because workers of the last lease may still run.
             for pool in pools:
                 pool.lease_number += 1
         self._submit(pools)

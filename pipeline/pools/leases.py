@@ -134,7 +134,7 @@ class PoolState:
                 stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
                 raise PlanError(
                     f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
-                    f"their time and had not finished {stages}, which begins anew each time: give "
+                    f"their time and had not finished {stages}, which starts again each time: give "
                     "it more (time_limit_min of its stages), a partition with a longer limit, or "
                     "less work"
                 )
@@ -191,8 +191,8 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         argv.append("--deltas")
     readers = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
     if any(of[stage] != of[flow.publish_stage] for stage in readers):
-        # A reference elsewhere takes what engines take, and evaluates what is trained:
-        # engines then cast.
+        # The reference in another pool receives the same weights as engines; it needs those of
+        # the trainer, so engines cast the weights themselves.
         argv.append("--uncast")
     here = [
         stage for stage, number in of.items() if number == pool.number and stage in flow.all_stages
@@ -215,7 +215,7 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
 def _key(run: Run, job: JobSpec) -> str:
     """Return a digest of everything that the workers of a pool depend on: arguments, resources,
     configuration and loaded code."""
-    # How far a run goes is the driver's matter: a schedule's length is frozen apart from it.
+    # The number of iterations concerns only the driver; the schedule length is frozen separately.
     config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
     path = run.folder / CODE_FILE
     code = path.read_text() if path.exists() else ""  # a dry run has no folder

@@ -93,7 +93,7 @@ def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, Measur
             if len(ready) == len(known):
                 total.setdefault(stage, []).append(_end(manifest) - max(ready))
                 inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
-                # The worker that is ordered an elastic rollout only gathers what others generate.
+                # In an elastic rollout the collector only receives what others generate.
                 seconds = generated.get(iteration) if stage == graph.flow.elastic_stage else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
         ends = [

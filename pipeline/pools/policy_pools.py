@@ -32,7 +32,7 @@ class PolicyPools:
             next(iter(plan.flow.separate_policy), ""),
             str(plan.flow.rollout_stage),
         )
-        # Evaluations ask too, but where the plan has them elsewhere: they are whole there.
+        # Evaluations need a policy server too, unless the plan runs them in another pool.
         client_stages = (
             (name for name in (acts, EVALUATE) if of[name] is of[acts])
             if self._policy_stage
@@ -101,14 +101,14 @@ class PolicyPools:
         """Stop serving an attempt that ended."""
         member, attempt = self._serving.pop(node, (None, ""))
         if member is not None and member in self._of[self._policy_stage].leases:
-            reason = "the attempt that asked has ended"
+            reason = "the attempt of the simulators has ended"
             for worker in member.workers(self.ranks()):
                 self._send(worker, AttemptEnded(node=node.name, attempt=attempt, reason=reason))
 
     def on_lease_lost(self, member: Lease) -> None:
         """Tell the simulator workers that a serving lease is lost; they give up and report it."""
         member.served.clear()
-        reason = "its lease is over"
+        reason = "its lease has ended"
         for node, attempt in [(n, a) for n, (other, a) in self._serving.items() if other is member]:
             for client in [m for m in self._of[node.stage].leases if node in m.assigned]:
                 for worker in client.workers(self._ranks[node.stage]):

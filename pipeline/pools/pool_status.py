@@ -117,7 +117,7 @@ def write_pools_status(
         one = about.setdefault(
             pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
         )
-        # Each worker of an elastic pool is a pool for itself; the first knows its stages.
+        # Each worker of an elastic pool has its own state; the first one has the stages.
         one["stages"] += pool.stages
         one["waiting"] += [node.name for node in pool.waiting]
         if pool.failures >= one["failures"]:
@@ -190,7 +190,7 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
 def pool_table(status: PoolsStatus) -> Table:
     """Return a table with a row for every pool and one for each of its workers."""
     ago = format_duration(status.age_s)
-    title = f"pools, {ago} ago: the driver is gone or hangs" if status.is_stale else "pools"
+    title = f"pools, {ago} ago: the driver is dead or hangs" if status.is_stale else "pools"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     if status.is_stale:
         out.title_style = "bold red"
@@ -217,12 +217,12 @@ def _worker_label(worker: WorkerStatus) -> str:
 
 def _worker_cell(worker: WorkerStatus) -> Text:
     if not worker.alive:
-        return Text("not there yet: queued or starting", style="yellow")
+        return Text("not connected yet: queued or starting", style="yellow")
     lines = []
     if worker.silent_s > WORKER_TIMEOUT_S:
         lines.append(Text(f"silent for {format_duration(worker.silent_s)}", style="red"))
     if worker.malformed:
-        lines.append(Text(f"dropped {worker.malformed} messages that make no sense", style="red"))
+        lines.append(Text(f"dropped {worker.malformed} malformed messages", style="red"))
     lines += [
         _stage(stage)
         for stage in worker.stages
@@ -237,7 +237,7 @@ def _worker_cell(worker: WorkerStatus) -> Text:
         more = f" and {len(later) - SHOWN} more" if len(later) > SHOWN else ""
         lines.append(Text(f"then {', '.join(later[:SHOWN])}{more}", style="dim"))
     if worker.leaving:
-        lines.append(Text("leaves: its successor is there"))
+        lines.append(Text("leaving: its successor is connected"))
     if not lines:
         lines.append(Text("idle", style="dim"))
     return Text("\n").join(lines)

@@ -192,7 +192,7 @@ class RolloutScheduler:
             return False
         if report.exit_code:
             rollout.claims.requeue(worker, number)
-            # Maybe it has its weights no more, or no engine that takes them, or they are withdrawn.
+            # It may have lost the weights, have no engine for them, or they were withdrawn.
             self._weights.get(rollout.weights, {}).pop(worker, None)
             rollout.there = False
             self._failures[node.name] += report.exit_code != EXIT_REQUEUE
@@ -239,12 +239,12 @@ class RolloutScheduler:
             if rollout.claims is not None and self._has_weights(rollout)
         }
         only = {worker: self._num_usable(worker, open_) for worker in [*workers, *helpers]}
-        over = bool(workers) and any(self._rollouts[node].ends for node in open_)
+        is_ended = bool(workers) and any(self._rollouts[node].ends for node in open_)
         for worker, latest in helpers.items():
             early = sum(node.iteration <= latest for node in open_)
-            only[worker] = 0 if over else min(early, only[worker])
+            only[worker] = 0 if is_ended else min(early, only[worker])
         able = [worker for worker in only if worker in workers or only[worker]]
-        # An engine is loaded from files.
+        # An engine loads from committed files.
         first = next((node for node in open_ if self._rollouts[node].there), None)
         if first is not None:
             orders += [
@@ -276,9 +276,9 @@ class RolloutScheduler:
             able = [worker for worker in successors if self._can_use_weights(worker, assigned.node)]
             if claims is not None and not claims.num_pending and able:
                 rollout.ends = True
-                held = Counter(assigned.worker for assigned in self._assigned.values())
-                held.update(self._successors.values())
-                self._successors[name] = min(able, key=lambda worker: held[worker])
+                load = Counter(assigned.worker for assigned in self._assigned.values())
+                load.update(self._successors.values())
+                self._successors[name] = min(able, key=lambda worker: load[worker])
                 order = messages.ReassignWork(work_item=name, successor=self._successors[name])
                 orders.append((assigned.worker, order))
         return orders
@@ -378,9 +378,9 @@ class RolloutScheduler:
             self._speeds.record(worker, len(claim.starts), seconds)
         self._finished_items[node][worker] += 1
         self._finished_prompts[node][worker] += len(claim.starts)
-        for kept in (self._finished_items, self._finished_prompts):
-            while len(kept) > HISTORY_SIZE:
-                del kept[next(iter(kept))]
+        for counter in (self._finished_items, self._finished_prompts):
+            while len(counter) > HISTORY_SIZE:
+                del counter[next(iter(counter))]
         about = {"node": node.name, "worker": worker, "host": report.host, "claim": claim.number}
         row = {
             **about,

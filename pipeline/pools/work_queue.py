@@ -150,17 +150,17 @@ def assign_work(
         min_items: see :meth:`WorkerSpeeds.min_items`.
         max_batches: number of batches, from the first on, that a worker may work on; default all.
     """
-    given = []
+    assigned = []
     total = sum(speeds.values())
-    for held in range(MAX_IN_FLIGHT):
+    for count in range(MAX_IN_FLIGHT):
         for number, batch in enumerate(batches):
-            left = batch.num_pending
+            pending = batch.num_pending
             for worker, speed in speeds.items():
-                if not batch.num_pending or sum(len(b.items_of(worker)) for b in batches) > held:
+                if not batch.num_pending or sum(len(b.items_of(worker)) for b in batches) > count:
                     continue
                 if number >= max_batches.get(worker, len(batches)):
                     continue
-                share = math.ceil(left * speed / total)
+                share = math.ceil(pending * speed / total)
                 size = max(1, min(share, max(math.ceil(share / 2), min_items)))
-                given.append((batch, worker, batch.assign(worker, math.ceil(size))))
-    return given
+                assigned.append((batch, worker, batch.assign(worker, math.ceil(size))))
+    return assigned

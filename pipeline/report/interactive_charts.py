@@ -31,7 +31,7 @@ TITLES = {
     "train/explained_variance": "explained variance",
     "rollout/completion_length": "mean length (steps)",
     "rollout/truncated_ratio": "share cut off at the limit",
-    "rollout/resampled_groups": "groups drawn anew",
+    "rollout/resampled_groups": "groups resampled",
     "rollout/rejected_groups": "groups that teach nothing, after the last draw",
     "rollout/staleness_mean": "versions behind, on average",
     "train/rollout_logprob_diff": "|engine - trainer| log-prob, equal weights",
@@ -74,16 +74,16 @@ def build_plots(data: ReportData) -> dict[str, Any]:
         ("Rollout and reward", ("rollout", "reward")),
         ("Training", ("inference", "train", "sync")),
     ):
-        mine = [name for name in metrics if _of(name) in stages]
-        mine.sort(key=lambda name: (stages.index(_of(name)), name))
-        groups.append((title, [metrics.pop(name) for name in mine]))
+        names_of_group = [name for name in metrics if _of(name) in stages]
+        names_of_group.sort(key=lambda name: (stages.index(_of(name)), name))
+        groups.append((title, [metrics.pop(name) for name in names_of_group]))
     groups.append(("More", list(metrics.values())))
     groups.append(("Evaluation", _evaluation(data, xs)))
     groups.append(("Samples, early and late", _distributions(data, xs)))
     groups.append(("Time", [*_stage_times(data, xs), *_throughput(data, xs)]))
     groups.append(("Machine", _machine(data, xs)))
-    kept = [{"title": title, "plots": found} for title, found in groups if found]
-    return {"xs": xs, "groups": kept}
+    shown = [{"title": title, "plots": found} for title, found in groups if found]
+    return {"xs": xs, "groups": shown}
 
 
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
@@ -92,8 +92,8 @@ def json_numbers(values: Iterable[float | None]) -> list[float | None]:
     Each has six digits, or as many as separate the smallest and the largest by four digits.
     """
     found = [None if value is None or not math.isfinite(value) else value for value in values]
-    there = [value for value in found if value is not None]
-    digits = _digits(min(there), max(there)) if there else 6
+    finite = [value for value in found if value is not None]
+    digits = _digits(min(finite), max(finite)) if finite else 6
     return [None if value is None else float(f"{value:.{digits}g}") for value in found]
 
 

@@ -93,8 +93,8 @@ def training_chart(data: ReportData) -> Figure | None:
 def draw_line(axis: Axes, x: np.ndarray, y: np.ndarray, **look: Any) -> None:
     """Draw values over iterations as a line; a value between two gaps as a point."""
     y = np.where(np.isfinite(y), y, np.nan)
-    there = np.pad(np.isfinite(y), 1)
-    alone = np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])
+    finite = np.pad(np.isfinite(y), 1)
+    alone = np.flatnonzero(finite[1:-1] & ~finite[:-2] & ~finite[2:])
     axis.plot(x, y, marker="o", ms=3.5, markevery=alone.tolist(), **look)
 
 
@@ -152,7 +152,7 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
     lanes = sort_lanes(span.lane for span in spans)
     origin = min(span.start for span in spans)
     last = max((s.iteration for s in spans if s.stage in data.stage_names), default=0)
-    # Not their first stage: in pools stages are ordered ahead, and samples made.
+    # Not the start of their first stage: pools generate samples ahead.
     since, _ = iteration_windows(data.spans).get(last - newest + 1, (origin, origin))
     until = max(s.end for s in spans)
     height = max(1.2, 0.32 * len(lanes) + 0.9)
@@ -160,12 +160,12 @@ def gantt_chart(data: ReportData, *, newest: int = 4) -> Figure | None:
     titles = ("Whole run", f"Last {min(newest, last + 1)} iterations")
     for axis, start, title in zip(axes[:, 0], (origin, since), titles, strict=True):
         for row, lane in enumerate(lanes):
-            mine = [s for s in spans if s.lane == lane and s.end >= start]
+            lane_spans = [s for s in spans if s.lane == lane and s.end >= start]
             for computes, (low, high) in ((False, WAITING), (True, COMPUTING)):
                 for stage, colour in data.colours.items():
                     bars = [
                         (s.start - origin, s.seconds)
-                        for s in mine
+                        for s in lane_spans
                         if s.stage == stage and s.is_computing == computes
                     ]
                     look = _look(colour, computes)

@@ -52,7 +52,7 @@ def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
     """Return the scored samples of an iteration, by number; empty if a file is missing or
     damaged."""
     try:
-        made, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
+        trajectories, scores = (_infos(run, iteration, channel) for channel in CHANNELS)
         return [
             TranscriptSample(
                 number=number,
@@ -63,7 +63,7 @@ def read_samples(run: Path, iteration: int) -> list[TranscriptSample]:
                 text=str(info["text"]) if "text" in info else None,
                 answer=str(info.get("answer", "")),
             )
-            for number, (length, info) in sorted(made.items())
+            for number, (length, info) in sorted(trajectories.items())
             if number in scores
         ]
     except (ValueError, KeyError, OSError):

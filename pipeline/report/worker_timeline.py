@@ -115,13 +115,13 @@ def worker_idle_times(spans: Iterable[StageSpan]) -> list[WorkerIdleTime]:
     starts = [start for start, _ in counted]
     rows = []
     for lane in sort_lanes(lanes):
-        mine = lanes[lane]
+        segments = lanes[lane]
         seconds: dict[str, list[float]] = {}
-        for piece in mine:
+        for piece in segments:
             inside = _shared_s(piece.start, piece.end, counted, starts) / len(known)
             if inside:
                 seconds.setdefault(piece.stage, [0.0, 0.0])[not piece.is_computing] += inside
-        computing = _union((piece.start, piece.end) for piece in mine if piece.is_computing)
+        computing = _union((piece.start, piece.end) for piece in segments if piece.is_computing)
         covered = sum(_shared_s(start, end, counted, starts) for start, end in computing)
         stages = {stage: (pair[0], pair[1]) for stage, pair in seconds.items()}
         rows.append(WorkerIdleTime(lane, 1 - covered / total_s, stages))

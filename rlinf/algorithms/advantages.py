@@ -44,7 +44,7 @@ def leave_one_out_advantages(scores: Tensor, groups: Tensor) -> Tensor:
     """
     _, index = torch.unique(groups, return_inverse=True)
     count = torch.bincount(index)[index].to(scores.dtype)
-    # r - (sum - r) / (n - 1) is n / (n - 1) times what it is relative to the mean of all.
+    # r - (sum - r) / (n - 1) is n / (n - 1) times r minus the mean of all.
     return (
         group_relative_advantages(scores, groups, norm_by_std=False)
         * count
@@ -78,16 +78,16 @@ def turn_level_advantages(
     """
     place = torch.where(mask > 0, turns, 0).long()
     count = int(place.max()) + 1
-    # In double precision: equal rewards of unlike turns have equal sums.
+    # In double precision, equal rewards of different turns have equal sums.
     own = rewards.new_zeros(len(rewards), count, dtype=torch.float64)
     own.scatter_add_(1, place, (rewards * mask).double())
     returns = own.flip(1).cumsum(1).flip(1).to(rewards.dtype)
     there = torch.zeros_like(own).scatter_add_(1, place, (mask > 0).double()) > 0
     _, index = torch.unique(groups, return_inverse=True)
     number = index[:, None] * count + torch.arange(count)
-    found = torch.zeros_like(returns)
-    found[there] = group_advantage(returns[there], number[there])
-    return found.gather(1, place) * mask
+    advantages = torch.zeros_like(returns)
+    advantages[there] = group_advantage(returns[there], number[there])
+    return advantages.gather(1, place) * mask
 
 
 def group_means(scores: Tensor, groups: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _means(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exact = scores.double()
     count = torch.bincount(index).double()
     means = torch.zeros_like(count).index_add(0, index, exact) / count
-    # The mean of equal scores is rounded: what is left of them would be divided by itself.
+    # The mean of equal scores is rounded, and the rounding error would be divided by itself.
     lowest, highest = (
         torch.zeros_like(count).scatter_reduce(0, index, exact, which, include_self=False)
         for which in ("amin", "amax")
@@ -139,18 +139,20 @@ def compute_gae(
         Advantages and returns (advantage + value), zero where ``mask`` is 0.
     """
     if rewards.ndim > 2:
-        # Behind the last action, also where that was left out: it takes no time.
+        # After the last action, even if that is masked, because a masked action takes no time.
         last = torch.arange(rewards.shape[2], device=rewards.device) + 1 == rewards.shape[2]
         ended, cut, after = (
             (column[..., None] * last).flatten(1) for column in (terminated, truncated, bootstrap)
         )
         gained, valued, counted = (column.flatten(1) for column in (rewards, values, mask))
-        found, returns = compute_gae(gained, valued, ended, cut, after, counted, gamma, lam)
-        return found.view(rewards.shape), returns.view(rewards.shape)
+        advantages_flat, returns = compute_gae(
+            gained, valued, ended, cut, after, counted, gamma, lam
+        )
+        return advantages_flat.view(rewards.shape), returns.view(rewards.shape)
     advantages = torch.zeros_like(rewards)
     zero = torch.zeros_like(rewards[:, 0])
-    # Of the steps so far, from the back: the advantage that flows to the step before, the value of
-    # the state after it, and whether none of them counts.
+    # State of the backward pass: the advantage that flows to the previous step, the value of the
+    # state after it, and whether all steps so far are masked.
     carry, ahead, tail = zero, zero, torch.ones_like(zero, dtype=torch.bool)
     for t in reversed(range(rewards.shape[1])):
         counts, ends, cuts = (column[:, t].bool() for column in (mask, terminated, truncated))
@@ -170,7 +172,7 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     result is zero where ``mask`` is 0, and everywhere if all unmasked values are equal or none
     exists."""
     counted = values[mask > 0]
-    # The mean of equal values is rounded: what is left of them would be divided by itself.
+    # The mean of equal values is rounded, and the rounding error would be divided by itself.
     if not len(counted) or bool(counted.min() == counted.max()):
         return torch.zeros_like(values)
     count = mask.sum()

@@ -1,7 +1,7 @@
-"""Behavior cloning: a policy learns to do what was done, whatever came of it.
+"""Behavior cloning: a policy learns to imitate demonstrated actions, whatever their outcome.
 
-What is made small is the policy's own loss of imitation: minus the log-probability of an action
-where it has one, conditional flow matching where actions are denoised.
+The loss is the policy's own imitation loss: minus the log-probability of an action where the policy
+has one, and conditional flow matching where actions are denoised.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class BCConfig(Section):
     """Settings of behavior cloning."""
 
     offline_data: Path
-    """What was done: an HDF5 file of columns, or a folder of trajectories (docs/howto/off-policy.md)."""
+    """Demonstrations: an HDF5 file of columns, or a folder of trajectories (docs/howto/off-
+    policy.md)."""
     batch_size: int = Field(default=256, gt=0)
-    """Transitions of one optimizer step, drawn with replacement."""
+    """Transitions per optimizer step, drawn with replacement."""
     gradient_steps: int = Field(default=500, gt=0)
-    """Optimizer steps of an iteration."""
+    """Optimizer steps per iteration."""
 
 
 class BC(Algorithm):
-    """See the module."""
+    """Behavior cloning."""
 
     Config = BCConfig
     config: BCConfig
@@ -51,7 +52,7 @@ class BC(Algorithm):
         learner.run_steps(self._batches(learner), self.loss)
 
     def loss(self, policy: Any, batch: Batch) -> Loss:
-        """The mean of the policy's loss of imitation over a batch."""
+        """Return the mean imitation loss of the policy over a batch."""
         loss = policy.imitation_loss(batch).mean()
         return loss, {"bc_loss": loss.detach()}
 

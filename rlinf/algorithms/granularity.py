@@ -55,11 +55,11 @@ def batch_at_level(batch: StepBatch, level: LogprobLevel) -> StepBatch:
     }
     units = batch.mask
     if batch.submask is not None:
-        # A unit counts where any of its parts does.
+        # A unit counts if any of its parts counts.
         units = (sum_to_level((batch.submask != 0).float(), None, level) > 0).to(batch.mask.dtype)
     if units.ndim < reduced_columns["old_logprobs"].ndim:
         units = units[..., None].expand(reduced_columns["old_logprobs"].shape)
-    # Where a unit is more than an action, nothing is of actions.
+    # Rewards per action are dropped if a unit is larger than an action.
     of_actions = batch.action_rewards
     if of_actions is not None and not _within(units, of_actions):
         of_actions = None

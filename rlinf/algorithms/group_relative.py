@@ -65,18 +65,18 @@ def select_groups(
     """
     _, index = np.unique(groups, return_inverse=True)
     count = index.max(initial=-1) + 1
-    kept = np.ones(count, dtype=bool)
+    is_selected = np.ones(count, dtype=bool)
     if filter_zero_variance:
-        least, most = np.full(count, np.inf), np.full(count, -np.inf)
-        np.minimum.at(least, index, scores)
-        np.maximum.at(most, index, scores)
-        kept &= most > least
+        lowest, highest = np.full(count, np.inf), np.full(count, -np.inf)
+        np.minimum.at(lowest, index, scores)
+        np.maximum.at(highest, index, scores)
+        is_selected &= highest > lowest
     mean = np.bincount(index, weights=scores, minlength=count) / np.bincount(index, minlength=count)
     if min_reward is not None:
-        kept &= mean >= min_reward
+        is_selected &= mean >= min_reward
     if max_reward is not None:
-        kept &= mean <= max_reward
-    return kept[index]
+        is_selected &= mean <= max_reward
+    return is_selected[index]
 
 
 class GroupAlgorithm(PolicyGradient):
@@ -133,7 +133,7 @@ class GroupRelativeAlgorithm(GroupAlgorithm):
         return relative[:, None] * batch.mask, None
 
     def zero_gradient_rows(self, batch: StepBatch) -> Tensor:
-        # A subclass's own loss may have a gradient without an advantage.
+        # An overridden loss may have a gradient even if the advantage is zero.
         plain = all(
             getattr(type(self), name) is getattr(PolicyGradient, name)
             for name in ("policy_loss", "add_loss_terms", "total_loss", "micro_batch_loss")

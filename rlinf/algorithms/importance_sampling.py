@@ -84,7 +84,7 @@ def rollout_mismatch_sums(logprobs: Tensor, batch: StepBatch) -> dict[str, Tenso
         DIFF_SUM: (fresh * (ours - theirs).abs()).sum(),
         STEP_COUNT: fresh.sum(),
         RATIO_SUM: (fresh * ratio).sum(),
-        # The engine drew the samples: the estimate is of KL(engine || trainer).
+        # The samples are from the engine's policy, so this estimates KL(engine || trainer).
         KL_SUM: (fresh * kl_estimate(theirs, ours)).sum(),
         MAX_RATIO: (fresh * ratio).max(),
     }

@@ -1,4 +1,4 @@
-"""Implicit Q-learning (arXiv 2110.06169): no values of actions that no data are of."""
+"""Implicit Q-learning (arXiv 2110.06169), which never evaluates actions outside the data."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class IQLConfig(OffPolicyConfig):
     """Settings of IQL."""
 
     offline_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of each batch that is of the prior transitions, where others are collected too."""
+    """Share of each batch that comes from ``offline_data``, if transitions are collected too."""
     expectile: float = Field(default=0.7, gt=0, lt=1)
-    """0.5 is the mean of the actions' values, near 1 the best one's."""
+    """Expectile of the action values: 0.5 is their mean, and 1 approaches their maximum."""
     beta: float = Field(default=3.0, ge=0)
-    """How much better actions are preferred; 0 imitates all alike."""
+    """Inverse temperature of the advantage weights; 0 imitates all actions equally."""
     max_advantage_weight: float = Field(default=100.0, gt=0)
     """Largest weight of an action."""
     action_bound_eps: float = Field(default=1e-3, gt=0, lt=1)
-    """Actions count as at least so far from the edge of the interval, in units of its half: on it
-    a squashed density grows without bound."""
+    """Minimum distance of actions from the edge of the interval, in units of half its width. A
+    squashed density grows without bound at the edge."""
 
 
 class IQL(OffPolicyAlgorithm):
-    """See the module."""
+    """Implicit Q-learning."""
 
     Config = IQLConfig
     config: IQLConfig
@@ -62,13 +62,13 @@ class IQL(OffPolicyAlgorithm):
 
     def loss(self, policy: Any, batch: Batch) -> Loss:
         module, config = policy.module, self.config
-        seen, actions = batch["observations"], batch["actions"]
-        done = torch.cat([seen, actions], -1)
+        observations, actions = batch["observations"], batch["actions"]
+        done = torch.cat([observations, actions], -1)
         with torch.no_grad():
             known = aggregate_q_values(module.targets(done), config.target_q_agg)
             after = module.value(batch["next_observations"])[..., 0]
             target = td_target(batch["rewards"], batch["terminated"], after, config.gamma)
-        value = module.value(seen)[..., 0]
+        value = module.value(observations)[..., 0]
         value_loss = expectile_loss(known - value, config.expectile)
         values = module.critics(done)
         fit = critic_loss(values, target)
@@ -80,7 +80,7 @@ class IQL(OffPolicyAlgorithm):
         }
         if "noise" in batch:
             weights = advantage_weights(known - value, config.beta, config.max_advantage_weight)
-            logprobs = policy.action_logprob(seen, actions, eps=config.action_bound_eps)
+            logprobs = policy.action_logprob(observations, actions, eps=config.action_bound_eps)
             imitation = -(weights * logprobs).mean()
             loss = loss + imitation
             metrics |= {"policy_loss": imitation.detach(), "weight": weights.mean()}

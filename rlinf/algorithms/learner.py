@@ -44,22 +44,24 @@ class Learner:
         max_logprob_diff: float = float("inf"),
         max_staleness: int | None = None,
     ) -> None:
-        """Args:
-        learning_rates: learning rate of each group of the policy's parameters.
-        iteration: number of the iteration, from 0, which is also the version of the weights
-            before the update.
-        seed: seed of the run.
-        temperature: sampling temperature of the samples.
-        max_logprob_diff: largest mean difference, nats, between the log-probabilities of engine
-            and trainer under equal weights.
-        max_staleness: largest number of updates by which the weights that chose a step may be
-            behind; None: any."""
+        """
+        Args:
+            learning_rates: learning rate of each group of the policy's parameters.
+            iteration: number of the iteration, from 0, which is also the version of the weights
+                before the update.
+            seed: seed of the run.
+            temperature: sampling temperature of the samples.
+            max_logprob_diff: largest mean difference, nats, between the log-probabilities of engine
+                and trainer under equal weights.
+            max_staleness: largest number of updates by which the weights that chose a step may be
+                behind; None: any.
+        """
         self._trainer, self.learning_rates = trainer, dict(learning_rates)
         self.iteration, self.seed = iteration, seed
         self.temperature, self.max_logprob_diff = temperature, max_logprob_diff
         self.max_staleness = max_staleness
         self.num_updates = 0
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         self._reported: dict[str, list[float]] = defaultdict(list)
 
     @property

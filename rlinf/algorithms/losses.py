@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
-"""Of Schulman's note "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html)."""
+"""Estimators of Schulman's note "Approximating KL divergence"
+(http://joschu.net/blog/kl-approx.html)."""
 
 LOG_RATIO_BOUND = 20.0
 """Largest magnitude of a log-ratio before exponentiation: e^89 is infinite in float32, and an

@@ -1,4 +1,4 @@
-"""The loop of off-policy methods: many small optimizer steps on transitions that are replayed."""
+"""The update of off-policy methods: many small optimizer steps on replayed transitions."""
 
 from __future__ import annotations
 
@@ -31,47 +31,46 @@ from rlinf.replay import offline_data
 from rlinf.trainers.base import Loss
 
 STEPS_PER_READ = 32
-"""Steps whose transitions are read at once."""
+"""Number of steps whose transitions are read at once."""
 
 
 class OffPolicyConfig(Section):
-    """Settings of all such methods."""
+    """Settings of all off-policy methods."""
 
     buffer_size: int = Field(default=1_000_000, gt=0)
-    """Most transitions in the buffer, the newest."""
+    """Maximum number of transitions in the replay buffer, the newest."""
     batch_size: int = Field(default=256, gt=0)
-    """Transitions of one optimizer step."""
+    """Transitions per optimizer step."""
     utd_ratio: float = Field(default=1.0, gt=0)
-    """Optimizer steps for each new transition (update-to-data ratio)."""
+    """Optimizer steps per new transition (update-to-data ratio)."""
     gradient_steps: int | None = Field(default=None, gt=0)
-    """Optimizer steps of an iteration, whatever is new; null: by ``utd_ratio``. Without new
-    transitions (flow=offline) it has to be given."""
+    """Optimizer steps per iteration, independent of the number of new transitions; null: by
+    ``utd_ratio``. Required if there are no new transitions (flow=offline)."""
     learning_starts: int = Field(default=1, gt=0)
-    """None are made before so many transitions are there."""
+    """Number of transitions that must exist before the first optimizer step."""
     policy_delay: int = Field(default=1, gt=0)
-    """The policy learns at every so manieth step of an iteration, counted back from its last one;
-    the critics at each."""
+    """Number of steps between updates of the policy, counted back from the last step of an
+    iteration. The critics learn at every step."""
     gamma: float = Field(default=0.99, gt=0, le=1)
     tau: float = Field(default=0.005, gt=0, le=1)
-    """Share by which target networks move towards the critics after each step."""
+    """Fraction by which target networks move towards the critics after each step."""
     offline_data: Path | None = None
-    """Transitions that were there before: an HDF5 file of columns, or a folder of trajectories
+    """Dataset of existing transitions: an HDF5 file of columns, or a folder of trajectories
     (docs/howto/off-policy.md)."""
     offline_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of each batch that is of the prior ones."""
+    """Share of each batch that comes from ``offline_data``."""
     target_q_agg: QAggregation = "min"
-    """How critics' values of the next action become one."""
+    """Aggregation of the critics' values of the next action."""
     policy_q_agg: QAggregation = "min"
-    """The same of what the policy is to raise."""
+    """Aggregation of the critics' values that the policy maximises."""
 
 
 class OffPolicyAlgorithm(Algorithm):
-    """Subclasses say what the loss of a batch is.
+    """Base class of off-policy algorithms. A subclass implements :meth:`loss`.
 
-    A batch has the fields of transitions (actions as in :func:`to_tensors`), ``next_noise``
-    ``[B, A]`` for the next action, and at steps in which the policy learns ``noise`` ``[B, A]`` for
-    its own. Gradients of all groups are
-    those at the weights before the step.
+    A batch has the fields of transitions (actions as in :func:`to_tensors`), and ``next_noise``
+    ``[B, A]`` for the next action. At steps in which the policy learns, it also has ``noise`` ``[B,
+    A]`` for the policy's action. Gradients of all groups are those at the weights before the step.
     """
 
     Config = OffPolicyConfig
@@ -79,12 +78,13 @@ class OffPolicyAlgorithm(Algorithm):
     requires = frozenset({ACTION_VALUES, TRANSITION_REPLAY})
     provides = frozenset({REPLAY_ALGORITHM})
     critic_subset_size: int | None = None
-    """Critics, chosen at random for each step, that give the target: ``critics`` int64 in the
-    batch; None: all."""
+    """Number of critics, chosen at random for each step, that compute the target; their indices are
+    ``critics`` int64 in the batch. None: all critics."""
 
     @abstractmethod
     def loss(self, policy: Any, batch: Batch) -> Loss:
-        """The loss of a batch, with gradients of all that learn in this step, and metrics."""
+        """Return the loss of a batch, with gradients of all groups that learn in this step, and
+        metrics."""
 
     @property
     def replay_capacity(self) -> int:
@@ -96,14 +96,14 @@ class OffPolicyAlgorithm(Algorithm):
 
     @property
     def critic_groups(self) -> tuple[str, ...]:
-        """Groups of parameters that learn at steps in which the policy does not."""
+        """Parameter groups that learn at steps in which the policy does not."""
         return ("critic",)
 
     def check(self, model: Any) -> None:
         if self.config.offline_ratio and self.config.offline_data is None:
             raise ConfigError(
-                f"algorithm.offline_ratio: {self.config.offline_ratio} of each batch is of prior "
-                "transitions; name them in algorithm.offline_data"
+                f"algorithm.offline_ratio: {self.config.offline_ratio} of each batch comes from "
+                "offline transitions; set algorithm.offline_data"
             )
         if self.config.offline_data is not None:
             offline_data.check_offline_data(self.config.offline_data)
@@ -136,7 +136,8 @@ class OffPolicyAlgorithm(Algorithm):
     def sample_batches(
         self, learner: Learner, sources: tuple[Transitions, Transitions], count: int
     ) -> Iterator[Batch]:
-        """Batches of so many steps, drawn with replacement; a source that is empty is left out."""
+        """Yield the batches of so many steps, drawn with replacement. An empty source is
+        skipped."""
         policy: Any = learner.policy
         shares = self._shares(sources)
         critics = policy.settings["num_critics"]
@@ -148,8 +149,8 @@ class OffPolicyAlgorithm(Algorithm):
                 for source, share in zip(sources, shares, strict=True)
                 if share
             ]
-            whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-            columns = to_tensors(policy, whole)
+            transitions = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+            columns = to_tensors(policy, transitions)
             noise = random.standard_normal(
                 (steps, 2, self.config.batch_size, policy.size), dtype=np.float32
             )
@@ -166,29 +167,33 @@ class OffPolicyAlgorithm(Algorithm):
             learner.report_progress(first + steps, count)
 
     def _policy_learns(self, number: int, count: int) -> bool:
-        """Whether it does at a step (from 0) of so many, the last of which is always one."""
+        """Return whether the policy learns at a step (from 0) of so many. It always learns at the
+        last one."""
         return (count - 1 - number) % self.config.policy_delay == 0
 
     def _sources(self, learner: Learner, online: Transitions) -> tuple[Transitions, Transitions]:
-        """What was collected; and what was there before, with what a person did since (they are
-        demonstrations as well, as of HIL-SERL, arXiv 2410.21845).
+        """Return the collected transitions, and those of ``offline_data`` with human interventions.
+
+        Interventions are demonstrations as well (HIL-SERL, arXiv 2410.21845).
 
         Raises:
-            DataError: one is of another type than the policy learns from.
+            DataError: the type of transitions does not match the policy.
         """
         path, policy = self.config.offline_data, learner.policy
-        before = (
+        offline = (
             InMemoryTransitions(np.zeros(0, policy.transition_dtype))
             if path is None
             else learner.load_offline_data(path)
         )
-        helped = learner.intervention_transitions()
+        interventions = learner.intervention_transitions()
         check_transitions(policy, online, "trajectories")
-        check_transitions(policy, before, f"algorithm.offline_data: {path}")
-        return online, ConcatenatedTransitions(before, helped) if len(helped) else before
+        check_transitions(policy, offline, f"algorithm.offline_data: {path}")
+        return online, ConcatenatedTransitions(offline, interventions) if len(
+            interventions
+        ) else offline
 
     def _shares(self, sources: tuple[Transitions, Transitions]) -> tuple[int, int]:
-        """Transitions of a batch from each source."""
+        """Return the number of transitions of a batch from each source."""
         size = self.config.batch_size
         if not all(map(len, sources)):
             return (size, 0) if len(sources[0]) else (0, size)
@@ -197,10 +202,10 @@ class OffPolicyAlgorithm(Algorithm):
 
 
 def check_transitions(policy: Any, source: Transitions, where: str) -> None:
-    """See that a policy can learn from transitions.
+    """Check that a policy can learn from transitions.
 
     Raises:
-        DataError: they are of another type; names the field.
+        DataError: the type of transitions does not match the policy; names the field.
     """
     wrong = dtype_mismatch(policy.transition_dtype, source.dtype) if len(source) else None
     if wrong is not None:
@@ -208,8 +213,8 @@ def check_transitions(policy: Any, source: Transitions, where: str) -> None:
 
 
 def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
-    """The fields of rows ``[...]`` as float32 tensors ``[..., *shape]``: actions as they were
-    carried out, in the policy's own coordinates."""
+    """Return the fields of rows ``[...]`` as float32 tensors ``[..., *shape]``. Actions are the
+    executed ones, in the policy's own coordinates."""
     columns = {name: rows[name] for name in TRANSITION_FIELDS}
     columns["actions"] = policy.to_policy_actions(columns["actions"])
     return {
@@ -219,12 +224,12 @@ def to_tensors(policy: Any, rows: np.ndarray) -> dict[str, Tensor]:
 
 
 def require_model_option(model: Any, key: str, wanted: Any, why: str) -> None:
-    """See that an option of the policy is what an algorithm needs.
+    """Check that an option of the policy has the value that an algorithm needs.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it has another value.
     """
-    found = getattr(model, key, wanted)
-    if found != wanted:
+    value = getattr(model, key, wanted)
+    if value != wanted:
         shown = str(wanted).lower()
         raise ConfigError(f"model.{key}: {why}; set model.{key}={shown}")

@@ -55,7 +55,7 @@ def run_minibatch_updates(
 ) -> None:
     """Update the policy on one iteration's batch."""
     update = _Update(algorithm, learner)
-    # Whether a part of the batch has a gradient of its own, whatever the others hold.
+    # Whether the gradient of a part of the batch does not depend on the other parts.
     streams = (
         algorithm.supports_streaming
         and learner.supports_accumulation
@@ -68,10 +68,10 @@ def run_minibatch_updates(
             update.accumulate([sample for sample in part if sample.is_included])
     if streams:
         update.step()
-    elif kept := [sample for sample in every if sample.is_included]:
-        update.epochs(kept)
-    # Afterwards: the update compares the policy with the one that the old log-probs are of,
-    # which saw observations by the old statistics.
+    elif included := [sample for sample in every if sample.is_included]:
+        update.epochs(included)
+    # After the update, because old log-probabilities were computed with the old statistics of
+    # observations.
     if learner.policy.tracks_observations:
         learner.mark_dirty()
         learner.policy.update_observation_stats([sample.trajectory for sample in every])
@@ -84,8 +84,8 @@ class _Update:
         self._algorithm, self._learner = algorithm, learner
         self._mass: float | None = None
         self._unit = 1.0
-        """What losses are divided by before their gradient is computed: a power of two, which
-        changes no digit, near the weight of the steps, so that float16 has that of a mean."""
+        """Divisor of losses before their gradient is computed. It is a power of two, so dividing is
+        exact, and near the weight of the steps, so that float16 gets the scale of a mean."""
 
     def accumulate(self, samples: list[TrainingSample]) -> None:
         """Add the gradient of one part of the batch, not yet divided by the weight of the whole
@@ -148,13 +148,13 @@ class _Update:
     ) -> None:
         learner, config = self._learner, self._algorithm.config
         unit = self._unit
-        places, share = self._trained(batch, chosen, weights)
+        places, share = self._rows_with_gradient(batch, chosen, weights)
         chosen, weights = [chosen[place] for place in places], weights[places]
         first, interpolate = not learner.num_updates, config.old_logprobs == "interpolate"
         if (first or interpolate) and batch.rollout_logprobs is not None:
             lag = policy_lags([sample.trajectory for sample in samples], learner.iteration)
             if first:
-                self._bound(lag, batch.mask)
+                self._check_staleness(lag, batch.mask)
                 batch = replace(batch, on_policy_mask=batch.mask * (lag == 0))
             if interpolate:
                 done = learner.num_updates / (config.epochs * config.minibatches)
@@ -178,15 +178,15 @@ class _Update:
                 for name, metric in metrics.items()
             }
 
-        # Steps that stand alone would be cut to the budget; a ratio of the row needs them all.
-        whole = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
+        # Independent steps would be split into spans, but a ratio of the row needs all its steps.
+        unsplit = self._algorithm.needs_full_sequences and learner.policy.has_independent_steps
         learner.accumulate(
             [samples[i].trajectory for i in chosen],
             loss,
-            row_groups=[[row] for row in range(len(chosen))] if whole else None,
+            row_groups=[[row] for row in range(len(chosen))] if unsplit else None,
         )
 
-    def _bound(self, lag: Tensor, mask: Tensor) -> None:
+    def _check_staleness(self, lag: Tensor, mask: Tensor) -> None:
         """Log the staleness ``[N, T]`` of unmasked steps.
 
         Raises:
@@ -197,9 +197,9 @@ class _Update:
         limit = learner.max_staleness
         if limit is None or not counts.any():
             return
-        found = lag[counts]
-        if not 0 <= float(found.min()) <= float(found.max()) <= limit:
-            wrong = found.min() if found.min() < 0 else found.max()
+        lags = lag[counts]
+        if not 0 <= float(lags.min()) <= float(lags.max()) <= limit:
+            wrong = lags.min() if lags.min() < 0 else lags.max()
             raise InputError(
                 f"iteration {learner.iteration + 1}: steps were chosen by version "
                 f"{learner.iteration - int(wrong)} of the weights, and version {learner.iteration} "
@@ -207,9 +207,9 @@ class _Update:
                 "the flow's inputs and the engine's version, or raise rollout.staleness"
             )
         if limit:
-            learner.log_metric("staleness", float(found.mean()))
+            learner.log_metric("staleness", float(lags.mean()))
 
-    def _trained(
+    def _rows_with_gradient(
         self, batch: StepBatch, chosen: list[int], weights: Tensor
     ) -> tuple[list[int], float]:
         """Return which of the chosen rows are computed, at least one, and their share of the
@@ -227,21 +227,21 @@ class _Update:
     def _finish(self, mass: float) -> None:
         only = self._algorithm.trainable_groups(self._learner.iteration)
         scale = self._unit / max(1.0, mass)
-        self._learner.update(scale=scale, check=self._compare, groups=only)
+        self._learner.update(scale=scale, check=self._check_engine_mismatch, groups=only)
 
-    def _compare(self, totals: dict[str, float]) -> None:
+    def _check_engine_mismatch(self, totals: dict[str, float]) -> None:
         """Stop the run if engine and trainer, with equal weights, disagree on the
         log-probabilities.
 
         Raises:
             InputError: the mean difference over unmasked steps exceeds the limit.
         """
-        found = rollout_mismatch_metrics(totals)
-        for name, value in found.items():
+        metrics = rollout_mismatch_metrics(totals)
+        for name, value in metrics.items():
             self._learner.log_metric(name, value)
         limit = self._algorithm.config.max_logprob_diff
         limit = self._learner.max_logprob_diff if limit is None else limit
-        gap = found.get("rollout_logprob_diff", 0.0)
+        gap = metrics.get("rollout_logprob_diff", 0.0)
         if not gap <= limit:
             raise InputError(
                 f"iteration {self._learner.iteration + 1}: the log-probabilities of engine and "
@@ -279,7 +279,7 @@ def subtract_penalty(batch: StepBatch, penalty: Tensor) -> StepBatch:
 
 def nearest_power_of_two(weights: Tensor) -> float:
     """Return the power of two nearest to the sum of some weights, at least 1."""
-    # In float64 the order of the sum, another on each kind of machine, does not show.
+    # In float64 the result does not depend on the order of the sum, which depends on the machine.
     total = float(weights.sum(dtype=torch.float64))
     return 2.0 ** round(math.log2(max(1.0, total)))
 
@@ -391,12 +391,14 @@ class PolicyGradientConfig(Section):
         if self.rollout_is_threshold is None:
             for key in ("rollout_is_level", "rollout_is_mode"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is of weights; set rollout_is_threshold as well")
+                    raise ValueError(
+                        f"{key} needs importance weights; set rollout_is_threshold too"
+                    )
             return self
         if self.rollout_is_mode == "mask" and self.rollout_is_threshold <= 1:
             raise ValueError(
-                "rollout_is_threshold must be above 1 to leave out what is not within [1 / cap, "
-                "cap]"
+                "rollout_is_threshold must be above 1 to mask ratios outside "
+                "[1 / threshold, threshold]"
             )
         if self.old_logprobs == "rollout":
             raise ValueError(
@@ -421,7 +423,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        # What is taken from the reward is of them, before there is a forward pass of the update.
+        # The KL penalty of the reward needs them before the update's first forward pass.
         needed = not self.has_single_step or self.config.kl_reward_coef > 0
         return bool(self.config.old_logprobs == "recompute" and needed)
 
@@ -535,8 +537,8 @@ class PolicyGradient(Algorithm):
         config, metrics = self.config, dict[str, Tensor]()
         if outputs.entropy is None and config.entropy_coeff:
             raise InputError(
-                "algorithm.entropy_coeff: the policy gives no entropy of its steps; give one in "
-                "StepOutputs, or set the bonus to 0"
+                "algorithm.entropy_coeff: the policy returns no entropy; return it in "
+                "StepOutputs, or set the coefficient to 0"
             )
         if outputs.entropy is not None:
             entropy = (weights * outputs.entropy).sum()

@@ -1,7 +1,9 @@
-"""Proximal policy optimisation with generalised advantages (arXiv 1707.06347, 1506.02438).
+"""Proximal policy optimisation with GAE (arXiv 1707.06347, 1506.02438), synchronous and
+asynchronous.
 
-They are of steps, or, where the policy values each action of a chunk (``model.value_level``), of
-those: each is learned from by what came after it, its own chunk included.
+Advantages are per step. If the policy has a value for each action of a chunk
+(``model.value_level``), they are per action, and each action is credited with what came after it,
+including the rest of its chunk.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ class PPOConfig(PolicyGradientConfig):
     cliprange_value: float | None = Field(default=None, gt=0)
     """Largest change of a value per update that the value loss rewards; null: unlimited."""
     huber_delta: float | None = Field(default=None, gt=0)
-    """Error from which on the value loss grows linearly (Huber); null: it is quadratic."""
+    """Error above which the value loss grows linearly (Huber); null: it is quadratic."""
     critic_warmup: int = Field(default=0, ge=0)
-    """First iterations of a run in which the value alone learns: advantages of a critic that knows
-    nothing yet are noise."""
+    """Number of first iterations in which only the value function learns, because the advantages of
+    an untrained critic are noise."""
     whiten_advantages: bool = True
 
 
 class PPO(PolicyGradient):
-    """See the module."""
+    """Proximal policy optimisation."""
 
     Config = PPOConfig
     config: PPOConfig
@@ -60,7 +62,7 @@ class PPO(PolicyGradient):
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         values = batch.require("values")
-        mask = mask_like(batch, values)  # refuses what would leave no rewards of actions
+        mask = mask_like(batch, values)  # rejects units that are larger than an action
         return compute_gae(
             batch.require("action_rewards") if values.ndim > 2 else batch.rewards,
             values,
@@ -91,7 +93,8 @@ class PPO(PolicyGradient):
 
 
 class AsyncPPOConfig(PPOConfig):
-    """PPO whose steps weigh ``pi_prox / pi_behav``; far from 1 they are left out."""
+    """Settings of asynchronous PPO: steps are weighted by ``pi_prox / pi_behav`` and masked if it
+    is far from 1."""
 
     rollout_is_threshold: float | None = Field(default=5.0, gt=0)
     rollout_is_mode: RolloutISMode = "mask"
@@ -100,14 +103,24 @@ class AsyncPPOConfig(PPOConfig):
     def _decoupled(self) -> AsyncPPOConfig:
         if self.rollout_is_threshold is None:
             raise ValueError(
-                "rollout_is_threshold: without it steps of older policies weigh as if the newest "
-                "had chosen them; give a number above 1, or set algorithm=ppo"
+                "rollout_is_threshold: without importance weights, steps of older policies count "
+                "like on-policy steps; give a number above 1, or set algorithm=ppo"
             )
         return self
 
 
 class AsyncPPO(PPO):
-    """See the module."""
+    """PPO on stale rollouts (AReaL, arXiv 2505.24298, section 5.2).
+
+    Three policies take part. ``behav`` collected a step, up to ``rollout.staleness`` versions ago.
+    ``prox`` is the policy before the update; clipping keeps the policy in training near it. With
+    ``u = pi / pi_prox`` the objective of a step is (eq. 5 there)::
+
+        pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
+
+    The flow bounds the staleness: a rollout begins with weights that are recent enough, and an
+    update rejects staler steps (:mod:`rlinf.algorithms.policy_gradient`).
+    """
 
     Config = AsyncPPOConfig
     config: AsyncPPOConfig

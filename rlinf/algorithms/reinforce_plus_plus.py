@@ -25,18 +25,18 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
 
 
 class ReinforcePlusPlus(PolicyGradient):
-    """See the module."""
+    """REINFORCE++."""
 
     Config = ReinforcePlusPlusConfig
     config: ReinforcePlusPlusConfig
 
     def baseline(self, batch: StepBatch) -> Tensor:
-        """What every token's sum of rewards is compared with, ``[N]``."""
+        """Return the baseline ``[N]`` that is subtracted from every token's sum of rewards."""
         return torch.zeros(len(batch))
 
     def compute_advantages(self, batch: StepBatch) -> tuple[Tensor, None]:
         zeros = torch.zeros_like(batch.rewards)
-        # Without values, and with lambda 1, it is the discounted sum of what is still to come.
+        # Without values, and with lambda 1, this is the discounted sum of future rewards.
         to_come, _ = compute_gae(
             batch.rewards,
             zeros,
@@ -58,16 +58,16 @@ class ReinforcePlusPlusBaselineConfig(ReinforcePlusPlusConfig, GroupFilterConfig
     def _sums_are_alike(cls, value: float) -> float:
         if value < 1:
             raise ValueError(
-                f"{value:g} discounts what is compared with a group's mean of whole rewards; set "
-                "it to 1, or choose algorithm=reinforce_plus_plus, which compares with no group"
+                f"{value:g} discounts returns, but the group's mean is of undiscounted rewards; "
+                "set it to 1, or choose algorithm=reinforce_plus_plus, which has no group baseline"
             )
         return value
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus, GroupAlgorithm):
-    """REINFORCE++-baseline: relative to the mean reward of the group first.
+    """REINFORCE++-baseline: rewards are first taken relative to the mean reward of the group.
 
-    The mean is of rewards as they are learned from, with what ``kl_reward_coef`` takes from them.
+    The mean includes the KL penalty of ``kl_reward_coef``.
     """
 
     Config = ReinforcePlusPlusBaselineConfig

@@ -1,4 +1,5 @@
-"""Soft actor-critic with a learned temperature (arXiv 1812.05905)."""
+"""Soft actor-critic with a learned temperature (SAC, arXiv 1812.05905), and its variants CrossQ
+(arXiv 1902.05605) and RLPD (arXiv 2302.02948)."""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ class SACConfig(OffPolicyConfig):
     """Settings of SAC."""
 
     target_entropy: float | None = None
-    """Entropy, nats, that the temperature is learned for, of actions scaled to [-1, 1]; null: minus
-    the number of their components."""
+    """Target entropy, nats, of the learned temperature, for actions scaled to [-1, 1]; null: minus
+    the number of action components."""
     learn_temperature: bool = True
-    """Else it stays ``model.initial_temperature``."""
+    """Learn the temperature. Otherwise it stays ``model.initial_temperature``."""
     backup_entropy: bool = True
-    """Whether the entropy of later actions is part of an action's value."""
+    """Include the entropy of later actions in an action's value."""
 
 
 class SAC(OffPolicyAlgorithm):
-    """See the module."""
+    """Soft actor-critic."""
 
     Config = SACConfig
     config: SACConfig
@@ -69,19 +70,19 @@ class SAC(OffPolicyAlgorithm):
         return loss, metrics
 
     def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
-        """Values ``[E, B]`` of the actions taken, with gradients, and ``[E, B]`` or ``[K, B]`` of
-        those that follow."""
+        """Return the values ``[E, B]`` of the actions in the batch, with gradients, and ``[E, B]``
+        or ``[K, B]`` of the next actions."""
         values = module.critics(torch.cat([batch["observations"], batch["actions"]], -1))
         with torch.no_grad():
             after = torch.cat([batch["next_observations"], following], -1)
             return values, module.targets(after, critics=batch.get("critics"))
 
     def policy_loss(self, policy: Any, batch: Batch) -> Loss:
-        """What the policy and the temperature learn."""
+        """Return the loss of the policy and of the temperature."""
         module, config = policy.module, self.config
-        seen = batch["observations"]
-        actions, logprobs = policy.rsample(seen, batch["noise"])
-        values = module.critics(torch.cat([seen, actions], -1), frozen=True)
+        observations = batch["observations"]
+        actions, logprobs = policy.rsample(observations, batch["noise"])
+        values = module.critics(torch.cat([observations, actions], -1), frozen=True)
         temperature = module.log_temperature.exp()
         chosen = aggregate_q_values(values, config.policy_q_agg)
         loss = sac_policy_loss(logprobs, chosen, temperature)
@@ -98,8 +99,11 @@ class SAC(OffPolicyAlgorithm):
 
 
 class CrossQ(SAC):
-    """One pass of the critics over both what was done and what follows: batch statistics are of
-    both, so the two are as one distribution to them (section 4)."""
+    """SAC without target networks, with batch renormalisation (arXiv 1902.05605).
+
+    One pass of the critics covers both current and next actions, so their batch statistics are of
+    one joint distribution (section 4).
+    """
 
     def check(self, model: Any) -> None:
         OffPolicyAlgorithm.check(self, model)
@@ -108,7 +112,7 @@ class CrossQ(SAC):
         require_model_option(model, "critic_norm", "batch_renorm", why)
 
     def update_targets(self, module: Any) -> None:
-        """There are no target networks, so that ``tau`` has no reader."""
+        """Do nothing, because there are no target networks. ``tau`` is therefore never read."""
 
     def critic_values(self, module: Any, batch: Batch, following: Tensor) -> tuple[Tensor, Tensor]:
         done = torch.cat([batch["observations"], batch["actions"]], -1)
@@ -118,22 +122,22 @@ class CrossQ(SAC):
 
 
 class RLPDConfig(SACConfig):
-    """SAC's, with the paper's values."""
+    """SAC's settings, with the values of the RLPD paper."""
 
     offline_ratio: float = Field(default=0.5, ge=0, le=1)
-    """Share of each batch that is of the prior transitions (symmetric sampling)."""
+    """Share of each batch that comes from ``offline_data`` (symmetric sampling)."""
     utd_ratio: float = Field(default=20.0, gt=0)
     policy_delay: int = Field(default=20, gt=0)
     policy_q_agg: QAggregation = "mean"
     backup_entropy: bool = False
     critic_subsample_size: int = Field(default=2, gt=0)
-    """Critics, drawn anew for each step, whose least value the target is of (REDQ, arXiv
+    """Number of critics, drawn at random for each step, whose minimum is the target (REDQ, arXiv
     2101.05982)."""
 
 
 class RLPD(SAC):
-    """See the module. Critics have layer normalisation, which keeps values of actions that no data
-    are of from growing."""
+    """Reinforcement learning with prior data. Its critics have layer normalisation, which keeps the
+    values of actions outside the data from growing."""
 
     Config = RLPDConfig
     config: RLPDConfig

@@ -1,16 +1,15 @@
-"""Keys of the section ``algorithm`` that are set, and that nothing in the algorithm reads.
+"""Keys of the section ``algorithm`` that are set but never read by the algorithm.
 
-An algorithm inherits the keys of its base class, and its methods may leave some of them without a
-reader: a subclass that overrides ``loss`` no longer reads ``clip_ratio_low``. Such a key is refused
-before a run begins. No declaration is needed: the check follows the code of an algorithm from the
-methods that the ``train`` and ``reward`` stages call, through everything these call of the class
-itself, of its modules and of other modules of the user's, and collects the names of attributes.
-A method that was overridden is followed only where the override calls ``super()``.
+An algorithm inherits the keys of its base class, and an override may leave some of them unread: a
+subclass that overrides ``policy_loss`` no longer reads ``clip_ratio_low``. Such a key is rejected
+before a run begins. No declaration is needed. The check follows the code of an algorithm from the
+methods that the ``train`` and ``reward`` stages call, through everything that they call in the
+class, in its modules and in the user's other modules, and collects attribute names. It follows an
+overridden method only if the override calls ``super()``.
 
-Reading is matched by name, so a key may pass although the code that mentions it never runs. All
-keys count as read where ``config``, or a variable that it was assigned to, is dumped. Where a key
-is read elsewhere (in an installed package, for example), the class lists it in
-``config_keys_read``.
+Reads are matched by name, so a key may pass although the code that mentions it never runs. All keys
+count as read where ``config``, or a variable that it was assigned to, is dumped. Where a key is
+read elsewhere (in an installed package, for example), the class lists it in ``config_keys_read``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rlinf.config import Section
 from rlinf.errors import ConfigError
 
 ENTRY_POINTS = ("__init__", "update", "select_samples", "trainable_groups", "replay_capacity")
-"""Members of an algorithm through which the stages use it, beside those that a method calls."""
+"""Members of an algorithm that the stages use directly."""
 DESCRIPTIVE_MEMBERS = frozenset(
     {
         "check",
@@ -46,22 +45,22 @@ DESCRIPTIVE_MEMBERS = frozenset(
         "needs_full_sequences",
     }
 )
-"""Members that only describe what the others do: to mention a key there is not to obey it."""
+"""Members that only describe other members. A key that only they mention is not used."""
 ALGORITHMS_PACKAGE = "rlinf.algorithms"
 DUMPS = r"\.(?:model_dump|model_dump_json|model_copy|__dict__)\b"
-"""Members by which a configuration is read as a whole, every key included."""
+"""Members that read a configuration as a whole, every key included."""
 DUMPERS = r"\.(?:vars|asdict|dict)"
-"""Functions that do the same."""
+"""Functions that read a configuration as a whole."""
 
 
 def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
-    """Refuse a configuration with a key that the algorithm never reads.
+    """Reject a configuration with a key that the algorithm never reads.
 
     Args:
-        name: of the algorithm, as the configuration has it.
+        name: of the algorithm, as in the configuration.
 
     Raises:
-        ConfigError: there is one; names it and says what to do.
+        ConfigError: there is such a key; names it and the remedy.
     """
     config = algorithm.config
     unread = unused_keys(type(algorithm), config)
@@ -82,9 +81,9 @@ def reject_unused_keys(algorithm: Algorithm, name: str) -> None:
 
 def unused_keys(cls: type[Algorithm], config: Section) -> list[str]:
     """Return the keys that are set in ``config``, not by default, and that ``cls`` never reads, in
-    the order in which the class of the configuration has them."""
+    the order of the fields of the configuration class."""
     walk = _walk(cls, type(config))
-    if walk.whole:
+    if walk.reads_all:
         return []
     return [
         key
@@ -118,15 +117,15 @@ class _Walk:
 
     def __init__(self, cls: type[Algorithm], config: type[Section]) -> None:
         self.names: set[str] = set()
-        self.whole = False
+        self.reads_all = False
         """Whether the configuration is read as a whole somewhere."""
         self._cls, self._config = cls, config
-        self._seen: set[Any] = set()
+        self._visited: set[Any] = set()
         self._packages = {base.__module__.partition(".")[0] for base in cls.__mro__} - {"rlinf"}
 
     def member(self, name: str, *, every: bool = False) -> None:
-        """Follow the class's member of this name, and those of its bases that it overrides where it
-        calls ``super()``; or all of them."""
+        """Follow the class's member of this name. Follow the members of its bases that it overrides
+        if it calls ``super()``, or all of them with ``every``."""
         if name in DESCRIPTIVE_MEMBERS:
             return
         for base in self._cls.__mro__:
@@ -140,17 +139,17 @@ class _Walk:
                 return
 
     def _function(self, function: FunctionType, *, of_config: bool = False) -> None:
-        """Follow a function; ``of_config``: its ``self`` is the configuration."""
-        if function in self._seen:
+        """Follow a function. With ``of_config``, its ``self`` is the configuration."""
+        if function in self._visited:
             return
-        self._seen.add(function)
+        self._visited.add(function)
         names = _mentioned(function.__code__)
         self.names |= names
-        self.whole |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
+        self.reads_all |= _dumps(function.__code__, {"config", "self"} if of_config else {"config"})
         known = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in known if isinstance(value, ModuleType)]
         known += [vars(module)[n] for module in modules for n in names if n in vars(module)]
-        # ``Base.loss(self, ...)`` calls what was overridden, as ``super()`` does.
+        # ``Base.loss(self, ...)`` calls the overridden method, as ``super()`` does.
         every = "super" in names or any(value in self._cls.__mro__ for value in known if _is(value))
         for name in names:
             if hasattr(self._cls, name):
@@ -162,8 +161,9 @@ class _Walk:
                 self._follow(value)
 
     def _methods_of_config(self, name: str) -> Iterator[FunctionType]:
-        """The property or method of this name that the class of the configuration has or inherits,
-        and what it overrides where it calls ``super()``; what every section has is none."""
+        """Yield the property or method of this name in the configuration class or its bases, and
+        those that it overrides and calls through ``super()``. Members of every section are
+        excluded."""
         for base in self._config.__mro__:
             if name not in vars(base) or base in Section.__mro__:
                 continue
@@ -174,18 +174,18 @@ class _Walk:
 
     def _follow(self, value: Any) -> None:
         """Follow a function, or all methods of a class."""
-        if value in self._seen:
+        if value in self._visited:
             return
         members = vars(value).values() if _is(value) else [value]
         if _is(value):
-            self._seen.add(value)
+            self._visited.add(value)
         for member in members:
             for function in _functions(member):
                 self._function(function)
 
     def _is_readable(self, value: Any) -> bool:
-        """Whether it is code of this package's algorithms, or of the user's, that is to be
-        followed. What an algorithm inherits is followed member by member instead."""
+        """Return whether the value is code of this package's algorithms, or of the user's, that
+        must be followed. Bases of an algorithm are followed member by member instead."""
         if _is(value) and issubclass(value, Algorithm | Section):
             return False
         if not (_is(value) or isinstance(value, FunctionType)):
@@ -205,7 +205,7 @@ def _is(value: Any) -> TypeGuard[type]:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions inside a member of a class: plain, wrapped, or of a property."""
+    """Yield the functions inside a member of a class: plain, wrapped, or of a property."""
     if isinstance(value, property):
         parts = [value.fget]
     elif isinstance(value, cached_property | partial):
@@ -230,8 +230,8 @@ def _filled(cell: CellType) -> bool:
 
 
 def _mentioned(code: CodeType) -> set[str]:
-    """Names of attributes and globals in code and the functions it defines, and short texts where
-    it calls ``getattr``, which may be names for that."""
+    """Return the names of attributes and globals in code and its nested functions, and short
+    strings where it calls ``getattr``, which may be such names."""
     codes = list(_codes(code))
     names = {name for each in codes for name in each.co_names}
     if not names.isdisjoint({"getattr", "attrgetter"}):
@@ -240,7 +240,7 @@ def _mentioned(code: CodeType) -> set[str]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions it defines."""
+    """Yield code, and that of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

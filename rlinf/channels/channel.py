@@ -1,4 +1,4 @@
-"""The channel interface of records, and how channels end."""
+"""The channel interface of records, and the in-process channel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf.errors import RlinfError
 
 
 class ChannelClosed(Exception):
-    """No further record will come (``get``), or none is accepted (``put``)."""
+    """The channel is closed: no further record will come (``get``) or is accepted (``put``)."""
 
 
 class ChannelFailed(RlinfError):
@@ -20,19 +20,19 @@ class ChannelFailed(RlinfError):
 
 
 class RecordSource(ABC):
-    """The end of a channel that records are taken from, in the order they were put."""
+    """The reading end of a channel, in the order of ``put``."""
 
     @abstractmethod
     def get(self) -> Record:
-        """Take the oldest record; waits for one.
+        """Return the oldest record; waits for one.
 
         Raises:
             ChannelClosed: closed and empty.
-            ChannelFailed: nothing can come any more.
+            ChannelFailed: no record can come any more.
         """
 
     def __iter__(self) -> Iterator[Record]:
-        """All records until the channel is closed and drained."""
+        """Yield all records until the channel is closed and empty."""
         while True:
             try:
                 yield self.get()
@@ -41,20 +41,20 @@ class RecordSource(ABC):
 
 
 class RecordSink(ABC):
-    """The end of a channel that records are put into; any number of threads."""
+    """The writing end of a channel, for any number of threads."""
 
     @abstractmethod
     def put(self, record: Record) -> None:
-        """Append a record; waits while there is no room.
+        """Append a record; waits while the channel is full.
 
         Raises:
             ChannelClosed: the channel was closed, here or for everybody.
-            ChannelFailed: there is nobody any more to take it.
+            ChannelFailed: no reader exists any more.
             DataError: the record cannot be sent.
         """
 
     def flush(self) -> None:  # noqa: B027 - nothing to do where put itself waits
-        """Wait until every record put here outlives this process.
+        """Wait until every record put here would survive the end of this process.
 
         Raises:
             ChannelFailed: as for ``put``.
@@ -62,18 +62,18 @@ class RecordSink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Put no further record; what was put still arrives."""
+        """Put no further record; earlier ones still arrive."""
 
 
 class Channel(RecordSource, RecordSink):
-    """Both ends, in one process."""
+    """Both ends of a channel, in one process."""
 
 
 class LocalChannel(Channel):
-    """A queue; ``len`` is the number of records in it.
+    """A queue of records between threads, without copies; ``len`` is the number of records.
 
     Args:
-        capacity: most records it may hold before ``put`` waits; 0 is unbounded.
+        capacity: maximum number of records before ``put`` waits; 0 is unbounded.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -102,7 +102,7 @@ class LocalChannel(Channel):
             return record
 
     def close(self) -> None:
-        """Put no further record; those that wait are taken."""
+        """Put no further record; waiting records can still be read."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""The control link: a driver gives orders to resident workers, anywhere in a run.
+"""The control link: a driver sends orders to resident workers, anywhere in a run.
 
 It is a mailbox (:mod:`rlinf.channels.mailbox`): the :class:`Controller` is the driver's end, a
-:class:`Link` that of a worker. Drivers and workers may die and be replaced at any time.
+:class:`WorkerLink` that of a worker. Drivers and workers may die and be replaced at any time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 
 CONTROL_POINTER = "control.json"
 MAX_BYTES = 1 << 20
-"""The largest order or report, packed."""
+"""Maximum size of a packed order or report."""
 MAX_STATUS_BYTES = 1 << 16
-"""The largest status or description of a worker: they travel often."""
+"""Maximum size of a worker's status or description, which are sent often."""
 
 
 class Controller(MailboxHost):
@@ -65,11 +65,11 @@ class Controller(MailboxHost):
         )
 
     def send_order(self, worker: str, order: Mapping[str, Any]) -> None:
-        """Give an order, as :meth:`MailboxHost.send_item` says.
+        """Send an order to a worker, as :meth:`rlinf.channels.mailbox.MailboxHost.send_item` does.
 
         Raises:
             ValueError: it has other values than str, int, float, bool, None, list and dict, or
-                takes more than ``MAX_MESSAGE_BYTES``.
+                takes more than ``MAX_BYTES``.
         """
         self.send_item(worker, _pack(f"order for {worker}", order, MAX_BYTES))
 
@@ -93,28 +93,28 @@ class WorkerLink(MailboxPeer):
         )
 
     def receive_orders(self, timeout_s: float) -> list[dict[str, Any]]:
-        """The new orders, in order; waits for one.
+        """Return the new orders, in order; waits for one.
 
         Raises:
-            ChannelFailed: another process has joined by this worker's name.
+            ChannelFailed: another process has joined under this worker's name.
         """
         return self.receive_items(timeout_s)
 
     def send_report(self, content: Mapping[str, Any]) -> None:
-        """Tell the driver; reports arrive in order, and are kept until a driver has handled them.
+        """Send a report; reports arrive in order and are kept until a driver has handled them.
 
         Raises:
-            ValueError: as for :meth:`Controller.send`.
-            ChannelFailed: as for :meth:`orders`.
+            ValueError: as for :meth:`Controller.send_order`.
+            ChannelFailed: as for :meth:`receive_orders`.
         """
         self.send_item(_pack("report", content, MAX_BYTES))
 
     def send_status(self, content: Mapping[str, Any]) -> None:
-        """Say how the worker is doing; only the last status counts.
+        """Set the worker's status; only the last one counts.
 
         Raises:
-            ValueError: as for :meth:`report`, above ``MAX_STATUS_BYTES``.
-            ChannelFailed: as for :meth:`orders`.
+            ValueError: as for :meth:`send_report`, above ``MAX_STATUS_BYTES``.
+            ChannelFailed: as for :meth:`receive_orders`.
         """
         self.set_status(_pack("status", content, MAX_STATUS_BYTES))
 

@@ -128,7 +128,8 @@ that succeeded, does not say of which connection."""
 TCP_INFO_BYTES, BYTES_ACKED = 128, 120
 """Of ``struct tcp_info`` (linux/tcp.h): how much of it is read, and where the number stands."""
 INTERFACE_VARIABLE = "RLINF_INTERFACE"
-"""Variable that says where the hosts of this process listen, as ``cluster.network_interface`` does."""
+"""Environment variable with the interface that hosts of this process listen on; the configuration
+key is ``cluster.network_interface``."""
 LOOPBACK = "127.0.0.1"
 log = logging.getLogger("rlinf")
 
@@ -283,9 +284,9 @@ def listen(host: zmq.Socket[bytes], interface: str | None) -> list[str]:
     """Bind at a port that the kernel chooses; returns the addresses by which others may try.
 
     Args:
-        interface: as for :func:`interface_address`; None: what ``RLINF_INTERFACE`` says, all if nothing.
-            A login node often has one to the world and another to the compute nodes, which may have
-            none to the world.
+        interface: as for :func:`interface_address`; None: the value of ``RLINF_INTERFACE``, or all
+            interfaces. A login node often has one interface to the internet and another one to the
+            compute nodes, which may have no route to the internet.
 
     Raises:
         ConfigError: this node has no such network.

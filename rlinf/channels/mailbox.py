@@ -80,14 +80,14 @@ from rlinf.threads import MalformedCounter, start_service_thread
 
 MAX_MESSAGES_PER_POLL = 256
 LEAVE_TIMEOUT_S = 1.0
-"""How long a host that leaves waits for its peers to have heard it."""
+"""How long a host that leaves waits until its peers have received the farewell."""
 PARTIAL_ITEM_TIMEOUT_S = 60.0
-"""How long the beginning of an item is kept for a peer that is silent."""
+"""How long a partial item is kept for a silent peer."""
 Decode = Callable[[Block], Any]
 
 
 class QueuedEvent(NamedTuple):
-    """An event, and for an item the number after its own."""
+    """An event; for an item also the number after its last piece."""
 
     session: PeerSession
     event: PeerEvent
@@ -104,8 +104,8 @@ class MailboxHost:
         pointer: the file by which peers find the host; its folder is made with mode 0700 and holds
             the keys of the run.
         decode: reads an item; one it raises for is dropped and counted.
-        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel chooses
-            the port.
+        interface: where to listen, as for :func:`rlinf.channels.curve_sockets.listen`. The kernel
+            chooses the port.
         timeout_s: how long a peer may be silent before it counts as lost.
         max_bytes: the largest item.
         keeps: an item counts as handled only at the next call of ``events``: if the host ends
@@ -167,11 +167,11 @@ class MailboxHost:
         return self._authenticator.rejected
 
     def send_item(self, peer: str, item: Block) -> None:
-        """Send an item; those of one peer arrive once and in order.
+        """Send an item to a peer; the items of one peer arrive once and in order.
 
-        It is for the incarnation that is known here, by the events that were taken: what that one
-        had not received is dropped when another replaces it. For a peer that has not joined or was
-        reported lost it is kept until one joins by that name.
+        It goes to the incarnation that is known from the polled events. Items that this incarnation
+        had not received are dropped when another one replaces it. For a peer that has not joined or
+        was reported lost, the item waits until a peer of that name joins.
         """
         with self._changed:
             self._check()
@@ -187,7 +187,7 @@ class MailboxHost:
                 os.eventfd_write(self._wakeup, 1)
 
     def poll_events(self, timeout_s: float) -> list[PeerEvent]:
-        """What happened since the last call, all of which is acknowledged now; waits for it."""
+        """Return the events since the last call and acknowledge those of the last call; waits."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._finish()
@@ -207,7 +207,7 @@ class MailboxHost:
             return [queued.event for queued in self._handed]
 
     def known_peers(self) -> dict[str, PeerStatus]:
-        """All peers that ever joined and were not forgotten."""
+        """Return the state of all peers that ever joined and were not forgotten."""
         with self._changed:
             now = time.monotonic()
             return {
@@ -218,7 +218,7 @@ class MailboxHost:
             }
 
     def forget_peer(self, peer: str) -> None:
-        """Drop the items that a peer has not received; one that is not there is not listed."""
+        """Drop a peer's undelivered items, and the peer itself if it is not connected."""
         with self._changed:
             self._waiting.pop(peer, None)
             if session := self._workers.get(peer):
@@ -227,7 +227,7 @@ class MailboxHost:
                     del self._workers[peer]
 
     def close(self) -> None:
-        """Leave; peers wait for the next host where one may come."""
+        """Leave the mailbox; peers wait for the next host where one may come."""
         with self._changed:
             if self._closed:
                 return
@@ -243,7 +243,7 @@ class MailboxHost:
         os.close(self._wakeup)
 
     def _finish(self) -> None:
-        """The events handed out before are done with."""
+        """Mark the events that were returned before as handled."""
         if self._keeps and self._handed:
             for session, event, number in self._handed:
                 if isinstance(event, PeerReport):
@@ -257,7 +257,7 @@ class MailboxHost:
             raise ChannelClosed(f"{self._pointer.name}: closed by its host")
 
     def _run(self) -> None:
-        """The thread that owns the sockets."""
+        """Run the thread that owns the sockets."""
         try:
             self._work()
         finally:
@@ -378,7 +378,7 @@ class MailboxHost:
         self._retire(self._sessions.pop(id_), REASON_DEPARTED)
 
     def _hear(self, session: PeerSession) -> bool:
-        """Note that a peer spoke; whether it still has its name."""
+        """Record a message of a peer; returns whether the peer still owns its name."""
         if not session.retired:
             # One that was forgotten has its name again, if nobody took it meanwhile.
             holder = self._workers.setdefault(session.name, session)
@@ -397,7 +397,7 @@ class MailboxHost:
         return True
 
     def _retire(self, session: PeerSession, reason: str) -> None:
-        """An incarnation will not come back, or not by its name."""
+        """End an incarnation that will not return, or not under its name."""
         session.retired = True
         session.sender.clear()
         session.receiver.drop_partial()
@@ -417,7 +417,7 @@ class MailboxHost:
                 session.receiver.drop_partial()
 
     def _speak(self) -> None:
-        """Answer those that were heard, and send new items."""
+        """Acknowledge received messages and send new items."""
         sessions, self._dirty = self._dirty, set()
         for session in sessions:
             if not session.alive:
@@ -437,7 +437,7 @@ class MailboxHost:
         *values: Any,
         pieces: Sequence[ItemPiece] | None = None,
     ) -> None:
-        """What does not fit now is dropped, missed and sent again."""
+        """Send a message. If it does not fit now, it is dropped, missed and sent again."""
         send_message(self._socket, [session.id], (kind, self._token, *values), pieces)
 
 
@@ -493,7 +493,7 @@ class MailboxPeer:
         self._items: deque[Any] = deque()
         self._inbox, self._outbox = ReliableReceiver(0), ReliableSender()
         self._status, self._fresh = status, False
-        self._status_at = self._looked = self._said = 0.0
+        self._status_at = self._looked = self._last_beat = 0.0
         self._beat = self._heard = time.monotonic()
         self._token: str | None = None
         self._greeted = self._welcome = self._owing = False
@@ -511,19 +511,19 @@ class MailboxPeer:
 
     @property
     def incarnation(self) -> str:
-        """As in :class:`rlinf.channels.mailbox_protocol.PeerJoined`."""
+        """See :class:`rlinf.channels.mailbox_protocol.PeerJoined`."""
         return self._id.hex()
 
     @property
     def silent_s(self) -> float:
-        """Since the host was last heard, without the time this process was stopped."""
+        """Seconds since the last message of the host, without pauses of this process."""
         return max(0.0, self._beat - self._heard)
 
     def receive_items(self, timeout_s: float) -> list[Any]:
-        """The new items of the host, in order; waits for one.
+        """Return the new items of the host, in order; waits for one.
 
         Raises:
-            ChannelFailed: another process has joined by this name, or there will be no host.
+            ChannelFailed: another process has joined under this name, or there will be no host.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -538,13 +538,13 @@ class MailboxPeer:
             return items
 
     def send_item(self, item: Block, *, wait: bool = False) -> None:
-        """Send an item; they arrive in order, and are kept until a host has handled them.
+        """Send an item; items arrive in order and are kept until a host has handled them.
 
         Args:
-            wait: until no more than ``WINDOW`` items and ``WINDOW_BYTES`` are under way, if any.
+            wait: block until at most ``WINDOW_PIECES`` pieces and ``WINDOW_BYTES`` are in flight.
 
         Raises:
-            ChannelFailed: as for :meth:`take`.
+            ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
             while wait and self._outbox.is_full(len(item), WINDOW_BYTES):
@@ -558,7 +558,7 @@ class MailboxPeer:
         """Wait until the host has handled all items.
 
         Raises:
-            ChannelFailed: as for :meth:`take`.
+            ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
             while self._outbox:
@@ -567,10 +567,10 @@ class MailboxPeer:
             self._check()
 
     def set_status(self, status: bytes) -> None:
-        """Say how the peer is doing; only the last status counts.
+        """Set the status that the host sees; only the last one counts.
 
         Raises:
-            ChannelFailed: as for :meth:`take`.
+            ChannelFailed: as for :meth:`receive_items`.
         """
         with self._changed:
             self._check()
@@ -580,7 +580,7 @@ class MailboxPeer:
                 os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Leave, when the items were handled or after ``FLUSH_TIMEOUT_S``."""
+        """Leave the mailbox when all items were handled, or after ``FLUSH_TIMEOUT_S``."""
         with self._changed:
             if self._leave_by is not None:
                 return
@@ -689,12 +689,12 @@ class MailboxPeer:
             self._outbox.restart()
 
     def _speak(self, now: float) -> None:
-        beat = now - self._said >= self._beat_s
+        beat = now - self._last_beat >= self._beat_s
         if not self._welcome:
             if beat or not self._greeted:
                 sent = self._send("hello", self._name, self._about, self._status)
                 self._greeted = self._greeted or sent
-                self._said = now
+                self._last_beat = now
             return
         with_status = beat or (self._fresh and now - self._status_at >= STATUS_INTERVAL_S)
         part = self._outbox.next_batch()
@@ -710,7 +710,7 @@ class MailboxPeer:
             if with_status:
                 self._status_at, self._fresh = now, False
             if beat:
-                self._said = now
+                self._last_beat = now
             self._owing = with_status = beat = due = False
             part = self._outbox.next_batch()
 

@@ -1,10 +1,10 @@
-"""Items that arrive once and in order over connections that break: numbers and acknowledgements.
+"""The protocol of mailboxes (:mod:`rlinf.channels.mailbox`): reliable delivery, messages, sessions.
 
-A large item travels in pieces, so that whoever waits sees it come however slow the wire is, and
-what arrived of it need not come again. Pieces are numbered: the sender keeps one until its item is
-done with, the receiver takes each number once and in order, so whatever was lost or repeated on the
-way, sending everything again from the first number that did not arrive is always right (go-back-N).
-Nothing here knows of sockets or clocks.
+Items arrive once and in order over connections that break. A large item travels in pieces, so that
+the receiver sees progress on a slow wire, and pieces that arrived need not be sent again. Pieces
+are numbered: the sender keeps a piece until its item is acknowledged, and the receiver accepts each
+number once and in order. Sending everything again from the first missing number is therefore always
+correct (go-back-N). The sender and receiver classes know nothing of sockets or clocks.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from rlinf.errors import DataError
 Block = bytes | bytearray | memoryview
 
 WINDOW_PIECES = 1024
-"""Pieces that may be under way."""
+"""Maximum number of pieces in flight."""
 PIECE_BYTES = 512 << 10
-"""Of a large item: the smaller, the slower a wire may be and the more work are fast ones."""
+"""Bytes of a piece: a smaller size suits slower wires and costs more work on fast ones."""
 BATCH_BYTES = 64 << 10
-"""How much of small items travels together: less than this may come between two breaks."""
+"""Bytes of small items that travel together; less than this may arrive between two breaks."""
 
 
 class ItemPiece(NamedTuple):
-    """Some of an item; ``left`` is the number of bytes from its first one to the item's end."""
+    """A part of an item; ``remaining`` counts the bytes from its first byte to the item's end."""
 
     remaining: int
     data: Block
 
 
 class PieceBatch(NamedTuple):
-    """A run of pieces as it travels; what is numbered below ``base`` will not come (again).
+    """Consecutive pieces as they travel; numbers below ``base`` will not be sent (again).
 
-    ``turn`` is how often the sender has gone back to what was lost.
+    ``turn`` counts how often the sender has gone back to a lost piece.
     """
 
     base: int
@@ -54,9 +54,9 @@ class PieceBatch(NamedTuple):
 
 
 class ReliableSender:
-    """The sender's end: pieces numbered from 0.
+    """The sending end: pieces numbered from 0.
 
-    ``size`` is the number of bytes of the pieces that are not done with.
+    ``size`` is the number of bytes of unacknowledged pieces.
     """
 
     def __init__(self, part_bytes: int = BATCH_BYTES, piece_bytes: int = PIECE_BYTES) -> None:
@@ -66,11 +66,11 @@ class ReliableSender:
         self._part_bytes, self._piece_bytes = part_bytes, piece_bytes
 
     def __len__(self) -> int:
-        """Pieces that are not done with."""
+        """Number of unacknowledged pieces."""
         return len(self._pieces)
 
     def add(self, item: Block) -> bool:
-        """Append an item; whether it is the only one that was not sent yet."""
+        """Append an item; returns whether it is the only one that was not sent yet."""
         alone = self._sent - self._base == len(self._pieces)
         size, most = len(item), self._piece_bytes
         if size <= most:
@@ -83,13 +83,13 @@ class ReliableSender:
         return alone
 
     def is_full(self, nbytes: int, limit: int) -> bool:
-        """Whether so many bytes more are to wait; never where there is nothing else."""
+        """Return whether an item of ``nbytes`` must wait; never if nothing else is pending."""
         return bool(self._pieces) and (
             len(self._pieces) >= WINDOW_PIECES or self.size + nbytes > limit
         )
 
     def next_batch(self) -> PieceBatch:
-        """What to send next; empty when there is nothing new or enough is under way."""
+        """Return the pieces to send next; empty if nothing is new or the window is full."""
         stop = min(self._received + WINDOW_PIECES, self._base + len(self._pieces))
         pieces: list[ItemPiece] = []
         size = 0
@@ -104,7 +104,7 @@ class ReliableSender:
         return part
 
     def requeue(self, part: PieceBatch) -> None:
-        """The part that was taken last could not be sent: take it again."""
+        """Undo :meth:`next_batch` for a batch that could not be sent."""
         self._sent = part.first
 
     def acknowledge(self, received: int, done: int, gap: int | None) -> None:
@@ -133,12 +133,12 @@ class ReliableSender:
         self._base = max(self._base, done)
 
     def restart(self) -> None:
-        """Another receiver, which has nothing yet: send everything that is not done with."""
+        """Start again for another receiver, which has nothing yet."""
         self._sent = self._received = self._base
         self._turn += 1
 
     def clear(self) -> None:
-        """Drop all items; what is under way of them may still arrive."""
+        """Drop all items; pieces in flight may still arrive."""
         self._base += len(self._pieces)
         self._sent = self._received = self._base
         self._pieces.clear()
@@ -146,9 +146,10 @@ class ReliableSender:
 
 
 class ReliableReceiver:
-    """The receiver's end; ``expected`` is the number of the next piece, and the acknowledgement.
+    """The receiving end; ``expected`` is the number of the next piece, and the acknowledgement.
 
-    What is below ``whole`` made whole items. ``gap`` is for :meth:`Outbox.hear`.
+    Pieces below ``complete`` formed complete items. ``gap`` is for
+    :meth:`ReliableSender.acknowledge`.
 
     Args:
         max_bytes: the largest item.
@@ -191,7 +192,7 @@ class ReliableReceiver:
         return found
 
     def drop_partial(self) -> None:
-        """Forget the beginning of an item; if its sender lives, all of it is sent again."""
+        """Forget the beginning of an item; a living sender sends all of it again."""
         self.expected, self._begun = self.complete, None
 
     def _joined(self, left: int, data: Block) -> Block | None:
@@ -213,23 +214,23 @@ ZERO_COPY_BYTES = 1 << 16
 
 
 class HostPointer(NamedTuple):
-    """What a pointer file says: where the host is, and what it is asked by."""
+    """Content of a pointer file: the addresses of the host and the limits of its mailbox."""
 
     addresses: list[str]
     token: str
     timeout_s: float
     max_bytes: int
     memory: str
-    """Of its node; see :func:`rlinf.shared_memory.shared_memory_id`."""
+    """Shared-memory id of its node; see :func:`rlinf.shared_memory.shared_memory_id`."""
 
 
 def write_pointer(path: Path, pointer: HostPointer) -> None:
-    """Say where a host is."""
+    """Publish the location of a host."""
     write_atomic(path, json.dumps(pointer._asdict()), private=True)
 
 
 def read_pointer(path: Path) -> HostPointer | None:
-    """Where a host is; None when that cannot be read (yet).
+    """Return the location of a host. None: it cannot be read (yet).
 
     On a shared filesystem the file may be missing, empty or stale for a while.
     """
@@ -253,7 +254,7 @@ def send_message(
     message: tuple[Any, ...],
     pieces: Sequence[ItemPiece] | None,
 ) -> bool:
-    """Send a message, with pieces behind it in one frame; whether it is under way.
+    """Send a message, with pieces behind it in one frame; returns whether it was accepted.
 
     Only large frames are worth the bookkeeping of a send without a copy.
     """
@@ -271,10 +272,10 @@ def send_message(
 
 
 def split_pieces(lefts: Sequence[int], frames: Sequence[memoryview]) -> list[ItemPiece]:
-    """The pieces behind a message of :func:`send`, not copied.
+    """Return the pieces behind a message of :func:`send_message`, without a copy.
 
     Raises:
-        DataError: they are not as the message says.
+        DataError: the frames do not match the sizes.
     """
     if len(frames) != bool(lefts):
         raise DataError("sizes and frames differ")
@@ -291,10 +292,10 @@ def split_pieces(lefts: Sequence[int], frames: Sequence[memoryview]) -> list[Ite
 
 
 def unpack_list(control: memoryview) -> list[Any]:
-    """The list of a message.
+    """Unpack the list of a message.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a list.
     """
     message = msgpack.unpackb(control)
     if type(message) is not list:
@@ -303,10 +304,10 @@ def unpack_list(control: memoryview) -> list[Any]:
 
 
 def unpack_map(packed: Block) -> dict[str, Any]:
-    """A map as it travels.
+    """Unpack a packed map.
 
     Raises:
-        DataError: not one.
+        DataError: it is not a map.
     """
     content = msgpack.unpackb(packed)
     if type(content) is not dict:
@@ -320,11 +321,11 @@ def check_numbers(*numbers: int) -> None:
 
 
 REASON_DEPARTED, REASON_REPLACED = "left", "replaced"
-"""Why a peer was lost that will not be back."""
+"""Reasons of a loss after which a peer does not return."""
 
 
 class PeerJoined(NamedTuple):
-    """A peer is there, for the first time or again; ``incarnation`` is that of its process."""
+    """A peer joined, for the first time or again; ``incarnation`` identifies its process."""
 
     worker: str
     about: dict[str, Any]
@@ -332,14 +333,14 @@ class PeerJoined(NamedTuple):
 
 
 class PeerReport(NamedTuple):
-    """An item of a peer."""
+    """An item from a peer."""
 
     worker: str
     content: Any
 
 
 class PeerLost(NamedTuple):
-    """A peer fell silent, left, or was replaced by another process of the same name."""
+    """A peer became silent, left, or was replaced by another process of the same name."""
 
     worker: str
     reason: str
@@ -349,7 +350,7 @@ PeerEvent = PeerJoined | PeerReport | PeerLost
 
 
 class PeerStatus(NamedTuple):
-    """What is known of a peer; ``file_age_s`` since it was last heard."""
+    """The last known state of a peer; ``age_s`` counts from its last message."""
 
     status: dict[str, Any]
     age_s: float
@@ -360,9 +361,9 @@ class PeerStatus(NamedTuple):
 
 @dataclass(eq=False)
 class PeerSession:
-    """One incarnation of a peer, as the host knows it.
+    """One incarnation of a peer, from the host's view.
 
-    ``done`` acknowledges the items that were handled.
+    ``acknowledged`` is the number below which all items were handled.
     """
 
     id: bytes

@@ -1,4 +1,4 @@
-"""The processes of one stage: torchrun-style variables and the process group made of them."""
+"""The processes of one stage: torchrun-style variables and their process group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlinf.errors import ConfigError, StageError
 
 SPEED_WEIGHTS_VARIABLE, LAYOUT_VARIABLE = "RLINF_SHARES", "RLINF_LAYOUT"
 GROUP_VARIABLE = "RLINF_GROUP"
-"""Names the processes that were started together; no others ever have this name."""
+"""Unique name of the processes that were started together."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 class ParallelLayout(Section):
-    """How processes share one copy of a model; what is left over is data parallel.
+    """Model-parallel layout: how processes share one copy of a model. The rest is data parallel.
 
     Neighbouring ranks are tensor parallel, then context parallel, then data parallel, then pipeline
     parallel, as Megatron-Core orders them by default.
@@ -29,28 +29,28 @@ class ParallelLayout(Section):
     tp: PositiveInt = 1
     """Processes that share each matrix (tensor parallel)."""
     pp: PositiveInt = 1
-    """Groups of processes that have layers of their own (pipeline parallel)."""
+    """Groups of processes with layers of their own (pipeline parallel)."""
     cp: PositiveInt = 1
     """Processes that share each sequence (context parallel)."""
     ep: PositiveInt = 1
-    """Processes, of those with different data or parts of a sequence, that share the experts of a
-    mixture (expert parallel)."""
+    """Processes, among those with different data or parts of a sequence, that share the experts of
+    a mixture (expert parallel)."""
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes of one copy of the model."""
+        """Number of processes of one copy of the model."""
         return self.tp * self.pp * self.cp
 
     def check(self, size: int, where: str) -> None:
-        """See that so many processes can be laid out.
+        """Check that a number of processes fits the layout.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: it does not.
         """
         if size % self.model_parallel_size:
             raise ConfigError(
-                f"{where}: {self} takes {self.model_parallel_size} processes for one copy of the model, and "
-                f"{size} are no multiple of that"
+                f"{where}: {self} takes {self.model_parallel_size} processes for one copy of the "
+                f"model, and {size} are no multiple of that"
             )
         left = size // (self.tp * self.pp)
         if left % self.ep:
@@ -61,10 +61,10 @@ class ParallelLayout(Section):
 
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
-        """Read what ``str`` gives: ``tp=2,pp=4``.
+        """Parse the output of ``str``: ``tp=2,pp=4``.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text is no layout.
         """
         pairs = (part.partition("=") for part in filter(None, text.split(",")))
         values = {name: int(text) if text.isdigit() else text for name, _, text in pairs}
@@ -74,71 +74,72 @@ class ParallelLayout(Section):
         return ",".join(f"{name}={count}" for name, count in self.parallel_dims().items())
 
     def parallel_dims(self) -> dict[str, int]:
-        """The ways in which it splits something, and over how many."""
+        """Return the dimensions larger than 1 by name."""
         return {name: count for name, count in self if count > 1}
 
 
 DATA_PARALLEL_ONLY = ParallelLayout()
-"""Every process has a copy of the model, or a shard of it that is gathered."""
+"""Every process has a full copy of the model, or a shard that is gathered."""
 
 
 @dataclass(frozen=True)
 class ProcessGroupInfo:
-    """Which process of how many this is."""
+    """Rank, size and layout of the processes of a stage."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     speed_weights: tuple[float, ...] | None = None
-    """Relative speeds of the processes; None: all alike."""
+    """Relative speeds of the processes; None: all equal."""
     rendezvous_file: Path | None = None
-    """File of a run by which they find each other (:mod:`rlinf.channels.rendezvous`).
+    """File of the run by which the processes find each other (:mod:`rlinf.channels.rendezvous`).
 
-    None: where torch's ``env://`` says, which is open to strangers and for use outside of runs.
-    """
+    None: torch's ``env://`` is used, which is open to strangers and only for use outside runs."""
     layout: ParallelLayout = DATA_PARALLEL_ONLY
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many shares data is cut: copies of the model, or processes where each has one or
-        gathers it."""
+        """Number of shares of the data: copies of the model, or processes where each has its own
+        copy or gathers it."""
         return self.size // self.layout.model_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of the data is this process's; those of one copy have the same."""
+        """This process's share of the data; equal for the processes of one copy."""
         return self._share(self.rank)
 
     @property
     def is_primary(self) -> bool:
-        """Whether records and metrics of its share are this process's to write: the first of its
-        copy of the model. Rank 0 always does."""
+        """True on the primary rank of each model replica, which writes records and metrics.
+
+        Rank 0 is always one.
+        """
         return self.rank % self._inner == 0 and self.rank < self._inner * self.data_parallel_size
 
     @property
     def primary_ranks(self) -> list[int]:
-        """The ranks that speak, by data rank."""
+        """The primary ranks by data-parallel rank."""
         return [share * self._inner for share in range(self.data_parallel_size)]
 
     @property
     def data_parallel_speeds(self) -> tuple[float, ...]:
-        """Relative speed of each share of the data: of the slowest process that computes it."""
-        found = [float("inf")] * self.data_parallel_size
+        """Relative speed of each share of the data: that of its slowest process."""
+        speeds = [float("inf")] * self.data_parallel_size
         for rank, speed in enumerate(self.speed_weights or (1.0,) * self.size):
             share = self._share(rank)
-            found[share] = min(found[share], speed)
-        return tuple(found)
+            speeds[share] = min(speeds[share], speed)
+        return tuple(speeds)
 
     @property
     def _inner(self) -> int:
-        """Neighbouring ranks with the same data."""
+        """Number of neighbouring ranks with the same data."""
         return self.layout.tp * self.layout.cp
 
     def _share(self, rank: int) -> int:
         return rank // self._inner % self.data_parallel_size
 
     def shard(self, count: int) -> list[int]:
-        """Which of ``count`` like pieces of work are this process's own, or its copy's."""
+        """Return which of ``count`` equal work items belong to this process or its replica."""
         if self.speed_weights is None:
             return list(range(self.data_parallel_rank, count, self.data_parallel_size))
         return balance_costs([1] * count, self.data_parallel_speeds)[self.data_parallel_rank]
@@ -147,14 +148,14 @@ class ProcessGroupInfo:
     def from_environment(cls, channels: Path | None = None) -> ProcessGroupInfo:
         """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; one process when they are not set.
 
-        ``RLINF_SHARES`` holds the relative speeds of all processes, divided by commas, and
-        ``RLINF_LAYOUT`` how they share a model.
+        ``RLINF_SHARES`` holds the relative speeds of all processes, separated by commas, and
+        ``RLINF_LAYOUT`` the model-parallel layout.
 
         Args:
-            channels: the run's folder for channels, where those of ``RLINF_GROUP`` meet.
+            channels: the run's folder for channels, where the processes of ``RLINF_GROUP`` meet.
 
         Raises:
-            ConfigError: they are set but make no sense.
+            ConfigError: a variable is invalid.
         """
         try:
             rank, size, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
@@ -175,22 +176,23 @@ class ProcessGroupInfo:
             raise ConfigError(f"RANK {world.rank} is not below WORLD_SIZE {world.size}")
         if shares is not None and (len(shares) != world.size or not min(shares) > 0):
             raise ConfigError(
-                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} processes"
+                f"{SPEED_WEIGHTS_VARIABLE}: {text} gives no positive speed to each of {world.size} "
+                "processes"
             )
         layout.check(size, LAYOUT_VARIABLE)
         if channels is not None and size > 1 and not os.environ.get(GROUP_VARIABLE):
             raise ConfigError(
-                f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are started "
-                "by its launchers, which say by what name they find each other"
+                f"WORLD_SIZE is {size} but {GROUP_VARIABLE} is not set: the processes of a run are "
+                "started by its launchers, which say by what name they find each other"
             )
         return world
 
     def init_process_group(self, device_type: str, timeout_s: float = 600) -> None:
-        """Form the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists.
+        """Initialise the default process group (NCCL on GPUs, Gloo on CPUs) unless it exists.
 
         Raises:
-            StageError: not all processes came to the meeting in time, or what this process computes
-                with has formed one of other processes.
+            StageError: a process did not arrive in time, or a library of this process has
+                initialised a group of other processes.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore, Store

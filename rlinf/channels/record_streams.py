@@ -128,7 +128,7 @@ class RingReader(SharedMemoryRing):
 
     @property
     def has_record(self) -> bool:
-        """Whether there is a record."""
+        """True if a record is available."""
         return int(self._put[0]) > self._count
 
     def get(self) -> Record:
@@ -151,18 +151,18 @@ class RingReader(SharedMemoryRing):
 
 CHECK_INTERVAL_S = 1.0
 MIN_POLL_S, MAX_POLL_S = 2e-5, 1e-3
-"""How soon to look again whether there is a record, or room, in shared memory."""
+"""How often to check shared memory for a record, or for room."""
 SEGMENT_KEY = "segment"
-"""In what a peer says of itself: its shared memory, in which its records lie."""
+"""Key in a peer's description for the shared memory that holds its records."""
 
 
 def channel_pointer(folder: Path, name: str) -> Path:
-    """The file by which a channel of a run is found."""
+    """Return the pointer file of a channel."""
     return folder / f"{name}.socket.json"
 
 
 def find_channel_host(folder: Path, name: str) -> tuple[Path, HostPointer]:
-    """The pointer to the host of a channel, and what it says.
+    """Return the pointer file of a channel and its content.
 
     Raises:
         InputError: there is no such channel.
@@ -201,7 +201,7 @@ class SocketSource(MailboxHost, RecordSource):
         self._rings: dict[str, RingReader] = {}
         """By peer: the records that lie in its shared memory."""
         self._segments: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._departed: set[str] = set()
         """Peers whose memory is let go once no record is left there."""
         self._silent: set[str] = set()
         """Those that may have been stopped: what they put goes into the same memory when they go
@@ -219,8 +219,10 @@ class SocketSource(MailboxHost, RecordSource):
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the record taken last lies in memory of its writer, which is used again from the
-        next ``get`` on: copy what must stay."""
+        """True if the last record lies in its writer's memory, which the next ``get`` releases.
+
+        Copy whatever must stay.
+        """
         return self._in_hand is not None
 
     def get(self) -> Record:
@@ -255,13 +257,13 @@ class SocketSource(MailboxHost, RecordSource):
                 name for name, segment in segments.items() if not segment or is_orphaned(segment)
             }
             self._silent -= over
-            self._gone |= over
-        for name in list(self._gone):
+            self._departed |= over
+        for name in list(self._departed):
             # It was put before they were gone.
             if (ring := self._rings.get(name)) is None or not ring.has_record:
                 self._rings.pop(name, None)
                 self._segments.pop(name, None)
-                self._gone.discard(name)
+                self._departed.discard(name)
 
     def _happened(self, event: PeerEvent) -> None:
         if isinstance(event, PeerReport):
@@ -270,13 +272,13 @@ class SocketSource(MailboxHost, RecordSource):
             self.forget_peer(event.worker)
             if event.reason in (REASON_DEPARTED, REASON_REPLACED):
                 self._silent.discard(event.worker)
-                self._gone.add(event.worker)
+                self._departed.add(event.worker)
             else:
                 self._silent.add(event.worker)
         elif (segment := event.about.get(SEGMENT_KEY)) is not None:
             # Back after it was silent.
             self._silent.discard(event.worker)
-            self._gone.discard(event.worker)
+            self._departed.discard(event.worker)
             with contextlib.suppress(InputError, OSError):
                 self._attach(event.worker, segment)
 
@@ -402,7 +404,8 @@ class SharedMemorySink(SocketSink):
                     return
                 if time.monotonic() > deadline:
                     raise ChannelFailed(
-                        f"{self._pointer.name}: no room for {FULL_TIMEOUT_S:.0f} s: its reader hangs"
+                        f"{self._pointer.name}: no room for {FULL_TIMEOUT_S:.0f} s: "
+                        "its reader hangs"
                     )
                 time.sleep(nap)
                 nap = min(1.5 * nap, MAX_POLL_S)

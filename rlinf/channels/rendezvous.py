@@ -1,11 +1,11 @@
-"""Where the processes of a group find each other: a key-value store that rank 0 holds for them.
+"""Rendezvous of a process group: a key-value store that rank 0 serves.
 
-The one that torch brings listens for everybody. This one is a mailbox of the run
-(:mod:`rlinf.channels.mailbox`), which only those with the run's keys can speak to and which carries
-every message once; a file of the run says where.
+Torch's own store listens for everybody. This one is a mailbox of the run
+(:mod:`rlinf.channels.mailbox`), which only holders of the run's keys can use and which delivers
+every message once. A file of the run holds its location.
 
-A request is one msgpack list, number, verb and arguments, and its answer number and value. All are
-answered at once: a rank that waits for a key asks again.
+A request is one msgpack list (number, verb, arguments), and its reply is number and value. All
+requests are answered at once; a rank that waits for a key asks again.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rlinf.channels.mailbox_protocol import Block, HostPointer, PeerSession, rea
 from rlinf.errors import DataError, StageError
 
 MIN_RETRY_S, MAX_RETRY_S = 0.002, 0.25
-"""How long to wait before asking again for what is not there."""
+"""Minimum and maximum wait before a missing key is requested again."""
 FILE_POLL_S = 0.5
-"""The same for the file, on a shared filesystem."""
+"""Maximum wait between two reads of the pointer file, on a shared filesystem."""
 REQUEST_TIMEOUT_S = 30.0
 """How long rank 0 may leave a request unanswered."""
 HEARTBEAT_FRACTION = 1 / 15
-"""Every rank of a large group says so often that it is there, for as long as it lives."""
+"""Heartbeat interval of each rank, as a fraction of the host's timeout."""
 MAX_BYTES = 1 << 24
-"""Of a request or an answer."""
+"""Maximum size of a request or reply."""
 MAX_VALUE_BYTES = MAX_BYTES - (1 << 10)
-"""Of a key and its value, which are in an answer with a little beside them."""
+"""Maximum size of a key and its value, which share a reply with a little overhead."""
 Execute = Callable[..., Any]
-"""What carries out a request: verb and arguments."""
+"""Executes a request: verb and arguments."""
 
 
 class KeyValueTable:
-    """The keys and their values; any number of threads."""
+    """The keys and their values, for any number of threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -62,10 +62,10 @@ class KeyValueTable:
         }
 
     def execute(self, verb: str, *arguments: Any) -> Any:
-        """Carry out a request.
+        """Execute a request.
 
         Raises:
-            KeyError, TypeError, ValueError: there is none such.
+            KeyError, TypeError, ValueError: the request is invalid.
         """
         with self._lock:
             return self._verbs[verb](*arguments)
@@ -91,9 +91,9 @@ class KeyValueTable:
 
 
 class RendezvousHost(MailboxHost):
-    """Rank 0's end: the mailbox's thread answers the others until :meth:`close`.
+    """Rank 0's end: the mailbox's thread answers the other ranks until :meth:`close`.
 
-    Requests that cannot be carried out get no answer, and count as ``malformed``.
+    Invalid requests get no reply and count as ``malformed``.
     """
 
     def __init__(self, pointer: Path) -> None:
@@ -118,24 +118,24 @@ class RendezvousHost(MailboxHost):
 
 
 class RendezvousClient(MailboxPeer):
-    """The end of another rank; any number of threads, one request after the other."""
+    """The end of another rank, for any number of threads; one request at a time."""
 
     def __init__(self, pointer: Path, name: str, host: HostPointer, address: str) -> None:
-        self._number, self._asks = 0, threading.Lock()
+        self._number, self._request_lock = 0, threading.Lock()
         beat_s = host.timeout_s * HEARTBEAT_FRACTION
         super().__init__(pointer, name, _unpacked, host=host, address=address, beat_s=beat_s)
 
     def execute(self, verb: str, *arguments: Any) -> Any:
-        """Have rank 0 carry out a request.
+        """Send a request to rank 0 and return its reply.
 
         Raises:
-            DistStoreError: it does not answer, this end is closed, or the request is too large.
+            DistStoreError: rank 0 does not answer, this end is closed, or the request is too large.
             ValueError: a key with its value is too large.
         """
         if verb in ("set", "compare_set"):
             # Rank 0 would drop what it cannot answer with, and seem to have ended.
             _check(*arguments)
-        with self._asks:
+        with self._request_lock:
             self._number += 1
             deadline = time.monotonic() + REQUEST_TIMEOUT_S
             request = msgpack.packb((self._number, verb, *arguments))
@@ -155,20 +155,21 @@ class RendezvousClient(MailboxPeer):
             except ChannelFailed as error:
                 raise DistStoreError(f"{error}; the log of rank 0 says more") from None
         raise DistStoreError(
-            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has ended, is "
-            "stopped or cut off; its log says more"
+            f"rank 0 at {self._address} has not answered for {REQUEST_TIMEOUT_S:g} s: it has "
+            "ended, is stopped or cut off; its log says more"
         )
 
 
 class RendezvousStore(Store):
-    """The store as torch wants it.
+    """The key-value store in torch's interface.
 
-    Torch keeps but its own half of it: the other one must be held as long as torch uses it.
+    Torch keeps a reference only to its own half of the object, so the caller must keep this one
+    alive while torch uses it.
 
     Args:
-        do: carries out requests.
+        do: executes requests.
         timeout_s: how long to wait for a key that nobody has set.
-        leave: closes the end that requests go by.
+        leave: closes the end that sends requests.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class RendezvousStore(Store):
         self._do, self._timeout_s, self._leave = do, timeout_s, leave
 
     def close(self) -> None:
-        """Ask nothing any more, and answer nobody; may be called twice."""
+        """Send and answer no further requests; may be called twice."""
         atexit.unregister(self.close)
         self._leave()
 
@@ -217,7 +218,7 @@ class RendezvousStore(Store):
             raise DistStoreError(f"nobody has set {', '.join(missing)} for {limit:g} s")
 
     def wait_missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Wait for keys; those that were not set in time."""
+        """Wait for keys; returns those that were not set in time."""
         deadline, pause = time.monotonic() + timeout_s, MIN_RETRY_S
         wanted = list(keys)
         while wanted := self._do("missing", wanted):
@@ -232,17 +233,17 @@ class RendezvousStore(Store):
 def join_rendezvous(
     pointer: Path, rank: int, size: int, timeout_s: float
 ) -> tuple[RendezvousStore, str]:
-    """Wait for all ranks; returns their store, and an address of rank 0 that others reach it by.
+    """Wait for all ranks; returns their store and an address by which others reach rank 0.
 
-    The store is held until it is closed or Python ends. No rank forms a group before: a process
-    that waits for its peers at an open port would wait for whatever comes first.
+    The store lives until it is closed or Python ends. No rank forms a group earlier, because a
+    process that waits at an open port would accept any connection.
 
     Args:
-        pointer: where rank 0 says where it is; no other group, nor a former attempt at this one,
-            ever had the name. Its folder holds the run's keys.
+        pointer: file in which rank 0 publishes its location; its name is unique to this attempt of
+            this group. Its folder holds the run's keys.
 
     Raises:
-        StageError: not all came in time; names who is missing.
+        StageError: a rank did not arrive in time; names the missing ones.
     """
     deadline = time.monotonic() + timeout_s
     run_keys(pointer.parent)  # of a new run any rank may be the first that makes its folder
@@ -251,8 +252,8 @@ def join_rendezvous(
         end = host = RendezvousHost(pointer)
         reached, own = "", _host_of(host.addresses[0])
     else:
-        found, address = _find(pointer, rank, timeout_s)
-        end, reached = RendezvousClient(pointer, f"rank {rank}", found, address), _host_of(address)
+        target, address = _find(pointer, rank, timeout_s)
+        end, reached = RendezvousClient(pointer, f"rank {rank}", target, address), _host_of(address)
     store = RendezvousStore(end.execute, timeout_s, end.close)
     atexit.register(store.close)
     try:
@@ -266,8 +267,8 @@ def join_rendezvous(
                 f"never came: {ranks}. Their logs, or the state of their nodes, say why"
             )
         if rank == 0:
-            said = (store.get(_here(other)).decode() for other in range(1, size))
-            store.set(_VIA, next(filter(None, said), own))
+            reported = (store.get(_here(other)).decode() for other in range(1, size))
+            store.set(_VIA, next(filter(None, reported), own))
         return store, store.get(_VIA).decode()
     except DistStoreError as error:
         store.close()
@@ -290,7 +291,7 @@ def _here(rank: int | str) -> str:
 
 
 def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]:
-    """Where rank 0 is, and the address where it answers."""
+    """Return the location of rank 0 and the address at which it answers."""
     deadline, pause, known = time.monotonic() + timeout_s, MIN_RETRY_S, None
     while True:
         # NFS remembers for a minute that a file is not there, unless its folder is opened.
@@ -302,9 +303,9 @@ def _find(pointer: Path, rank: int, timeout_s: float) -> tuple[HostPointer, str]
             break
         time.sleep(pause)
         pause = min(2 * pause, FILE_POLL_S)
-    found = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
+    reason = f"it answers at none of {', '.join(known.addresses)}" if known else f"no {pointer}"
     raise StageError(
-        f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {found}. Its log, or the "
+        f"rank {rank} waited {timeout_s:g} s for rank 0 of its group: {reason}. Its log, or the "
         "state of its node, says why"
     )
 

@@ -1,9 +1,9 @@
-"""Records as bytes: what crosses a socket or lies in shared memory.
+"""The wire format of records, for sockets and shared memory.
 
 A record is one block: the length of its header (4 bytes, little-endian), the header, and the raw
-little-endian arrays, each at a multiple of 64 bytes. The header is msgpack: identity, name, dtype
-and shape of each array, and the scalars. Foreign bytes are checked before they are believed: types,
-names, sizes and counts; nothing is unpickled and nothing runs.
+little-endian arrays, each at a multiple of 64 bytes. The header is msgpack: identity; name, dtype
+and shape of each array; and the scalars. Received bytes are validated before use (types, names,
+sizes, counts); nothing is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DIMENSIONS = 16
 MAX_ARRAYS = 4096
 _KINDS = ["?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"]
 DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in _KINDS}
-"""The element types that may travel."""
+"""The element types that can be sent."""
 
 
 class EncodedRecord:
@@ -64,7 +64,7 @@ class EncodedRecord:
             block[start:end].view(array.dtype).reshape(array.shape)[...] = array
 
     def to_bytes(self) -> bytearray:
-        """The block; gaps between arrays are zero."""
+        """Return the block; gaps between arrays are zero."""
         block = bytearray(self.size)
         self.write(np.frombuffer(block, np.uint8))
         return block
@@ -93,12 +93,12 @@ def encode_record(record: Record) -> EncodedRecord:
 
 
 def decode_record(block: memoryview | bytes | bytearray | np.ndarray) -> Record:
-    """The record of a block; its arrays are read-only views of ``block``.
+    """Return the record of a block; its arrays are read-only views of ``block``.
 
-    Arrays that do not lie as the processor wants them are copied.
+    Misaligned arrays are copied.
 
     Raises:
-        DataError: not a block of :func:`encode`.
+        DataError: the block was not written by :func:`encode_record`.
     """
     data = np.frombuffer(block, np.uint8)
     data.flags.writeable = False

@@ -1,11 +1,11 @@
-"""Arrays about large data files, computed once for all processes of a user.
+"""An on-disk cache of arrays about large data files, computed once for all processes of a user.
 
-They lie in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by default),
-each under the digest of all that it follows from. Nothing depends on them: where the folder cannot
-be used, or holds something else, they are computed again.
+The arrays lie in ``rlinf/rows`` of the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache`` by
+default), each under the digest of everything it depends on. The cache is optional: where the folder
+cannot be used, or a file is invalid, the arrays are computed again.
 
-The folder and its files are the user's alone. A file is believed only if its checksum is right, and
-files that were not used for long, or are too large together, are removed.
+Folder and files belong to the user alone. A file is used only if its checksum is right. Files that
+were not used for long, or exceed the total size, are removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FORMAT_VERSION = "2"
 """Part of every address; raised when the meaning of the arrays changes."""
 Arrays = dict[str, np.ndarray]
 CHECKSUM = "checksum"
-"""Array of a file beside those that it is made for."""
+"""Name of the checksum array in a file."""
 PARTIAL_PREFIX = ".partial-"
-"""What names of files begin with that are being written."""
+"""Prefix of files that are being written."""
 MAX_CACHE_BYTES = 4 << 30
-"""Bytes of all files together; of more, those that were not used for longest are removed."""
+"""Total size of the cache; the least recently used files beyond it are removed."""
 MAX_AGE_S = 30 * 86400
 """Seconds after its last use until a file is removed."""
 MAX_IN_MEMORY = 8
@@ -43,12 +43,12 @@ _known: dict[str, Arrays] = {}
 
 
 def cached_arrays(kind: str, address: str, compute: Callable[[], Arrays], *, large: bool) -> Arrays:
-    """Return what ``make`` gives, unless this process knows it or the cache folder has it.
+    """Return the result of ``compute``, from this process or the cache folder if it is there.
 
     Args:
-        kind: of the arrays, part of their address.
-        address: text of all that they follow from.
-        large: whether it is worth a file.
+        kind: kind of the arrays, part of their address.
+        address: text of everything they depend on.
+        large: whether the result is stored in a file.
     """
     text = f"{FORMAT_VERSION} {__version__} {kind} {address}".encode(errors="surrogatepass")
     name = f"{kind}-{xxhash.xxh3_128_hexdigest(text)}"
@@ -69,19 +69,19 @@ def _from_folder(name: str, make: Callable[[], Arrays]) -> Arrays:
     path = folder / f"{name}.npz"
     if (found := _load(path)) is not None:
         return found
-    made = make()
+    arrays = make()
     try:
-        _save(made, path)
+        _save(arrays, path)
     except OSError as error:
         _warn(f"{folder}: {error.strerror or error}")
     else:
         with contextlib.suppress(OSError):  # Another process removes files as well.
             _prune(folder, path)
-    return made
+    return arrays
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache; it need not be there.
+    """Return the folder of the cache; it need not exist.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -91,10 +91,10 @@ def cache_folder() -> Path:
 
 
 def _private_folder() -> Path:
-    """Return the folder, made if need be and private to the user.
+    """Return the folder, created if necessary and private to the user.
 
     Raises:
-        OSError: it cannot be made, or is or stays open to another user.
+        OSError: it cannot be created, or another user owns it or can access it.
         RuntimeError: the user has no home folder.
     """
     folder = cache_folder()
@@ -110,7 +110,7 @@ def _private_folder() -> Path:
 
 @cache
 def _warn(reason: str) -> None:
-    """Warn once in a process that nothing can be kept."""
+    """Warn once per process that nothing can be cached."""
     log.warning(
         "the cache of large data files cannot be used (%s), so each process reads and counts them "
         "anew; set XDG_CACHE_HOME to a folder of yours that can be written",
@@ -119,7 +119,7 @@ def _warn(reason: str) -> None:
 
 
 def _load(path: Path) -> Arrays | None:
-    """Return the arrays of a file; None if there is none, or it is not what was written there."""
+    """Return the arrays of a file. None: there is none, or it is invalid."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if not is_owner_only(file.fileno()):
@@ -137,12 +137,12 @@ def _load(path: Path) -> Arrays | None:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file of this name, not what a link leads to, and wait for no writer of a pipe."""
+    """Open the file itself (no link), without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _save(arrays: Arrays, path: Path) -> None:
-    """Write the arrays whole, then give the file its name."""
+    """Write the arrays to a temporary file, then rename it."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=PARTIAL_PREFIX)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -155,7 +155,7 @@ def _save(arrays: Arrays, path: Path) -> None:
 
 
 def _checksum(arrays: Arrays, path: Path) -> np.ndarray:
-    """Return ``[16]`` uint8 that follow from the name of the file and all that is in the arrays."""
+    """Return a digest, uint8 ``[16]``, of the file's name and the arrays."""
     digest = xxhash.xxh3_128(path.name.encode())
     for key, array in sorted(arrays.items()):
         digest.update(f"{key} {array.dtype.str} {array.shape} ".encode())
@@ -164,8 +164,7 @@ def _checksum(arrays: Arrays, path: Path) -> np.ndarray:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """Remove files that were not used for long, and what is above the largest size, but not the
-    newest one."""
+    """Remove files that were not used for long, or exceed the total size, except the newest."""
     now, total = time.time(), newest.stat().st_size
     others = [(file.lstat(), file) for file in folder.iterdir() if file != newest]
     for found, file in sorted(others, key=lambda other: -other[0].st_mtime):

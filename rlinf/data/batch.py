@@ -1,4 +1,4 @@
-"""Joining the channels of one iteration into a batch of steps."""
+"""The training batch: samples of an iteration, joined over their channels and padded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pad_right(arrays: Sequence[np.ndarray], length: int, value: float = 0) -> Te
 
 
 class TrainingSample(NamedTuple):
-    """A trajectory, and what the stages that a flow has said of it."""
+    """A trajectory with the outputs of the reward and inference stages, where the flow has them."""
 
     trajectory: Record
     reward: Record | None = None
@@ -36,65 +36,65 @@ class TrainingSample(NamedTuple):
 
     @property
     def is_included(self) -> bool:
-        """Whether it takes part in the update."""
+        """True if the sample takes part in the update."""
         return self.reward is None or bool(self.reward.info["keep"])
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Step columns of ``N`` samples, padded on the right to ``T``; float32 unless said."""
+    """Step columns of ``N`` samples, padded on the right to ``T``; float32 unless stated."""
 
     mask: Tensor
-    """``[N, T]`` 1 where there is a step that counts."""
+    """``[N, T]`` 1 at steps that the policy chose and that are trained."""
     rewards: Tensor
-    """``[N, T]``, 0 where ``mask`` is."""
+    """``[N, T]``, 0 where ``mask`` is 0."""
     groups: Tensor
-    """``[N]`` int64."""
+    """``[N]`` int64, number of the group (the start) of each sample."""
     old_logprobs: Tensor
-    """``[N, T]`` of the policy before the update. Where a step is several choices, this and other
-    log-probabilities have more dimensions; see :mod:`rlinf.algorithms.granularity`."""
+    """``[N, T]`` under the policy before the update. Where a step consists of several choices, this
+    and other log-probabilities have more dimensions; see :mod:`rlinf.algorithms.granularity`."""
     terminated: Tensor
-    """``[N, T]`` 1 where the episode ended by itself, or was judged as a whole."""
+    """``[N, T]`` 1 where the episode terminated, or got one reward for all of it."""
     truncated: Tensor
-    """``[N, T]`` 1 where it was cut off."""
+    """``[N, T]`` 1 where the episode was truncated."""
     bootstrap: Tensor
-    """``[N, T]`` value of the state after a cut, 0 elsewhere."""
+    """``[N, T]`` value of the state after a truncation, 0 elsewhere."""
     rollout_logprobs: Tensor | None = None
-    """``[N, T]`` of the policy that collected the steps."""
+    """``[N, T]`` under the policy that generated the steps."""
     values: Tensor | None = None
-    """``[N, T]``, or ``[N, T, C]`` of each action of a chunk, of the version that ``bootstrap`` is
-    of."""
+    """``[N, T]``, or ``[N, T, C]`` for each action of a chunk, from the same version of the critic
+    as ``bootstrap``."""
     action_rewards: Tensor | None = None
-    """``[N, T, C]`` those of each action, where ``values`` are of them."""
+    """``[N, T, C]`` for each action of a chunk, where ``values`` are per action."""
     reference_logprobs: Tensor | None = None
-    """``[N, T]``."""
+    """``[N, T]`` under the reference policy."""
     advantages: Tensor | None = None
-    """``[N, T]``, or ``[N, T, C]`` of each action of a chunk."""
+    """``[N, T]``, or ``[N, T, C]`` for each action of a chunk."""
     returns: Tensor | None = None
-    """Like ``advantages``."""
+    """Shaped like ``advantages``."""
     turns: Tensor | None = None
-    """``[N, T]`` number of the turn, from 0, that a step of a dialogue is part of."""
+    """``[N, T]`` number of the dialogue turn, from 0, that a step belongs to."""
     submask: Tensor | None = None
-    """``[N, T, ...]`` 1 where a choice of a step counts; None: all do."""
+    """``[N, T, ...]`` 1 where a choice of a step counts. None: all choices count."""
     loss_mask: Tensor | None = None
-    """``[N, T]`` or ``[N, T, K]`` 1 where what the loss compares counts."""
+    """``[N, T]`` or ``[N, T, K]`` 1 at the elements that the loss sums over."""
     old_logprob_interpolation: Tensor | None = None
-    """``[N, T]`` where ``old_logprobs`` lie between those of the policy that collected a step (0)
-    and those of the one in training (1), if they are interpolated."""
+    """``[N, T]`` position of ``old_logprobs`` between the policy that generated the step (0) and
+    the policy in training (1), if they are interpolated."""
     on_policy_mask: Tensor | None = None
-    """``[N, T]`` 1 where a step counts and was chosen by the weights that are to be updated; in
-    the first update of an iteration."""
+    """``[N, T]`` 1 where a step counts and was chosen by the weights that are about to be updated.
+    Set in the first update of an iteration."""
     loss_weights: Tensor | None = None
-    """``[N, T]`` weight of each step in the mean of the loss, without importance weights."""
+    """``[N, T]`` weight of each step in the mean of the loss, before importance weights."""
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def require(self, column: str) -> Tensor:
-        """A column that the algorithm cannot do without.
+        """Return a column that the algorithm needs.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the batch does not have it.
         """
         value: Tensor | None = getattr(self, column)
         if value is None:
@@ -104,7 +104,7 @@ class StepBatch:
     def select_spans(
         self, spans: Sequence[StepSpan], length: int, device: torch.device
     ) -> StepBatch:
-        """The given steps, padded on the right to ``length``, on a device."""
+        """Return the steps of some spans, padded on the right to ``length``, on a device."""
         columns = {
             field.name: gather_steps(value, spans, length).to(device)
             for field in fields(self)
@@ -114,9 +114,9 @@ class StepBatch:
 
 
 def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tensor:
-    """The given steps of ``[N, T, ...]``, padded on the right with 0: ``[B, length, ...]``.
+    """Return the steps of some spans of ``[N, T, ...]`` as ``[B, length, ...]``, padded with 0.
 
-    Of ``[N]`` the given samples: ``[B]``.
+    A column ``[N]`` gives the samples of the spans: ``[B]``.
     """
     if column.ndim == 1 or all(s.start == 0 and s.stop == length for s in spans):
         chosen = column[[span.row for span in spans]]
@@ -131,7 +131,7 @@ def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tens
 def join_by_identity(
     trajectories: Iterable[Record], *columns: Iterable[Record]
 ) -> list[tuple[Record, ...]]:
-    """Match the records of several channels by identity, in the order of the first.
+    """Match the records of several channels by identity, in the order of the first channel.
 
     Raises:
         ValueError: a record has no partner, or two.
@@ -155,11 +155,10 @@ def join_by_identity(
 
 
 def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
-    """Step columns of samples.
+    """Return the step columns of samples as one padded batch.
 
     Raises:
-        InputError: a reward lies on a step that does not count, or a step that is no chunk has
-            several values.
+        InputError: a reward lies on a masked step, or a step that is no chunk has several values.
     """
     trajectories = [sample.trajectory for sample in rows]
     length = max(map(len, trajectories))
@@ -216,9 +215,11 @@ def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
 
 
 def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
-    """Rewards of each action of chunks, ``[N, T, C]``; where a stage gave those of chunks alone, on
-    the last that was carried out."""
-    found = []
+    """Return the rewards of each action of chunks, ``[N, T, C]``.
+
+    Where the reward stage gave one reward per chunk, it goes to the last executed action.
+    """
+    columns = []
     for sample in rows:
         actions = action_mask(sample.trajectory)
         if actions is None:
@@ -226,19 +227,19 @@ def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
                 f"{sample.trajectory.identity}: the policy gave several values for a step, and its "
                 "steps are no chunks of actions; one value is for a step"
             )
-        given = {} if sample.reward is None else sample.reward.steps
-        worth = np.asarray(given.get("rewards", np.zeros(len(actions))))
-        rewards = given.get("action_rewards")
+        reward_steps = {} if sample.reward is None else sample.reward.steps
+        step_rewards = np.asarray(reward_steps.get("rewards", np.zeros(len(actions))))
+        rewards = reward_steps.get("action_rewards")
         if rewards is None:
-            rewards = place_on_last_action(worth, actions)
-        elif not _add_up(np.asarray(rewards) * actions, worth):
+            rewards = place_on_last_action(step_rewards, actions)
+        elif not _add_up(np.asarray(rewards) * actions, step_rewards):
             raise InputError(
                 f"{sample.trajectory.identity}: 'action_rewards' of actions that were carried out "
                 "do not add up to 'rewards'; a stage that changes one changes both, or leaves "
                 "'action_rewards' out"
             )
-        found.append(np.asarray(rewards, np.float32))
-    return pad_right(found, length)
+        columns.append(np.asarray(rewards, np.float32))
+    return pad_right(columns, length)
 
 
 def _add_up(of_actions: np.ndarray, rewards: np.ndarray) -> bool:

@@ -1,4 +1,7 @@
-"""What came of the episodes in a trajectory: a simulator's may hold several, one after another."""
+"""Episodes within a trajectory: outcomes, carry-over, interventions and instructions.
+
+A simulator's trajectory may hold several episodes, one after another.
+"""
 
 from __future__ import annotations
 
@@ -18,43 +21,49 @@ from rlinf.errors import InputError
 
 OUTCOME_STEPS, OUTCOMES = "outcome_steps", "outcomes"
 """Context of a simulator's trajectory: the last steps of its episodes, int64 ``[K]`` in order, and
-the task's score of each, float64 ``[K]``. An episode that the simulator lost has none. One that is
-still open at the end has one where no other has, and only if it does not go on in the next
-iteration: it was played for a whole horizon then, and is judged as far as it came."""
+the task's score of each, float64 ``[K]``. An episode that the simulator lost has no entry. An
+episode that is still open at the end has one if the trajectory has no other and the episode does
+not continue in the next iteration: it ran for a full horizon and is scored as far as it got."""
 
 
 def scored_episodes(trajectory: Record) -> list[tuple[int, float, int]] | None:
-    """The episodes that have a score; None: the trajectory does not say.
+    """Return the episodes that have a score. None: the trajectory has no outcomes.
 
     Returns:
-        Of each its last step, its score, and how many of its steps are here and count.
+        For each episode its last step, its score, and how many of its steps here count.
     """
     if OUTCOMES not in trajectory.context:
         return None
-    counts, found, first = loss_mask(trajectory), [], 0
+    counts, episodes, first = loss_mask(trajectory), [], 0
     context = trajectory.context
     for last, score in zip(context[OUTCOME_STEPS], context[OUTCOMES], strict=True):
-        found.append((int(last), float(score), int(counts[first : last + 1].sum())))
+        episodes.append((int(last), float(score), int(counts[first : last + 1].sum())))
         first = int(last) + 1
-    return found
+    return episodes
 
 
 def spans_several_episodes(trajectory: Record) -> bool:
-    """Whether steps that count come after the end of an episode: what is said of the whole
-    trajectory is of no single episode then."""
-    judged = trajectory.context.get(OUTCOME_STEPS, np.zeros(0, np.int64))
-    return bool(len(judged) and loss_mask(trajectory)[int(judged[0]) + 1 :].any())
+    """Return whether counted steps follow the end of an episode.
+
+    A number about the whole trajectory then belongs to no single episode.
+    """
+    ends = trajectory.context.get(OUTCOME_STEPS, np.zeros(0, np.int64))
+    return bool(len(ends) and loss_mask(trajectory)[int(ends[0]) + 1 :].any())
 
 
 OPEN_EPISODES = "open"
-"""The channel of these records, and the input of the rollout that takes those of the one before."""
+"""Channel of open episodes; the rollout of the next iteration reads it as an input."""
 OPEN_STATE, OPEN_METRICS = "open_state", "open_measured"
-"""What it takes to go on, uint8 ``[n]`` (its environment knows how to read it), and what was
-measured of the episode so far, float64 ``[m]``."""
+"""Context columns: the simulator state to continue from, uint8 ``[n]`` in the environment's own
+format, and the episode metrics so far, float64 ``[m]``."""
 
 
 def pop_open_episode(trajectory: Record) -> Record | None:
-    """What a trajectory leaves open, which it then has no more; None: nothing."""
+    """Pop the state of an unfinished episode from the trajectory. Returns None if the episode
+    ended.
+
+    The rollout stage stores it in a channel of its own, because no other stage uses it.
+    """
     if OPEN_STATE not in trajectory.context:
         return None
     left = {name: trajectory.context.pop(name) for name in (OPEN_STATE, OPEN_METRICS)}

@@ -1,8 +1,8 @@
-"""Rows of a JSON-lines file that are read when they are used.
+"""Rows of a JSON-lines file, each parsed when it is used.
 
-The file is checked once, row by row, in bounded memory; what stays is an index of where each row
-begins. So a file of a million rows takes some 20 MB of a process, and a malformed row is refused by
-its line before a run begins. The index of a large file is kept in the user's cache folder
+The file is checked once, row by row, in bounded memory; an index of the row offsets stays. A file
+of a million rows takes about 20 MB, and a malformed row is refused by its line number before a run
+begins. The index of a large file is stored in the user's cache folder
 (:mod:`rlinf.data.array_cache`), under the digest of the file's bytes.
 """
 
@@ -28,33 +28,33 @@ from rlinf.yaml_file import check_is_file, not_utf8_error
 T = TypeVar("T")
 BOM = b"\xef\xbb\xbf"
 MAX_ROW_BYTES = 64 << 20
-"""Bytes of one row."""
+"""Maximum bytes of one row."""
 BLOCK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 32 << 20
-"""Bytes of a file whose index is kept in the cache folder; that of a smaller one is made fast."""
+"""Minimum size of a file whose index is cached; the index of a smaller one is fast to build."""
 
 
 @dataclass(frozen=True)
 class JsonLinesIndex:
-    """Where the rows of a file are."""
+    """Positions of the rows in a file."""
 
     offsets: np.ndarray
-    """``[N]`` uint64: the first byte of each."""
+    """``[N]`` uint64: offset of the first byte of each row."""
     sizes: np.ndarray
-    """``[N]`` uint32: bytes of each."""
+    """``[N]`` uint32: bytes of each row."""
     lines: np.ndarray
-    """``[N]`` uint32: its line, from 1."""
+    """``[N]`` uint32: line number of each row, from 1."""
     digests: np.ndarray
-    """``[N]`` uint64 of what makes two rows the same."""
+    """``[N]`` uint64: digest of the content by which two rows are equal."""
     flags: np.ndarray
-    """``[F]`` bool: what a reader notes of all rows together."""
+    """``[F]`` bool: facts that the reader records about all rows."""
 
 
 class JsonLinesFile(Sequence[T], Generic[T]):
-    """The rows of a JSON-lines file, or some of them, each parsed when it is asked for.
+    """A sequence of all or some rows of a JSON-lines file, parsed on access.
 
     Raises:
-        DataError: missing or empty file, not UTF-8, or a row is malformed; names file and line.
+        DataError: the file is missing, empty or not UTF-8, or a row is malformed; names the line.
     """
 
     def __init__(
@@ -68,15 +68,16 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         observe: Callable[[dict[str, Any], np.ndarray], None] = lambda item, flags: None,
         flags: int = 0,
     ) -> None:
-        """
+        """Open and check the file.
+
         Args:
-            key: of the configuration, which names the file.
-            parse: makes a row of where it stands (for messages), its object and the flags.
-            settings: what ``parse`` and ``same`` depend on beside the row, part of the index's
+            key: configuration key that names the file.
+            parse: makes a row from its location (for messages), its object and the flags.
+            settings: what ``parse`` and ``row_text`` depend on beside the row; part of the index's
                 address in the cache.
-            same: text of a row; rows with equal texts are the same.
-            note: sets flags of the whole file by one object.
-            flags: how many there are.
+            row_text: text of a row; rows with equal texts are equal.
+            observe: sets flags of the file from one object.
+            flags: number of flags.
         """
         check_is_file(path, key, DataError)
         self.path, self.key, self._parse = path.expanduser(), key, parse
@@ -119,7 +120,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
     @property
     def digests(self) -> np.ndarray:
-        """``[N]`` uint64 of what makes two rows the same."""
+        """``[N]`` uint64: digest of the content by which two rows are equal."""
         return self._index.digests[self._rows]
 
     def _refuse_change(self) -> None:
@@ -139,7 +140,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
     def _indexed(
         self, same: Callable[[T], str], note: Callable[[dict[str, Any], np.ndarray], None]
     ) -> JsonLinesIndex:
-        """Read and check the whole file, a row at a time."""
+        """Read and check the file row by row and return its index."""
         if (place := self._file.broken_byte()) is not None:
             raise not_utf8_error(self.path, self.key, DataError, place)
         offsets, sizes, lines, digests = (_Column(kind) for kind in ("u8", "u4", "u4", "u8"))
@@ -162,7 +163,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
         )
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number, first byte and bytes of each line."""
+        """Yield the number, the first byte and the bytes of each line."""
         # Of the open file: another one may have got the path meanwhile.
         with os.fdopen(os.dup(self._file.number), "rb") as file:
             file.seek(0)
@@ -181,7 +182,7 @@ class JsonLinesFile(Sequence[T], Generic[T]):
 
 
 class _Column:
-    """Numbers that are added one by one, in chunks of arrays."""
+    """An array that grows by single numbers, in chunks."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._full, self._open = kind, list[np.ndarray](), list[int]()
@@ -196,7 +197,7 @@ class _Column:
 
 
 class _Descriptor:
-    """A file that is open for reading as long as somebody holds this."""
+    """An open file descriptor that lives as long as this object."""
 
     def __init__(self, path: Path, key: str) -> None:
         try:
@@ -213,14 +214,14 @@ class _Descriptor:
 
     @property
     def size(self) -> int:
-        """Bytes of the file when it was opened."""
+        """Size of the file in bytes when it was opened."""
         return self._stamp[0]
 
     def is_changed(self) -> bool:
-        """Whether the bytes are others than when the file was opened.
+        """Return whether the bytes changed since the file was opened.
 
-        A new time alone says nothing: ``touch`` sets it, a copy of the same bytes, and a file
-        server with a clock of its own. The bytes are then read again.
+        A new modification time alone proves nothing: ``touch``, a copy of the same bytes, or a file
+        server with its own clock may set it. The bytes are read again in that case.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:
@@ -231,19 +232,19 @@ class _Descriptor:
         return False
 
     def _read_stamp(self) -> tuple[int, int, int]:
-        """Return what changes when the file does: size, time, inode."""
+        """Return size, time and inode, which change when the file does."""
         found = os.fstat(self.number)
         return found.st_size, found.st_mtime_ns, found.st_ino
 
     def _read_digest(self) -> str:
-        """Return that of all bytes."""
+        """Return the digest of all bytes."""
         digest = xxhash.xxh3_128()
         for block in self._blocks():
             digest.update(block)
         return digest.hexdigest()
 
     def broken_byte(self) -> int | None:
-        """Return the first byte that is part of no character; None: the file is text."""
+        """Return the position of the first invalid UTF-8 byte. None: the file is text."""
         decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
         for block in itertools.chain(self._blocks(), [b""]):
             pending = len(decoder.getstate()[0])
@@ -264,17 +265,17 @@ class _Descriptor:
 def count_overlap(
     train: Sequence[T], test: Sequence[T], row_text: Callable[[T], str] = repr
 ) -> tuple[int, int]:
-    """Return how many rows of ``test`` are in ``train`` too, and how many it has.
+    """Return how many rows of ``test`` are also in ``train``, and the length of ``test``.
 
     Args:
-        same: text of a row that is not in a :class:`JsonLinesFile`, as there.
+        row_text: text of a row that is not in a :class:`JsonLinesFile`, as there.
     """
-    known, asked = (_digests_of(rows, row_text) for rows in (train, test))
-    return int(np.isin(asked, known).sum()), len(test)
+    train_digests, test_digests = (_digests_of(rows, row_text) for rows in (train, test))
+    return int(np.isin(test_digests, train_digests).sum()), len(test)
 
 
 def _digests_of(rows: Sequence[T], same: Callable[[T], str]) -> np.ndarray:
-    """Return ``[N]`` uint64 of what makes two rows the same."""
+    """Return ``[N]`` uint64: digest of the content by which two rows are equal."""
     if isinstance(rows, JsonLinesFile):
         return rows.digests
     return np.array([_digest_of(same(row)) for row in rows], "u8")

@@ -1,4 +1,4 @@
-"""Arrays that stay where they are until they are used: the large columns of a trajectory."""
+"""Arrays that are read when they are used: the large columns of a trajectory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 ReadRows = Callable[[int, int], np.ndarray]
-"""The rows from one up to another."""
+"""Reads the rows from a start up to a stop."""
 
 
 class LazyArray(NDArrayOperatorsMixin):
-    """Stands in for an array ``[T, ...]``; keeps none of it.
+    """A stand-in for an array ``[T, ...]`` that holds no data.
 
-    Shape, type and size cost nothing. A slice of its rows is lazy too; anything else that is asked
-    of it, arithmetic, methods of arrays and NumPy's functions among it, reads the rows it has. For
-    ``torch.from_numpy`` make it an array first (:func:`whole`).
+    Shape, type and size cost nothing, and a slice of rows is lazy too. Everything else (arithmetic,
+    array methods, NumPy functions) reads the rows. Convert it with :func:`to_array` before
+    ``torch.from_numpy``.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class LazyArray(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*arrays, **options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = self._read(self._start, self._start + len(self))
-        return found if dtype is None else found.astype(dtype)
+        rows = self._read(self._start, self._start + len(self))
+        return rows if dtype is None else rows.astype(dtype)
 
 
 def to_array(column: Any) -> np.ndarray:
-    """A column as an array of this process."""
+    """Return a column as an array in memory."""
     return np.asarray(column)

@@ -97,8 +97,8 @@ class LeRobotDataset:
                 raise DataError(f"{path}: there is no feature {name!r} ({meaning}); it has {has}")
         if SUCCESS_FEATURE not in self.features and not all_successful:
             raise DataError(
-                f"{path}: there is no feature {SUCCESS_FEATURE!r}, so nothing says which episodes solved "
-                "their task; add it, or where all did, say so: rlinf demonstrations --solved"
+                f"{path}: there is no feature {SUCCESS_FEATURE!r}, so nothing says which episodes "
+                "solved their task; add it, or where all did, say so: rlinf demonstrations --solved"
             )
         self.cameras = {
             "images." + name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
@@ -222,8 +222,8 @@ class LeRobotDataset:
         names = {match[1] for match in PLACEHOLDER.finditer(template)}
         if "{" in text or "}" in text or not names <= values.keys():
             raise DataError(
-                f"{self.folder / INFO_FILE}: {option} is {template[:200]!r}; its placeholders may be "
-                f"{', '.join(f'{{{name}}}' for name in values)}"
+                f"{self.folder / INFO_FILE}: {option} is {template[:200]!r}; its placeholders may "
+                f"be {', '.join(f'{{{name}}}' for name in values)}"
             )
         put = PLACEHOLDER.sub(lambda match: format(values[match[1]], match[2] or ""), template)
         return self._own(put)
@@ -422,14 +422,14 @@ class LeRobotWriter:
         Raises:
             InputError: they have other columns than those before.
         """
-        said = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
+        default_task = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
             self._alike(trajectory, episode)
             # What a policy saw in words is a column; its first row is what the episode began with.
             task = (
                 decode_instruction(episode[INSTRUCTION_COLUMN][0])
                 if INSTRUCTION_COLUMN in episode
-                else said
+                else default_task
             )
             number = self._tasks.setdefault(task, len(self._tasks))
             length = len(episode["done"])

@@ -1,4 +1,5 @@
-"""Cutting a batch: shares for ranks, micro-batches under a token budget. All deterministic."""
+"""Deterministic partitions of a batch: balanced shares for ranks, micro-batches under a token
+budget."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class StepSpan(NamedTuple):
-    """Steps of one trajectory: a row of a minibatch, from ``start`` up to ``stop``."""
+    """The steps of one trajectory from ``start`` up to ``stop``: a row of a minibatch."""
 
     row: int
     start: int
@@ -18,17 +19,18 @@ class StepSpan(NamedTuple):
 
 
 def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Give every item to one of ``len(shares)`` workers so that the last ends early.
+    """Distribute items over ``len(shares)`` workers so that the last one finishes early.
 
-    Heaviest first, to who ends first (Graham 1969); of workers of one speed also by
-    :func:`differences`, if the last of them ends earlier by that.
+    The heaviest item goes first, to the worker that would finish it first (Graham 1969). If all
+    workers have one speed and :func:`karmarkar_karp` gives a smaller maximum, its partition is
+    used.
 
     Args:
         costs: cost of each item.
         shares: relative speeds of the workers; load is cost divided by share.
 
     Returns:
-        For each worker its item numbers, ascending. No item is lost or given twice.
+        For each worker its item numbers, ascending. Every item is assigned exactly once.
 
     Raises:
         ValueError: a share is not positive.
@@ -45,23 +47,23 @@ def balance_costs(costs: Sequence[int], shares: Sequence[float]) -> list[list[in
         loads[rank] += cost
     least = max(-(-sum(costs) // len(shares)), max(costs, default=0))
     if min(shares) == max(shares) and max(loads) > least:
-        apart = karmarkar_karp(costs, len(shares))
-        if max(sum(costs[item] for item in items) for items in apart) < max(loads):
-            workers = apart
+        partition = karmarkar_karp(costs, len(shares))
+        if max(sum(costs[item] for item in items) for items in partition) < max(loads):
+            workers = partition
     return [sorted(items) for items in workers]
 
 
 def karmarkar_karp(costs: Sequence[int], count: int) -> list[list[int]]:
-    """Items in parts of about one cost, by the largest differencing method.
+    """Partition items into parts of similar cost by the largest differencing method.
 
     Karmarkar and Karp, "The Differencing Method of Set Partitioning" (UC Berkeley, CSD-83-113,
-    1982), for several parts: each item begins as a partition whose other parts are empty; the two
-    partitions whose parts differ the most are made one, the largest part of one with the smallest
-    of the other, until one is left.
+    1982), for several parts. Each item begins as a partition whose other parts are empty. The two
+    partitions with the largest differences are merged, the largest part of one with the smallest of
+    the other, until one is left.
 
     Returns:
-        Item numbers of each part, the dearest part first. Of costs in another order the parts cost
-        the same.
+        Item numbers of each part, the most expensive part first. The costs of the parts do not
+        depend on the order of the items.
     """
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     if count == 1 or not order:
@@ -92,29 +94,29 @@ _cost = operator.itemgetter(0)
 
 
 def _items(tree: Any) -> list[int]:
-    """The leaves of a tree of pairs."""
-    found, stack = list[int](), [] if tree is None else [tree]
+    """Return the leaves of a tree of pairs."""
+    leaves, stack = list[int](), [] if tree is None else [tree]
     while stack:
         top = stack.pop()
         if isinstance(top, tuple):
             stack += top
         else:
-            found.append(top)
-    return found
+            leaves.append(top)
+    return leaves
 
 
 def pack_microbatches(
     costs: Sequence[int], items: Sequence[int], budget: int, *, padded: bool = True
 ) -> list[list[int]]:
-    """Group items so that the size of each group stays within ``budget``, in few groups.
+    """Group items into few groups whose size stays within ``budget``.
 
-    An item dearer than the budget gets a micro-batch of its own.
+    An item that exceeds the budget forms a micro-batch of its own.
 
     Args:
-        padded: whether the size of a group is its count times its largest cost, or its sum.
+        padded: True if the size of a group is its count times its largest cost, else its sum.
 
     Returns:
-        Item numbers of each group, both in the order of falling cost.
+        Item numbers of each group, both by descending cost.
     """
     return _groups(costs, sorted(items, key=lambda i: (-costs[i], i)), budget, padded)
 
@@ -122,11 +124,11 @@ def pack_microbatches(
 def even_microbatches(
     costs: Sequence[int], items: Sequence[int], count: int, budget: int, *, padded: bool = True
 ) -> list[list[int]]:
-    """Group items into ``count`` groups whose sizes are as even as may be.
+    """Group items into ``count`` groups of sizes as even as possible.
 
-    Sizes are those of :func:`pack_microbatches`, and stay within ``budget`` where that function needs
-    no more than ``count`` groups. With fewer items than groups each item has its own, and there are
-    fewer groups.
+    Sizes are computed as in :func:`pack_microbatches`. They stay within ``budget`` where that
+    function needs no more than ``count`` groups. With fewer items than groups, each item is a group
+    of its own, so there are fewer groups.
     """
     order = sorted(items, key=lambda i: (-costs[i], i))
     count = min(count, len(order))
@@ -153,9 +155,9 @@ def even_microbatches(
 def _groups(
     costs: Sequence[int], order: Sequence[int], limit: int, padded: bool
 ) -> list[list[int]]:
-    """Group items, dearest first, within a size; one alone may exceed it.
+    """Group items, most expensive first, within a size; a single item may exceed it.
 
-    Padded, no way needs fewer groups than filling one after the other: the widest item fixes how
+    With padding, filling one group after another needs the fewest groups: the widest item fixes how
     many rows its group takes, and the next widest ones lose the least by it.
     """
     filled = _next_fit(costs, order, limit, padded)
@@ -183,9 +185,10 @@ def _next_fit(
 
 
 def _best_fit(costs: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Best-fit decreasing (Johnson 1974): each item joins the group that it fills the most.
+    """Group items by best-fit decreasing (Johnson 1974): each joins the group that it fills the
+    most.
 
-    At most 11/9 of the fewest groups, and 2/3 of one more (Dosa 2007, of first-fit).
+    At most 11/9 of the fewest groups, and 2/3 of one more (Dosa 2007, for first-fit).
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # sorted: room, number of the group

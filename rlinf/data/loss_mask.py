@@ -1,8 +1,9 @@
-"""The steps of a trajectory that count: those the policy chose and is to be judged by.
+"""Loss masks: the steps of a trajectory that the policy chose and is trained on.
 
-A trajectory may hold other steps too (what a tool said, what came after the end of an episode).
-Its step column ``mask`` is 0 there; without that column all steps count. Where a step is several
-choices (tokens of an action, actions of a chunk), ``submask`` says which of them count.
+A trajectory also holds other steps, such as the output of a tool or steps after the end of an
+episode. Its step column ``mask`` is 0 there; without that column all steps count. Where a step
+consists of several choices (tokens of an action, actions of a chunk), ``submask`` marks those that
+count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rlinf.data.record import Record
 
 
 def loss_mask(trajectory: Record) -> np.ndarray:
-    """Which steps count, bool ``[T]``."""
+    """Return the steps that count, bool ``[T]``."""
     counts = np.ones(len(trajectory), dtype=bool)
     if "mask" in trajectory.steps:
         counts &= np.asarray(trajectory.steps["mask"]) != 0
@@ -24,7 +25,8 @@ def loss_mask(trajectory: Record) -> np.ndarray:
 
 
 def masked_logprobs(trajectory: Record, column: np.ndarray) -> np.ndarray:
-    """What of a column of log-probabilities, ``[T]`` or ``[T, ...]``, counts, one after another."""
+    """Return the log-probabilities of choices that count, flat, from a column ``[T]`` or ``[T,
+    ...]``."""
     values: np.ndarray = column[loss_mask(trajectory)]
     if "submask" in trajectory.steps:
         values = values[np.asarray(trajectory.steps["submask"])[loss_mask(trajectory)] != 0]
@@ -32,8 +34,7 @@ def masked_logprobs(trajectory: Record, column: np.ndarray) -> np.ndarray:
 
 
 def action_mask(trajectory: Record) -> np.ndarray | None:
-    """Of steps that are chunks of actions which of those count, bool ``[T, C]``; None: they are
-    not chunks."""
+    """Return the actions of chunks that count, bool ``[T, C]``. None: steps are no chunks."""
     if "executed" not in trajectory.steps:
         return None
     place = np.arange(trajectory.steps["actions"].shape[1])
@@ -41,30 +42,33 @@ def action_mask(trajectory: Record) -> np.ndarray | None:
     return there & loss_mask(trajectory)[:, None]
 
 
-def place_on_last_action(worth: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """What each chunk is worth, ``[T]``, on the last of its actions that counts: it came of all
-    that was done in the chunk.
+def place_on_last_action(rewards: np.ndarray, actions: np.ndarray) -> np.ndarray:
+    """Place the reward of each chunk, ``[T]``, on the last of its actions that counts.
+
+    The reward results from everything that was done in the chunk.
 
     Args:
-        actions: :func:`action_mask`, ``[T, C]``; of a chunk without one it is the first.
+        rewards: ``[T]``.
+        actions: :func:`action_mask`, ``[T, C]``. A chunk without a counted action uses its first
+            one.
 
     Returns:
         ``[T, C]``.
     """
     last = np.maximum(actions.sum(1) - 1, 0)
-    placed: np.ndarray = worth[:, None] * (np.arange(actions.shape[1]) == last[:, None])
+    placed: np.ndarray = rewards[:, None] * (np.arange(actions.shape[1]) == last[:, None])
     return placed
 
 
 def move_rewards_to_actions(rewards: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Rewards on steps that count alone; their sum is the same.
+    """Move rewards to steps that count; their sum stays the same.
 
-    What a step that does not count was given goes to the last step before it that does: the choice
-    that led there. What comes before the first choice goes to that one.
+    The reward of a masked step goes to the last counted step before it, which led there. Rewards
+    before the first counted step go to that step.
 
     Args:
         rewards: ``[T]``.
-        counts: bool ``[T]``, true somewhere.
+        counts: bool ``[T]``, true at least once.
 
     Returns:
         float32 ``[T]``.

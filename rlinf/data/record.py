@@ -1,4 +1,4 @@
-"""The record: what flows through every channel."""
+"""The record: the unit that travels through every channel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import xxhash
 
 Scalar = float | int | str
 LARGE_ROW_BYTES = 1 << 10
-"""Columns of steps whose rows have at least as much (images and the like) are read as they are
-used."""
+"""Step columns with rows of at least this size (images, for example) are read lazily."""
 
 
 class RecordId(NamedTuple):
-    """Who a record is. A retry produces the same iteration and sample with another attempt."""
+    """Identity of a record. A retry has the same iteration and sample, and another attempt."""
 
     iteration: int
     sample: int
@@ -24,7 +23,7 @@ class RecordId(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """What a consumer compares to drop duplicates."""
+        """Key by which a consumer drops duplicates."""
         return (self.iteration, self.sample)
 
 
@@ -32,10 +31,11 @@ class RecordId(NamedTuple):
 class Record:
     """One item of a channel.
 
-    ``steps`` are arrays with one common leading dimension ``T``: tokens of a response, steps of an
-    episode, or rows of a request. ``context`` are arrays without it (a prompt, a last observation),
-    ``info`` are numbers and strings (stop reason, answer, group): plain ones, whatever they are
-    given as, so that a record in memory and the same one read from a file have one digest.
+    ``steps`` are arrays with a common leading dimension ``T``: tokens of a response, steps of an
+    episode, or rows of a request. ``context`` are arrays without it (a prompt, a last observation).
+    ``info`` are numbers and strings (stop reason, answer, group). They are converted to plain
+    Python values, so that a record in memory and the same record read from a file have equal
+    digests.
     """
 
     identity: RecordId
@@ -52,14 +52,17 @@ class Record:
             self.info = {name: _plain(value) for name, value in self.info.items()}
 
     def slice_steps(self, start: int, stop: int) -> Record:
-        """Its steps from ``start`` up to ``stop``, as views, with all else."""
+        """Return the record with its steps from ``start`` up to ``stop``, as views."""
         if (start, stop) == (0, len(self)):
             return self
         steps = {name: column[start:stop] for name, column in self.steps.items()}
         return Record(self.identity, steps, self.context, self.info)
 
     def digest(self) -> int:
-        """64 bits of all it holds but the attempt, as it was when this was first asked."""
+        """Return a 64-bit digest of everything but the attempt.
+
+        It is computed at the first call and then kept.
+        """
         if self._digest is None:
             state = xxhash.xxh3_64(repr((self.identity.key, sorted(self.info.items()))).encode())
             for columns in (self.steps, self.context):
@@ -78,7 +81,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """A number or a text as plain Python has it; anything else is refused where it is written."""
+    """Convert a number or text to its plain Python type. The writer refuses any other type."""
     if isinstance(value, bool | np.bool_ | np.integer):
         return int(value)
     if isinstance(value, np.floating):
@@ -87,10 +90,10 @@ def _plain(value: Any) -> Any:
 
 
 def digest_records(records: Iterable[Record]) -> int:
-    """64 bits of some records, in any order; see :func:`combine_digests`."""
+    """Return a 64-bit digest of records in any order; see :func:`combine_digests`."""
     return combine_digests(record.digest() for record in records)
 
 
 def combine_digests(digests: Iterable[int]) -> int:
-    """Of parts the digest of the whole: a sum, in which equal parts do not cancel."""
+    """Return the digest of a collection from its parts; equal parts do not cancel."""
     return sum(digests) % (1 << 64)

@@ -1,7 +1,7 @@
-"""Transitions: single steps with the observation that follows, which off-policy methods learn from.
+"""Transitions: single steps with the next observation, which off-policy methods learn from.
 
 ``terminated`` (the episode ended by itself: nothing follows) and ``truncated`` (it was cut off: the
-next observation has a value) are kept apart; a target that treats a cut as an end is biased
+next observation has a value) are separate. A target that treats a truncation as an end is biased
 (Pardo et al., 2018, arXiv 1712.00378).
 """
 
@@ -17,19 +17,19 @@ from rlinf.data.record import Record
 from rlinf.errors import InputError
 
 TRUNCATION_STEPS, FINAL_OBSERVATIONS = "cut_steps", "cut_observations"
-"""Context of a trajectory: the steps ``[K]`` after which it was cut off, in order, and what was
-seen then ``[K, D]``."""
+"""Context of a trajectory: the steps ``[K]`` after which it was truncated, in order, and the
+observations after them ``[K, D]`` (Gymnasium's ``final_obs``)."""
 INTERVENED, EXECUTED_ACTIONS = "intervened", "performed"
-"""Step columns of a trajectory in which a person may have acted in the place of the policy: where
-that was so, uint8 ``[T]`` (of chunks ``[T, H]``), and the actions that were carried out.
-``actions`` are always the policy's, to which its log-probabilities belong."""
+"""Step columns of a trajectory in which a person may have replaced the policy: where that happened,
+uint8 ``[T]`` (``[T, H]`` for chunks), and the actions that were executed. ``actions`` always hold
+the policy's own choice, to which its log-probabilities belong."""
 ACTION_LOW, ACTION_HIGH = "action_low", "action_high"
 """Context of a trajectory of vectors: the bounds ``[A]`` of its actions, infinite where there are
-none, of an integer type where actions are rounded. ``actions`` may lie beyond them; the simulator
-carries them out within."""
+none, of an integer type where actions are rounded. ``actions`` may lie outside; the simulator clips
+them."""
 EPISODE_ENDS = "ends"
-"""Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that was judged as a whole,
-also where it was cut off: nothing follows."""
+"""Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that got one reward for all of
+it, also where it was truncated. Nothing follows it."""
 TRANSITION_FIELDS = (
     "observations",
     "actions",
@@ -41,24 +41,24 @@ TRANSITION_FIELDS = (
 
 
 class Transitions(ABC):
-    """Some transitions, by number from 0, oldest first."""
+    """An ordered collection of transitions, indexed from 0, oldest first."""
 
     dtype: np.dtype
-    """Of a row: a structure with :data:`TRANSITION_FIELDS`."""
+    """Structured type of a row, with :data:`TRANSITION_FIELDS`."""
     num_new: int
-    """How many of them, the last ones, came since the last update."""
+    """Number of transitions, the last ones, that were added since the last update."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of transitions."""
 
     @abstractmethod
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Rows ``[n]`` of these numbers ``[n]``, copied."""
+        """Return copies of the rows ``[n]`` with these numbers ``[n]``."""
 
 
 class InMemoryTransitions(Transitions):
-    """Transitions in memory."""
+    """Transitions held in an array."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows, self.dtype, self.num_new = rows, rows.dtype, len(rows)
@@ -71,7 +71,7 @@ class InMemoryTransitions(Transitions):
 
 
 class ConcatenatedTransitions(Transitions):
-    """Some transitions, and then others of the same type."""
+    """Two collections of transitions of one type, one after the other."""
 
     def __init__(self, first: Transitions, second: Transitions) -> None:
         self._first, self._second = first, second
@@ -88,7 +88,7 @@ class ConcatenatedTransitions(Transitions):
 
 
 def transition_dtype(observation: int, action: int) -> np.dtype:
-    """The type of a row for observations ``[observation]`` and actions ``[action]``."""
+    """Return the type of a row for observations ``[observation]`` and actions ``[action]``."""
     return np.dtype(
         [
             ("observations", "<f4", (observation,)),
@@ -102,16 +102,16 @@ def transition_dtype(observation: int, action: int) -> np.dtype:
 
 
 def dtype_fields(dtype: np.dtype) -> list[list[object]]:
-    """Name, type and shape of each field, as plain values."""
-    found: list[list[object]] = []
+    """Return name, type and shape of each field as plain values."""
+    described: list[list[object]] = []
     for name in dtype.names or ():
         base, shape = dtype[name].base, dtype[name].shape
-        found.append([name, base.str, list(shape)])
-    return found
+        described.append([name, base.str, list(shape)])
+    return described
 
 
 def dtype_mismatch(own: np.dtype, other: np.dtype) -> str | None:
-    """What the first field is that two types of rows do not have alike; None: all are."""
+    """Describe the first field that differs between two row types. None: they are equal."""
     mine, theirs = ({str(f[0]): f[1:] for f in dtype_fields(t)} for t in (own, other))
     for name in [*mine, *theirs]:
         if mine.get(name) != theirs.get(name):
@@ -121,8 +121,11 @@ def dtype_mismatch(own: np.dtype, other: np.dtype) -> str | None:
 
 
 def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Actions ``[..., A]`` as they are carried out: clipped to the bounds, and rounded to the
-    nearest integers (halves to the even one) where the bounds are integers."""
+    """Return actions ``[..., A]`` as they are executed.
+
+    They are clipped to the bounds, and rounded to the nearest integer (halves to even) where the
+    bounds are integers.
+    """
     clipped = np.minimum(np.maximum(actions, low), high)
     if np.issubdtype(low.dtype, np.integer):
         clipped = np.rint(clipped)
@@ -130,8 +133,10 @@ def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.n
 
 
 def executed_actions(trajectory: Record) -> np.ndarray:
-    """The actions of a trajectory as they were carried out, ``[T, ...]``: within the bounds, and a
-    person's where a person acted."""
+    """Return the actions of a trajectory as they were executed, ``[T, ...]``.
+
+    They are within the bounds, and a person's where a person intervened.
+    """
     actions = np.asarray(trajectory.steps["actions"])
     if ACTION_LOW in trajectory.context:
         low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
@@ -144,8 +149,10 @@ def executed_actions(trajectory: Record) -> np.ndarray:
 
 
 def action_clip_ratio(trajectory: Record) -> float | None:
-    """The share of the components of a trajectory's actions, of the steps that count, that lay
-    beyond their bounds; None: they have no bounds."""
+    """Return the fraction of action components outside their bounds, over counted steps.
+
+    None: the actions have no bounds.
+    """
     if ACTION_LOW not in trajectory.context:
         return None
     actions = np.asarray(trajectory.steps["actions"])
@@ -162,7 +169,7 @@ def action_clip_ratio(trajectory: Record) -> float | None:
 
 
 def intervention_mask(trajectory: Record) -> np.ndarray:
-    """In which of the rows of :func:`to_transitions` a person acted, bool ``[n]``."""
+    """Return the rows of :func:`to_transitions` in which a person acted, bool ``[n]``."""
     counts = loss_mask(trajectory)
     acted = np.asarray(trajectory.steps.get(INTERVENED, np.zeros(len(trajectory)))) != 0
     return acted[counts]
@@ -171,21 +178,21 @@ def intervention_mask(trajectory: Record) -> np.ndarray:
 def to_transitions(
     trajectory: Record, rewards: np.ndarray, ends: np.ndarray | None = None
 ) -> np.ndarray:
-    """The steps of a trajectory that count, with what was done and what was seen after each.
+    """Return the counted steps of a trajectory as transitions.
 
     Args:
         trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
-            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. After any other
-            step that did not end its episode comes the next one's observation.
+            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. Every
+            other step that did not end its episode is followed by the observation of the next.
         rewards: ``[T]``.
-        ends: ``[T]`` 1 where nothing follows though the episode was cut off; None: nowhere.
+        ends: ``[T]`` 1 where nothing follows although the episode was truncated. None: nowhere.
 
     Returns:
-        Rows of :func:`transition_dtype`; ``truncated`` is 1 wherever the trajectory was cut off, by the
-        environment or by the end of what was collected.
+        Rows of :func:`transition_dtype`. ``truncated`` is 1 where the trajectory was cut off, by
+        the environment or by the end of the rollout.
 
     Raises:
-        InputError: it is no trajectory of vectors, or does not say what was seen at its end.
+        InputError: the trajectory has no vector observations, or lacks the observation at its end.
     """
     steps, context = trajectory.steps, trajectory.context
     lacking = [name for name in ("observations", "actions", "terminated") if name not in steps]
@@ -196,18 +203,19 @@ def to_transitions(
             "trajectories that a simulator gave (task.name=gym)"
         )
     reject_action_chunks(trajectory)
-    seen, length = np.asarray(steps["observations"], np.float32), len(trajectory)
+    observations, length = np.asarray(steps["observations"], np.float32), len(trajectory)
     actions = executed_actions(trajectory).astype(np.float32).reshape(length, -1)
-    if seen.ndim != 2:
+    if observations.ndim != 2:
         raise InputError(
-            f"{trajectory.identity}: observations {seen.shape} of a trajectory; expected vectors"
+            f"{trajectory.identity}: observations {observations.shape} of a trajectory; expected "
+            "vectors"
         )
-    rows = np.zeros(length, transition_dtype(seen.shape[1], actions.shape[1]))
-    rows["observations"], rows["actions"], rows["rewards"] = seen, actions, rewards
+    rows = np.zeros(length, transition_dtype(observations.shape[1], actions.shape[1]))
+    rows["observations"], rows["actions"], rows["rewards"] = observations, actions, rewards
     rows["terminated"] = steps["terminated"]
     if ends is not None:
         rows["terminated"] |= np.asarray(ends, np.uint8)
-    rows["next_observations"][:-1] = seen[1:]
+    rows["next_observations"][:-1] = observations[1:]
     cut = context[TRUNCATION_STEPS]
     rows["next_observations"][cut] = context[FINAL_OBSERVATIONS]
     rows["truncated"][cut] = 1
@@ -218,15 +226,15 @@ def to_transitions(
             f"{trajectory.identity}: it does not say what was seen after its last step"
         )
     # Nothing follows: what stands there must not depend on which episode came next.
-    rows["next_observations"][ended] = seen[ended]
+    rows["next_observations"][ended] = observations[ended]
     return rows[loss_mask(trajectory)]
 
 
 def reject_action_chunks(trajectory: Record) -> None:
-    """
+    """Raise if the steps of a trajectory are chunks of actions.
+
     Raises:
-        InputError: its steps are chunks of actions, of which nothing says what was seen between
-            them.
+        InputError: the observations between the actions of a chunk were not recorded.
     """
     if "executed" in trajectory.steps:
         raise InputError(
@@ -236,7 +244,7 @@ def reject_action_chunks(trajectory: Record) -> None:
 
 
 def concatenate_transitions(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Rows of several trajectories.
+    """Return the rows of several trajectories as one array.
 
     Raises:
         InputError: they are not of one type.

@@ -1,4 +1,4 @@
-"""Videos of pictures: MP4 files (H.264), by PyAV, whose wheel brings FFmpeg's libraries with it."""
+"""Read and write videos: MP4 files (H.264) with PyAV, whose wheel includes FFmpeg."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from rlinf.errors import DataError, require_package
 
 QUALITY = "18"
-"""Constant rate factor of x264: what is lost is hardly seen."""
+"""Constant rate factor of x264; the loss is barely visible."""
 
 
 def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
-    """Write pictures uint8 ``[H, W, 3]`` of one size to a new file; returns how many there were.
+    """Write frames uint8 ``[H, W, 3]`` of one size to a new file; returns their number.
 
-    An odd height or width is made even by repeating the last row or column, as the format wants.
+    An odd height or width is made even by repeating the last row or column, as the format requires.
 
     Raises:
         MissingPackageError: PyAV is not installed.
-        ValueError: there are none, or one has another size.
+        ValueError: there are no frames, or their sizes differ.
     """
     require_package("av", "video", "writing videos")
     import av
@@ -45,11 +45,11 @@ def write_video(path: Path, frames: Iterable[np.ndarray], fps: int) -> int:
 
 
 def read_video(path: Path) -> Iterator[np.ndarray]:
-    """The pictures of a video in order, uint8 ``[H, W, 3]``.
+    """Yield the frames of a video in order, uint8 ``[H, W, 3]``.
 
     Raises:
         MissingPackageError: PyAV is not installed.
-        DataError: no readable video.
+        DataError: the file is no readable video.
     """
     require_package("av", "video", "reading videos")
     import av

@@ -1,4 +1,4 @@
-"""An engine for policies that act by one call: batches, randomness and versions."""
+"""The engine for policies that compute actions in one forward pass: batches, noise, versions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from rlinf.models.device import DeviceName, local_device
 from rlinf.seeding import generator
 
 BATCH_MULTIPLE = 8
-"""Batches are filled up to a multiple. Matrix products treat rows that fill no whole tile apart,
-and round them otherwise: an answer would depend on who else is in the batch."""
+"""Batches are padded to a multiple of this. Matrix products round the rows of incomplete tiles
+differently, so an action would depend on the batch size."""
 
 
 class DirectConfig(Section):
-    """One call of the policy per time step."""
+    """Options of the engine with one forward pass per time step."""
 
     threads: int = Field(default=1, gt=0)
-    """Torch threads; small networks want one."""
+    """Torch threads; one is best for small networks."""
     python: str | None = None
-    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
+    """Python interpreter of the stages that use the engine; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "cpu"
-    """Small networks answer sooner on the CPU."""
+    """Device of the policy; small networks are faster on the CPU."""
 
 
 class DirectEngine(OffloadableTensors, Engine):
-    """Answers each request at once by :meth:`rlinf.models.base.Policy.act`.
+    """An engine that answers each request with one call of :meth:`rlinf.models.base.Policy.act`.
 
-    All columns of a request but ``sample`` are the observation, all that the policy gives are the
-    reply's. A row's answer does not depend on the other rows.
+    All columns of a request except ``sample`` are the observation. The reply has all outputs of the
+    policy. A row does not depend on the other rows.
     """
 
     Config = DirectConfig
@@ -61,9 +61,9 @@ class DirectEngine(OffloadableTensors, Engine):
         self._address: tuple[Any, ...] = ()
 
     def load(self, folder: Path, version: int) -> None:
-        self.close()  # the old ones leave the memory first
-        # Also where they come while samples are under way: of tensors that are made in inference
-        # mode no later state can take the place.
+        self.close()  # free the old weights first
+        # Not in inference mode, also while samples are running, because inference tensors cannot
+        # be overwritten by later weights.
         with torch.inference_mode(False):
             self._policy = self._class.load(folder, self._policy_config)
             move_to_device(self._policy.module.eval(), self.device)
@@ -99,19 +99,19 @@ class DirectEngine(OffloadableTensors, Engine):
             yield Record(request.identity, steps, info={"version": self.version})
 
     def _act(self, request: Record, seed: int, stage: str) -> dict[str, np.ndarray]:
-        """Columns of the reply."""
+        """Return the columns of the reply."""
         temperature = float(request.info["temperature"])
-        seen = {name: self._rows(c) for name, c in request.steps.items() if name != "sample"}
-        noise = None if temperature == 0 else self._rows(self._draw(request, seed, stage))
-        found = self._policy.act(seen, noise, temperature)
-        columns = {name: column[: len(request)].cpu().numpy() for name, column in found.items()}
+        inputs = {name: self._pad(c) for name, c in request.steps.items() if name != "sample"}
+        noise = None if temperature == 0 else self._pad(self._draw(request, seed, stage))
+        outputs = self._policy.act(inputs, noise, temperature)
+        columns = {name: column[: len(request)].cpu().numpy() for name, column in outputs.items()}
         return {"sample": request.steps["sample"], **columns}
 
     def _draw(self, request: Record, seed: int, stage: str) -> np.ndarray:
-        """Noise ``[n, ...]`` of this time step.
+        """Return the noise ``[n, ...]`` of this time step.
 
-        A sample's noise is drawn for the whole horizon when it is first seen; drawing it step by
-        step would take longer than a small network.
+        The noise of a sample is drawn for the entire horizon at its first step, because drawing it
+        step by step would be slower than a small network.
         """
         horizon, time = int(request.info["horizon"]), int(request.info["time"])
         address = (seed, request.identity.iteration, stage, horizon)
@@ -126,9 +126,9 @@ class DirectEngine(OffloadableTensors, Engine):
             rows.append(table[time])
         return np.stack(rows)
 
-    def _rows(self, column: np.ndarray) -> Tensor:
-        """On the device, with zero rows to the next multiple of :data:`ROWS`."""
+    def _pad(self, column: np.ndarray) -> Tensor:
+        """Move a column to the device, with zero rows up to a multiple of BATCH_MULTIPLE."""
         count = len(column)
-        filled = np.zeros((count + -count % BATCH_MULTIPLE, *column.shape[1:]), column.dtype)
-        filled[:count] = column
-        return torch.from_numpy(filled).to(self.device)
+        padded = np.zeros((count + -count % BATCH_MULTIPLE, *column.shape[1:]), column.dtype)
+        padded[:count] = column
+        return torch.from_numpy(padded).to(self.device)

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, and seeing that a sample ends."""
+"""Sampling of tokens from logits, and detection of stop strings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rlinf.data.sampling_params import SamplingParams
 def sample_tokens(
     logits: Tensor, noise: Tensor, sampling: SamplingParams, forbidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution.
+    """Sample one token per row by inverting the cumulative distribution.
 
     Args:
         logits: ``[B, V]`` float32.
-        noise: ``[B]`` uniform in [0, 1).
-        forbidden: bool ``[B, V]``: tokens that cannot be drawn.
+        noise: Uniform random numbers in [0, 1), ``[B]``.
+        sampling: Sampling parameters of all rows.
+        forbidden: bool ``[B, V]``, tokens that must not be sampled.
 
     Returns:
         Tokens ``[B]`` int64 and their log-probabilities ``[B]`` under the policy, as
@@ -35,7 +36,7 @@ def sample_tokens(
             truncate_distribution(weights, sampling) if sampling.truncates_distribution else weights
         ).cumsum(-1)
         total = cumulative[:, -1:]
-        # Rounded up to the total it would pass by every token that can be drawn.
+        # Rounding up to the total would skip all tokens.
         threshold = torch.minimum(
             noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
         )
@@ -45,19 +46,19 @@ def sample_tokens(
 
 
 def truncate_distribution(weights: Tensor, sampling: SamplingParams) -> Tensor:
-    """Probabilities ``[B, V]`` with zeros for what cannot be drawn; not normalized."""
+    """Return unnormalized probabilities ``[B, V]`` after top_k, top_p and min_p truncation."""
     size = weights.shape[-1]
-    kept = weights
+    remaining = weights
     if 0 < sampling.top_k < size:
-        kept = kept.where(kept >= kept.topk(sampling.top_k).values[:, -1:], 0.0)
+        remaining = remaining.where(remaining >= remaining.topk(sampling.top_k).values[:, -1:], 0.0)
     if sampling.top_p < 1:
-        ordered, order = kept.sort(dim=-1, descending=True, stable=True)
+        ordered, order = remaining.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
-        ordered = ordered.where(before < sampling.top_p * kept.sum(-1, keepdim=True), 0.0)
-        kept = torch.zeros_like(kept).scatter_(-1, order, ordered)
+        ordered = ordered.where(before < sampling.top_p * remaining.sum(-1, keepdim=True), 0.0)
+        remaining = torch.zeros_like(remaining).scatter_(-1, order, ordered)
     if sampling.min_p > 0:
-        kept = kept.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
-    return kept
+        remaining = remaining.where(weights >= sampling.min_p * weights.amax(-1, keepdim=True), 0.0)
+    return remaining
 
 
 def completes_stop_string(
@@ -66,13 +67,16 @@ def completes_stop_string(
     decode: Callable[[Sequence[int]], str],
     stop_ids: Collection[int] = (),
 ) -> bool:
-    """Whether one of the texts ends in the last token of a sample (and began in any earlier one).
+    """Return whether a stop string ends in the last token of a sample.
+
+    Only as many of the last tokens are decoded as necessary: a token has at least one byte, unless
+    it is special.
 
     Args:
-        stop_ids: tokens that are one of the texts, and that ``decode`` does not show.
-
-    Reads no more of the sample's end than it must: a token makes a byte or more, or, being
-    special, nothing.
+        tokens: The tokens of the sample.
+        stops: The stop strings.
+        decode: Returns the text of tokens.
+        stop_ids: Ids of stop strings that are special tokens, which ``decode`` omits.
     """
     if tokens[-1] in stop_ids:
         return True
@@ -81,7 +85,7 @@ def completes_stop_string(
     while True:
         tail = tokens[-window:]
         text, before = decode(tail), decode(tail[:-1])
-        # What the last token changed: an unfinished character may become another one.
+        # Find the first changed character, because an incomplete character may change, too.
         pairs = enumerate(zip(before, text, strict=False))
         new = next((i for i, (old, now) in pairs if old != now), len(before))
         if any(0 <= text.rfind(stop) > new - len(stop) for stop in stops):

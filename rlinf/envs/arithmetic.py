@@ -81,16 +81,16 @@ class ArithmeticEnvironment(PromptEnvironment):
         # Every character is a token, in the words of a new model.
         return TaskSize(max_prompt_tokens=2 * max(config.digits) + 2)
 
-    def prompts(self, episodes: RolloutRequest) -> list[Prompt]:
-        seed, iteration = episodes.seed, episodes.iteration
-        if episodes.split == "test":
+    def prompts(self, request: RolloutRequest) -> list[Prompt]:
+        seed, iteration = request.seed, request.iteration
+        if request.split == "test":
             seed, iteration = self.config.test_seed, 0
         return [
             self._draw(
-                generator(seed, "arithmetic", episodes.split, iteration, int(start)),
-                episodes.split,
+                generator(seed, "arithmetic", request.split, iteration, int(start)),
+                request.split,
             )
-            for start in episodes.group_ids
+            for start in request.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:

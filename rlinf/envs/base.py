@@ -107,14 +107,14 @@ def score_trajectories(
         InputError: :meth:`Environment.score` returned a wrong number of scores, or values that are
             not numbers.
     """
-    found = environment.score(trajectories, counts)
+    scores = environment.score(trajectories, counts)
     name = f"task: {type(environment).__name__}.score"
     try:
-        numbers = np.asarray(found)
+        numbers = np.asarray(scores)
     except ValueError:  # lists of unlike lengths
         numbers = np.asarray("")
     if numbers.size and numbers.dtype.kind not in "biuf":
-        raise InputError(f"{name} returned {found!r:.60}; it must return a list of numbers")
+        raise InputError(f"{name} returned {scores!r:.60}; it must return a list of numbers")
     if numbers.shape != (len(trajectories),):
         raise InputError(
             f"{name} returned scores of shape {list(numbers.shape)} for {len(trajectories)} "
@@ -226,7 +226,7 @@ class Environment(Component, ABC):
 
     @abstractmethod
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         """Collect trajectories: yield one record per sample, as soon as it is complete.
 

@@ -35,42 +35,42 @@ class CameraWrapper:
     renders MuJoCo environments with :class:`MujocoCameras`.
     """
 
-    def __init__(self, world: Any, images: Images) -> None:
-        self._world, self._images = world, images
-        self._picture: Any = getattr(world, "picture", None)
-        bare = getattr(world, "unwrapped", world)
+    def __init__(self, env: Any, images: Images) -> None:
+        self._env, self._images = env, images
+        self._picture: Any = getattr(env, "picture", None)
+        bare = getattr(env, "unwrapped", env)
         if self._picture is None:
             if not (hasattr(bare, "model") and hasattr(bare, "data")):
                 raise InvalidEnvConfig(
-                    "task.images: this simulator shows no pictures; leave them out"
+                    "task.images: this simulator renders no images; leave them out"
                 )
             self._picture = MujocoCameras(bare, images)
-        check_cameras(images, getattr(world, "cameras", images))
-        self.action_space = world.action_space
-        self.observation_space = world.observation_space
-        self.starts = getattr(world, "starts", 0)
-        self.step_info_keys = getattr(world, "step_info_keys", ())
+        check_cameras(images, getattr(env, "cameras", images))
+        self.action_space = env.action_space
+        self.observation_space = env.observation_space
+        self.starts = getattr(env, "starts", 0)
+        self.step_info_keys = getattr(env, "step_info_keys", ())
         self.unwrapped = bare
         for name in ("expert", "save", "restore"):
-            if hasattr(world, name):
-                setattr(self, name, getattr(world, name))
+            if hasattr(env, name):
+                setattr(self, name, getattr(env, name))
 
     @property
     def instruction(self) -> str | None:
-        return get_instruction(self._world)
+        return get_instruction(self._env)
 
     def reset(self, **where: int) -> Any:
-        return self._world.reset(**where)
+        return self._env.reset(**where)
 
     def step(self, action: Any) -> Any:
-        return self._world.step(action)
+        return self._env.step(action)
 
     def pictures(self) -> Arrays:
         """Return the current images of all cameras."""
         return {name: self._picture(name, *size) for name, size in self._images.items()}
 
     def close(self) -> None:
-        self._world.close()
+        self._env.close()
 
 
 class MujocoCameras:
@@ -79,17 +79,17 @@ class MujocoCameras:
     Shadows, reflections and multisampling are off, because they take most of the time in software.
     """
 
-    def __init__(self, world: Any, images: Images) -> None:
-        self._world, self._images = world, images
+    def __init__(self, env: Any, images: Images) -> None:
+        self._env, self._images = env, images
         self._mujoco = importlib.import_module("mujoco")
         self._prepare()
 
     def _prepare(self) -> None:
         """Create renderers of the model, which the environment may rebuild at a reset."""
-        model = self._model = self._world.model
+        model = self._model = self._env.model
         check_cameras(self._images, [*(model.camera(n).name for n in range(model.ncam)), "free"])
         model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        # Meshes and textures take most of the memory, and are the same in worlds of a task.
+        # Meshes and textures take most of the memory, and are equal in all environments of a task.
         fixed = [getattr(model, name, None) for name in RENDERER_MODEL_FIELDS]
         parts = [array.tobytes() for array in fixed if array is not None]
         looks = hashlib.blake2b(b"".join(parts)).digest()
@@ -101,11 +101,11 @@ class MujocoCameras:
             self._renderers[size] = renderer
 
     def _renderer(self, height: int, width: int) -> Any:
-        most = self._model.vis.global_  # A model says how large a picture may be.
+        most = self._model.vis.global_  # The model limits the image size.
         most.offheight, most.offwidth = max(most.offheight, height), max(most.offwidth, width)
         try:
             renderer = self._mujoco.Renderer(self._model, height, width)
-        except Exception as error:  # whatever a graphics library brings about
+        except Exception as error:  # a graphics library may raise anything
             raise InvalidEnvConfig(
                 f"task.renderer: {os.environ.get('MUJOCO_GL')} does not work here ({error}); "
                 "egl needs Debian's libegl1 and libgl1-mesa-dri, osmesa libosmesa6"
@@ -115,7 +115,7 @@ class MujocoCameras:
         return renderer
 
     def __call__(self, name: str, height: int, width: int) -> np.ndarray:
-        if self._world.model is not self._model:
+        if self._env.model is not self._model:
             self._prepare()
         mujoco, renderer = self._mujoco, self._renderers[height, width]
         camera = mujoco.MjvCamera()
@@ -124,9 +124,9 @@ class MujocoCameras:
         else:
             camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
             camera.fixedcamid = self._model.camera(name).id
-        # Its own update would be of the model that it was made with.
+        # Its own update would use the model that it was created with.
         how = (mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL.value)
-        mujoco.mjv_updateScene(self._model, self._world.data, *how, renderer.scene)
+        mujoco.mjv_updateScene(self._model, self._env.data, *how, renderer.scene)
         picture: np.ndarray = renderer.render()
         return picture
 

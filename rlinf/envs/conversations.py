@@ -1,4 +1,4 @@
-"""Conversations from JSON-lines files: the assistant's messages are learnt or asked for.
+"""Conversations from JSON-lines files, for fine-tuning on the assistant's messages or as prompts.
 
 A conversation becomes tokens by the tokenizer's chat template (:mod:`rlinf.models.chat_format`).
 Each span, prompt or answer, is tokenized separately. So the assistant's tokens, and the tokens
@@ -101,12 +101,12 @@ class ConversationsEnvironment(ProblemSetEnvironment):
     @classmethod
     def task_size(cls, config: Any, processor: Any) -> TaskSize:
         if processor is None:
-            # A small model to be made: its tokenizer has every character, and a template.
+            # A small model will be created: its tokenizer has every character, and a template.
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)
-        environment._all("train")
-        environment._all("test")
+        environment._training_records("train")
+        environment._training_records("test")
         return super().task_size(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
@@ -115,7 +115,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         """Return conversations without replacement, in a new order for each epoch."""
-        learnt = self._all("train")
+        learnt = self._training_records("train")
         chosen = []
         for i in range(count):
             epoch, place = divmod(step * count + i, len(learnt))
@@ -126,7 +126,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         ]
 
     def test_demonstrations(self, count: int) -> list[Record]:
-        learnt = self._all("test")
+        learnt = self._training_records("test")
         chosen = learnt.take(range(min(count, len(learnt))))
         return [
             Record(RecordId(0, i), record.steps, record.context) for i, record in enumerate(chosen)
@@ -138,7 +138,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             self._drawn = ((seed, epoch), order)
         return self._drawn[1]
 
-    def _all(self, split: Split) -> RenderedDataset[Record]:
+    def _training_records(self, split: Split) -> RenderedDataset[Record]:
         """Return all conversations of a split as training records; each is tokenized on use."""
         if split not in self._learnt:
             problems = self.load_problems(self.config, split)
@@ -175,7 +175,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         talks = [[*self._messages(p), {"role": "assistant", "content": p.answer}] for p in problems]
         places, last = [problem.location for problem in problems], self.config.train_on == "last"
         turns = self.chat_format.assistant_turns(talks, places, last_only=last)
-        rows = [(i, row) for i, talk in enumerate(turns) for row in self._pieces(talk)]
+        rows = [(i, row) for i, talk in enumerate(turns) for row in self._spans(talk)]
         encoded = iter(self.encode([piece.text for _, row in rows for piece in row]))
         return [
             (number, self._record([(next(encoded), piece.in_loss) for piece in row]))
@@ -195,7 +195,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
         return Record(RecordId(0, 0), steps, {"prompt": prompt})
 
-    def _pieces(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
+    def _spans(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
         """Return the spans of one conversation: a new row for each prompt that does not extend the
         last."""
         rows, text = list[list[ConversationSpan]](), ""

@@ -176,7 +176,7 @@ class ToolDialogue(Dialogue):
             except Exception as error:  # a tool may raise anything
                 if attempt == self.limits.retries:
                     raise
-                log.debug("tool %s: %s; calling it again", call.name, _named(error))
+                log.debug("tool %s: %s; calling it again", call.name, _describe_error(error))
             self.tool_retries += 1
             await asyncio.sleep(self.limits.backoff_s * 2**attempt)
         raise AssertionError("the last try returns or raises")
@@ -228,7 +228,7 @@ async def _result(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
     return await result if inspect.isawaitable(result) else result
 
 
-def _named(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -324,20 +324,20 @@ class DialogueEnvironment(TextEnvironment):
         """Return a new dialogue; the same random numbers create the same one."""
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        talks = [self._talk(episodes, int(sample)) for sample in episodes.sample_ids()]
+        talks = [self._create_state(request, int(sample)) for sample in request.sample_ids()]
         try:
-            self._open(talks)
+            self._encode_openings(talks)
             live = talks
             with asyncio.Runner() as runner:
                 while live:
-                    self._ask(episodes, live, observations, actions)
-                    runner.run(self._answers(live))
-                    self._hear(episodes, live)
+                    self._request_messages(request, live, observations, actions)
+                    runner.run(self._step_all(live))
+                    self._add_replies(request, live)
                     for talk in live:
                         if talk.ended:
-                            yield talk.record(episodes)
+                            yield talk.record(request)
                     live = [talk for talk in live if not talk.ended]
             observations.close()
         finally:
@@ -348,47 +348,47 @@ class DialogueEnvironment(TextEnvironment):
         """Return the sum of each dialogue's rewards; NaN for one that was lost."""
         return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
 
-    def _talk(self, episodes: RolloutRequest, sample: int) -> _Talk:
-        start, split = sample // episodes.group_size, episodes.split
-        seed, iteration = episodes.seed, episodes.iteration
+    def _create_state(self, request: RolloutRequest, sample: int) -> _DialogueState:
+        start, split = sample // request.group_size, request.split
+        seed, iteration = request.seed, request.iteration
         if split == "test":
             seed, iteration = TEST_SEED, 0
         dialogue = self.create_dialogue(split, generator(seed, "dialogue", split, iteration, start))
         config = self.config
         dialogue.limits = ToolLimits(config.timeout_s, config.tool_retries, config.tool_backoff_s)
-        return _Talk(sample, start, dialogue)
+        return _DialogueState(sample, start, dialogue)
 
-    def _open(self, talks: Sequence[_Talk]) -> None:
+    def _encode_openings(self, talks: Sequence[_DialogueState]) -> None:
         conversations = [talk.dialogue.init() for talk in talks]
         texts = self._rendered(conversations)
         for talk, text, ids in zip(talks, texts, self.encode_prompts(texts), strict=True):
             talk.prompt, talk.prompt_text = ids, text
 
-    def _ask(
+    def _request_messages(
         self,
-        episodes: RolloutRequest,
-        live: Sequence[_Talk],
+        request: RolloutRequest,
+        live: Sequence[_DialogueState],
         observations: Channel,
         actions: Channel,
     ) -> None:
         """Request the policy's next message in each dialogue."""
-        stops = [*json.loads(str(episodes.request_info.get("stop", "[]"))), *self.stop_strings]
-        rooms: dict[int, list[_Talk]] = {}
+        stops = [*json.loads(str(request.request_info.get("stop", "[]"))), *self.stop_strings]
+        rooms: dict[int, list[_DialogueState]] = {}
         for talk in live:
-            room = min(self.config.max_turn_tokens, episodes.horizon - len(talk.tokens))
+            room = min(self.config.max_turn_tokens, request.horizon - len(talk.tokens))
             rooms.setdefault(room, []).append(talk)
         for room, part in sorted(rooms.items(), reverse=True):
-            observations.put(_request(episodes, part, room, stops))
+            observations.put(_request(request, part, room, stops))
         waiting = {talk.sample: talk for talk in live}
         while waiting:
             reply = actions.get()
             for row, sample in enumerate(reply.steps["sample"].tolist()):
                 waiting.pop(sample).add_message(reply, row, self.chat_format, stops)
 
-    async def _answers(self, live: Sequence[_Talk]) -> None:
-        await asyncio.gather(*(self._answer(talk) for talk in live))
+    async def _step_all(self, live: Sequence[_DialogueState]) -> None:
+        await asyncio.gather(*(self._step_one(talk) for talk in live))
 
-    async def _answer(self, talk: _Talk) -> None:
+    async def _step_one(self, talk: _DialogueState) -> None:
         with_tools = isinstance(talk.dialogue, ToolDialogue)
         longest_s = talk.dialogue.limits.max_duration_s if with_tools else self.config.timeout_s
         try:
@@ -397,10 +397,10 @@ class DialogueEnvironment(TextEnvironment):
                 talk.answer = await answer if isinstance(answer, Awaitable) else answer
         except Exception as error:  # the author's code may raise anything
             talk.fail(error)
-            log.warning("sample %d: its dialogue failed: %s", talk.sample, _named(error))
-            log.debug("%s", _shown(error))
+            log.warning("sample %d: its dialogue failed: %s", talk.sample, _describe_error(error))
+            log.debug("%s", _format_traceback(error))
 
-    def _hear(self, episodes: RolloutRequest, live: Sequence[_Talk]) -> None:
+    def _add_replies(self, request: RolloutRequest, live: Sequence[_DialogueState]) -> None:
         """Add the other side's replies, and end the dialogues that are done."""
         going = []
         for talk in live:
@@ -414,22 +414,24 @@ class DialogueEnvironment(TextEnvironment):
                 talk.ended = "length"
             else:
                 going.append(talk)
-        for talk, ids in zip(going, self._continued(going), strict=True):
-            if len(talk.tokens) + len(ids) >= episodes.horizon:
+        for talk, ids in zip(going, self._reply_tokens(going), strict=True):
+            if len(talk.tokens) + len(ids) >= request.horizon:
                 talk.ended = "length"
             else:
                 talk.add_reply(ids)
 
-    def _continued(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
+    def _reply_tokens(self, talks: Sequence[_DialogueState]) -> list[np.ndarray]:
         """Return the tokens between the policy's message and its next one."""
-        plain = [talk for talk in talks if self._says_plainly(talk)]
-        others = [talk for talk in talks if not self._says_plainly(talk)]
-        replies = self.encode([_plain(talk.answer[0]) for talk in plain], literal=True)
-        pairs = zip([*others, *plain], [*self._between_turns(others), *replies], strict=True)
+        plain = [talk for talk in talks if self._is_inline(talk)]
+        others = [talk for talk in talks if not self._is_inline(talk)]
+        replies = self.encode([_join_contents(talk.answer[0]) for talk in plain], literal=True)
+        pairs = zip(
+            [*others, *plain], [*self._templated_reply_tokens(others), *replies], strict=True
+        )
         ids = {talk.sample: tokens for talk, tokens in pairs}
         return [ids[talk.sample] for talk in talks]
 
-    def _between_turns(self, talks: Sequence[_Talk]) -> list[np.ndarray]:
+    def _templated_reply_tokens(self, talks: Sequence[_DialogueState]) -> list[np.ndarray]:
         """Return the tokens of the chat template and of the replies; text of a reply is never a
         special token."""
         turns = chat_template_affixes(self._rendered, [talk.answer[0] for talk in talks])
@@ -443,17 +445,17 @@ class DialogueEnvironment(TextEnvironment):
             for pieces in turns
         ]
 
-    def _says_plainly(self, talk: _Talk) -> bool:
+    def _is_inline(self, talk: _DialogueState) -> bool:
         return self.chat_format.template is None or (self.inline_replies and not talk.end)
 
     def _rendered(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
         if self.chat_format.template is None:
-            return [_plain(messages) for messages in conversations]
+            return [_join_contents(messages) for messages in conversations]
         return self.chat_format.render_prompts(conversations)
 
 
 @dataclass
-class _Talk:
+class _DialogueState:
     """A running dialogue and its recorded tokens."""
 
     sample: int
@@ -502,7 +504,7 @@ class _Talk:
 
     def add_reply(self, ids: np.ndarray) -> None:
         """Record a reply of the other side."""
-        self.text += f"[{_plain(self.answer[0])}]"
+        self.text += f"[{_join_contents(self.answer[0])}]"
         self.tokens += ids.tolist()
         self.logprobs += [0.0] * len(ids)
         self.mask += [0.0] * len(ids)
@@ -514,12 +516,15 @@ class _Talk:
     def fail(self, error: Exception) -> None:
         """Discard the dialogue: none of its steps counts."""
         users = to_user_code_error(error)
-        self.ended, self.error = STOP_REASON_ERROR, _shown(error) if users is None else str(users)
+        self.ended, self.error = (
+            STOP_REASON_ERROR,
+            _format_traceback(error) if users is None else str(users),
+        )
         self.bug = isinstance(users, UserCodeError)
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
-    def record(self, episodes: RolloutRequest) -> Record:
+    def record(self, request: RolloutRequest) -> Record:
         steps: dict[str, np.ndarray] = {
             "actions": np.array(self.tokens, np.int64),
             "logprobs": np.array(self.logprobs, np.float32),
@@ -530,7 +535,7 @@ class _Talk:
         if self.versions:
             steps["versions"] = np.array(self.versions, np.int64)
         return Record(
-            RecordId(episodes.iteration, self.sample),
+            RecordId(request.iteration, self.sample),
             steps=steps,
             context={"prompt": self.prompt},
             info={
@@ -552,7 +557,7 @@ class _Talk:
 
 
 def _request(
-    episodes: RolloutRequest, talks: Sequence[_Talk], room: int, stops: Sequence[str]
+    request: RolloutRequest, talks: Sequence[_DialogueState], room: int, stops: Sequence[str]
 ) -> Record:
     """Return a request for at most ``room`` tokens after each dialogue's tokens so far."""
     contexts = [np.append(talk.prompt, np.array(talk.tokens, np.int64)) for talk in talks]
@@ -560,13 +565,13 @@ def _request(
     padded = np.zeros((len(talks), int(lengths.max())), dtype=np.int64)
     for line, ids in zip(padded, contexts, strict=True):
         line[: len(ids)] = ids
-    settings = {**episodes.request_info, "horizon": room}
+    settings = {**request.request_info, "horizon": room}
     if stops:
         settings["stop"] = json.dumps(stops)
     if "min_tokens" in settings:
         settings["min_tokens"] = min(int(settings["min_tokens"]), room)
     return Record(
-        RecordId(episodes.iteration, talks[0].sample),
+        RecordId(request.iteration, talks[0].sample),
         steps={
             "sample": np.array([talk.sample for talk in talks], np.int64),
             "turn": np.array([talk.turns for talk in talks], np.int64),
@@ -582,9 +587,9 @@ def is_failed(trajectory: Record) -> bool:
     return trajectory.info["stop_reason"] == STOP_REASON_ERROR
 
 
-def _shown(error: Exception) -> str:
+def _format_traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(error))[-4000:]
 
 
-def _plain(messages: Sequence[ChatMessage]) -> str:
+def _join_contents(messages: Sequence[ChatMessage]) -> str:
     return "".join(message["content"] for message in messages)

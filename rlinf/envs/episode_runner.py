@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 import numpy as np
 
-from rlinf.data import episodes
-from rlinf.data.episodes import OUTCOME_STEPS, OUTCOMES
+from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, OUTCOME_STEPS, OUTCOMES
 from rlinf.data.record import Record, RecordId
 from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, FINAL_OBSERVATIONS, TRUNCATION_STEPS
 from rlinf.envs.base import VIDEO_PREFIX, RolloutRequest
@@ -84,9 +83,9 @@ TRAJECTORY_NAMES = {
 
 
 def run_episodes(
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     samples: np.ndarray,
-    worlds: SyncVectorEnv | MultiProcessVectorEnv,
+    envs: SyncVectorEnv | MultiProcessVectorEnv,
     first: int,
     film: Collection[str] = (),
     instruction: bool | str = False,
@@ -118,83 +117,82 @@ def run_episodes(
         SimulatorError: a simulator has failed too often, or cannot continue an open episode.
         InputError: the policy's actions are not finite.
     """
-    trajectories = _Trajectories(episodes, samples, film, instruction, score, box)
+    trajectories = _Trajectories(request, samples, film, instruction, score, box)
     trajectories.raised = [] if raised is None else raised
     live, version = np.arange(len(samples)), 0
-    single = episodes.split == "test" or episodes.group_size > 1
+    single = request.split == "test" or request.group_size > 1
 
     def reset(rows: np.ndarray) -> None:
         if len(rows):
             # What is held out begins in the states that the simulator numbers, if it does.
-            begin = trajectories.starts[rows].tolist() if episodes.split == "test" else None
-            turns = episodes.task_indices(trajectories.starts[rows]).tolist()
+            begin = trajectories.starts[rows].tolist() if request.split == "test" else None
+            turns = request.task_indices(trajectories.starts[rows]).tolist()
             trajectories.reset(
-                rows, worlds.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
+                rows, envs.reset((first + rows).tolist(), trajectories.seeds(rows), begin, turns)
             )
 
-    goes_on = np.isin(samples, list(episodes.open_episodes or ()))
-    if goes_on.any():
-        begun = live[goes_on]
-        trajectories.go_on(begun, *worlds.restore((first + begun).tolist(), trajectories.states()))
-    reset(live[~goes_on])
-    for time in range(episodes.horizon):
+    continues = np.isin(samples, list(request.open_episodes or ()))
+    if continues.any():
+        begun = live[continues]
+        trajectories.resume(begun, *envs.restore((first + begun).tolist(), trajectories.states()))
+    reset(live[~continues])
+    for time in range(request.horizon):
         if not len(live):
             break
-        reply = yield _request(episodes, samples[live], trajectories.observations_of(live), time)
+        reply = yield _request(request, samples[live], trajectories.observations_of(live), time)
         version = int(reply.info["version"])
         actions = reply.steps["action"]
         if actions.dtype.kind == "f" and not np.isfinite(actions).all():
             raise InputError(
-                f"iteration {episodes.iteration}, step {time}: the policy's actions are no finite "
+                f"iteration {request.iteration}, step {time}: the policy's actions are no finite "
                 "numbers; its weights have diverged (optimizer.lr, optimizer.clip_grad)"
             )
-        came, errors = worlds.step((first + live).tolist(), actions)
+        came, errors = envs.step((first + live).tolist(), actions)
         trajectories.step(live, time, reply.steps, came, errors)
-        last = time + 1 == episodes.horizon
-        trajectories.cut(
+        last = time + 1 == request.horizon
+        trajectories.add_truncation(
             live[trajectories.truncated[live] | (last & ~trajectories.terminated[live])], time
         )
         if single:
             live = live[~trajectories.ended(live)]
         elif not last:
             reset(live[trajectories.ended(live)])
-    if episodes.open_episodes is not None:
+    if request.open_episodes is not None:
         live = live[~trajectories.ended(live)]
-        trajectories.leave(live, *worlds.save((first + live).tolist()))
+        trajectories.keep_open(live, *envs.save((first + live).tolist()))
     if "values" in trajectories.columns:
         trajectories.columns["bootstrap"] = np.zeros_like(trajectories.columns["rewards"])
-        if trajectories.cuts and episodes.split == "train":
-            who, at, seen = trajectories.where_cut()
-            reply = yield _request(episodes, samples[who], seen, 0, temperature=0.0)
-            # Of values of each action of a chunk the first: what follows the state after the cut.
-            trajectories.columns["bootstrap"][who, at] = reply.steps["value"].reshape(len(who), -1)[
-                :, 0
-            ]
+        if trajectories.truncated_observations and request.split == "train":
+            who, at, observations = trajectories.all_truncations()
+            reply = yield _request(request, samples[who], observations, 0, temperature=0.0)
+            # Of a chunk's values the first one follows the state after the truncation.
+            values = reply.steps["value"].reshape(len(who), -1)[:, 0]
+            trajectories.columns["bootstrap"][who, at] = values
     return trajectories.records(version)
 
 
 def _request(
-    episodes: RolloutRequest,
+    request: RolloutRequest,
     samples: np.ndarray,
-    seen: Arrays,
+    observations: Arrays,
     time: int,
     temperature: float | None = None,
 ) -> Record:
     """Return a request for actions."""
     return Record(
-        RecordId(episodes.iteration, int(samples[0])),
+        RecordId(request.iteration, int(samples[0])),
         steps={
             "sample": samples,
             **{
                 REQUEST_NAMES.get(n, n): column
-                for n, column in seen.items()
+                for n, column in observations.items()
                 if not n.startswith(VIDEO_PREFIX)
             },
         },
         info={
             "time": time,
-            "horizon": episodes.horizon,
-            "temperature": episodes.temperature if temperature is None else temperature,
+            "horizon": request.horizon,
+            "temperature": request.temperature if temperature is None else temperature,
         },
     )
 
@@ -209,7 +207,7 @@ class _Trajectories:
 
     def __init__(
         self,
-        episodes: RolloutRequest,
+        request: RolloutRequest,
         samples: np.ndarray,
         film: Collection[str],
         instruction: bool | str,
@@ -220,51 +218,51 @@ class _Trajectories:
         self._box = {} if box is None else dict(zip((ACTION_LOW, ACTION_HIGH), box, strict=True))
         self._film, self._instruction = film, instruction
         self._score = EPISODE_METRICS.index(score)
-        self._episodes, self._samples = episodes, samples
-        self.starts = samples // episodes.group_size
+        self._rollout, self._samples = request, samples
+        self.starts = samples // request.group_size
         self.columns: dict[str, np.ndarray] = {}
         """``[n, horizon, ...]`` each."""
         self.observations = Arrays()
-        self.cuts: list[tuple[np.ndarray, int, Arrays]] = []
+        self.truncated_observations: list[tuple[np.ndarray, int, Arrays]] = []
         """Samples that were truncated, after which step, and their observations then."""
         self.terminated, self.truncated = np.zeros((2, count), bool)
-        self._length, self._begun, self._first = np.zeros((3, count), np.int64)
+        self._length, self._num_episodes, self._episode_starts = np.zeros((3, count), np.int64)
         """Steps, episodes begun, the first step of the open one."""
-        self._measured = np.zeros((len(EPISODE_METRICS), count))
+        self._open_metrics = np.zeros((len(EPISODE_METRICS), count))
         """Metrics of the open episodes."""
-        self._ended: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
+        self._finished: list[list[tuple[int, np.ndarray]]] = [[] for _ in samples]
         """For each finished episode its last step and its :data:`EPISODE_METRICS`."""
-        self._lost: list[list[slice]] = [[] for _ in samples]
+        self._lost_steps: list[list[slice]] = [[] for _ in samples]
         """Steps of the episodes in which the simulator failed."""
-        self._why: list[list[str]] = [[] for _ in samples]
+        self._errors: list[list[str]] = [[] for _ in samples]
         self.raised: list[str] = []
         """Errors of lost episodes, by row and all together."""
-        self._left: dict[int, np.ndarray] = {}
+        self._open_states: dict[int, np.ndarray] = {}
         """States of episodes that are open at the end."""
-        self._unsaved: frozenset[int] = frozenset()
+        self._unsaved_rows: frozenset[int] = frozenset()
         """Rows whose open episodes were lost at the end; their steps are complete, and count."""
 
     def seeds(self, rows: np.ndarray) -> list[int]:
         """Return the seeds of the next episodes."""
-        e = self._episodes
-        starts = zip(self.starts[rows].tolist(), self._begun[rows].tolist(), strict=True)
+        e = self._rollout
+        starts = zip(self.starts[rows].tolist(), self._num_episodes[rows].tolist(), strict=True)
         draws = (generator(e.seed, e.iteration, e.split, "reset", *start) for start in starts)
         return [int(random.integers(2**31)) for random in draws]
 
-    def reset(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+    def reset(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
         """Begin the next episodes."""
-        self._show(rows, seen)
-        self._begun[rows] += 1
-        self._first[rows] = self._length[rows]
-        self._measured[:, rows] = 0
+        self._set_observations(rows, observations)
+        self._num_episodes[rows] += 1
+        self._episode_starts[rows] = self._length[rows]
+        self._open_metrics[:, rows] = 0
 
     def states(self) -> list[np.ndarray]:
         """Return the states of the episodes that continue, in the order of the samples."""
-        left = self._episodes.open_episodes or {}
-        return [left[s].context[episodes.OPEN_STATE] for s in self._samples.tolist() if s in left]
+        left = self._rollout.open_episodes or {}
+        return [left[s].context[OPEN_STATE] for s in self._samples.tolist() if s in left]
 
-    def go_on(
-        self, rows: np.ndarray, seen: Mapping[str, np.ndarray], errors: Mapping[int, str]
+    def resume(
+        self, rows: np.ndarray, observations: Mapping[str, np.ndarray], errors: Mapping[int, str]
     ) -> None:
         """Continue episodes of the last iteration from their last observations.
 
@@ -275,20 +273,20 @@ class _Trajectories:
             SimulatorError: there are errors. A new episode instead would change the run.
         """
         for place, error in errors.items():
-            sample, before = int(self._samples[rows[place]]), self._episodes.iteration - 1
+            sample, before = int(self._samples[rows[place]]), self._rollout.iteration - 1
             raise SimulatorError(
-                f"sample {sample}: this simulator cannot go on with the episode that iteration "
-                f"{before} left open: {exception_line(error)}. Restore the versions of "
-                "the simulator and its packages that it was begun with, then resume the run; or "
-                "begin another one (run.name), by the weights of this one where the model takes "
-                "them (rlinf export, model.path)"
+                f"sample {sample}: this simulator cannot continue the open episode of iteration "
+                f"{before}: {exception_line(error)}. Restore the versions of "
+                "the simulator and its packages with which it began, then resume the run; or "
+                "start another run (run.name) from its weights, if the model can load them "
+                "(rlinf export, model.path)"
             )
-        self._show(rows, seen)
-        left = self._episodes.open_episodes or {}
+        self._set_observations(rows, observations)
+        left = self._rollout.open_episodes or {}
         for row in rows.tolist():
-            self._measured[:, row] = left[int(self._samples[row])].context[episodes.OPEN_METRICS]
+            self._open_metrics[:, row] = left[int(self._samples[row])].context[OPEN_METRICS]
 
-    def leave(
+    def keep_open(
         self, rows: np.ndarray, states: Sequence[np.ndarray], errors: Mapping[int, str]
     ) -> None:
         """Keep open episodes with their states.
@@ -297,17 +295,17 @@ class _Trajectories:
             errors: by position in ``rows``, why an episode was lost, whose state is empty.
         """
         pairs = zip(rows.tolist(), states, strict=True)
-        self._left = {row: state for row, state in pairs if state.size}
-        self._unsaved = frozenset(int(rows[place]) for place in errors)
+        self._open_states = {row: state for row, state in pairs if state.size}
+        self._unsaved_rows = frozenset(int(rows[place]) for place in errors)
         for place, error in errors.items():
             start = int(self.starts[rows[place]])
             log.warning("start %d: the simulator failed to save its state: %s", start, error)
 
     def _open(self, row: int) -> dict[str, np.ndarray]:
-        if row not in self._left:
+        if row not in self._open_states:
             return {}
-        measured = self._measured[:, row].copy()
-        return {episodes.OPEN_STATE: self._left[row], episodes.OPEN_METRICS: measured}
+        measured = self._open_metrics[:, row].copy()
+        return {OPEN_STATE: self._open_states[row], OPEN_METRICS: measured}
 
     def observations_of(self, rows: np.ndarray) -> Arrays:
         """Return a copy of the samples' current observations."""
@@ -345,80 +343,85 @@ class _Trajectories:
             **{name: came[name] for name in STEP_INFO_TYPES if name in came},
         }
         if is_action_chunk(replied["action"][0]):
-            step |= _of_chunk(came, replied["logprob"])
+            step |= _chunk_columns(came, replied["logprob"])
         for name, entry in step.items():
             self._column(TRAJECTORY_NAMES.get(name, name), entry)[rows, time] = entry
-        self._show(rows, unprefix_observations(dict(came)))
+        self._set_observations(rows, unprefix_observations(dict(came)))
         self._length[rows] += 1
-        total, length, ever, now = self._measured
+        total, length, ever, now = self._open_metrics
         total[rows] += came["reward"]
         length[rows] += came["executed"]
         ever[rows], now[rows] = np.maximum(ever[rows], came["solved"]), came["success"]
         for row in rows[self.ended(rows)].tolist():
-            self._ended[row].append((int(self._length[row]) - 1, self._measured[:, row].copy()))
+            self._finished[row].append(
+                (int(self._length[row]) - 1, self._open_metrics[:, row].copy())
+            )
         for place, error in errors.items():
-            self._lose(int(rows[place]), error)
+            self._discard_episode(int(rows[place]), error)
 
     def _column(self, name: str, entry: np.ndarray) -> np.ndarray:
         if name not in self.columns:
-            shape = (len(self._samples), self._episodes.horizon, *entry.shape[1:])
+            shape = (len(self._samples), self._rollout.horizon, *entry.shape[1:])
             self.columns[name] = np.empty(shape, entry.dtype)
         return self.columns[name]
 
-    def _show(self, rows: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
-        for name, array in policy_observations(seen, self._instruction, self._film).items():
+    def _set_observations(self, rows: np.ndarray, observations: Mapping[str, np.ndarray]) -> None:
+        for name, array in policy_observations(observations, self._instruction, self._film).items():
             if name not in self.observations:
                 self.observations[name] = np.zeros(
                     (len(self._samples), *array.shape[1:]), array.dtype
                 )
             self.observations[name][rows] = array
 
-    def _lose(self, row: int, error: str) -> None:
+    def _discard_episode(self, row: int, error: str) -> None:
         """Discard an episode that ended with an error; the next one has a new simulator."""
-        start, lost = int(self.starts[row]), self._lost[row]
-        self._ended[row].pop()
-        lost.append(slice(int(self._first[row]), int(self._length[row])))
+        start, lost = int(self.starts[row]), self._lost_steps[row]
+        self._finished[row].pop()
+        lost.append(slice(int(self._episode_starts[row]), int(self._length[row])))
         # Rewards of steps that do not count are those of the choice before, which here was of
         # another episode.
         for name in ("rewards", "action_rewards"):
             if name in self.columns:
                 self.columns[name][row, lost[-1]] = 0
-        self._measured[:, row] = 0
-        self._why[row].append(error)
+        self._open_metrics[:, row] = 0
+        self._errors[row].append(error)
         self.raised.append(error)
         if len(lost) == MAX_FAILED_EPISODES:
             message = f"start {start}: the simulator fails: {error}"
-            raise create_simulator_error(message, *self._why[row])
+            raise create_simulator_error(message, *self._errors[row])
         log.warning("start %d: the simulator failed: %s", start, error)
 
-    def cut(self, rows: np.ndarray, time: int) -> None:
+    def add_truncation(self, rows: np.ndarray, time: int) -> None:
         """Record episodes that are truncated after a step."""
         if len(rows):
-            self.cuts.append((rows, time, self.observations_of(rows)))
+            self.truncated_observations.append((rows, time, self.observations_of(rows)))
 
-    def where_cut(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
+    def all_truncations(self) -> tuple[np.ndarray, np.ndarray, Arrays]:
         """Return all truncations: samples ``[K]``, steps ``[K]``, and observations ``[K, ...]``."""
-        who = np.concatenate([rows for rows, _, _ in self.cuts])
-        at = np.concatenate([np.full(len(rows), time) for rows, time, _ in self.cuts])
-        seen = {
-            name: np.concatenate([s[name] for _, _, s in self.cuts]) for name in self.observations
+        who = np.concatenate([rows for rows, _, _ in self.truncated_observations])
+        at = np.concatenate(
+            [np.full(len(rows), time) for rows, time, _ in self.truncated_observations]
+        )
+        observations = {
+            name: np.concatenate([s[name] for _, _, s in self.truncated_observations])
+            for name in self.observations
         }
-        return who, at, seen
+        return who, at, observations
 
     def records(self, version: int) -> list[Record]:
         """Return the trajectories; they are views of the columns."""
         state = self.observations.get(STATE, np.zeros((0, 0), np.float32))
         who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
-        if self.cuts:
-            who, at, seen = self.where_cut()
-            after = seen[STATE]
+        if self.truncated_observations:
+            who, at, observations = self.all_truncations()
+            after = observations[STATE]
         records = []
         for row, sample in enumerate(self._samples.tolist()):
-            length, ended, mine = int(self._length[row]), self._ended[row], who == row
-            means = np.mean([m for _, m in ended] or [self._measured[:, row]], axis=0)
+            length, ended, mine = int(self._length[row]), self._finished[row], who == row
+            means = np.mean([m for _, m in ended] or [self._open_metrics[:, row]], axis=0)
             records.append(
                 Record(
-                    RecordId(self._episodes.iteration, sample),
+                    RecordId(self._rollout.iteration, sample),
                     steps={
                         **{name: column[row, :length] for name, column in self.columns.items()},
                         "mask": self._mask(row),
@@ -439,7 +442,7 @@ class _Trajectories:
                         **dict(zip(EPISODE_METRICS, means.tolist(), strict=True)),
                         "episodes": len(ended),
                         "scored": int(self._scored(row)),
-                        "failed": len(self._lost[row]) + (row in self._unsaved),
+                        "failed": len(self._lost_steps[row]) + (row in self._unsaved_rows),
                     },
                 )
             )
@@ -447,9 +450,9 @@ class _Trajectories:
 
     def _outcomes(self, row: int) -> dict[str, np.ndarray]:
         """Return the episode outcomes; see :mod:`rlinf.data.episodes`."""
-        finished = self._ended[row]
-        if not finished and self._episodes.open_episodes is None and self._scored(row):
-            finished = [(int(self._length[row]) - 1, self._measured[:, row])]
+        finished = self._finished[row]
+        if not finished and self._rollout.open_episodes is None and self._scored(row):
+            finished = [(int(self._length[row]) - 1, self._open_metrics[:, row])]
         return {
             OUTCOME_STEPS: np.array([last for last, _ in finished], np.int64),
             OUTCOMES: np.array([measured[self._score] for _, measured in finished], np.float64),
@@ -457,14 +460,14 @@ class _Trajectories:
 
     def _scored(self, row: int) -> bool:
         """Return whether there is an episode to measure: a finished one, or the open one."""
-        lost = self._lost[row]
-        return bool(self._ended[row]) or not lost or lost[-1].stop < self._length[row]
+        lost = self._lost_steps[row]
+        return bool(self._finished[row]) or not lost or lost[-1].stop < self._length[row]
 
     def _mask(self, row: int) -> np.ndarray:
         """Return the step column ``mask``, even if all steps count: another sample may have lost
         some, and records of one channel have the same columns."""
         mask = np.ones(int(self._length[row]), np.float32)
-        for steps in self._lost[row]:
+        for steps in self._lost_steps[row]:
             mask[steps] = 0
         return mask
 
@@ -486,7 +489,7 @@ def check_not_all_failed(
     starts = {int(record.info["group"]) for record in records}
     if len(starts) >= MAX_FAILED_EPISODES and all(record.info["failed"] for record in records):
         message = f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts"
-        last = raised[-1] if raised else "the warnings before this say what it raised"
+        last = raised[-1] if raised else "the warnings before this have its errors"
         error = create_simulator_error(f"{message}; {last}", *raised)
         if isinstance(error, UserCodeError) or not is_test:
             raise error
@@ -498,7 +501,7 @@ def is_action_chunk(action: np.ndarray) -> bool:
     return bool(action.ndim > np.issubdtype(action.dtype, np.floating))
 
 
-def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
+def _chunk_columns(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, np.ndarray]:
     """Return the columns of chunks beside their replies; see :func:`run_episodes`."""
     executed = came["executed"]
     columns = {
@@ -513,20 +516,20 @@ def _of_chunk(came: Mapping[str, np.ndarray], logprob: np.ndarray) -> dict[str, 
 
 
 def policy_observations(
-    seen: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
+    observations: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
 ) -> Arrays:
     """Return observations as a policy reads them: the state as float32; images unchanged, with the
     prefix ``images.`` or :data:`rlinf.envs.base.VIDEO_PREFIX`; the instruction if wanted, or the
     given text."""
-    arrays = {STATE: np.asarray(seen[STATE], np.float32)}
-    for name, array in seen.items():
+    arrays = {STATE: np.asarray(observations[STATE], np.float32)}
+    for name, array in observations.items():
         if name not in (STATE, INSTRUCTION):
             arrays[(VIDEO_PREFIX if name in film else "images.") + name] = array
     if isinstance(instruction, str):
         text = encode_instruction(instruction)
         arrays[INSTRUCTION] = np.broadcast_to(text, (*arrays[STATE].shape[:-1], *text.shape))
     elif instruction:
-        arrays[INSTRUCTION] = seen[INSTRUCTION]
+        arrays[INSTRUCTION] = observations[INSTRUCTION]
     return arrays
 
 
@@ -535,7 +538,7 @@ MAX_EXPERT_STEPS = 1000
 
 
 def collect_demonstrations(
-    worlds: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
+    envs: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
 ) -> list[Record]:
     """Return expert episodes from ``count`` seeds, each to its first success; unsolved ones are
     left out.
@@ -543,11 +546,11 @@ def collect_demonstrations(
     Raises:
         ConfigError: the simulator has no expert, or it solves nothing.
     """
-    episodes = []
+    records = []
     for number in range(count):
         begin = int(generator(seed, "demonstration", number).integers(2**31))
         try:
-            came = worlds.demonstrate(begin, MAX_EXPERT_STEPS)
+            came = envs.demonstrate(begin, MAX_EXPERT_STEPS)
         except InvalidEnvConfig as error:
             raise ConfigError(str(error)) from None
         if not came["success"][-1]:
@@ -567,10 +570,10 @@ def collect_demonstrations(
         if actions.dtype.kind == "f":
             actions = actions.astype(np.float32)
         steps |= {"actions": actions, "rewards": came["reward"].astype(np.float32)}
-        episodes.append(Record(RecordId(0, number), steps))
-    if not episodes:
+        records.append(Record(RecordId(0, number), steps))
+    if not records:
         raise ConfigError(
             f"task.demonstrations: the simulator's expert solved none of {count} episodes; ask for "
             "more, or set it to 0"
         )
-    return episodes
+    return records

@@ -39,15 +39,15 @@ class MultiTaskEnv:
         self, makes: Sequence[Callable[[], Any]], ids: Sequence[str], one_hot: bool
     ) -> None:
         self._makes, self._ids, self._one_hot = makes, ids, one_hot
-        self._number, self._world = 0, makes[0]()
+        self._number, self._env = 0, makes[0]()
         self._spaces = self._described()
-        self.action_space = self._world.action_space
-        self.observation_space = self._widened(self._world.observation_space)
+        self.action_space = self._env.action_space
+        self.observation_space = self._widened(self._env.observation_space)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._world, name)
+        return getattr(self._env, name)
 
     @property
     def tasks(self) -> int:
@@ -66,45 +66,43 @@ class MultiTaskEnv:
         """
         if turn is None:
             turn = int(np.random.default_rng(seed).integers(self.tasks))
-        self._have(turn % self.tasks)
-        there = getattr(self._world, "starts", 0)
+        self._switch_to(turn % self.tasks)
+        there = getattr(self._env, "starts", 0)
         where = {} if start is None or not there else {"start": start // self.tasks % there}
-        observation, info = self._world.reset(seed=seed, **where)
+        observation, info = self._env.reset(seed=seed, **where)
         return self._with_one_hot(observation), info
 
     def step(self, action: Any) -> Any:
-        observation, *rest = self._world.step(action)
+        observation, *rest = self._env.step(action)
         return (self._with_one_hot(observation), *rest)
 
     def save(self) -> Arrays:
-        if not hasattr(self._world, "save"):
+        if not hasattr(self._env, "save"):
             raise InvalidEnvConfig(NO_STATE_MESSAGE)
-        return {**self._world.save(), TASK_INDEX_KEY: np.array(self._number)}
+        return {**self._env.save(), TASK_INDEX_KEY: np.array(self._number)}
 
     def restore(self, state: Arrays) -> None:
-        self._have(int(state[TASK_INDEX_KEY]))
-        self._world.restore(
-            {name: array for name, array in state.items() if name != TASK_INDEX_KEY}
-        )
+        self._switch_to(int(state[TASK_INDEX_KEY]))
+        self._env.restore({name: array for name, array in state.items() if name != TASK_INDEX_KEY})
 
     def close(self) -> None:
-        self._world.close()
+        self._env.close()
 
-    def _have(self, number: int) -> None:
+    def _switch_to(self, number: int) -> None:
         if number == self._number:
             return
-        self._world.close()
-        self._world, self._number = self._makes[number](), number
+        self._env.close()
+        self._env, self._number = self._makes[number](), number
         if self._described() != self._spaces:
             raise InvalidEnvConfig(
-                f"task.id: {self._ids[number]} shows or takes something else than {self._ids[0]}: "
+                f"task.id: {self._ids[number]} has other spaces than {self._ids[0]}: "
                 f"{self._described()}, not {self._spaces}; leave one of them out"
             )
 
     def _described(self) -> list[Any]:
-        action = describe_space(self._world.action_space)
+        action = describe_space(self._env.action_space)
         bounds = {name: action[name] for name in ("low", "high") if name in action}
-        return [_sizes(describe_space(self._world.observation_space)), {**_sizes(action), **bounds}]
+        return [_sizes(describe_space(self._env.observation_space)), {**_sizes(action), **bounds}]
 
     def _widened(self, space: Any) -> Any:
         if not self._one_hot:
@@ -156,7 +154,7 @@ def _module(module: str) -> Any:
         return importlib.import_module(module)
     # It may import files beside it, as a part of their package: ours would bring more.
     folder, file = os.path.split(os.path.abspath(module))  # noqa: PTH100
-    beside: Any = types.ModuleType("rlinf_worlds")
+    beside: Any = types.ModuleType("rlinf_simulators")
     beside.__path__ = [folder]
     sys.modules[beside.__name__] = beside
     name_of_file = f"{beside.__name__}.{file[: -len('.py')]}"
@@ -188,13 +186,13 @@ def create_env(
     """
     log_mujoco_warnings()
     try:
-        world = make()
+        env = make()
     except (ImportError, ValueError) as error:
         raise InvalidEnvConfig(f"{_refusal(error)} ({sys.executable})") from None
-    own = {"_".join(path) or "pixels" for path, _ in leaf_spaces(world.observation_space)}
-    world = flatten_env(world, shown, batched=batched)
+    own = {"_".join(path) or "pixels" for path, _ in leaf_spaces(env.observation_space)}
+    env = flatten_env(env, shown, batched=batched)
     rendered = {name: size for name, size in shown.images.items() if name not in own}
-    return CameraWrapper(world, rendered) if rendered and not batched else world
+    return CameraWrapper(env, rendered) if rendered and not batched else env
 
 
 def create_task_env(

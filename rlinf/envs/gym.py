@@ -99,7 +99,9 @@ class ActionConfig(Section):
         except (TypeError, ValueError, SyntaxError):
             dtype = np.dtype(object)
         if dtype.kind not in NUMERIC_KINDS or dtype.shape:
-            raise ValueError("it is no type of numbers; set it to float32, float64 or int64, say")
+            raise ValueError(
+                "it is not a numeric type; set it to float32, float64 or int64, for example"
+            )
         return dtype.name
 
     @model_validator(mode="after")
@@ -175,7 +177,7 @@ class GymConfig(Section):
     """Cameras that record the first ``evaluate.videos`` evaluation episodes, with height and width
     of their images; the policy does not see them. Cameras of ``images`` record in any case."""
     renderer: Literal["egl", "osmesa"] = "egl"
-    """How MuJoCo renders: egl on a GPU (or in software by Mesa), osmesa in software."""
+    """MuJoCo's renderer: egl on a GPU (or in software by Mesa), osmesa in software."""
     action: ActionConfig | None = None
     """The action space. If ``observation`` or ``action`` is not set, it is read from the simulator
     when a run is created, and frozen with the run. If that machine cannot build the simulator, both
@@ -183,8 +185,8 @@ class GymConfig(Section):
     kwargs: dict[str, Any] = {}
     """Further arguments of the simulator's factory."""
     instruction: bool | str = False
-    """Whether observations include the simulator's instruction in words, for policies that read; or
-    your own text in its place, up to 256 bytes."""
+    """Include the simulator's instruction in observations, for policies that read; or your own text
+    in its place, up to 256 bytes."""
     demonstrations: int = Field(default=0, ge=0)
     """Episodes by the simulator's own expert, from which a warm start learns; unsolved ones are
     left out."""
@@ -260,17 +262,17 @@ class GymEnvironment(Environment):
     def __init__(self, config: GymConfig, processor: Any) -> None:
         self.config = config
         count = config.num_processes or int(_needs_process(config))
-        self._worlds: SyncVectorEnv | MultiProcessVectorEnv = (
+        self._envs: SyncVectorEnv | MultiProcessVectorEnv = (
             MultiProcessVectorEnv(functools.partial(create_simulator_process, config), count)
             if count
-            else _here(config)
+            else _create_local_envs(config)
         )
         every = {**config.images, **config.video}
         filming = config.model_copy(update={"images": every, "video": {}})
         self._filming = MultiProcessVectorEnv(
             functools.partial(create_simulator_process, filming), max(count, 1)
         )
-        self._shown: list[Record] = []
+        self._demonstrations: list[Record] = []
 
     @classmethod
     def model_spec(cls, config: GymConfig) -> ModelSpec:
@@ -324,15 +326,15 @@ class GymEnvironment(Environment):
             raise ConfigError("task.append_task_one_hot: there is one task; set it to false")
         if several > 1 and not (config.append_task_one_hot or config.instruction or config.images):
             raise ConfigError(
-                f"task.append_task_one_hot: there are {several} tasks, and nothing says to the "
-                "policy which one it is in; set it to true, and task.observation to "
+                f"task.append_task_one_hot: there are {several} tasks, and the policy cannot "
+                "tell which one it is in; set it to true, and task.observation to "
                 f"{several} more"
             )
         if needs.single and (config.num_processes > 1 or config.double_buffer or config.video):
             key = "double_buffer" if config.double_buffer else "num_processes"
             key = "video" if config.video else key
             raise ConfigError(
-                f"task.{key}: {config.simulator} has one world at a time; leave it out"
+                f"task.{key}: {config.simulator} has one environment at a time; leave it out"
             )
         if config.carry_over_episodes and not needs.saves:
             raise ConfigError(NO_STATE_MESSAGE)
@@ -381,7 +383,9 @@ class GymEnvironment(Environment):
         wrong: list[tuple[str, Any]] = []
         if config.observation != actual["observation"]:
             wrong.append(("observation", config.observation))
-        if config.action is None or not _agree(config.action, ActionConfig(**actual["action"])):
+        if config.action is None or not _spaces_agree(
+            config.action, ActionConfig(**actual["action"])
+        ):
             wrong.append(("action", None if config.action is None else config.action.spec))
         return [
             f"task.{name}: {value} is not what {config.id} has; set it to "
@@ -397,7 +401,7 @@ class GymEnvironment(Environment):
         lacking = [] if config.observation else ["task.observation"]
         lacking += [] if action else ["task.action"]
         lacking += [] if bounded or not action else ["task.action.low", "task.action.high"]
-        # Of what is given, only what can be built anywhere is compared: a robot stands still.
+        # Given keys are only compared if the simulator can be built anywhere: a robot must rest.
         anywhere = not (needs.gpu or needs.single or needs.batched)
         if not lacking and not (check_given and anywhere):
             return {}
@@ -440,9 +444,13 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the environment is unknown, or its spaces are of another kind.
         """
-        env = create_simulator_process(config) if _needs_process(config) else _here(config)
+        env = (
+            create_simulator_process(config)
+            if _needs_process(config)
+            else _create_local_envs(config)
+        )
         try:
-            with _naming_users_code(config), contextlib.closing(env):
+            with _translate_user_errors(config), contextlib.closing(env):
                 spaces = env.spaces()
         except InputError as error:
             if type(error) is not InputError:
@@ -451,8 +459,8 @@ class GymEnvironment(Environment):
         observation_space, action_space = spaces["observation"], spaces["action"]
         if config.instruction is True and spaces["instruction"] is None:
             raise ConfigError(
-                f"task.instruction: {config.id} asks for nothing in words; write what policies are "
-                "to be told, or set it to false"
+                f"task.instruction: {config.id} has no instruction; write one for the policy, or "
+                "set it to false"
             )
         if observation_space["kind"] != "dict":
             observation_space = {"parts": {STATE: observation_space}, **observation_space}
@@ -472,13 +480,13 @@ class GymEnvironment(Environment):
             action = {"kind": "box", "size": action_space["shape"][0], **bounds}
         else:
             raise ConfigError(
-                f"task.id: {config.id} has actions {action_space['text']}, which no policy here "
-                "takes"
+                f"task.id: {config.id} has actions {action_space['text']}, which no policy "
+                "here supports"
             )
         return {"observation": state["shape"][0], "action": action}
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
         """Send one request per time step for all running environments of a loop.
 
@@ -487,18 +495,18 @@ class GymEnvironment(Environment):
         (:mod:`rlinf.data.transitions`). If the policy returns ``values``, ``bootstrap`` is the
         value of the state after a step that truncated an episode, 0 at all others.
         """
-        samples = episodes.sample_ids()
+        samples = request.sample_ids()
 
-        def put(request: Record) -> None:
-            observations.put(request)
+        def put(message: Record) -> None:
+            observations.put(message)
 
         single = get_requirements(self.config.simulator).single
         records, raised = [], list[str]()
         try:
             each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
             for first in range(0, len(samples), each):
-                parts = self._parts(episodes, samples[first : first + each], raised)
-                with _naming_users_code(self.config):
+                parts = self._loops(request, samples[first : first + each], raised)
+                with _translate_user_errors(self.config):
                     records += run_interleaved(parts, put, actions.get)
         except BaseException as error:
             # What processes were about to say belongs to this attempt, not to the next one.
@@ -506,8 +514,8 @@ class GymEnvironment(Environment):
             if isinstance(error, InvalidEnvConfig):
                 raise InputError(str(error)) from None
             raise
-        is_test = episodes.split == "test"
-        if is_test or episodes.group_size > 1:
+        is_test = request.split == "test"
+        if is_test or request.group_size > 1:
             check_not_all_failed(records, raised, is_test=is_test)
         if single:
             # The next stage may be another process, and there is one robot for all.
@@ -515,37 +523,37 @@ class GymEnvironment(Environment):
         observations.close()
         ids = task_ids(self.config)
         for record in records if len(ids) > 1 else ():
-            turn = episodes.task_indices(np.array(int(record.info["group"])))
+            turn = request.task_indices(np.array(int(record.info["group"])))
             record.info["task"] = ids[int(turn) % len(ids)]
         yield from records
 
     @property
     def pids(self) -> list[int]:
         """Ids of the running simulator processes."""
-        own = self._worlds.pids if isinstance(self._worlds, MultiProcessVectorEnv) else []
+        own = self._envs.pids if isinstance(self._envs, MultiProcessVectorEnv) else []
         return [*own, *self._filming.pids]
 
-    def _parts(
-        self, episodes: RolloutRequest, samples: np.ndarray, raised: list[str]
+    def _loops(
+        self, request: RolloutRequest, samples: np.ndarray, raised: list[str]
     ) -> list[EpisodeLoop]:
         """Return the episode loops of ``samples``: one or two, and one that records videos."""
-        filmed = samples < (episodes.num_videos if self.config.video else 0)
+        filmed = samples < (request.num_videos if self.config.video else 0)
         rest = samples[~filmed]
         each = -(-len(rest) // (2 if self.config.double_buffer else 1)) or 1
         action = self.config.action
         box = None if action is None else action.bounds
-        shared = (self.config.instruction, self._measure, box, raised)
+        shared = (self.config.instruction, self._score_metric, box, raised)
         parts = [
-            run_episodes(episodes, rest[first : first + each], self._worlds, first, (), *shared)
+            run_episodes(request, rest[first : first + each], self._envs, first, (), *shared)
             for first in range(0, len(rest), each)
         ]
         if filmed.any():
             film = self.config.video
-            parts.append(run_episodes(episodes, samples[filmed], self._filming, 0, film, *shared))
+            parts.append(run_episodes(request, samples[filmed], self._filming, 0, film, *shared))
         return parts
 
     @property
-    def _measure(self) -> str:
+    def _score_metric(self) -> str:
         """The metric that is an episode's score."""
         return "success_once" if self.config.score_by_success else "return"
 
@@ -564,23 +572,25 @@ class GymEnvironment(Environment):
         Raises:
             ConfigError: the simulator has no expert, or it solves nothing.
         """
-        if self.config.demonstrations and not self._shown:
-            own = self._worlds if isinstance(self._worlds, SyncVectorEnv) else None
-            worlds = own or create_simulator_process(self.config)
+        if self.config.demonstrations and not self._demonstrations:
+            own = self._envs if isinstance(self._envs, SyncVectorEnv) else None
+            envs = own or create_simulator_process(self.config)
             try:
-                with _naming_users_code(self.config):
-                    self._shown = collect_demonstrations(
-                        worlds, seed, self.config.demonstrations, self.config.instruction
+                with _translate_user_errors(self.config):
+                    self._demonstrations = collect_demonstrations(
+                        envs, seed, self.config.demonstrations, self.config.instruction
                     )
             finally:
                 if own is None:
-                    worlds.close()
-        if not self._shown:
+                    envs.close()
+        if not self._demonstrations:
             return []
         random = generator(seed, "demonstrations", step)
-        chosen = random.choice(len(self._shown), count, replace=count > len(self._shown))
+        chosen = random.choice(
+            len(self._demonstrations), count, replace=count > len(self._demonstrations)
+        )
         return [
-            Record(RecordId(step, number), self._shown[int(episode)].steps)
+            Record(RecordId(step, number), self._demonstrations[int(episode)].steps)
             for number, episode in enumerate(chosen)
         ]
 
@@ -595,7 +605,7 @@ class GymEnvironment(Environment):
             if columns:
                 counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in columns)
         return [
-            float(t.info[self._measure]) if t.info.get("scored", True) else float("nan")
+            float(t.info[self._score_metric]) if t.info.get("scored", True) else float("nan")
             for t in trajectories
         ]
 
@@ -608,7 +618,7 @@ class GymEnvironment(Environment):
         return {name: float(np.mean([info[name] for info in scored])) for name in names if scored}
 
     def close(self) -> None:
-        self._worlds.close()
+        self._envs.close()
         self._filming.close()
 
 
@@ -627,7 +637,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
         _values(config),
         python,
         config.timeout_s,
-        _shown(config),
+        _observation_selection(config),
         config.renderer,
         CLOSE_TIMEOUT_S if get_requirements(config.simulator).single else 0.0,
         config.ignore_terminations,
@@ -635,7 +645,7 @@ def create_simulator_process(config: GymConfig) -> SubprocessVectorEnv:
     )
 
 
-def _here(config: GymConfig) -> SyncVectorEnv:
+def _create_local_envs(config: GymConfig) -> SyncVectorEnv:
     """Create environments in this process."""
     once, endless = get_requirements(config.simulator).single, config.ignore_terminations
     own = user_modules(config)
@@ -645,7 +655,7 @@ def _here(config: GymConfig) -> SyncVectorEnv:
 
 
 @contextlib.contextmanager
-def _naming_users_code(config: GymConfig) -> Iterator[None]:
+def _translate_user_errors(config: GymConfig) -> Iterator[None]:
     """Raise errors of the user's simulator in this process as a simulator process does."""
     try:
         yield
@@ -692,18 +702,18 @@ def create_local_env(config: GymConfig) -> Any:
                 f"task.num_processes: {config.num_processes}, but {config.simulator} steps many "
                 "environments in a process of its own; set 1"
             )
-        return create_task_env(make, _values(config), _shown(config))
+        return create_task_env(make, _values(config), _observation_selection(config))
     except InvalidEnvConfig as error:
         raise ConfigError(str(error)) from None
 
 
-def _shown(config: GymConfig) -> ObservationSelection:
+def _observation_selection(config: GymConfig) -> ObservationSelection:
     return ObservationSelection(
         dict(config.images), config.ignore_observations, tuple(config.video)
     )
 
 
-def _agree(configured: ActionConfig, actual: ActionConfig) -> bool:
+def _spaces_agree(configured: ActionConfig, actual: ActionConfig) -> bool:
     """Return whether a configured action space equals the simulator's, in every key that is set."""
     if (configured.kind, configured.size) != (actual.kind, actual.size):
         return False

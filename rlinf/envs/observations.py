@@ -22,12 +22,10 @@ STEP_FLAGS = ("terminated", "truncated", "success", "solved")
 LOST_EPISODE_FLAGS = (True, False, False, False)
 """Values of :data:`STEP_FLAGS` for the last step of a lost episode."""
 EMPTY_STATE = np.zeros(0, np.uint8)
-"""Stands for the saved state of a lost episode."""
+"""The saved state of a lost episode."""
 FLOAT32_MAX = np.finfo(np.float32).max
 NO_EXPERT_MESSAGE = "task.demonstrations: this simulator has no expert of its own; set it to 0"
-NO_STATE_MESSAGE = (
-    "task.carry_over_episodes: this simulator does not say what state it is in; set it to false"
-)
+NO_STATE_MESSAGE = "task.carry_over_episodes: this simulator cannot save its state; set it to false"
 
 
 class ObservationSelection(NamedTuple):
@@ -66,34 +64,34 @@ class ObservationReader:
     """Reads the observations of one environment; created when an episode begins, used after every
     step."""
 
-    def __init__(self, world: Any) -> None:
-        self._pictures: Any = getattr(world, "pictures", None)
-        self._asking = _asking(world)
+    def __init__(self, env: Any) -> None:
+        self._pictures: Any = getattr(env, "pictures", None)
+        self._instruction_env = _instruction_env(env)
 
     def read(self, observation: Any) -> Arrays:
         """Return the current observation as arrays by name, with images and the instruction."""
         arrays = to_arrays(observation)
         if self._pictures is not None:
             arrays.update(self._pictures())
-        if self._asking is not None:
-            arrays[INSTRUCTION] = encode_instruction(str(self._asking.instruction))
+        if self._instruction_env is not None:
+            arrays[INSTRUCTION] = encode_instruction(str(self._instruction_env.instruction))
         return arrays
 
 
-def _asking(world: Any) -> Any:
+def _instruction_env(env: Any) -> Any:
     """Return the environment, or the one it wraps, that has an ``instruction``."""
-    wrapped = (world, getattr(world, "unwrapped", None))
+    wrapped = (env, getattr(env, "unwrapped", None))
     return next((w for w in wrapped if getattr(w, "instruction", None) is not None), None)
 
 
-def read_observation(world: Any, observation: Any) -> Arrays:
+def read_observation(env: Any, observation: Any) -> Arrays:
     """Return the current observation of an environment; see :class:`ObservationReader`."""
-    return ObservationReader(world).read(observation)
+    return ObservationReader(env).read(observation)
 
 
-def get_instruction(world: Any) -> str | None:
+def get_instruction(env: Any) -> str | None:
     """Return the environment's instruction in words; None: it has none."""
-    asking = _asking(world)
+    asking = _instruction_env(env)
     return None if asking is None else str(asking.instruction)
 
 
@@ -164,8 +162,9 @@ def check_all_used(observations: Arrays) -> None:
         picture = array.dtype == np.uint8 and array.ndim >= 3
         if name not in (STATE, INSTRUCTION) and not picture:
             raise InvalidEnvConfig(
-                f"task.simulator: the simulator shows {name!r}, {array.dtype} {list(array.shape)}, "
-                "which its observation_space does not have; declare it there, or leave it out"
+                f"task.simulator: the simulator returns {name!r}, {array.dtype} "
+                f"{list(array.shape)}, which its observation_space does not have; declare it "
+                "there, or leave it out"
             )
 
 

@@ -249,7 +249,7 @@ TOKENIZER_PROBES = 8
 
 
 class ProblemSetConfig(Section):
-    """How problems become prompts."""
+    """The settings that turn problems into prompts."""
 
     prompt_template: str = "{prompt}"
     """Text of the user's (last) message; ``{prompt}`` is replaced by the problem."""
@@ -267,7 +267,7 @@ class ProblemSetConfig(Section):
     @classmethod
     def _has_placeholder(cls, value: str) -> str:
         if PROMPT_PLACEHOLDER not in value:
-            raise ValueError("does not contain {prompt}, so no problem would be asked")
+            raise ValueError("does not contain {prompt}, so no problem would be in the prompt")
         return value
 
 
@@ -436,16 +436,16 @@ class ProblemSetEnvironment(PromptEnvironment):
             len(environment._problems["train"]), len(environment._problems["test"]), longest
         )
 
-    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
+    def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         """Return training problems without replacement, in a new order for each epoch, or the first
         test problems."""
-        problems = self._problems[episodes.split]
-        if episodes.split == "test":
-            return problems.take([start % len(problems) for start in episodes.group_ids])
+        problems = self._problems[request.split]
+        if request.split == "test":
+            return problems.take([start % len(problems) for start in request.group_ids])
         chosen = []
-        for start in episodes.group_ids:
-            epoch, place = divmod(episodes.iteration * episodes.num_groups + start, len(problems))
-            chosen.append(int(self._order(episodes.seed, epoch)[place]))
+        for start in request.group_ids:
+            epoch, place = divmod(request.iteration * request.num_groups + start, len(problems))
+            chosen.append(int(self._order(request.seed, epoch)[place]))
         return problems.take(chosen)
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
@@ -581,7 +581,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         conversations = [self._messages(problem) for problem in problems]
         texts = self.chat_format.render_prompts(conversations)
         for problem, messages, text in zip(problems, conversations, texts, strict=True):
-            # Templates may trim what they are given, and drop the thoughts of earlier answers.
+            # Templates may trim messages, and drop the reasoning of earlier answers.
             lost = next((m["role"] for m in messages if self._words(m) not in text), None)
             if lost is not None:
                 raise DataError(

@@ -93,12 +93,12 @@ def to_env_actions(space: Any, actions: np.ndarray) -> Any:
     return (actions + int(getattr(space, "start", 0))).tolist()
 
 
-def describe_spaces(world: Any) -> dict[str, Any]:
+def describe_spaces(env: Any) -> dict[str, Any]:
     """Return the spaces of an environment as plain values."""
     return {
-        "observation": describe_space(world.observation_space),
-        "action": describe_space(world.action_space),
-        "instruction": get_instruction(world),
+        "observation": describe_space(env.observation_space),
+        "action": describe_space(env.action_space),
+        "instruction": get_instruction(env),
     }
 
 
@@ -131,7 +131,7 @@ SpacePath = tuple[str, ...]
 """Path of a part in a composed space."""
 
 
-def flatten_env(world: Any, shown: ObservationSelection, *, batched: bool = False) -> Any:
+def flatten_env(env: Any, shown: ObservationSelection, *, batched: bool = False) -> Any:
     """Return an environment with a state vector and images as observations, and a vector or one
     choice as actions. An environment that already has this form is returned as it is.
 
@@ -142,47 +142,47 @@ def flatten_env(world: Any, shown: ObservationSelection, *, batched: bool = Fals
     Raises:
         InvalidEnvConfig: a part of a space cannot be flattened, or is not used; names it.
     """
-    observation = _Observations(world.observation_space, shown)
-    action = _Actions(world.action_space)
+    observation = _Observations(env.observation_space, shown)
+    action = _Actions(env.action_space)
     if observation.is_plain and action.is_plain:
-        return world
-    return FlattenWrapper(world, observation, action, batched)
+        return env
+    return FlattenWrapper(env, observation, action, batched)
 
 
 class FlattenWrapper:
     """An environment with structured spaces behind plain ones; every other attribute is its own."""
 
     def __init__(
-        self, world: Any, observation: _Observations, action: _Actions, batched: bool
+        self, env: Any, observation: _Observations, action: _Actions, batched: bool
     ) -> None:
-        self._world, self._observation, self._action = world, observation, action
+        self._env, self._observation, self._action = env, observation, action
         self._batched = batched
         self.observation_space, self.action_space = observation.space, action.space
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        attribute = getattr(self._world, name)
+        attribute = getattr(self._env, name)
         if name == "expert":
             return lambda: self._action.encoded(attribute())
         return attribute
 
     def reset(self, *args: Any, **where: Any) -> Any:
         if self._batched:
-            return self._observation.read(self._world.reset(*args, **where), batched=True)
-        observation, info = self._world.reset(*args, **where)
+            return self._observation.read(self._env.reset(*args, **where), batched=True)
+        observation, info = self._env.reset(*args, **where)
         return self._observation.read(observation), info
 
     def step(self, action: Any) -> Any:
         if self._batched:
-            observation, *rest = self._world.step(self._action.decoded(np.asarray(action)))
+            observation, *rest = self._env.step(self._action.decoded(np.asarray(action)))
             return (self._observation.read(observation, batched=True), *rest)
         decoded = self._action.decoded(np.asarray(action)[None])
-        observation, *rest = self._world.step(_first(decoded, self._action.structure))
+        observation, *rest = self._env.step(_first(decoded, self._action.structure))
         return (self._observation.read(observation), *rest)
 
     def close(self) -> None:
-        self._world.close()
+        self._env.close()
 
 
 class _Observations:
@@ -213,7 +213,7 @@ class _Observations:
         if not self._states:
             raise InvalidEnvConfig(
                 f"task.id: its observations are {space}; policies here need numbers beside "
-                "pictures; wrap the environment so that it shows some"
+                "pictures; wrap the environment so that it returns some"
             )
         (path, part), *others = self._states
         alone = not others and is_box(part) and len(part.shape) == 1
@@ -229,8 +229,8 @@ class _Observations:
             layout = "" if part.shape[-1] == 3 else ", and pictures here are [H, W, 3]"
             cure = "" if layout else f"set task.images.{name}={size}, or "
             raise InvalidEnvConfig(
-                f"task.images.{name}: the environment shows the picture {_named(path)} "
-                f"{list(part.shape)}, which nothing uses{layout}; {cure}leave it out by "
+                f"task.images.{name}: the environment returns the image {_named(path)} "
+                f"{list(part.shape)}, which is not used{layout}; {cure}leave it out by "
                 f"task.ignore_observations=[{name}]"
             )
         if list(shown.images[name]) != size:
@@ -280,8 +280,8 @@ class _Actions:
             self.space = Discrete(count)
         else:
             raise InvalidEnvConfig(
-                f"task.id: its actions are {space}; policies here give vectors (boxes, of integers "
-                "all or none) or choices, not both and nothing else; wrap the environment"
+                f"task.id: its actions are {space}; policies here return vectors (boxes, of "
+                "integers all or none) or choices, not both and nothing else; wrap the environment"
             )
 
     def decoded(self, actions: np.ndarray) -> Any:

@@ -103,11 +103,11 @@ class SubprocessVectorEnv:
         self._command = (maker, json.dumps(dict(values)), json.dumps(options))
         self._renderer = {"MUJOCO_GL": renderer, "PYOPENGL_PLATFORM": renderer}
         self._python, self._timeout_s, self._closes_s = python, timeout_s, closes_s
-        self._begun: dict[int, int] = {}
+        self._episode_pids: dict[int, int] = {}
         """The process in which each environment's episode began."""
-        self._none: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
-        self._none |= {name: np.zeros(0, np.uint8) for name in STEP_FLAGS}
-        self._least = 0
+        self._empty_columns: Arrays = {"reward": np.zeros(0), "executed": np.zeros(0, np.int32)}
+        self._empty_columns |= {name: np.zeros(0, np.uint8) for name in STEP_FLAGS}
+        self._min_envs = 0
         """The largest number of environments so far."""
         self._step_info_keys: tuple[str, ...] = ()
         """Keys of the step info that the environments have."""
@@ -117,7 +117,7 @@ class SubprocessVectorEnv:
         mine, its = socket.socketpair()
         mine.settimeout(self._timeout_s)
         file = str(Path(vector_env.__file__).resolve())
-        memory = [os.memfd_create("rlinf-worlds", os.MFD_CLOEXEC) for _ in range(2)]
+        memory = [os.memfd_create("rlinf-envs", os.MFD_CLOEXEC) for _ in range(2)]
         with its:
             self._process = subprocess.Popen(
                 [
@@ -139,116 +139,116 @@ class SubprocessVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        return wait_for_result(self.reset_async(numbers, seeds, starts, turns))
+        return wait_for_result(self.reset_async(env_ids, seeds, starts, turns))
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
-        return wait_for_result(self.step_async(numbers, actions))
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
+        return wait_for_result(self.step_async(env_ids, actions))
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        return wait_for_result(self.save_async(numbers))
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        return wait_for_result(self.save_async(env_ids))
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
-        return wait_for_result(self.restore_async(numbers, states))
+    def restore(self, env_ids: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        return wait_for_result(self.restore_async(env_ids, states))
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
         order = {"do": "demonstrate", "seed": seed, "most": most}
         try:
-            return wait_for_result(self._asking(order))[1]
-        except _Died as death:
+            return wait_for_result(self._call(order))[1]
+        except _ProcessDied as death:
             raise SimulatorError(str(death)) from None
 
     def spaces(self) -> dict[str, Any]:
         try:
-            return wait_for_result(self._asking({"do": "spaces"}))[0]
-        except _Died as death:
+            return wait_for_result(self._call({"do": "spaces"}))[0]
+        except _ProcessDied as death:
             raise SimulatorError(str(death)) from None
 
     def reset_async(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> AsyncCall[Arrays]:
         """:meth:`reset` in two parts, between which other processes can be called."""
-        self._least = max(*numbers, self._least - 1, -1) + 1
-        order: dict[str, Any] = {"do": "reset", "worlds": list(numbers), "seeds": list(seeds)}
-        order |= {"starts": starts, "turns": turns, "least": self._least}
-        _, seen = yield from self._beginning(numbers, order)
-        return seen
+        self._min_envs = max(*env_ids, self._min_envs - 1, -1) + 1
+        order: dict[str, Any] = {"do": "reset", "envs": list(env_ids), "seeds": list(seeds)}
+        order |= {"starts": starts, "turns": turns, "least": self._min_envs}
+        _, observations = yield from self._begin_episodes(env_ids, order)
+        return observations
 
     def restore_async(
-        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
     ) -> AsyncCall[VectorStep]:
         """:meth:`restore` in two parts."""
         arrays = {str(row): state for row, state in enumerate(states)}
-        order = {"do": "restore", "worlds": list(numbers)}
-        answer, seen = yield from self._beginning(numbers, order, arrays)
-        return seen, dict(answer["errors"])
+        order = {"do": "restore", "envs": list(env_ids)}
+        answer, observations = yield from self._begin_episodes(env_ids, order, arrays)
+        return observations, dict(answer["errors"])
 
-    def _beginning(
-        self, numbers: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
+    def _begin_episodes(
+        self, env_ids: Sequence[int], order: dict[str, Any], arrays: Arrays | None = None
     ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
         """Return the answer, and the first observations; start new processes if they die."""
         deaths = 0
         while True:
             try:
-                answer = yield from self._asking(order, arrays)
-            except _Died as death:
+                answer = yield from self._call(order, arrays)
+            except _ProcessDied as death:
                 deaths += 1
                 if deaths == MAX_START_ATTEMPTS:
                     message = f"{death}; so did {deaths - 1} before it"
                     raise create_simulator_error(message, str(death)) from None
                 self._replace(death)
             else:
-                self._begun.update(dict.fromkeys(numbers, self.pid))
-                self._none |= {name: column[:0] for name, column in answer[1].items()}
+                self._episode_pids.update(dict.fromkeys(env_ids, self.pid))
+                self._empty_columns |= {name: column[:0] for name, column in answer[1].items()}
                 self._step_info_keys = tuple(answer[0]["step_info_keys"])
                 return answer[0], unprefix_observations(answer[1])
 
     def save_async(
-        self, numbers: Sequence[int]
+        self, env_ids: Sequence[int]
     ) -> AsyncCall[tuple[list[np.ndarray], dict[int, str]]]:
         """:meth:`save` in two parts; episodes of a process that died are lost."""
-        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
-        states, errors = [EMPTY_STATE] * len(numbers), dict[int, str]()
+        there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
+        states, errors = [EMPTY_STATE] * len(env_ids), dict[int, str]()
         if there:
-            order = {"do": "save", "worlds": [numbers[k] for k in there]}
+            order = {"do": "save", "envs": [env_ids[k] for k in there]}
             try:
-                answer, came = yield from self._asking(order)
+                answer, results = yield from self._call(order)
                 errors = {there[row]: error for row, error in answer["errors"]}
-                for row, state in came.items():
+                for row, state in results.items():
                     states[there[int(row)]] = state
-            except _Died as death:
+            except _ProcessDied as death:
                 self._replace(death)
                 there = []
-        lost = {k: self._why for k in range(len(numbers)) if k not in there}
+        lost = {k: self._death_reason for k in range(len(env_ids)) if k not in there}
         return states, {**errors, **lost}
 
-    def step_async(self, numbers: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
+    def step_async(self, env_ids: Sequence[int], actions: np.ndarray) -> AsyncCall[VectorStep]:
         """:meth:`step` in two parts."""
         step_info = step_info_columns(self._step_info_keys, actions[:0])
-        there = [k for k, n in enumerate(numbers) if self._begun[n] == self.pid]
-        came, errors = {**self._none, **step_info}, dict[int, str]()
+        there = [k for k, n in enumerate(env_ids) if self._episode_pids[n] == self.pid]
+        results, errors = {**self._empty_columns, **step_info}, dict[int, str]()
         if there:
-            order = {"do": "step", "worlds": [numbers[k] for k in there]}
+            order = {"do": "step", "envs": [env_ids[k] for k in there]}
             try:
-                answer, came = yield from self._asking(order, {"action": actions[there]})
+                answer, results = yield from self._call(order, {"action": actions[there]})
                 errors = {there[row]: error for row, error in answer["errors"]}
-            except _Died as death:
+            except _ProcessDied as death:
                 self._replace(death)
                 there = []
-        if len(there) == len(numbers):
-            return came, errors
+        if len(there) == len(env_ids):
+            return results, errors
         # The episodes of the others ended with their process.
-        lost = {k: self._why for k in range(len(numbers)) if k not in there}
-        columns = {n: np.zeros((len(numbers), *c.shape[1:]), c.dtype) for n, c in came.items()}
-        for name, column in came.items() if there else ():
+        lost = {k: self._death_reason for k in range(len(env_ids)) if k not in there}
+        columns = {n: np.zeros((len(env_ids), *c.shape[1:]), c.dtype) for n, c in results.items()}
+        for name, column in results.items() if there else ():
             columns[name][there] = column
         columns["terminated"][list(lost)] = columns["executed"][list(lost)] = 1
         return columns, {**errors, **lost}
@@ -257,15 +257,15 @@ class SubprocessVectorEnv:
         """End the process. It has nothing to save, and at most a robot to stop."""
         self._end()
 
-    def _replace(self, death: _Died) -> None:
+    def _replace(self, death: _ProcessDied) -> None:
         """Start a new process in place of a dead one."""
-        self._why = str(death)
-        log.warning("%s: its episodes are lost, and another one takes its place", self._why)
+        self._death_reason = str(death)
+        log.warning("%s: its episodes are lost; a new process replaces it", self._death_reason)
         self._link.close()
         self._end()
         self._start()
 
-    def _asking(
+    def _call(
         self, order: dict[str, Any], arrays: Arrays | None = None
     ) -> AsyncCall[tuple[dict[str, Any], Arrays]]:
         try:
@@ -273,29 +273,29 @@ class SubprocessVectorEnv:
             yield
             answer, columns = self._link.receive()
         except TimeoutError:
-            raise _Died(
-                f"simulator process {self.pid} answered nothing for {self._timeout_s:g} s "
-                "(task.timeout_s; more task.num_processes have fewer worlds to begin each)"
+            raise _ProcessDied(
+                f"simulator process {self.pid} did not answer for {self._timeout_s:g} s "
+                "(task.timeout_s; more task.num_processes have fewer environments to begin each)"
             ) from None
         except (EOFError, OSError):
             raise self._death() from None
         if "refused" in answer:
             raise InputError(str(answer["refused"]))
         if "spent" in answer:
-            raise _Died(f"simulator process {self.pid}: {answer['spent']}")
+            raise _ProcessDied(f"simulator process {self.pid}: {answer['spent']}")
         if "failed" in answer:
             text = str(answer["failed"])
             raise create_simulator_error(f"simulator process {self.pid}: {text}", text)
         return answer, columns
 
-    def _death(self) -> _Died:
+    def _death(self) -> _ProcessDied:
         """Return why the process no longer answers."""
         try:
             code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return _Died(f"simulator process {self.pid} closed its connection")
+            return _ProcessDied(f"simulator process {self.pid} closed its connection")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        return _Died(f"simulator process {self.pid} {how} while it was needed")
+        return _ProcessDied(f"simulator process {self.pid} {how} while it was needed")
 
 
 ProcessShare = tuple[SubprocessVectorEnv, list[int], list[int]]
@@ -320,38 +320,42 @@ class MultiProcessVectorEnv:
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
     ) -> Arrays:
-        shares = self._shares(numbers)
+        shares = self._shares(env_ids)
         calls = [
-            p.reset_async(own, [seeds[k] for k in rows], _some(starts, rows), _some(turns, rows))
+            p.reset_async(
+                own, [seeds[k] for k in rows], _select(starts, rows), _select(turns, rows)
+            )
             for p, rows, own in shares
         ]
-        return _joined(len(numbers), shares, _together(calls))
+        return _merge_columns(len(env_ids), shares, _gather(calls))
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> VectorStep:
-        shares = self._shares(numbers)
-        came = _together([p.step_async(own, actions[rows]) for p, rows, own in shares])
-        errors = _by_row(shares, [each for _, each in came])
-        return _joined(len(numbers), shares, [columns for columns, _ in came]), errors
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> VectorStep:
+        shares = self._shares(env_ids)
+        results = _gather([p.step_async(own, actions[rows]) for p, rows, own in shares])
+        errors = _by_row(shares, [each for _, each in results])
+        return _merge_columns(len(env_ids), shares, [columns for columns, _ in results]), errors
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
-        shares = self._shares(numbers)
-        came = _together([p.save_async(own) for p, _, own in shares])
-        states = _by_row(shares, [dict(enumerate(some)) for some, _ in came])
-        errors = _by_row(shares, [each for _, each in came])
-        return [states[row] for row in range(len(numbers))], errors
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        shares = self._shares(env_ids)
+        results = _gather([p.save_async(own) for p, _, own in shares])
+        states = _by_row(shares, [dict(enumerate(some)) for some, _ in results])
+        errors = _by_row(shares, [each for _, each in results])
+        return [states[row] for row in range(len(env_ids))], errors
 
-    def restore(self, numbers: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
-        shares = self._shares(numbers)
+    def restore(self, env_ids: Sequence[int], states: Sequence[np.ndarray]) -> VectorStep:
+        shares = self._shares(env_ids)
         calls = [p.restore_async(own, [states[k] for k in rows]) for p, rows, own in shares]
-        came = _together(calls)
-        if errors := _by_row(shares, [each for _, each in came]):
+        results = _gather(calls)
+        if errors := _by_row(shares, [each for _, each in results]):
             return {}, errors
-        return _joined(len(numbers), shares, [seen for seen, _ in came]), {}
+        return _merge_columns(
+            len(env_ids), shares, [observations for observations, _ in results]
+        ), {}
 
     def close(self) -> None:
         """End the processes; they start again when they are needed."""
@@ -359,19 +363,19 @@ class MultiProcessVectorEnv:
             process.close()
         self._processes = {}
 
-    def _shares(self, numbers: Sequence[int]) -> list[ProcessShare]:
+    def _shares(self, env_ids: Sequence[int]) -> list[ProcessShare]:
         shares = []
         for place in range(self._count):
-            rows = [row for row, number in enumerate(numbers) if number % self._count == place]
+            rows = [row for row, number in enumerate(env_ids) if number % self._count == place]
             if rows:
                 if place not in self._processes:
                     self._processes[place] = self._make()
-                own = [numbers[row] // self._count for row in rows]
+                own = [env_ids[row] // self._count for row in rows]
                 shares.append((self._processes[place], rows, own))
         return shares
 
 
-def _some(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
+def _select(values: Sequence[int] | None, rows: Sequence[int]) -> list[int] | None:
     return None if values is None else [values[row] for row in rows]
 
 
@@ -385,7 +389,7 @@ def wait_for_result(order: AsyncCall[T]) -> T:
             return result
 
 
-def _together(orders: Sequence[AsyncCall[T]]) -> list[T]:
+def _gather(orders: Sequence[AsyncCall[T]]) -> list[T]:
     """Return the results of calls to several processes; all are sent before the first is awaited.
 
     A call without a request has its result at once.
@@ -411,7 +415,7 @@ def _by_row(shares: Sequence[ProcessShare], parts: Sequence[Mapping[int, T]]) ->
     }
 
 
-def _joined(count: int, shares: Sequence[ProcessShare], parts: Sequence[Arrays]) -> Arrays:
+def _merge_columns(count: int, shares: Sequence[ProcessShare], parts: Sequence[Arrays]) -> Arrays:
     """Return columns ``[count, ...]`` assembled from the rows of the shares."""
     if len(parts) == 1:
         return parts[0]
@@ -422,7 +426,7 @@ def _joined(count: int, shares: Sequence[ProcessShare], parts: Sequence[Arrays])
     return columns
 
 
-class _Died(Exception):
+class _ProcessDied(Exception):
     """A process no longer answers; the message says why."""
 
 

@@ -87,7 +87,7 @@ class TextEnvironment(Environment):
         alone = np.array([begin], dtype=np.int64)
         written = self.uses_chat_template and self.chat_format.template is not None
         prefix = alone[:0] if written else self.chat_format.bos_token_ids
-        prompts = (_begun_with(prefix, ids) for ids in self.encode(texts))
+        prompts = (_with_prefix(prefix, ids) for ids in self.encode(texts))
         return [ids if len(ids) else alone for ids in prompts]
 
     def append_end_token(self, ids: np.ndarray) -> np.ndarray:
@@ -103,34 +103,34 @@ class PromptEnvironment(TextEnvironment):
     supports_resume = True
 
     @abstractmethod
-    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
+    def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
         """Return the prompts of ``request.group_ids``; equal arguments give equal prompts."""
 
     def simulate(
-        self, episodes: RolloutRequest, observations: Channel, actions: Channel
+        self, request: RolloutRequest, observations: Channel, actions: Channel
     ) -> Iterator[Record]:
-        prompts = self.prompts(episodes)
+        prompts = self.prompts(request)
         encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
-        samples = episodes.sample_ids()
-        row_of = {start: row for row, start in enumerate(episodes.group_ids)}
-        rows = [row_of[sample // episodes.group_size] for sample in samples.tolist()]
-        begun = episodes.partial_samples or {}
+        samples = request.sample_ids()
+        row_of = {start: row for row, start in enumerate(request.group_ids)}
+        rows = [row_of[sample // request.group_size] for sample in samples.tolist()]
+        partial = request.partial_samples or {}
         lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
         padded = np.zeros((len(encoded), int(lengths.max(initial=1))), dtype=np.int64)
         for line, ids in zip(padded, encoded, strict=True):
             line[: len(ids)] = ids
-        beside = [prompt.extra_columns() for prompt in prompts]
+        columns = [prompt.extra_columns() for prompt in prompts]
         observations.put(
             Record(
-                RecordId(episodes.iteration, int(samples[0]) if len(samples) else 0),
+                RecordId(request.iteration, int(samples[0]) if len(samples) else 0),
                 steps={
                     "sample": samples,
                     "prompt": padded[rows],
                     "prompt_length": lengths[rows],
-                    **{name: column[rows] for name, column in _filled_up(beside).items()},
-                    **_so_far([begun[sample] for sample in samples.tolist() if begun]),
+                    **{name: column[rows] for name, column in _stack_columns(columns).items()},
+                    **_partial_columns([partial[sample] for sample in samples.tolist() if partial]),
                 },
-                info=episodes.request_info,
+                info=request.request_info,
             ),
         )
         observations.close()
@@ -138,12 +138,12 @@ class PromptEnvironment(TextEnvironment):
             replies = zip(reply.steps["tokens"], reply.steps["length"].tolist(), strict=True)
             texts = [self.chat_format.decode(row[:length]) for row, length in replies]
             for i, sample in enumerate(reply.steps["sample"]):
-                row = row_of[int(sample) // episodes.group_size]
+                row = row_of[int(sample) // request.group_size]
                 length = int(reply.steps["length"][i])
                 reason = "stop" if reply.steps["stopped"][i] else "length"
                 if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
                     reason = UNFINISHED
-                first = begun[int(sample)] if begun else reply
+                first = partial[int(sample)] if partial else reply
                 steps = {
                     "actions": reply.steps["tokens"][i, :length],
                     "logprobs": reply.steps["logprobs"][i, :length],
@@ -151,13 +151,13 @@ class PromptEnvironment(TextEnvironment):
                 if "version" in reply.steps:
                     steps["versions"] = reply.steps["version"][i, :length]
                 yield Record(
-                    RecordId(episodes.iteration, int(sample)),
+                    RecordId(request.iteration, int(sample)),
                     steps=steps,
-                    context={"prompt": encoded[row], **beside[row]},
+                    context={"prompt": encoded[row], **columns[row]},
                     info={
                         **prompts[row].info,
-                        "group": int(episodes.group_ids[row]),
-                        "policy_version": first.info["policy_version" if begun else "version"],
+                        "group": int(request.group_ids[row]),
+                        "policy_version": first.info["policy_version" if partial else "version"],
                         "stop_reason": reason,
                         "prompt_text": prompts[row].text,
                         "text": texts[i],
@@ -177,18 +177,18 @@ class PromptEnvironment(TextEnvironment):
         raise NotImplementedError(f"{type(self).__name__} has neither grade nor score")
 
 
-def _begun_with(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _with_prefix(prefix: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the prompt with the prefix in front of it, which is not repeated."""
     there = np.array_equal(ids[: len(prefix)], prefix)
     return ids if there else np.concatenate([prefix, ids])
 
 
-def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _stack_columns(prompts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Stack the columns of several prompts, padded with zeros; all prompts have the same
     columns."""
     columns: dict[str, np.ndarray] = {}
-    for name in beside[0] if beside else ():
-        arrays = [row[name] for row in beside]
+    for name in prompts[0] if prompts else ():
+        arrays = [columns_of[name] for columns_of in prompts]
         first, length = arrays[0], max(map(len, arrays))
         columns[name] = np.zeros((len(arrays), length, *first.shape[1:]), first.dtype)
         for line, array in zip(columns[name], arrays, strict=True):
@@ -196,15 +196,15 @@ def _filled_up(beside: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarr
     return columns
 
 
-def _so_far(begun: Sequence[Record]) -> dict[str, np.ndarray]:
+def _partial_columns(partial: Sequence[Record]) -> dict[str, np.ndarray]:
     """Return the request columns of samples that the engine continues; none if there are none."""
-    if not begun:
+    if not partial:
         return {}
-    lengths = np.array([len(record) for record in begun])
-    shape = (len(begun), int(lengths.max()))
+    lengths = np.array([len(record) for record in partial])
+    shape = (len(partial), int(lengths.max()))
     tokens, versions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     logprobs = np.zeros(shape, dtype=np.float32)
-    for row, (record, length) in enumerate(zip(begun, lengths.tolist(), strict=True)):
+    for row, (record, length) in enumerate(zip(partial, lengths.tolist(), strict=True)):
         tokens[row, :length] = record.steps["actions"]
         logprobs[row, :length] = record.steps["logprobs"]
         versions[row, :length] = record.steps.get("versions", record.info["policy_version"])

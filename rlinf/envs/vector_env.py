@@ -94,18 +94,18 @@ class SyncVectorEnv:
             own: as for :func:`format_error`.
         """
         self._make, self._once, self._endless, self._own = make, once, endless, own
-        self._worlds: list[Any] = []
-        self._looks: dict[int, ObservationReader] = {}
+        self._envs: list[Any] = []
+        self._readers: dict[int, ObservationReader] = {}
         """Readers of the open episodes."""
         self._last_observations: dict[int, Arrays] = {}
-        self._unbegun: dict[int, str] = {}
+        self._failed_resets: dict[int, str] = {}
         """Tracebacks of episodes that could not begin."""
-        self._like: Arrays = {}
+        self._templates: Arrays = {}
         """The first observation of the first environment: shapes and types."""
 
     def reset(
         self,
-        numbers: Sequence[int],
+        env_ids: Sequence[int],
         seeds: Sequence[int],
         starts: Sequence[int] | None = None,
         turns: Sequence[int] | None = None,
@@ -122,41 +122,41 @@ class SyncVectorEnv:
                 by default the seeds choose.
             turns: running numbers that select tasks in rotation, if there are several.
         """
-        if self._once and max(numbers, default=0):
+        if self._once and max(env_ids, default=0):
             raise InvalidEnvConfig(
-                "task.simulator: its module says SINGLE, and several worlds are asked for; it must "
-                "be found by the interpreter of the stage too, which reads that there"
+                "task.simulator: its module says SINGLE, and several environments are requested; "
+                "the stage's own interpreter must find the module too, because it reads the flag"
             )
-        self._have(numbers)
+        self._ensure_envs(env_ids)
         failed: dict[int, tuple[Any, ...]] = {}
-        for row, (number, seed) in enumerate(zip(numbers, seeds)):  # noqa: B905 - Python 3.9
+        for row, (env_id, seed) in enumerate(zip(env_ids, seeds)):  # noqa: B905 - Python 3.9
             start = None if starts is None else starts[row]
             where = (start, None if turns is None else turns[row])
             try:
-                self._begin(number, seed, *where)
+                self._reset_one(env_id, seed, *where)
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
                 if self._once:
                     self.close()
                     raise InvalidEnvConfig(
-                        f"task.simulator: an episode cannot begin: {error}; look what is wrong, "
-                        "then resume the run"
+                        f"task.simulator: an episode cannot begin: {error}; find out why, then "
+                        "resume the run"
                     ) from error
-                self._renew(number)
-                if not self._begun_again(number, seed, *where):
-                    failed[number] = (seed ^ 1, *where)
-        if failed and not self._like:
-            # What an episode shows is not known yet; one of another seed says it, or raises.
-            number, other = next(iter(failed.items()))
-            self._begin(number, *other)
-        for number in failed:
-            self._last_observations[number] = {
-                name: np.zeros_like(a) for name, a in self._like.items()
+                self._recreate(env_id)
+                if not self._retry_reset(env_id, seed, *where):
+                    failed[env_id] = (seed ^ 1, *where)
+        if failed and not self._templates:
+            # No observation is known yet; an episode with another seed provides one, or raises.
+            env_id, other = next(iter(failed.items()))
+            self._reset_one(env_id, *other)
+        for env_id in failed:
+            self._last_observations[env_id] = {
+                name: np.zeros_like(a) for name, a in self._templates.items()
             }
-        return stack_observations([self._last_observations[number] for number in numbers])
+        return stack_observations([self._last_observations[env_id] for env_id in env_ids])
 
-    def save(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
         """Return the states of open episodes, from which other environments can continue, uint8
         ``[n]`` each.
 
@@ -169,14 +169,14 @@ class SyncVectorEnv:
             InvalidEnvConfig: an environment cannot save its state.
         """
         states, errors = [], dict[int, str]()
-        for row, number in enumerate(numbers):
-            world = self._worlds[number]
-            if not hasattr(world, "save"):
+        for row, env_id in enumerate(env_ids):
+            env = self._envs[env_id]
+            if not hasattr(env, "save"):
                 raise InvalidEnvConfig(NO_STATE_MESSAGE)
             try:
                 states.append(
                     pack_arrays(
-                        {**world.save(), **prefix_observations(self._last_observations[number])}
+                        {**env.save(), **prefix_observations(self._last_observations[env_id])}
                     )
                 )
             except InvalidEnvConfig:
@@ -188,11 +188,11 @@ class SyncVectorEnv:
             except Exception as error:  # a simulator may raise anything
                 states.append(EMPTY_STATE)
                 errors[row] = format_error(error, self._own)
-                self._renew(number)
+                self._recreate(env_id)
         return states, errors
 
     def restore(
-        self, numbers: Sequence[int], states: Sequence[np.ndarray]
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
     ) -> tuple[Arrays, dict[int, str]]:
         """Continue episodes from states of :meth:`save`.
 
@@ -202,11 +202,11 @@ class SyncVectorEnv:
             Their last observations, ``[n, ...]``; and, by row, the tracebacks of those that raise
             again. If there are any, no observations are returned.
         """
-        self._have(numbers)
+        self._ensure_envs(env_ids)
         errors = dict[int, str]()
-        for row, (number, state) in enumerate(zip(numbers, states)):  # noqa: B905 - Python 3.9
+        for row, (env_id, state) in enumerate(zip(env_ids, states)):  # noqa: B905 - Python 3.9
             try:
-                self._go_on(number, unpack_arrays(state))
+                self._restore_one(env_id, unpack_arrays(state))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
@@ -214,10 +214,10 @@ class SyncVectorEnv:
         return (
             {}
             if errors
-            else stack_observations([self._last_observations[number] for number in numbers])
+            else stack_observations([self._last_observations[env_id] for env_id in env_ids])
         ), errors
 
-    def step(self, numbers: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
         """Act in environments. Vectors are clipped to the space; choices are counted from its
         start.
 
@@ -239,22 +239,22 @@ class SyncVectorEnv:
         Raises:
             InvalidEnvConfig: an action is not in the space.
         """
-        space = self._worlds[numbers[0]].action_space
+        space = self._envs[env_ids[0]].action_space
         step_info = step_info_columns(self.step_info_keys, actions)
         actions = to_env_actions(space, actions)
         single = np.ndim(actions) == 1 + len(getattr(space, "shape", None) or ())
-        came, rows, errors = [], list[Arrays](), dict[int, str]()
-        for row, (number, chosen) in enumerate(zip(numbers, actions)):  # noqa: B905 - Python 3.9
-            if number in self._unbegun:
-                errors[row] = self._unbegun.pop(number)
-                came.append((0.0, 1, *LOST_EPISODE_FLAGS))
-                rows.append(self._last_observations[number])
+        step_results, rows, errors = [], list[Arrays](), dict[int, str]()
+        for row, (env_id, chosen) in enumerate(zip(env_ids, actions)):  # noqa: B905 - Python 3.9
+            if env_id in self._failed_resets:
+                errors[row] = self._failed_resets.pop(env_id)
+                step_results.append((0.0, 1, *LOST_EPISODE_FLAGS))
+                rows.append(self._last_observations[env_id])
                 continue
-            world, reward, executed, solved = self._worlds[number], 0.0, 0, False
+            env, reward, executed, solved = self._envs[env_id], 0.0, 0, False
             try:
                 for place, action in enumerate([chosen] if single else chosen):
                     executed += 1
-                    observation, gained, terminated, truncated, info = world.step(action)
+                    observation, gained, terminated, truncated, info = env.step(action)
                     if not math.isfinite(gained):
                         raise ValueError(f"a reward that is not finite: {gained}")
                     reward += gained
@@ -266,26 +266,28 @@ class SyncVectorEnv:
                     terminated = terminated and not self._endless
                     if terminated or truncated:
                         break
-                observations = self._look(number, observation)
-                came.append((reward, executed, terminated, truncated, success, solved))
+                observations = self._read(env_id, observation)
+                step_results.append((reward, executed, terminated, truncated, success, solved))
             except InvalidEnvConfig:
                 raise
             except Exception as error:  # a simulator may raise anything
                 errors[row], observations = (
                     format_error(error, self._own),
-                    self._last_observations[number],
+                    self._last_observations[env_id],
                 )
-                came.append((reward, executed, *LOST_EPISODE_FLAGS))
-                self._renew(number)
+                step_results.append((reward, executed, *LOST_EPISODE_FLAGS))
+                self._recreate(env_id)
             rows.append(observations)
         shown = stack_observations(rows)
         for row, why in find_non_finite(shown).items():
-            errors[row], rows[row] = why, self._last_observations[numbers[row]]
-            came[row] = (*came[row][:2], *LOST_EPISODE_FLAGS)
-            self._renew(numbers[row])
+            errors[row], rows[row] = why, self._last_observations[env_ids[row]]
+            step_results[row] = (*step_results[row][:2], *LOST_EPISODE_FLAGS)
+            self._recreate(env_ids[row])
             shown = stack_observations(rows)
-        self._last_observations.update(zip(numbers, rows))  # noqa: B905 - Python 3.9
-        results = np.array(came, np.float64).reshape(len(came), 2 + len(STEP_FLAGS)).T
+        self._last_observations.update(zip(env_ids, rows))  # noqa: B905 - Python 3.9
+        results = (
+            np.array(step_results, np.float64).reshape(len(step_results), 2 + len(STEP_FLAGS)).T
+        )
         columns: Arrays = {
             "reward": results[0],
             "executed": results[1].astype(np.int32),
@@ -297,7 +299,7 @@ class SyncVectorEnv:
     @property
     def step_info_keys(self) -> Sequence[str]:
         """The keys of :data:`STEP_INFO_TYPES` that the environments have, once there is one."""
-        return tuple(getattr(self._worlds[0], "step_info_keys", ())) if self._worlds else ()
+        return tuple(getattr(self._envs[0], "step_info_keys", ())) if self._envs else ()
 
     def demonstrate(self, seed: int, most: int) -> Arrays:
         """Play an episode by the environment's own ``expert()``, from a seeded reset to its first
@@ -307,20 +309,20 @@ class SyncVectorEnv:
             Columns ``[T, ...]``, at most ``most`` steps: observations with the prefix ``seen.``,
             ``action`` (within the space), ``reward`` float64, ``success`` uint8.
         """
-        if not self._worlds:
-            self._worlds.append(self._make())
-        world = self._worlds[0]
-        if not hasattr(world, "expert"):
+        if not self._envs:
+            self._envs.append(self._make())
+        env = self._envs[0]
+        if not hasattr(env, "expert"):
             raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
-        observation, rows = world.reset(seed=seed)[0], []
-        look = ObservationReader(world)
+        observation, rows = env.reset(seed=seed)[0], []
+        look = ObservationReader(env)
         for _ in range(most):
             row = prefix_observations(look.read(observation))
-            action = np.array(world.expert())
-            (does,) = to_env_actions(world.action_space, action[None])
-            if hasattr(world.action_space, "low"):
+            action = np.array(env.expert())
+            (does,) = to_env_actions(env.action_space, action[None])
+            if hasattr(env.action_space, "low"):
                 action = does
-            result = world.step(does)
+            result = env.step(does)
             observation, reward, terminated, truncated, info = result
             solved = is_success(info)
             row.update(action=action, reward=np.asarray(float(reward)))
@@ -329,77 +331,247 @@ class SyncVectorEnv:
                 break
         return stack_observations(rows)
 
-    def _have(self, numbers: Sequence[int]) -> None:
-        while len(self._worlds) <= max(numbers, default=-1):
-            self._worlds.append(self._make())
+    def _ensure_envs(self, env_ids: Sequence[int]) -> None:
+        while len(self._envs) <= max(env_ids, default=-1):
+            self._envs.append(self._make())
 
-    def _begin(self, number: int, seed: int, start: int | None, turn: int | None) -> None:
-        world = self._worlds[number]
-        if hasattr(world, "tasks"):
+    def _reset_one(self, env_id: int, seed: int, start: int | None, turn: int | None) -> None:
+        env = self._envs[env_id]
+        if hasattr(env, "tasks"):
             where = {"start": start, "turn": turn}
         else:
-            there = getattr(world, "starts", 0)
+            there = getattr(env, "starts", 0)
             where = {"start": start % there} if start is not None and there else {}
-        observation = world.reset(seed=seed, **where)[0]
-        self._looks[number] = ObservationReader(world)
-        observations = self._look(number, observation)
+        observation = env.reset(seed=seed, **where)[0]
+        self._readers[env_id] = ObservationReader(env)
+        observations = self._read(env_id, observation)
         for error in find_non_finite(stack_observations([observations])).values():
             raise ValueError(error)
-        self._last_observations[number] = observations
+        self._last_observations[env_id] = observations
 
-    def _begun_again(self, number: int, seed: int, start: int | None, turn: int | None) -> bool:
+    def _retry_reset(self, env_id: int, seed: int, start: int | None, turn: int | None) -> bool:
         try:
-            self._begin(number, seed, start, turn)
+            self._reset_one(env_id, seed, start, turn)
         except InvalidEnvConfig:
             raise
         except Exception as error:  # a simulator may raise anything
-            self._unbegun[number] = format_error(error, self._own)
+            self._failed_resets[env_id] = format_error(error, self._own)
             return False
         return True
 
-    def _go_on(self, number: int, state: Arrays) -> None:
+    def _restore_one(self, env_id: int, state: Arrays) -> None:
         try:
-            self._worlds[number].restore(state)
+            self._envs[env_id].restore(state)
         except Exception:  # a simulator may raise anything
-            self._renew(number)
-            self._worlds[number].restore(state)
-        self._looks[number], observations = (
-            ObservationReader(self._worlds[number]),
+            self._recreate(env_id)
+            self._envs[env_id].restore(state)
+        self._readers[env_id], observations = (
+            ObservationReader(self._envs[env_id]),
             unprefix_observations(state),
         )
-        self._like = self._like or {
+        self._templates = self._templates or {
             name: np.empty_like(array) for name, array in observations.items()
         }
-        self._last_observations[number] = observations
+        self._last_observations[env_id] = observations
 
-    def _look(self, number: int, observation: Any) -> Arrays:
+    def _read(self, env_id: int, observation: Any) -> Arrays:
         """Return an observation; raise ValueError if its shape or type differs from the first
         one."""
-        observations = self._looks[number].read(observation)
-        if not self._like:
+        observations = self._readers[env_id].read(observation)
+        if not self._templates:
             check_all_used(observations)
-            self._like = {name: np.empty_like(array) for name, array in observations.items()}
+            self._templates = {name: np.empty_like(array) for name, array in observations.items()}
         for name, array in observations.items():
-            first = self._like.get(name)
+            first = self._templates.get(name)
             if first is None or first.shape != array.shape or first.dtype != array.dtype:
                 raise ValueError(f"observation {name!r}, {array.dtype} {array.shape}, is new")
         return observations
 
-    def _renew(self, number: int) -> None:
+    def _recreate(self, env_id: int) -> None:
         """Replace an environment that failed."""
         with contextlib.suppress(Exception):
-            self._worlds[number].close()
-        self._worlds[number] = self._make()
+            self._envs[env_id].close()
+        self._envs[env_id] = self._make()
 
     def spaces(self) -> dict[str, Any]:
         """Return the spaces of an environment as plain values."""
-        with contextlib.closing(self._make()) as world:
-            return describe_spaces(world)
+        with contextlib.closing(self._make()) as env:
+            return describe_spaces(env)
 
     def close(self) -> None:
-        for world in self._worlds:
-            world.close()
-        self._worlds = []
+        for env in self._envs:
+            env.close()
+        self._envs = []
+
+
+class BatchedVectorEnv:
+    """Environments that one simulator steps together, with the methods of :class:`SyncVectorEnv`.
+
+    It is created for as many environments as the first episodes need, and again if later ones need
+    more. Environments without a request get a zero action. A simulator that raises is not created
+    again in this process, which may have room for one simulation alone: the next reset raises
+    ProcessRestartRequired.
+    """
+
+    step_info_keys: Sequence[str] = ()
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        shown: ObservationSelection = STATE_ONLY,
+        own: Sequence[str] = (),
+    ) -> None:
+        self._make = functools.partial(make, images=shown.images)
+        self._images, self._used, self._own = shown.images, shown, own
+        self._env: Any = None
+        self._count, self._last_observations = 0, Arrays()
+        self.min_envs = 0
+        """The least number of environments: as many as a previous process had."""
+        self._failed = ""
+        self._failed_resets: dict[int, str] = {}
+        """Errors of episodes that could not begin, by environment."""
+
+    def reset(
+        self,
+        env_ids: Sequence[int],
+        seeds: Sequence[int],
+        starts: Sequence[int] | None = None,
+        turns: Sequence[int] | None = None,
+    ) -> Arrays:
+        """Begin episodes as :class:`SyncVectorEnv` does, without ``starts`` and ``turns``.
+
+        An environment whose observation is not finite is reset once more. If the second observation
+        is not finite either, its episode is lost.
+
+        Raises:
+            ProcessRestartRequired: the simulator has raised, now or before.
+        """
+        if self._failed:
+            raise ProcessRestartRequired(self._failed)
+        wanted = max(*env_ids, self.min_envs - 1, -1) + 1
+        if self._count and wanted > self._count and min(env_ids):
+            raise InvalidEnvConfig(
+                "task.double_buffer: this simulator steps all environments together; "
+                "set it to false"
+            )
+        if self._env is None or wanted > self._count:
+            self.close()
+            wanted = max(wanted, self._count)
+            self._env = self._create(wanted)
+            self._count = self._env.count
+        observations = self._reset_envs(env_ids, seeds)
+        if bad := list(find_non_finite(observations)):
+            again = self._reset_envs([env_ids[row] for row in bad], [seeds[row] for row in bad])
+            for name, column in again.items():
+                observations[name][bad] = column
+        for row, error in find_non_finite(observations).items():
+            self._failed_resets[env_ids[row]] = f"{error} after two resets"
+            for column in observations.values():
+                column[row] = 0
+        check_all_used(observations)
+        check_cameras(self._images, sorted(observations.keys() - {STATE, INSTRUCTION}))
+        for name, size in self._images.items():
+            if observations[name].shape[1:] != (*size, 3):
+                raise InvalidEnvConfig(
+                    f"task.images.{name}: its pictures are {list(observations[name].shape[1:3])}"
+                )
+        for name, column in observations.items():
+            if (
+                name not in self._last_observations
+                or len(self._last_observations[name]) < self._count
+            ):
+                self._last_observations[name] = np.zeros(
+                    (self._count, *column.shape[1:]), column.dtype
+                )
+            self._last_observations[name][list(env_ids)] = column
+        return observations
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray) -> tuple[Arrays, dict[int, str]]:
+        """Act as :class:`SyncVectorEnv` does. If the simulator raises, all episodes end. If one
+        environment returns values that are not finite, or could not begin, its episode ends."""
+        rows, space = list(env_ids), self._env.action_space
+        if actions.ndim > 1 + len(getattr(space, "shape", None) or ()):
+            raise InvalidEnvConfig(
+                "task.simulator: this simulator steps all environments together, so it accepts "
+                "no chunks of actions; choose a policy of single actions"
+            )
+        all_actions = np.zeros((self._count, *actions.shape[1:]), actions.dtype)
+        all_actions[rows] = to_env_actions(space, actions)
+        reward, ends = np.zeros(len(rows)), np.zeros((len(STEP_FLAGS), len(rows)), np.uint8)
+        errors = dict[int, str]()
+        try:
+            observations, gained, *ended = self._env.step(all_actions)
+        except Exception as error:  # a simulator may raise anything
+            self._failed = format_error(error, self._own)
+            errors = dict.fromkeys(range(len(rows)), self._failed)
+            ends[0] = True
+        else:
+            shown = {name: column[rows] for name, column in self._shown(observations).items()}
+            reward[:] = np.asarray(gained, np.float64)[rows]
+            ends[:3] = [np.asarray(column, np.uint8)[rows] for column in ended]
+            ends[3] = ends[2]
+            errors = find_non_finite(shown)
+            for row, env_id in enumerate(rows):
+                if env_id in self._failed_resets:
+                    errors[row] = self._failed_resets.pop(env_id)
+            for row in np.flatnonzero(~np.isfinite(reward)).tolist():
+                errors.setdefault(row, f"a reward that is not finite: {reward[row]}")
+            fit = [row for row in range(len(rows)) if row not in errors]
+            for name, column in shown.items():
+                self._last_observations[name][[rows[row] for row in fit]] = column[fit]
+            reward[list(errors)], ends[:, list(errors)] = (
+                0,
+                np.array(LOST_EPISODE_FLAGS, np.uint8)[:, None],
+            )
+        columns: Arrays = {"reward": reward, "executed": np.ones(len(rows), np.int32)}
+        columns.update(zip(STEP_FLAGS, ends))  # noqa: B905 - Python 3.9
+        return {
+            **columns,
+            **prefix_observations({n: c[rows] for n, c in self._last_observations.items()}),
+        }, errors
+
+    def _reset_envs(self, env_ids: Sequence[int], seeds: Sequence[int]) -> Arrays:
+        try:
+            return self._shown(self._env.reset(list(env_ids), list(seeds)))
+        except InvalidEnvConfig:
+            raise
+        except Exception as error:  # a simulator may raise anything
+            raise ProcessRestartRequired(format_error(error, self._own)) from None
+
+    def spaces(self) -> dict[str, Any]:
+        """Return the spaces of one environment as plain values."""
+        with contextlib.closing(self._create(1)) as env:
+            return describe_spaces(env)
+
+    def _create(self, count: int) -> Any:
+        return create_env(functools.partial(self._make, count=count), self._used, batched=True)
+
+    def demonstrate(self, seed: int, most: int) -> Arrays:
+        """Raise InvalidEnvConfig: there is no expert."""
+        raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
+
+    def save(self, env_ids: Sequence[int]) -> tuple[list[np.ndarray], dict[int, str]]:
+        """Raise InvalidEnvConfig: the state cannot be saved."""
+        raise InvalidEnvConfig(NO_STATE_MESSAGE)
+
+    def restore(
+        self, env_ids: Sequence[int], states: Sequence[np.ndarray]
+    ) -> tuple[Arrays, dict[int, str]]:
+        """Raise InvalidEnvConfig: the state cannot be restored."""
+        raise InvalidEnvConfig(NO_STATE_MESSAGE)
+
+    def _shown(self, observation: Any) -> Arrays:
+        arrays, text = to_arrays(observation), get_instruction(self._env)
+        if text is not None:
+            arrays[INSTRUCTION] = np.repeat(
+                encode_instruction(text)[None], len(arrays[STATE]), axis=0
+            )
+        return arrays
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+        self._env = None
 
 
 class BatchedVectorEnv:
@@ -589,34 +761,34 @@ def is_success(info: Any) -> bool:
     return bool(info.get("success", info.get("is_success", False)))
 
 
-def serve(link: SimulatorConnection, worlds: SyncVectorEnv | BatchedVectorEnv) -> None:
+def serve(link: SimulatorConnection, envs: SyncVectorEnv | BatchedVectorEnv) -> None:
     """Answer requests until the stage closes the connection."""
     while True:
         order, arrays = link.receive()
         if order["do"] == "step":
-            came, errors = worlds.step(order["worlds"], arrays["action"])
-            link.send({"errors": list(errors.items())}, came)
+            results, errors = envs.step(order["envs"], arrays["action"])
+            link.send({"errors": list(errors.items())}, results)
         elif order["do"] == "reset":
-            if isinstance(worlds, BatchedVectorEnv):
-                worlds.min_envs = order["least"]
-            arguments = (order[name] for name in ("worlds", "seeds", "starts", "turns"))
-            observations = worlds.reset(*arguments)
+            if isinstance(envs, BatchedVectorEnv):
+                envs.min_envs = order["least"]
+            arguments = (order[name] for name in ("envs", "seeds", "starts", "turns"))
+            observations = envs.reset(*arguments)
             link.send(
-                {"step_info_keys": list(worlds.step_info_keys)}, prefix_observations(observations)
+                {"step_info_keys": list(envs.step_info_keys)}, prefix_observations(observations)
             )
         elif order["do"] == "restore":
-            states = [arrays[str(row)] for row in range(len(order["worlds"]))]
-            observations, errors = worlds.restore(order["worlds"], states)
-            reply = {"step_info_keys": list(worlds.step_info_keys), "errors": list(errors.items())}
+            states = [arrays[str(row)] for row in range(len(order["envs"]))]
+            observations, errors = envs.restore(order["envs"], states)
+            reply = {"step_info_keys": list(envs.step_info_keys), "errors": list(errors.items())}
             link.send(reply, prefix_observations(observations))
         elif order["do"] == "save":
-            states, errors = worlds.save(order["worlds"])
+            states, errors = envs.save(order["envs"])
             arrays = {str(row): state for row, state in enumerate(states) if row not in errors}
             link.send({"errors": list(errors.items())}, arrays)
         elif order["do"] == "demonstrate":
-            link.send({}, worlds.demonstrate(order["seed"], order["most"]))
+            link.send({}, envs.demonstrate(order["seed"], order["most"]))
         else:
-            link.send(worlds.spaces(), {})
+            link.send(envs.spaces(), {})
 
 
 def main(end: int, own: int, other: int, target: str, values: str, options: str) -> None:
@@ -630,27 +802,27 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         options: ``shown``, the fields of :class:`ObservationSelection`, ``endless`` and ``own`` (of
             :class:`SyncVectorEnv`), as JSON.
     """
-    for number in IGNORED_SIGNALS:
+    for signal_number in IGNORED_SIGNALS:
         # Sent to a whole job: the stage may still want to finish what it does.
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
     link = SimulatorConnection(socket.socket(fileno=end), own, other)
-    worlds: SyncVectorEnv | BatchedVectorEnv | None = None
+    envs: SyncVectorEnv | BatchedVectorEnv | None = None
     factory_arguments, parsed_options = json.loads(values), json.loads(options)
     users: Sequence[str] = parsed_options["own"]
     try:
         factory = resolve_factory(target)
         shown = ObservationSelection(**parsed_options["shown"])
         if module_flag(factory, "BATCHED"):
-            worlds = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
+            envs = BatchedVectorEnv(functools.partial(factory, **factory_arguments), shown, users)
         else:
             make = functools.partial(create_task_env, factory, factory_arguments, shown)
-            worlds = SyncVectorEnv(
+            envs = SyncVectorEnv(
                 make,
                 once=module_flag(factory, "SINGLE"),
                 endless=parsed_options["endless"],
                 own=users,
             )
-        serve(link, worlds)
+        serve(link, envs)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except InvalidEnvConfig as error:
@@ -661,9 +833,9 @@ def main(end: int, own: int, other: int, target: str, values: str, options: str)
         failure = {"failed": format_error(error, users)}
     finally:
         # A robot comes to rest.
-        if worlds is not None:
+        if envs is not None:
             with contextlib.suppress(Exception):
-                worlds.close()
+                envs.close()
     with contextlib.suppress(OSError):
         link.send({**failure, "pid": os.getpid()}, {})
 

@@ -53,7 +53,7 @@ class VisualQuestionsConfig(Section):
     max_objects: int = Field(default=4, gt=0)
     """Most shapes of a scene; it has at least one, and at most one in each cell."""
     instruction: str = ""
-    """Text after each question; a pretrained model needs to be told the format."""
+    """Text after each question, which tells a pretrained model the format."""
     format_reward: float = Field(default=0.1, ge=0, lt=1)
     """Reward of a wrong answer in the right format, ``<answer>...</answer>`` at the end; a right
     one has 1."""
@@ -157,14 +157,14 @@ class VisualQuestionsEnvironment(PromptEnvironment):
         )
         return TaskSize(max_prompt_tokens=max(map(len, some)))
 
-    def prompts(self, episodes: RolloutRequest) -> Sequence[Prompt]:
-        seed, iteration = episodes.seed, episodes.iteration
-        if episodes.split == "test":
+    def prompts(self, request: RolloutRequest) -> Sequence[Prompt]:
+        seed, iteration = request.seed, request.iteration
+        if request.split == "test":
             seed, iteration = self.config.test_seed, 0
-        address = ("visual_questions", episodes.split, iteration)
+        address = ("visual_questions", request.split, iteration)
         return [
-            self._draw(generator(seed, *address, int(start)), episodes.split)
-            for start in episodes.group_ids
+            self._draw(generator(seed, *address, int(start)), request.split)
+            for start in request.group_ids
         ]
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:

@@ -1,10 +1,15 @@
-"""The coordinates that policies of vectors act in: the box of actions as the interval [-1, 1].
+"""Encodings of actions: scaling to [-1, 1], bins for action tokens, and chunks.
 
-A simulator bounds each component of an action (``low``, ``high``). Inside of a policy, in its
-losses and in what critics see, -1 is ``low`` and 1 is ``high``, as in Stable-Baselines3; outside of
-it, in trajectories, data sets and demonstrations, actions are in the simulator's own units. A
-component without both bounds has the simulator's units on both sides, as do all components where a
-task says nothing of bounds.
+:class:`ActionBox` scales action vectors. Inside a policy, its losses and its critics, -1 is the
+simulator's ``low`` and 1 is ``high``, as in Stable-Baselines3. In trajectories, data sets and
+demonstrations, actions have the simulator's units. A component without both bounds is not scaled.
+
+:class:`ActionBins` maps numbers to tokens as OpenVLA does. The 1 % and 99 % quantiles of a data set
+scale a number to [-1, 1], and 256 edges divide this interval into 255 bins. The last ids of the
+vocabulary represent the bins in reverse order (arXiv 2406.09246, section 3.2). Two of the 256
+tokens represent the last bin, so a sampled token cannot be recovered from its action.
+
+A policy with chunks chooses several actions at once, which the simulator executes in turn.
 """
 
 from __future__ import annotations
@@ -25,31 +30,31 @@ from rlinf.data.transitions import clip_actions
 from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import read_text
 
+log = logging.getLogger(__name__)
 ActionScale = Annotated[float, Field(gt=0)] | None
-"""``model.action_scale``: null fills the bounds that the task names; a number ``s`` fills
-[-s, s] in every component instead."""
+"""``model.action_scale``: null spans the bounds of the task; a number ``s`` spans [-s, s] in each
+component."""
 
 
 @dataclass(frozen=True)
 class ActionBox:
-    """How actions of ``[A]`` components are scaled."""
+    """The scaling of action vectors with ``A`` components."""
 
     center: np.ndarray
-    """Float64 ``[A]``: the simulator's units of 0."""
+    """The simulator's value of 0, float64 ``[A]``."""
     half_range: np.ndarray
-    """Float64 ``[A]``: the simulator's units of 1, from the center."""
+    """The distance of 1 from the center, in the simulator's units, float64 ``[A]``."""
     low: np.ndarray
-    """The simulator's bounds, infinite where there are none; of an integer type where actions are
-    rounded."""
+    """The simulator's bounds, infinite without a bound; of an integer type for integer actions."""
     high: np.ndarray
 
     @classmethod
     def from_spec(cls, action: Mapping[str, Any], scale: float | None) -> ActionBox:
         """
         Args:
-            action: what an environment says of actions: ``size``, and, where they are known,
-                ``low``, ``high`` (None: no bound) and ``dtype``.
-            scale: as of :data:`ActionScale`.
+            action: The action part of the model spec: ``size`` and, if known, ``low``, ``high``
+                (None: no bound) and ``dtype``.
+            scale: See :data:`ActionScale`.
         """
         size = int(action["size"])
         low = _side(action.get("low"), size, -np.inf)
@@ -71,22 +76,22 @@ class ActionBox:
 
     @property
     def is_identity(self) -> bool:
-        """Whether both sides have the same units."""
+        """Whether the policy's units equal those of the simulator."""
         return bool((self.center == 0).all() and (self.half_range == 1).all())
 
     def normalize(self, actions: np.ndarray) -> np.ndarray:
-        """Actions ``[..., A]`` of the simulator's units in the policy's, of the same type."""
+        """Convert actions ``[..., A]`` from the simulator's to the policy's units, same type."""
         if self.is_identity:
             return actions
         return ((actions - self.center) / self.half_range).astype(actions.dtype)
 
     def clip_to_bounds(self, actions: np.ndarray) -> np.ndarray:
-        """Actions ``[..., A]`` as the simulator would carry them out, in its units."""
+        """Clip actions ``[..., A]`` as the simulator does, in its units."""
         return clip_actions(actions, self.low, self.high).astype(actions.dtype)
 
     def unnormalize(self, actions: Tensor) -> Tensor:
-        """Actions ``[..., A]`` of the policy in the simulator's units; in double precision where
-        they differ, so that the policy's own can be had back."""
+        """Convert actions ``[..., A]`` from the policy's to the simulator's units; in double
+        precision if they differ, so that the conversion can be inverted."""
         if self.is_identity:
             return actions
         center, half = (
@@ -97,14 +102,15 @@ class ActionBox:
 
 
 def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squashed: bool) -> None:
-    """See that a policy's interval is within the bounds of actions, where a task names them.
+    """Check that the interval of a policy lies within the action bounds of the task.
 
     Args:
-        action: as of :meth:`ActionBox.of`.
-        squashed: the policy fills an interval in every component, so there must be one.
+        action: As for :meth:`ActionBox.from_spec`.
+        scale: See :data:`ActionScale`.
+        squashed: Whether the policy needs an interval in each component.
 
     Raises:
-        ConfigError: it is not; names the key.
+        ConfigError: It does not; the message has the key.
     """
     if action.get("low") is None or action.get("high") is None:
         return
@@ -129,7 +135,7 @@ def check_action_scale(action: Mapping[str, Any], scale: float | None, *, squash
 
 
 def _side(bounds: float | Sequence[float | None] | None, size: int, none: float) -> np.ndarray:
-    """One side's bounds, float64 ``[size]``."""
+    """Return the lower or the upper bounds, float64 ``[size]``."""
     if bounds is None or isinstance(bounds, (int, float)):
         bounds = [bounds] * size
     return np.array([none if bound is None else bound for bound in bounds], np.float64)
@@ -137,35 +143,40 @@ def _side(bounds: float | Sequence[float | None] | None, size: int, none: float)
 
 STATISTICS_FILE = "dataset_statistics.json"
 BIN_EPS = 1e-8
-"""What OpenVLA-OFT adds to the width of an interval."""
+"""Constant that OpenVLA-OFT adds to the width of an interval."""
 
 
 @dataclass(frozen=True)
 class ActionBins:
-    """Tokens of action vectors of ``D`` numbers."""
+    """The token encoding of action vectors with ``D`` numbers."""
 
     low: np.ndarray
-    """``[D]``, of a number where its bins begin."""
+    """Lower end of the bins, ``[D]``."""
     high: np.ndarray
-    """``[D]``, where they end."""
+    """Upper end of the bins, ``[D]``."""
     is_scaled: np.ndarray
-    """bool ``[D]``; others are in [-1, 1] as they are (a gripper, say)."""
+    """Whether a number is scaled, bool ``[D]``; others (a gripper, for example) are in [-1, 1]."""
     first_token_id: int
-    """Id of the first of the tokens."""
+    """Id of the first action token."""
     num_bins: int = 256
-    """How many tokens there are."""
+    """Number of action tokens."""
 
     @classmethod
     def from_statistics(cls, statistics: Mapping[str, Any], first: int, count: int) -> ActionBins:
-        """Those of one data set's ``action`` in a :data:`STATISTICS_FILE` file.
+        """Create the bins for the ``action`` statistics of a data set.
+
+        Args:
+            statistics: An ``action`` entry of a :data:`STATISTICS_FILE` file.
+            first: Id of the first action token.
+            count: Number of action tokens.
 
         Raises:
-            KeyError, ValueError: it is malformed.
+            KeyError, ValueError: The statistics are malformed.
         """
         low, high = (np.asarray(statistics[name], np.float64) for name in ("q01", "q99"))
         scaled = np.asarray(statistics.get("mask", [True] * len(low)), bool)
         if not (low.ndim == 1 and low.shape == high.shape == scaled.shape and (low <= high).all()):
-            raise ValueError("q01, q99 and mask are not of one length, or q01 is above q99")
+            raise ValueError("q01, q99 and mask have different lengths, or q01 is above q99")
         return cls(low, high, scaled, first, count)
 
     @property
@@ -173,16 +184,15 @@ class ActionBins:
         return np.linspace(-1, 1, self.num_bins)
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
-        """Ids int64 ``[..., D]`` of actions ``[..., D]``; those beyond the bins get the outermost
-        ones'."""
+        """Return token ids int64 ``[..., D]`` of actions ``[..., D]``, clipped to the bins."""
         width = self.high - self.low + BIN_EPS
         within = np.where(self.is_scaled, 2 * (actions - self.low) / width - 1, actions)
         bins = np.digitize(np.clip(within, -1, 1), self._edges)
-        found: np.ndarray = (self.first_token_id + self.num_bins - bins).astype(np.int64)
-        return found
+        ids: np.ndarray = (self.first_token_id + self.num_bins - bins).astype(np.int64)
+        return ids
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Middles of the bins that ids ``[..., D]`` stand for, float32."""
+        """Return the centers of the bins of token ids ``[..., D]``, float32."""
         edges = self._edges
         centers = torch.tensor((edges[1:] + edges[:-1]) / 2, device=tokens.device)
         last = self.first_token_id + self.num_bins - 1
@@ -195,9 +205,12 @@ class ActionBins:
 
 
 def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
-    """The ``action`` of a :data:`STATISTICS_FILE` file, of the actions ``[N, D]`` of a data set.
+    """Return the ``action`` statistics of a data set for a :data:`STATISTICS_FILE` file.
 
-    A number that is always the same is not scaled.
+    Constant numbers are not scaled.
+
+    Args:
+        actions: All actions of the data set, ``[N, D]``.
     """
     low, high = np.quantile(actions, [0.01, 0.99], axis=0)
     columns = {
@@ -215,14 +228,15 @@ def compute_statistics(actions: np.ndarray) -> dict[str, list[Any]]:
 def read_action_statistics(
     path: Path, dataset: str | None, where: str
 ) -> tuple[str, dict[str, Any]]:
-    """The name of a data set in a :data:`STATISTICS_FILE` file, and its statistics.
+    """Return the name and the statistics of a data set in a :data:`STATISTICS_FILE` file.
 
     Args:
-        dataset: which one; None: the only one.
-        where: the key that errors name.
+        path: The file.
+        dataset: Name of the data set; None: the only one in the file.
+        where: The configuration key, for error messages.
 
     Raises:
-        DataError: it cannot be read, or has not this one.
+        DataError: The file cannot be read or lacks the data set.
     """
     try:
         known = json.loads(read_text(path))
@@ -234,17 +248,23 @@ def read_action_statistics(
 def select_action_statistics(
     known: Any, dataset: str | None, where: str, place: str
 ) -> tuple[str, dict[str, Any]]:
-    """The same of what such a file holds; ``place``: where it stood.
+    """Return the name and the statistics of a data set in the content of such a file.
+
+    Args:
+        known: The content of the file.
+        dataset: Name of the data set; None: the only one.
+        where: The configuration key, for error messages.
+        place: The source of the content, for error messages.
 
     Raises:
-        DataError: it is malformed, or has not this one.
+        DataError: The content is malformed or lacks the data set.
     """
     try:
         names = sorted(known)
         name = names[0] if dataset is None and len(names) == 1 else dataset
         if name not in known:
             raise DataError(
-                f"model.unnorm_key: {place} has the data sets {', '.join(names)}; choose one of them"
+                f"model.unnorm_key: {place} has the data sets {', '.join(names)}; choose one"
             )
         ActionBins.from_statistics(known[name]["action"], 0, 2)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -254,33 +274,31 @@ def select_action_statistics(
 
 def _malformed(where: str, place: str, error: Exception) -> DataError:
     return DataError(
-        f"{where}: {place} is no {STATISTICS_FILE} ({error}); it has of each data set the quantiles q01 "
-        "and q99 of its action, a list each"
+        f"{where}: {place} is no {STATISTICS_FILE} ({error}); for each data set it must have the "
+        "quantiles q01 and q99 of the action, a list each"
     )
 
 
-log = logging.getLogger(__name__)
 ValueLevel = Literal["chunk", "action"]
-"""What a policy values of a chunk: the state that it begins in, or what is still to come at each of
-its actions, all of which see that state."""
+"""Whether a policy has one value per chunk, of its initial state, or one per action. The values per
+action all depend on the initial state of the chunk."""
 VALUE_HEAD_OUTPUT = "value_head.fc2."
-"""The last layer of a head that says them."""
+"""Prefix of the last layer of a value head."""
 
 
 def reset_unlike_value_head(
     stored: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
-    """Tensors that a folder stores, with a network's own :data:`VALUES` where those stored are of
-    the other level, or of chunks of another length: that layer begins anew, and a warning says so.
-    """
+    """Replace the last layer of a stored value head by the network's initial one, with a warning,
+    if its shape differs because of another value level or chunk length."""
     unlike = [
         n for n, t in stored.items() if n.startswith(VALUE_HEAD_OUTPUT) and t.shape != own[n].shape
     ]
     if unlike:
         count, there = len(own[unlike[0]]), len(stored[unlike[0]])
         log.warning(
-            "model.path: %s values %d at each step, and %d are to be valued (model.value_level, "
-            "model.chunk_size): the last layer of its value head begins anew",
+            "model.path: the value head of %s has %d outputs, and %d are needed "
+            "(model.value_level, model.chunk_size): its last layer is initialized again",
             folder,
             there,
             count,
@@ -289,9 +307,15 @@ def reset_unlike_value_head(
 
 
 def action_chunks(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each step of actions ``[T]`` or ``[T, D]`` the chunk that begins there, ``[T, C, ...]``,
-    and which of its choices count (``submask`` of a trajectory), uint8 ``[T, C, 1]`` or
-    ``[T, C, D]``: places behind the end have the last action again, which does not."""
+    """Return the chunk ``[T, C, ...]`` of actions that starts at each step, and its mask.
+
+    The mask (``submask`` of a trajectory) is uint8 ``[T, C, 1]`` or ``[T, C, D]``. Masked actions
+    after the end repeat the last action.
+
+    Args:
+        actions: ``[T]`` or ``[T, D]``.
+        length: Number of actions per chunk ``C``.
+    """
     follows = np.arange(len(actions))[:, None] + np.arange(length)
     inside = follows < len(actions)
     chunks = actions[np.minimum(follows, len(actions) - 1)]

@@ -1,4 +1,4 @@
-"""Small actor-critic networks for vector observations."""
+"""Small actor-critic policies: MLPs for vector observations, and CNNs for images with a state."""
 
 from __future__ import annotations
 
@@ -19,48 +19,52 @@ from rlinf.data.record import Record
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, ValueLevel, action_chunks, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
+from rlinf.models.images import IMAGE_PREFIX
 from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
 
 
 class MLPConfig(Section):
-    """Hyperbolic-tangent networks: one for the policy and an equal one for the value."""
+    """Options of MLP policies: tanh networks of equal size for policy and value."""
 
     hidden: tuple[Annotated[int, Field(gt=0)], ...] = (64, 64)
     shared_trunk: bool = False
-    """One network for both, with a linear head each."""
+    """Whether policy and value share one network, with a linear head each."""
     normalize_observations: bool = False
-    """Standardise observations by running statistics, which travel with the weights."""
+    """Standardize observations with running statistics, which are part of the weights."""
     initial_log_std: float = 0.0
-    """Of a Gaussian policy; it is learned, the same for all states."""
+    """Initial log standard deviation of a Gaussian policy; learned, equal for all states."""
     action_scale: ActionScale = None
-    """Of a Gaussian policy: what 1 is in the simulator's units; null: -1 to 1 are the task's
-    bounds. Actions beyond the bounds are clipped when they are carried out."""
+    """For a Gaussian policy, the simulator's units of 1; null: -1 to 1 spans the task's bounds.
+    Actions beyond the bounds are clipped when they are executed."""
     observation_clip: float = Field(default=10.0, gt=0)
-    """Largest magnitude of a (standardised) observation."""
+    """Largest magnitude of a (standardized) observation."""
     chunk_size: int = Field(default=1, gt=0)
-    """Actions that are chosen at once and carried out one after the other."""
+    """Number of actions that the policy chooses at once and the simulator executes in turn."""
     value_level: ValueLevel = "chunk"
-    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
-    same then."""
+    """Whether there is one value (and advantage) per chunk or per action."""
 
     @model_validator(mode="after")
     def _chunks_are_valued(self) -> MLPConfig:
         if self.value_level == "action" and self.chunk_size == 1:
             raise ValueError(
-                "value_level: action is of chunks, and a step is one action here; set chunk above "
-                "1, or value_level to chunk"
+                "value_level: action needs chunks, and a step is one action here; set chunk_size "
+                "above 1, or value_level to chunk"
             )
         return self
 
 
 class MLPActorCritic(ObservationNormalizer):
-    """From observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``, or
-    ``[..., C]`` of each action of a chunk."""
+    """An MLP from observations ``[..., D]`` to action parameters ``[..., A]`` and values ``[...]``,
+    or ``[..., C]`` per action of a chunk."""
 
     def __init__(self, settings: dict[str, Any], features: int = 0) -> None:
-        """``features``: how many numbers stand behind the observation."""
+        """
+        Args:
+            settings: The policy's ``config.json``.
+            features: Number of further inputs behind the observation.
+        """
         size = settings["observation"]
-        # Folders from before there were chunks say nothing of them.
+        # Older folders have no chunk size.
         out = settings["action"]["size"] * settings.get("chunk_size", 1)
         super().__init__(size, float(settings["observation_clip"]))
         sizes = [size + features, *settings["hidden"]]
@@ -77,8 +81,8 @@ class MLPActorCritic(ObservationNormalizer):
     def forward(
         self, observations: Tensor, features: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Action parameters, log standard deviations ``[A]`` and values, float32."""
-        # Mixed precision shows in the parameters' type.
+        """Return action parameters, log standard deviations ``[A]`` and values, float32."""
+        # With mixed precision, the parameters have another type.
         inputs = self.standardize(observations).to(self.log_std.dtype)
         hidden = self.trunk(inputs if features is None else torch.cat([inputs, features], -1))
         # A copy: a sharded module frees its parameters after the forward pass.
@@ -88,7 +92,7 @@ class MLPActorCritic(ObservationNormalizer):
 
 
 class MLPPolicy(NormalizedVectorPolicy):
-    """A policy whose steps are the actions of an episode."""
+    """An MLP policy with a categorical or Gaussian distribution and a value estimate."""
 
     Config = MLPConfig
     requires = frozenset({OBSERVATIONS})
@@ -103,8 +107,10 @@ class MLPPolicy(NormalizedVectorPolicy):
             check_action_scale(spec["action"], config.action_scale, squashed=False)
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """Of a policy of chunks, at each step of an expert's actions the chunk that begins there;
-        places behind the end do not count."""
+        """Convert expert actions to the chunk that starts at each step, if chunk_size > 1.
+
+        ``submask`` masks actions after the end of the episode.
+        """
         if self.chunk_size == 1:
             return record
         chunks, counts = action_chunks(record.steps["actions"], self.chunk_size)
@@ -113,24 +119,29 @@ class MLPPolicy(NormalizedVectorPolicy):
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self._parameters(batch["observations"], batch)
-        logprobs, spread = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
+        logprobs, entropies = self.logprobs_and_entropy(out, log_std, batch["actions"], temperature)
         mask = batch["mask"]
         counts = mask if self.chunk_size == 1 else mask[..., None, None]
-        spread_out = spread * counts if entropy else None
+        spread_out = entropies * counts if entropy else None
         valued = mask if values.ndim == mask.ndim else mask[..., None]
         return StepOutputs(logprobs * counts, spread_out, values * valued)
 
     def forward_network(
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the network says of states ``[..., D]``; ``columns`` has what else there is."""
-        found: tuple[Tensor, Tensor, Tensor] = self.module(state)
-        return found
+        """Return the network's outputs for states ``[..., D]``.
+
+        Args:
+            state: The observations.
+            columns: All columns of the batch.
+        """
+        outputs: tuple[Tensor, Tensor, Tensor] = self.module(state)
+        return outputs
 
     def _parameters(
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with the parameters of each action of a chunk apart: ``[..., C, A]``."""
+        """Return the network's outputs, with action parameters ``[..., C, A]`` for chunks."""
         out, log_std, values = self.forward_network(state, columns)
         if self.chunk_size == 1:
             return out, log_std, values
@@ -138,8 +149,8 @@ class MLPPolicy(NormalizedVectorPolicy):
         return out.reshape(*out.shape[:-1], *each), log_std.reshape(each), values
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        """Gumbel noise for choices, normal noise for vectors: ``[steps, A]``, or of a chunk
-        ``[steps, C, A]``."""
+        """Return Gumbel noise for discrete actions or normal noise for vectors: ``[steps, A]``, or
+        ``[steps, C, A]`` for chunks."""
         draw = random.gumbel if self.is_discrete else random.standard_normal
         size = self.settings["action"]["size"]
         shape = (steps, size) if self.chunk_size == 1 else (steps, self.chunk_size, size)
@@ -148,16 +159,18 @@ class MLPPolicy(NormalizedVectorPolicy):
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Of ``observation`` ``[n, D]``: ``action`` (int64 ``[n]``, or ``[n, A]`` in the units of
-        the simulator, float64 where the policy's own differ, else float32), ``logprob`` and
-        ``value``, float32 ``[n]``; of a chunk, actions ``[n, C]`` or ``[n, C, A]`` and
-        log-probabilities ``[n, C, 1]`` or ``[n, C, A]``, and of ``value_level`` ``action`` values
-        ``[n, C]``."""
+        """Return actions for ``observation`` ``[n, D]``.
+
+        ``action`` is int64 ``[n]``, or ``[n, A]`` in the simulator's units (float64 if they differ
+        from the policy's, else float32). ``logprob`` and ``value`` are float32 ``[n]``. For chunks,
+        actions are ``[n, C]`` or ``[n, C, A]`` and log-probabilities ``[n, C, 1]`` or ``[n, C,
+        A]``; with ``value_level`` ``action``, values are ``[n, C]``.
+        """
         out, log_std, values = self._parameters(observations["observation"], observations)
         if noise is None:
             actions = out.argmax(-1) if self.is_discrete else out
         elif self.is_discrete:
-            # The largest of logits plus Gumbel noise is a sample of their distribution.
+            # The argmax of logits plus Gumbel noise is a sample of their distribution.
             actions = (out / temperature + noise).argmax(-1)
         else:
             actions = out + noise * log_std.exp() * temperature
@@ -169,17 +182,22 @@ class MLPPolicy(NormalizedVectorPolicy):
     def logprobs_and_entropy(
         self, out: Tensor, log_std: Tensor, actions: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies ``[...]`` of actions, in the policy's own coordinates,
-        given the network's output; of a
-        chunk those of each number, ``[..., C, A]``, or of each choice, ``[..., C, 1]``.
+        """Return log-probabilities and entropies ``[...]`` of actions in the policy's units.
 
-        A temperature divides logits or multiplies standard deviations; 0 (greedy) is judged as 1.
+        For chunks they are per dimension, ``[..., C, A]``, or per discrete action, ``[..., C, 1]``.
+        The temperature divides logits or multiplies standard deviations; 0 (greedy) counts as 1.
+
+        Args:
+            out: Action parameters of the network.
+            log_std: Log standard deviations of the network.
+            actions: The actions to score.
+            temperature: Sampling temperature.
         """
         if self.is_discrete:
             choices = F.log_softmax(out / (temperature or 1.0), dim=-1)
-            taken = choices.gather(-1, actions.long()[..., None])
+            chosen = choices.gather(-1, actions.long()[..., None])
             entropy = -(choices.exp() * choices).sum(-1, keepdim=True)
-            return (taken, entropy) if self.chunk_size > 1 else (taken[..., 0], entropy[..., 0])
+            return (chosen, entropy) if self.chunk_size > 1 else (chosen[..., 0], entropy[..., 0])
         log_scale = (log_std + math.log(temperature or 1.0)).expand_as(out)
         distance = (actions.to(out.dtype) - out) / log_scale.exp()
         logprobs = -0.5 * distance.square() - log_scale - 0.5 * math.log(2 * math.pi)
@@ -187,39 +205,37 @@ class MLPPolicy(NormalizedVectorPolicy):
         return (logprobs, entropy) if self.chunk_size > 1 else (logprobs.sum(-1), entropy.sum(-1))
 
     def parameter_group(self, parameter: str) -> str:
-        """``value`` is the value's own network, or its head."""
+        """Return ``value`` for the value network or head, else ``policy``."""
         return "value" if parameter.startswith("value.") else "policy"
 
     @property
     def chunk_size(self) -> int:
-        """Actions that are chosen at once."""
+        """Number of actions per chunk."""
         return int(self.settings.get("chunk_size", 1))
 
     @property
     def is_discrete(self) -> bool:
-        """Whether actions are numbered choices rather than vectors."""
+        """Whether actions are discrete rather than vectors."""
         return bool(self.settings["action"]["kind"] == "discrete")
 
 
 CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-"""Channels, kernel and stride of each (Mnih et al. 2015, doi 10.1038/nature14236, Methods)."""
+"""Channels, kernel and stride of each layer (Mnih et al. 2015, doi 10.1038/nature14236)."""
 MIN_IMAGE_SIDE = 36
-"""Height or width of a picture of which something is left behind them."""
-IMAGE_PREFIX = "images."
-"""In the columns of requests and trajectories before the name of a camera."""
+"""Smallest height or width of an image, so that the convolutions have an output."""
 
 
 class CNNConfig(MLPConfig):
-    """Convolutions for each picture; their features stand beside the state."""
+    """Options of CNN policies: convolutions for each image, whose features join the state."""
 
     features_dim: int = Field(default=256, gt=0)
-    """Numbers that a picture is made into."""
+    """Number of features per image."""
     use_state: bool = True
-    """Whether the state is an input too; else pictures alone are."""
+    """Whether the state is an input, too; otherwise only images are."""
 
 
 class CNNActorCritic(MLPActorCritic):
-    """:class:`ActorCritic` of a state and the features of pictures, which both networks share."""
+    """An :class:`MLPActorCritic` of the state and image features, which both networks share."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         count = settings["features_dim"]
@@ -232,20 +248,20 @@ class CNNActorCritic(MLPActorCritic):
     def forward(
         self, observations: Tensor, features: Tensor | None = None, **pictures: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of the base; ``pictures`` are uint8 ``[..., H, W, 3]``."""
-        found = []
+        """Return the outputs of the base class; ``pictures`` are uint8 ``[..., H, W, 3]``."""
+        encoded = []
         for name, encoder in self.encoders.items():
             picture = pictures[name]
             flat = picture.reshape(-1, *picture.shape[-3:]).permute(0, 3, 1, 2)
-            seen = encoder(flat.to(self.log_std.dtype) / 255)
-            found.append(seen.reshape(*picture.shape[:-3], -1))
+            output = encoder(flat.to(self.log_std.dtype) / 255)
+            encoded.append(output.reshape(*picture.shape[:-3], -1))
         if not self.sees_state:
-            observations = self.mean.expand_as(observations)  # zero, once it is standardised
-        return super().forward(observations, torch.cat(found, -1))
+            observations = self.mean.expand_as(observations)  # zero after standardization
+        return super().forward(observations, torch.cat(encoded, -1))
 
 
 class CNNPolicy(MLPPolicy):
-    """A policy that sees pictures."""
+    """A policy for image observations with a state."""
 
     Config = CNNConfig
     Network = CNNActorCritic
@@ -268,7 +284,7 @@ class CNNPolicy(MLPPolicy):
                 )
 
     def collate(self, records: Sequence[Record]) -> Batch:
-        """As of the base, and ``images.NAME``, uint8 ``[B, T, H, W, 3]``."""
+        """Return the inputs of the base class and ``images.NAME``, uint8 ``[B, T, H, W, 3]``."""
         length = max(len(record) for record in records)
         names = [IMAGE_PREFIX + name for name in self.settings["images"]]
         pictures = {name: pad_right([r.steps[name] for r in records], length) for name in names}
@@ -278,8 +294,8 @@ class CNNPolicy(MLPPolicy):
         self, state: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         pictures = {name: columns[IMAGE_PREFIX + name] for name in self.settings["images"]}
-        found: tuple[Tensor, Tensor, Tensor] = self.module(state, **pictures)
-        return found
+        outputs: tuple[Tensor, Tensor, Tensor] = self.module(state, **pictures)
+        return outputs
 
 
 def _encoder(height: int, width: int, features: int) -> nn.Sequential:

@@ -28,16 +28,16 @@ ModelSpec = dict[str, Any]
 """What an environment tells a policy to be created: alphabet, observations, actions."""
 
 Batch = dict[str, Tensor]
-"""Model inputs padded to ``[B, ...]``; always holds ``mask`` ``[B, T]`` (1: a step)."""
+"""Model inputs padded to ``[B, ...]``; always has ``mask`` ``[B, T]`` (1: a step)."""
 
 
 @dataclass
 class StepOutputs:
-    """What a policy says about the steps of a batch, each ``[B, T]`` float32.
+    """The outputs of a policy for the steps of a batch, each ``[B, T]`` float32.
 
-    Where a step is several choices, log-probabilities and entropies may be theirs: ``[B, T, K]``
-    for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions of ``D`` tokens or
-    dimensions; the step column ``submask`` of a trajectory says which of them count.
+    If a step consists of several choices, log-probabilities and entropies may have one value per
+    choice: ``[B, T, K]`` for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions
+    of ``D`` tokens or dimensions. The step column ``submask`` of a trajectory masks these choices.
     """
 
     logprobs: Tensor
@@ -45,12 +45,12 @@ class StepOutputs:
     entropy: Tensor | None = None
     """Entropy of the action distribution, nats."""
     values: Tensor | None = None
-    """Value estimate of the state the action was taken in; or ``[B, T, C]`` of what is still to
-    come at each action of a chunk (:data:`rlinf.models.action_encoding.ValueLevel`)."""
+    """Value estimate of the state before the action; or one value per action of a chunk,
+    ``[B, T, C]`` (:data:`rlinf.models.action_encoding.ValueLevel`)."""
 
 
 def concat_outputs(parts: Sequence[StepOutputs]) -> StepOutputs:
-    """What was said of parts of a trajectory, ``[T]`` each, as that of the whole."""
+    """Concatenate the outputs ``[T]`` of consecutive parts of a trajectory."""
     if len(parts) == 1:
         return parts[0]
     columns = (
@@ -60,31 +60,32 @@ def concat_outputs(parts: Sequence[StepOutputs]) -> StepOutputs:
 
 
 class Policy(Component, ABC):
-    """A trainable network with a folder format of its own."""
+    """A trainable network with its own folder format; it maps trajectories to step outputs."""
 
     Config: ClassVar[type[Section]] = Section
     parameter_groups: ClassVar[tuple[str, ...]] = ("policy",)
-    """Names of the groups that its parameters are in: an update can be of some alone, and each
-    can have a learning rate of its own (``optimizer.group_lr``)."""
+    """Names of the parameter groups. Updates can be limited to some groups, and each group can have
+    its own learning rate (``optimizer.group_lr``)."""
     has_independent_steps: ClassVar[bool] = False
-    """Whether what it says of a step follows from that step alone: a trajectory can be cut then, to
-    be evaluated in parts."""
+    """Whether the outputs of a step depend only on that step. Then a trajectory can be evaluated in
+    parts."""
     module: nn.Module
 
     @classmethod
     def check(cls, config: Any, spec: ModelSpec) -> Any:
-        """See that a policy can be made, without making it.
+        """Check that :meth:`create` would succeed, without creating the policy.
 
-        Returns its :meth:`processor`, where that is there already, or None.
+        Returns:
+            The :meth:`processor` if it already exists, or None.
 
         Raises:
-            DataError, ConfigError: as :meth:`create` would.
+            DataError, ConfigError: As :meth:`create`.
         """
         return None
 
     @classmethod
     def max_model_len(cls, config: Any) -> int | None:
-        """Most tokens of a prompt and its response together; None: no limit."""
+        """Return the largest number of tokens of prompt and response together; None: no limit."""
         return None
 
     @classmethod
@@ -93,228 +94,239 @@ class Policy(Component, ABC):
         """Write the initial policy into ``folder``: new weights, or a copy of a checkpoint.
 
         Raises:
-            DataError: a checkpoint or tokenizer is missing or unusable.
-            ConfigError: the policy does not fit the task.
+            DataError: A checkpoint or tokenizer is missing or unusable.
+            ConfigError: The policy does not fit the task.
         """
 
     @classmethod
     def processor(cls, folder: Path, config: Any) -> Any:
-        """What turns the environment's observations into inputs (a tokenizer); None by default."""
+        """Return the object that converts observations to inputs (a tokenizer); default None."""
         return None
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor | None:
-        """How it takes images, of policies that offer :data:`rlinf.capabilities.VISION`."""
+        """Return the image processor of policies that provide :data:`rlinf.capabilities.VISION`."""
         return None
 
     @classmethod
     @abstractmethod
     def load(cls, folder: Path, config: Any) -> Policy:
-        """Read a policy folder."""
+        """Load a policy folder."""
 
     @classmethod
     def meta_from_config(cls, config: Any) -> Policy | None:
-        """A policy without memory, to look at its parts; None: its options do not tell them.
+        """Create the policy on the meta device for inspection; None if the options do not suffice.
 
         Raises:
-            DataError: a checkpoint's folder is not one.
+            DataError: The folder is not a checkpoint.
         """
         return None
 
     supports_sharded_loading: ClassVar[bool] = False
-    """Whether :meth:`outline` and :meth:`fill` work; without, each of several processes loads the
-    whole before it is shared out."""
+    """Whether :meth:`meta_from_folder` and :meth:`load_weights` are implemented. Otherwise each
+    rank loads the full model before it is sharded."""
 
     @classmethod
     def meta_from_folder(cls, folder: Path, config: Any) -> Policy:
-        """The policy of a folder for a trainer that shares it out over several processes.
+        """Create the policy of a folder for a trainer that shards it.
 
-        Its parameters may be without memory (on the ``meta`` device); the trainer gives them some,
-        of each process its part, and calls :meth:`fill`.
+        Its parameters may be on the ``meta`` device. The trainer allocates the shard of each rank
+        and calls :meth:`load_weights`.
         """
         raise NotImplementedError
 
     def load_weights(self, folder: Path | None = None) -> None:
-        """Read the weights in a folder into the network; of a sharded one, this process's rows.
+        """Load the weights of a folder; for a sharded network, only the rows of this rank.
 
         Args:
-            folder: None: the one that :meth:`outline` was given.
+            folder: The policy folder; None: the folder of :meth:`meta_from_folder`.
 
         Raises:
-            DataError: they are not this network's; nothing has changed.
-            ArtifactError: they are committed and damaged; the network holds anything.
+            DataError: The weights do not fit the network, which is unchanged.
+            ArtifactError: The committed weights are damaged; the network's weights are undefined.
         """
         raise NotImplementedError
 
     @abstractmethod
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Write a policy folder holding ``tensors`` (full, on CPU) as its weights."""
+        """Write a policy folder with the weights ``tensors`` (not sharded, on the CPU)."""
 
     def save_state(self, folder: Path, state: StreamedState) -> None:
-        """The same of tensors that come one after the other; by default once all are there."""
+        """Write a policy folder with streamed weights. The default collects all of them first."""
         self.save(folder, state.collect())
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """A task's demonstration as what it learns from; by default as it is.
+        """Convert a demonstration of the task to a training record; default: no change.
 
-        The warm start makes the ``logprobs`` large that :meth:`evaluate` says of it; of policies
-        whose actions have no density that can be had they are minus another loss. Steps of which
-        not all choices count have ``submask`` (:mod:`rlinf.data.loss_mask`).
+        The warm start maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
+        tractable density, these are the negative of another loss. If some choices of a step are
+        padding, the record has ``submask`` (:mod:`rlinf.data.loss_mask`).
 
         Args:
-            seed: of what is drawn for it, with its identity.
+            record: The demonstration.
+            seed: Seed of random numbers, together with the identity of the record.
         """
         return record
 
     @abstractmethod
     def collate(self, records: Sequence[Record]) -> Batch:
-        """Model inputs of trajectories: with ``mask`` and, of policies of tokens, ``actions``
-        ``[B, T]``, padded on the right to the longest. A loss may evaluate other ``actions``."""
+        """Return the model inputs of trajectories, padded on the right to the longest one.
+
+        They include ``mask`` and, for token policies, ``actions`` ``[B, T]``; a loss may replace
+        ``actions``.
+        """
 
     @abstractmethod
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        """Step outputs under the current weights, with gradients where enabled."""
+        """Compute the step outputs of a batch, with gradients if they are enabled.
+
+        Args:
+            batch: Inputs from :meth:`collate`.
+            temperature: Sampling temperature of the log-probabilities.
+            entropy: Whether to compute the entropy.
+        """
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        """What :meth:`act` needs to draw the actions of one sample: float32 ``[steps, ...]``.
+        """Draw the noise that :meth:`act` needs for one sample: float32 ``[steps, ...]``.
 
-        Of policies that offer :data:`rlinf.capabilities.SINGLE_PASS_ACTIONS`, like :meth:`act`.
+        For policies that provide :data:`rlinf.capabilities.SINGLE_PASS_ACTIONS`, as :meth:`act`.
         """
         raise NotImplementedError
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Actions for observations, by one call and without gradients.
+        """Compute actions for observations in one forward pass, without gradients.
 
         Args:
-            observations: columns ``[n, ...]``, as the environment gives them, on the network's
-                device.
-            noise: a step of :meth:`noise` for each row, ``[n, ...]``; None at temperature 0.
-            temperature: 0 takes the most likely action.
+            observations: Columns ``[n, ...]`` from the environment, on the network's device.
+            noise: One step of :meth:`draw_noise` per row, ``[n, ...]``; None at temperature 0.
+            temperature: Sampling temperature; 0 selects the most likely action.
 
         Returns:
-            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` of each
-            choice: what :meth:`evaluate` says of it at this temperature) and whatever is to be part
-            of the trajectory. A row follows from its observation and noise alone.
+            Columns ``[n, ...]``: ``action``, ``logprob`` (float32 ``[n]``, or ``[n, ...]`` per
+            choice, equal to :meth:`evaluate` at this temperature) and further columns for the
+            trajectory. A row depends only on its observation and noise.
         """
         raise NotImplementedError
 
     @property
     def transition_dtype(self) -> np.dtype:
-        """The type of the transitions that it learns from (:mod:`rlinf.data.transitions`).
+        """The structured dtype of the policy's transitions (:mod:`rlinf.data.transitions`).
 
-        Of policies that offer :data:`rlinf.capabilities.ACTION_VALUES` or :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.capabilities.ACTION_VALUES` or
+        :data:`rlinf.capabilities.IMITATION_LOSS`.
         """
         raise NotImplementedError
 
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Actions ``[..., A]`` of transitions, in the simulator's units, as losses take them; by
-        default as they are.
+        """Convert actions ``[..., A]`` from the simulator's units to those of the losses; default:
+        no change.
 
-        Of policies that offer :data:`rlinf.capabilities.ACTION_VALUES` or :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.capabilities.ACTION_VALUES` or
+        :data:`rlinf.capabilities.IMITATION_LOSS`.
         """
         return actions
 
     def imitation_loss(self, batch: Batch) -> Tensor:
-        """A loss ``[B]`` of transitions, least where the policy does what was done in them.
+        """Return the imitation loss ``[B]`` of transitions.
 
-        Of policies that offer :data:`rlinf.capabilities.IMITATION_LOSS`.
+        For policies that provide :data:`rlinf.capabilities.IMITATION_LOSS`.
 
         Args:
-            batch: ``observations`` ``[B, D]``, ``actions`` ``[B, A]``, and what is drawn for each:
+            batch: ``observations`` ``[B, D]``, ``actions`` ``[B, A]``, and random numbers:
                 ``noise`` ``[B, A]``, standard normal, and ``uniform`` ``[B]`` in [0, 1).
         """
         raise NotImplementedError
 
     tracks_observations: ClassVar[bool] = False
-    """Whether :meth:`observe` does anything."""
+    """Whether :meth:`update_observation_stats` has an effect."""
 
     def update_observation_stats(self, records: Sequence[Record]) -> None:
-        """Look at a whole batch after the update (to follow observation statistics, say)."""
+        """Update running statistics with all records of a batch, after the policy update."""
 
     def num_tokens(self, record: Record) -> int:
-        """Positions a trajectory occupies in a batch: what a token budget counts."""
+        """Return the number of positions of a trajectory in a batch, for token budgets."""
         return max(1, len(record))
 
     def shared_prefix(self, record: Record) -> tuple[bytes, int]:
-        """What of a trajectory is computed once for all of a batch that have it: the same bytes
-        for each of them, and how many of its positions that are."""
+        """Return the key and the length of the prefix that a batch computes once for all its
+        trajectories with an equal key."""
         return b"", 0
 
     supports_lora: bool = True
-    """Whether low-rank adapters can be trained in place of its weights."""
+    """Whether low-rank adapters can be trained instead of the weights."""
     supports_packing: bool = False
-    """Whether :meth:`use_packing` works."""
+    """Whether :meth:`enable_packing` is implemented."""
 
     @classmethod
     def check_packing(cls, config: Any) -> None:
-        """See that :meth:`use_packing` would work, without making a policy.
+        """Check that :meth:`enable_packing` would succeed, without creating the policy.
 
         Raises:
-            ConfigError: the policy cannot.
+            ConfigError: The policy does not support packing.
         """
         if not cls.supports_packing:
             raise ConfigError(f"trainer.packing: {cls.__name__} cannot; set it to false")
 
     def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Collate rows side by side from now on, without padding; outputs stay ``[B, T]``.
+        """Pack rows without padding in later :meth:`collate` calls; outputs stay ``[B, T]``.
 
         Args:
-            device: that of the network.
-            dtype: that it computes in.
+            device: The device of the network.
+            dtype: The type of its computation.
 
         Raises:
-            ConfigError: the policy cannot.
+            ConfigError: The policy does not support packing.
         """
         raise ConfigError(f"trainer.packing: {type(self).__name__} cannot; set it to false")
 
     def parameter_group(self, parameter: str) -> str:
-        """Which of :attr:`groups` a parameter is in, by its name in the module."""
+        """Return the group (of :attr:`parameter_groups`) of a parameter of the module."""
         return self.parameter_groups[0]
 
     def blocks(self) -> list[nn.Module]:
-        """Sub-modules that FSDP shards as units, inner first; may be empty."""
+        """Return the submodules that FSDP shards as units, inner first; may be empty."""
         return []
 
     def block_stacks(self) -> list[list[nn.Module]]:
-        """The blocks of each network that runs, or is trained, without the others."""
+        """Return the blocks of each network that runs or is trained independently."""
         return [self.blocks()]
 
     @classmethod
     def engine_weights(cls, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Of the network's tensors those that an engine generates with, by the names that they have
-        in its folder."""
+        """Return the tensors that an engine needs, by their names in the policy folder."""
         return tensors
 
 
 @torch.no_grad()
 def copy_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write other weights, of any floating type and device, into a network; tied ones may lack.
+    """Copy weights, of any floating type and device, into a network; tied weights may be missing.
 
-    Of a network that is sharded this process's rows.
+    For a sharded network, this copies the rows of this rank.
 
     Args:
-        tensors: by name, each copied before the next is asked for.
+        module: The network.
+        tensors: Weights by name; each one is copied before the next is consumed.
 
     Raises:
-        DataError: they are not this network's by name and shape; some of it may have changed.
+        DataError: A name or shape does not fit; some weights may already be replaced.
     """
     own = module.state_dict(keep_vars=True)
-    given = set[int]()
+    copied = set[int]()
     for name, tensor in tensors:
         if name not in own or own[name].shape != tensor.shape:
             raise weight_mismatch(name, 1)
         begin, end = local_rows(own[name])
         local_shard(own[name]).copy_(tensor[begin:end] if tensor.dim() else tensor)
-        given.add(id(own[name]))
-    lacking = [name for name, tensor in own.items() if id(tensor) not in given]
+        copied.add(id(own[name]))
+    lacking = [name for name, tensor in own.items() if id(tensor) not in copied]
     if lacking:
         raise weight_mismatch(lacking[0], len(lacking))
 
 
 def weight_mismatch(name: str, count: int) -> DataError:
-    """What is said of weights that are not a network's own."""
+    """Return the error for weights that do not fit the loaded network."""
     others = f" and {count - 1} others are" if count > 1 else " is"
     return DataError(
         f"weights do not fit the loaded network: {name!r}{others} missing, unknown or of another "

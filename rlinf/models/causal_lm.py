@@ -1,4 +1,4 @@
-"""Causal language models of ``transformers``: any checkpoint folder, or a small one from config."""
+"""Policies that are causal language models of ``transformers``, from a checkpoint or new."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ TokenOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class CausalLMConfig(Section):
-    """Where the model comes from: ``path`` to a checkpoint folder, or the sizes of a new one."""
+    """Options of causal language models: a checkpoint folder, or the sizes of a new model."""
 
     path: Path | None = None
-    """Folder in the Hugging Face format; any ``AutoModelForCausalLM``."""
+    """Checkpoint folder in the Hugging Face format, for any ``AutoModelForCausalLM``."""
     trust_remote_code: bool = False
-    """Run model code that the checkpoint brings along. Off: such a checkpoint is refused."""
+    """Whether to run model code in the checkpoint folder. If false, such folders are rejected."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt and its response together; null: as many as the model was made for,
-    and of a model whose rotary scaling depends on the length (LongRoPE, dynamic NTK) as many as its
-    plain frequencies reach. Such frequencies are chosen by this length, for the whole run."""
+    """Largest number of tokens of prompt and response together; null: the limit of the model.
+    Rotary scalings that depend on the length (LongRoPE, dynamic NTK) use this length for the entire
+    run; for them null means the length without scaling."""
     architecture: Architecture = "qwen2"
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=4, gt=0)
@@ -91,9 +91,9 @@ class CausalLMConfig(Section):
     intermediate: int = Field(default=384, gt=0)
     max_position_embeddings: int = Field(default=512, gt=0)
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many tokens a token of a layer with a window sees; null: as the architecture has it."""
+    """Size of the attention window, tokens; null: the default of the architecture."""
     num_experts: int | None = Field(default=None, gt=0)
-    """Of each layer of a mixture of experts; null: 4."""
+    """Experts per layer of a mixture of experts; null: 4."""
     num_experts_per_tok: int = Field(default=2, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -102,7 +102,7 @@ class CausalLMConfig(Section):
 
 
 class CausalLM(Policy):
-    """A policy whose steps are the tokens of a response."""
+    """A causal language model; the steps are the tokens of a response."""
 
     Config = CausalLMConfig
     requires = frozenset({PROMPTS})
@@ -112,39 +112,39 @@ class CausalLM(Policy):
     def __init__(self, module: nn.Module, folder: Path) -> None:
         self.module = module
         self._folder = folder
-        self._packing, self._shares = False, False
-        self._unwritten: tuple[int, ...] = ()
-        """Tokens that it never says."""
+        self._packing, self._shares_prompts = False, False
+        self._ungenerated: tuple[int, ...] = ()
+        """Ids of tokens that the policy must not generate."""
         self.supports_packing = (
             getattr(getattr(self.network, "config", None), "model_type", "") in PACKABLE_FAMILIES
         )
 
     @property
     def network(self) -> Any:
-        """The language model itself."""
+        """The language model."""
         return self.module
 
     @property
     def networks(self) -> list[Any]:
-        """All models that read the tokens, one after the other."""
+        """All models that compute the tokens, one after the other."""
         return [self.network]
 
     @classmethod
     def check(cls, config: CausalLMConfig, spec: ModelSpec) -> Any:
         if config.path is not None:
-            published = HFFolder.from_config(config)
-            check_checkpoint(published.folder, config.trust_remote_code)
-            check_family(published)
-            check_max_model_len(published, config)
-            check_weight_files(published.folder)
-            check_vocabulary(published)
-            check_checkpoint_tensors(published.folder)
-            check_rotary(published.folder, config)
-            return published.tokenizer
+            hf_folder = HFFolder.from_config(config)
+            check_checkpoint(hf_folder.folder, config.trust_remote_code)
+            check_family(hf_folder)
+            check_max_model_len(hf_folder, config)
+            check_weight_files(hf_folder.folder)
+            check_vocabulary(hf_folder)
+            check_checkpoint_tensors(hf_folder.folder)
+            check_rotary(hf_folder.folder, config)
+            return hf_folder.tokenizer
         if "alphabet" not in spec:
             raise ConfigError(
-                "model.path: this task brings no alphabet to build a tokenizer from; "
-                "give the folder of a checkpoint, or choose a task that fits model.name"
+                "model.path: this task has no alphabet to build a tokenizer from; give the folder "
+                "of a checkpoint, or choose a task that fits model.name"
             )
         check_model_sizes(config)
         check_max_model_len(None, config)
@@ -199,7 +199,7 @@ class CausalLM(Policy):
 
     @classmethod
     def wrap_network(cls, network: Any, config: Any) -> nn.Module:
-        """What is trained, of a language model."""
+        """Wrap a language model in the module that is trained."""
         module: nn.Module = network
         return module
 
@@ -208,8 +208,8 @@ class CausalLM(Policy):
         module = load_meta_module(folder, config)
         if module is None:
             log.warning(
-                "%s: only the model library knows how its files make the network's tensors; each "
-                "process reads the whole model before it is shared out",
+                "%s: only the model library can convert its files to the network's tensors; each "
+                "process loads the full model before it is sharded",
                 folder,
             )
             return cls.load(folder, config)
@@ -235,15 +235,17 @@ class CausalLM(Policy):
     def collate(self, records: Sequence[Record]) -> Batch:
         prompts = [record.context["prompt"] for record in records]
         if not all(len(prompt) for prompt in prompts):
-            raise DataError("a prompt has no token: nothing stands before the first of its sample")
+            raise DataError("a prompt is empty; training needs at least one prompt token")
         actions = [record.steps["actions"] for record in records]
         length = max(len(action) for action in actions)
         mask = pad_right([np.ones(len(action), np.float32) for action in actions], length)
         steps = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
-            keys = [self._told_by(record) for record in records]
+            keys = [self._prompt_key(record) for record in records]
             where = self._positions(records)
-            packed = pack(prompts, actions, length, share=self._shares, keys=keys, positions=where)
+            packed = pack(
+                prompts, actions, length, share=self._shares_prompts, keys=keys, positions=where
+            )
             return {**packed, **steps}
         tokens = [
             np.concatenate(pair, dtype=np.int64) for pair in zip(prompts, actions, strict=True)
@@ -254,17 +256,17 @@ class CausalLM(Policy):
             **steps,
         }
 
-    def _told_by(self, record: Record) -> bytes:
-        """What tells its prompt from others."""
+    def _prompt_key(self, record: Record) -> bytes:
+        """Return a key of the prompt; equal prompts have equal keys."""
         key: bytes = record.context["prompt"].tobytes()
         return key
 
     def _positions(self, records: Sequence[Record]) -> list[np.ndarray] | None:
-        """Where the tokens of each record stand, ``[..., P + T - 1]``; None: one after another."""
+        """Return the positions of the tokens, ``[..., P + T - 1]`` each; None: consecutive."""
         return None
 
-    def _seen(self, batch: Batch) -> dict[str, Any]:
-        """What the network takes beside tokens."""
+    def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the further inputs of the network."""
         return {}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
@@ -275,27 +277,26 @@ class CausalLM(Policy):
                 "position_ids": batch["positions"],
                 "logits_to_keep": batch["kept"],
             }
-            inputs |= self._seen(batch)
+            inputs |= self._extra_inputs(batch)
             if (rows := PackedRows.from_batch(batch)) is not None:
                 inputs["rows"] = rows
-            taken = batch["actions"].flatten()[batch["places"]][None]
-            found = self._said(inputs, lambda features: features, taken, temperature, entropy)
-            parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in found]
+            targets = batch["actions"].flatten()[batch["places"]][None]
+            outputs = self._score(inputs, lambda features: features, targets, temperature, entropy)
+            parts = [None if x is None else unpack(x[0], batch["places"], mask) for x in outputs]
         else:
             parts = list(self._padded(batch, temperature, entropy))
-        logprobs, spread, values = parts
+        logprobs, entropies, values = parts
         assert logprobs is not None
-        return StepOutputs(logprobs * mask, spread, None if values is None else values * mask)
+        return StepOutputs(logprobs * mask, entropies, None if values is None else values * mask)
 
     def _padded(self, batch: Batch, temperature: float, entropy: bool) -> TokenOutputs:
         tokens, starts, length = batch["tokens"], batch["starts"], batch["mask"].shape[1]
-        # Padding stands on the right, where causal attention keeps every real token from seeing
-        # it: no mask is needed, and attention takes its quickest path.
+        # With padding on the right, causal attention needs no mask and uses its fastest path.
         first = int(starts.min()) - 1
-        kept = tokens.shape[1] - 1 - first
+        num_kept = tokens.shape[1] - 1 - first
         # The token at position p is predicted at p - 1; rows start at their own columns.
         columns = starts[:, None] - 1 - first + torch.arange(length, device=tokens.device)
-        columns = columns.clamp(max=kept - 1)
+        columns = columns.clamp(max=num_kept - 1)
         aligned = int(starts.max()) - 1 == first
 
         def own(features: Tensor) -> Tensor:
@@ -303,10 +304,14 @@ class CausalLM(Policy):
                 return features
             return features.gather(1, columns[..., None].expand(-1, -1, features.shape[-1]))
 
-        inputs = {"input_ids": tokens[:, :-1], "logits_to_keep": kept, **self._seen(batch)}
-        return self._said(inputs, own, batch["actions"], temperature, entropy)
+        inputs = {
+            "input_ids": tokens[:, :-1],
+            "logits_to_keep": num_kept,
+            **self._extra_inputs(batch),
+        }
+        return self._score(inputs, own, batch["actions"], temperature, entropy)
 
-    def _said(
+    def _score(
         self,
         inputs: Mapping[str, Any],
         own: Callable[[Tensor], Tensor],
@@ -314,16 +319,17 @@ class CausalLM(Policy):
         temperature: float,
         entropy: bool,
     ) -> TokenOutputs:
-        """Log-probabilities, entropies and values of tokens ``[B, T]``.
+        """Return log-probabilities, entropies and values of tokens ``[B, T]``.
 
         Args:
-            own: from features of what the network keeps to those that predict the tokens.
+            own: Selects, from the features of all positions in ``logits_to_keep``, those that
+                predict the tokens.
         """
 
-        def parts(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self._unwritten:
-                none = weight.new_zeros(len(weight)) if bias is None else bias
-                bias = mask_tokens(none, self._unwritten)
+        def chunked_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self._ungenerated:
+                full_bias = weight.new_zeros(len(weight)) if bias is None else bias
+                bias = mask_tokens(full_bias, self._ungenerated)
             out = head_logprobs(
                 own(hidden).flatten(0, 1),
                 weight,
@@ -347,20 +353,20 @@ class CausalLM(Policy):
         with contextlib.ExitStack() as stack:
             if head and in_parts:
                 stack.enter_context(without_final_softcap(self.network))
-                stack.enter_context(override_head(head, parts))
+                stack.enter_context(override_head(head, chunked_logprobs))
             out, values = self._run(inputs)
-        if not in_parts and isinstance(kept := inputs["logits_to_keep"], int):
-            # Some families give logits of all positions, whatever they are asked to keep.
-            out = out[:, -kept:]
-            values = None if values is None else values[:, -kept:]
+        if not in_parts and isinstance(num_kept := inputs["logits_to_keep"], int):
+            # Some families return logits of all positions, despite logits_to_keep.
+            out = out[:, -num_kept:]
+            values = None if values is None else values[:, -num_kept:]
         values = None if values is None else own(values[..., None])[..., 0]
         if in_parts:
             return out[..., 0], out[..., 1] if entropy else None, values
-        logits = mask_tokens(own(out), self._unwritten)
+        logits = mask_tokens(own(out), self._ungenerated)
         return *token_logprobs(logits, actions, temperature, entropy), values
 
     def _run(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[B, K, V]`` and, of a critic, values ``[B, K]`` of what is kept."""
+        """Return logits ``[B, K, V]`` and, with a critic, values ``[B, K]``."""
         return self.module(**inputs, use_cache=False).logits, None
 
     @classmethod
@@ -372,7 +378,7 @@ class CausalLM(Policy):
 
     def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         for network in self.networks:
-            self._shares = enable_packed_attention(network, device, dtype)
+            self._shares_prompts = enable_packed_attention(network, device, dtype)
         self._packing = True
 
     def num_tokens(self, record: Record) -> int:
@@ -380,14 +386,14 @@ class CausalLM(Policy):
 
     def shared_prefix(self, record: Record) -> tuple[bytes, int]:
         length = len(record.context["prompt"])
-        return (self._told_by(record), length) if self._shares else (b"", 0)
+        return (self._prompt_key(record), length) if self._shares_prompts else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
         return [block for stack in self.block_stacks() for block in stack]
 
     def block_stacks(self) -> list[list[nn.Module]]:
         names = set(getattr(self.network, "_no_split_modules", None) or ())
-        # One that is sharded has a class of its own, derived from that.
+        # The class of a sharded module is a subclass of the original one.
         return [
             [
                 part
@@ -399,57 +405,58 @@ class CausalLM(Policy):
 
 
 def causal_mask(attend: Tensor) -> Tensor:
-    """Boolean mask ``[B, 1, L, L]``: each position sees itself and earlier attended ones."""
+    """Return the mask bool ``[B, 1, L, L]`` by which positions see themselves and earlier valid
+    positions."""
     length = attend.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=attend.device).tril()
     itself = torch.eye(length, dtype=torch.bool, device=attend.device)
-    # A padded position must see something (itself), or its softmax is NaN and spreads.
+    # A padded position must see itself; otherwise its softmax is NaN and spreads.
     return ((attend[:, None, :] & causal) | itself)[:, None]
 
 
-def check_family(published: HFFolder) -> None:
-    """See that ``transformers`` knows a causal language model of this type.
+def check_family(hf_folder: HFFolder) -> None:
+    """Check that ``transformers`` has a causal language model of this type.
 
     Raises:
-        DataError: it does not.
+        DataError: It has none.
     """
     from transformers import AutoModelForCausalLM
 
-    if published.trust_remote_code and "auto_map" in published.config_json:
+    if hf_folder.trust_remote_code and "auto_map" in hf_folder.config_json:
         return
-    if type(published.hf_config) not in AutoModelForCausalLM._model_mapping:
+    if type(hf_folder.hf_config) not in AutoModelForCausalLM._model_mapping:
         raise DataError(
-            f"model.path: {published.folder} is a {published.hf_config.model_type!r} model, which is "
-            "no causal language model"
+            f"model.path: {hf_folder.folder} is a {hf_folder.hf_config.model_type!r} model, which "
+            "is no causal language model"
         )
-    check_causal(published.hf_config, f"model.path: {published.folder}")
+    check_causal(hf_folder.hf_config, f"model.path: {hf_folder.folder}")
 
 
-def check_max_model_len(published: HFFolder | None, config: CausalLMConfig) -> None:
-    """See that a model can read as many tokens as ``model.max_model_len`` says.
+def check_max_model_len(hf_folder: HFFolder | None, config: CausalLMConfig) -> None:
+    """Check that the model supports ``model.max_model_len`` tokens.
 
     Raises:
-        ConfigError: it cannot, or its own code would choose rotary frequencies by other lengths.
+        ConfigError: It does not, or its own code would choose rotary frequencies by other lengths.
     """
     longest: int | None = config.max_position_embeddings
-    if published is not None:
-        scaling, longest = length_scaling(published.config_json), published.context_length
+    if hf_folder is not None:
+        scaling, longest = length_scaling(hf_folder.config_json), hf_folder.context_length
         if scaling is not None:
             longest = scaling.max_length
-            if "auto_map" in published.config_json and config.trust_remote_code:
+            if "auto_map" in hf_folder.config_json and config.trust_remote_code:
                 raise ConfigError(
-                    f"model.trust_remote_code: the own code of {published.folder} chooses rotary "
-                    f"frequencies by the longest row of a call ({scaling.rope_type} in config.json), so "
-                    "samples would depend on their neighbours; remove auto_map from its "
-                    "config.json and set this to false, for families that transformers has"
+                    f"model.trust_remote_code: the own code of {hf_folder.folder} chooses rotary "
+                    f"frequencies by the longest row of a call ({scaling.rope_type} in "
+                    "config.json), so samples would depend on their neighbours; remove auto_map "
+                    "from its config.json and set this to false, for families that transformers has"
                 )
     if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
         key = (
             "model.max_position_embeddings"
-            if published is None
-            else f"{published.folder / 'config.json'}"
+            if hf_folder is None
+            else f"{hf_folder.folder / 'config.json'}"
         )
         raise ConfigError(
-            f"model.max_model_len: {config.max_model_len} tokens do not fit into the {longest} positions of "
-            f"the model ({key}); lower it"
+            f"model.max_model_len: {config.max_model_len} tokens do not fit into the {longest} "
+            f"positions of the model ({key}); lower it"
         )

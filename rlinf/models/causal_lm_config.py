@@ -1,30 +1,29 @@
-"""Small networks from the configuration: what each architecture of ``transformers`` is told."""
+"""Configurations of new causal language models, and the model families that can be policies."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlinf.errors import ConfigError
+from rlinf.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
-from rlinf.errors import DataError
 
 Architecture = Literal[
     "qwen2", "qwen3", "llama", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"
 ]
 SLIDING_WINDOW_FAMILIES = {"gemma2", "gemma3_text", "mixtral"}
-"""Those with layers whose tokens see the last few alone: every other one of Gemma's, all of
-Mixtral's."""
+"""Architectures with sliding-window attention: in every second layer of Gemma, in all layers of
+Mixtral."""
 MOE_FAMILIES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "olmoe": "num_experts"}
-"""Those whose feed-forward layers are experts, and what they call the number of them."""
+"""Architectures that are mixtures of experts, with their name for the number of experts."""
 
 
 def check_model_sizes(config: CausalLMConfig) -> None:
-    """See that a network can have these sizes.
+    """Check the sizes of a new network.
 
     Raises:
-        ConfigError: it cannot, or its architecture has nothing that a key is for.
+        ConfigError: They are inconsistent, or the architecture does not support an option.
     """
     if config.hidden % config.heads or config.heads % config.kv_heads:
         raise ConfigError(
@@ -38,8 +37,9 @@ def check_model_sizes(config: CausalLMConfig) -> None:
         )
     if config.sliding_window is not None and config.architecture not in SLIDING_WINDOW_FAMILIES:
         raise ConfigError(
-            f"model.sliding_window: {config.architecture} has no layers with a window here; leave it out, "
-            f"or choose model.architecture among {', '.join(sorted(SLIDING_WINDOW_FAMILIES))}"
+            f"model.sliding_window: {config.architecture} has no layers with a window here; leave "
+            "it out, or choose model.architecture among "
+            f"{', '.join(sorted(SLIDING_WINDOW_FAMILIES))}"
         )
     if config.num_experts is None:
         return
@@ -56,7 +56,7 @@ def check_model_sizes(config: CausalLMConfig) -> None:
 
 
 def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
-    """The ``transformers`` configuration of a new network."""
+    """Return the ``transformers`` configuration of a new network."""
     from transformers import AutoConfig
 
     head_dim = config.hidden // config.heads
@@ -79,20 +79,20 @@ def hf_config(config: CausalLMConfig, vocabulary: int) -> Any:
 
 
 def family_settings(config: CausalLMConfig, head_dim: int) -> dict[str, Any]:
-    """What this architecture alone is told, by the keys of a ``config.json``."""
-    told: dict[str, Any] = {}
+    """Return the options that only this architecture has, by their keys in ``config.json``."""
+    options: dict[str, Any] = {}
     if config.sliding_window is not None:
-        told["sliding_window"] = config.sliding_window
+        options["sliding_window"] = config.sliding_window
     if config.architecture in ("gemma2", "gemma3_text"):
         kinds = ("sliding_attention", "full_attention")
-        told["layer_types"] = [kinds[layer % 2] for layer in range(config.layers)]
-        told["query_pre_attn_scalar"] = head_dim
+        options["layer_types"] = [kinds[layer % 2] for layer in range(config.layers)]
+        options["query_pre_attn_scalar"] = head_dim
     if name := MOE_FAMILIES.get(config.architecture):
-        told[name] = 4 if config.num_experts is None else config.num_experts
-        told["num_experts_per_tok"] = config.num_experts_per_tok
+        options[name] = 4 if config.num_experts is None else config.num_experts
+        options["num_experts_per_tok"] = config.num_experts_per_tok
     if config.architecture == "qwen3_moe":
-        told["moe_intermediate_size"] = config.intermediate
-    return told
+        options["moe_intermediate_size"] = config.intermediate
+    return options
 
 
 ENCODER_FAMILIES = {

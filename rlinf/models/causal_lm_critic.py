@@ -1,7 +1,7 @@
-"""A causal language model with a critic, which values the state that each token was chosen in.
+"""Causal language models with a critic, which estimates the value of the state before each token.
 
-Engines generate with the language model alone: its folder is that of :mod:`rlinf.models.causal_lm`,
-and the critic's weights stand in a folder inside, which no engine reads.
+Engines use only the language model. The policy folder is that of :mod:`rlinf.models.causal_lm`, and
+a subfolder has the critic's weights.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from rlinf.sharded_tensors import local_shard
 from rlinf.verified_io import copy_file
 
 CRITIC_FOLDER = "critic"
-"""Of its weights, in a policy folder."""
+"""Subfolder of a policy folder for the critic's weights."""
 POLICY_PREFIX, CRITIC_PREFIX = "policy.", "critic."
-"""What the names of their tensors begin with."""
+"""Prefixes of the tensor names of policy and critic."""
 CriticType = Literal["own", "shared"]
 
 
 class CausalLMCriticConfig(CausalLMConfig):
-    """The language model, and what kind of critic it has."""
+    """Options of a language model with a critic."""
 
     critic: CriticType = "own"
-    """``own``: a network of the same architecture, which begins as the language model; ``shared``:
-    a head on the language model's last hidden states, whose error trains those too."""
+    """``own``: a separate network, initialized from the language model; ``shared``: a value head on
+    the last hidden states of the language model, which its loss also trains."""
 
 
 class CausalLMActorCritic(nn.Module):
-    """From tokens to logits and values, in one call: what shares weights out gathers them for it.
+    """Computes logits and values in one call, because sharding gathers weights per call.
 
-    Either head of the critic begins as zeros, so that it values everything 0.
+    The value head is initialized with zeros, so all initial values are 0.
     """
 
     def __init__(self, policy: Any, kind: CriticType) -> None:
@@ -55,14 +55,14 @@ class CausalLMActorCritic(nn.Module):
 
     @property
     def value_head(self) -> nn.Linear:
-        """The critic's last layer."""
+        """The last layer of the critic."""
         head: nn.Linear = (
             self.critic.get_output_embeddings() if self.has_separate_critic else self.critic
         )
         return head
 
     def forward(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, K, V]`` and values ``[B, K]``, float32, of the positions that are kept."""
+        """Return logits ``[B, K, V]`` and values ``[B, K]`` of the positions in logits_to_keep."""
         if self.has_separate_critic:
             logits = self.policy(**inputs, use_cache=False).logits
             if not torch.is_grad_enabled() and is_untrained(
@@ -70,18 +70,18 @@ class CausalLMActorCritic(nn.Module):
             ):
                 return logits, logits.new_zeros(logits.shape[:-1], dtype=torch.float32)
             return logits, self.critic(**inputs, use_cache=False).logits[..., 0].float()
-        seen: list[Tensor] = []
+        hidden_states: list[Tensor] = []
         last = self.policy.get_output_embeddings()
-        hook = last.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        hook = last.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
         try:
             logits = self.policy(**inputs, use_cache=False).logits
         finally:
             hook.remove()
-        return logits, self.critic(seen[0])[..., 0].float()
+        return logits, self.critic(hidden_states[0])[..., 0].float()
 
 
 class CausalLMCritic(CausalLM):
-    """See the module. What it says of a token's state follows from the tokens before it."""
+    """A causal language model with a critic; the values depend only on earlier tokens."""
 
     Config = CausalLMCriticConfig
     provides = frozenset({LANGUAGE_MODEL, VALUE_ESTIMATES})
@@ -126,10 +126,10 @@ class CausalLMCritic(CausalLM):
         self._fill_critic(folder or self._folder)
 
     def _fill_critic(self, folder: Path) -> None:
-        """Read its weights; one that is not there begins as the language model, and says 0.
+        """Load the critic's weights; without them, initialize the critic from the language model.
 
         Raises:
-            DataError: they are those of another critic.
+            DataError: They belong to another kind of critic.
         """
         if (folder / CRITIC_FOLDER / WEIGHTS_FILE).is_file():
             load_weights(
@@ -145,10 +145,12 @@ class CausalLMCritic(CausalLM):
         super().save_state(folder, policy)
         (folder / CRITIC_FOLDER).mkdir(exist_ok=True)
         path, head = folder / CRITIC_FOLDER / WEIGHTS_FILE, dict[str, Tensor]()
-        seen = StreamedState(critic.templates, _kept(critic.stream, self._head_names(), head))
-        save_tensors(path, seen, list(critic.templates), {"format": "pt"})
+        observed = StreamedState(
+            critic.templates, _capture(critic.stream, self._head_names(), head)
+        )
+        save_tensors(path, observed, list(critic.templates), {"format": "pt"})
         if is_untrained(head):
-            # It values everything 0 whatever stands below its head, as one that has yet to begin.
+            # With a zero head all values are 0, as for a critic without weights.
             shutil.rmtree(folder / CRITIC_FOLDER)
 
     def _head_names(self) -> set[str]:
@@ -162,7 +164,7 @@ class CausalLMCritic(CausalLM):
         return logits, values
 
     def parameter_group(self, parameter: str) -> str:
-        """``value`` is the critic, or its head where it has nothing else of its own."""
+        """Return ``value`` for the critic (or the shared critic's head), else ``policy``."""
         return "value" if parameter.startswith(CRITIC_PREFIX) else "policy"
 
     @classmethod
@@ -176,7 +178,7 @@ class CausalLMCritic(CausalLM):
 
 @torch.no_grad()
 def initialize_critic(module: CausalLMActorCritic) -> None:
-    """Have a critic that has learned nothing; of a sharded one, this process's rows."""
+    """Initialize the critic from the policy; for a sharded one, the rows of this rank."""
     policy, critic = (part.state_dict(keep_vars=True) for part in (module.policy, module.critic))
     zeros = {id(tensor) for tensor in module.value_head.parameters()}
     for name, tensor in critic.items():
@@ -187,14 +189,14 @@ def initialize_critic(module: CausalLMActorCritic) -> None:
 
 
 def is_untrained(head: Mapping[str, Tensor]) -> bool:
-    """Whether a head is as it began; one whose weights are elsewhere (in ZeRO 3) may not be."""
+    """Return whether a head has only zeros. Weights on other ranks (ZeRO 3) count as trained."""
     return all(tensor.numel() and not tensor.any() for tensor in head.values())
 
 
 def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
-    """The state of the language model and that of the critic, by the names in their files.
+    """Split a streamed state into those of the language model and the critic.
 
-    What comes before its turn is kept until then; in the order of the module nothing does.
+    Tensors that arrive before their turn are buffered; in module order there are none.
     """
     early: dict[str, list[tuple[str, Tensor]]] = {POLICY_PREFIX: [], CRITIC_PREFIX: []}
 
@@ -224,10 +226,10 @@ def split_state(state: StreamedState) -> tuple[StreamedState, StreamedState]:
     return part(POLICY_PREFIX), part(CRITIC_PREFIX)
 
 
-def _kept(
+def _capture(
     each: Iterable[tuple[str, Tensor]], names: set[str], into: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, of which those of some names are kept."""
+    """Yield all tensors, and store those with some names in ``into``."""
     for name, tensor in each:
         if name in names:
             into[name] = tensor
@@ -235,10 +237,10 @@ def _kept(
 
 
 def _head(policy: Any) -> nn.Linear:
-    """From hidden states as the language model's own head sees them to one number.
+    """Create a value head for the hidden states before the language model's head.
 
     Raises:
-        DataError: the language model has no linear head.
+        DataError: The language model has no linear head.
     """
     last = policy.get_output_embeddings()
     if not isinstance(last, nn.Linear):
@@ -246,15 +248,15 @@ def _head(policy: Any) -> nn.Linear:
             f"model.critic: models of type {policy.config.model_type!r} have no linear output head "
             "that a critic could stand beside"
         )
-    # Made where the weights are, which may be nowhere yet.
+    # On the device of the weights, which may be meta.
     return nn.Linear(last.in_features, 1, device=last.weight.device, dtype=last.weight.dtype)
 
 
 def _own(policy: Any) -> Any:
-    """A network like the language model's, with one number in place of the logits."""
+    """Copy the language model and replace its head by a value head."""
     critic, head = copy.deepcopy(policy), _head(policy)
     critic.config.tie_word_embeddings = False
-    # What caps logits would cap values.
+    # A soft cap of logits would also cap values.
     if hasattr(critic.config, "final_logit_softcapping"):
         critic.config.final_logit_softcapping = None
     critic.set_output_embeddings(head)

@@ -1,7 +1,7 @@
 """A character tokenizer in the Hugging Face format, for tasks with a small alphabet.
 
-It is byte-level BPE without merges: ``AutoTokenizer`` rebuilds the tokenizers of some architectures
-in that form whatever their files say, and so this one comes out the same.
+It is byte-level BPE without merges, because ``AutoTokenizer`` converts the tokenizers of some
+architectures to this form and so leaves this one unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlinf.verified_io import read_text
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_ALPHABET = "".join(map(chr, [*range(32, 127), *range(0xA0, 0x800)]))
-"""Of a new model that reads instructions."""
+"""Alphabet of new models that read instructions."""
 
 
 def write_character_tokenizer(
@@ -31,8 +31,10 @@ def write_character_tokenizer(
     """Write ``tokenizer.json`` and ``tokenizer_config.json``; returns the vocabulary.
 
     Args:
-        special_tokens: of the chat template, whose last one ends a turn, and with it a sample; or,
-            without a template, others.
+        alphabet: All characters.
+        folder: The folder of the tokenizer.
+        chat_template: The chat template, if there is one.
+        special_tokens: Further special tokens. With a chat template, the last one ends a turn.
     """
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = {
@@ -64,15 +66,15 @@ def write_character_tokenizer(
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """That of a folder.
+    """Read the tokenizer of a folder.
 
     Raises:
-        DataError: it has none that can be read.
+        DataError: There is no readable tokenizer.
     """
     path = folder / TOKENIZER_FILE
     try:
         return Tokenizer.from_str(read_text(path))
-    except Exception as error:  # the library raises just that
+    except Exception as error:  # the library raises plain Exception
         raise DataError(
             f"model.path: {path} is no tokenizer ({str(error)[:100]}); fetch it again"
         ) from None

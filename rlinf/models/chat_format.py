@@ -1,9 +1,9 @@
-"""How conversations become text: a tokenizer's chat template, its arguments and its marks.
+"""Chat formats: a tokenizer's chat template, its arguments and its thinking marks.
 
 Rollout, supervised fine-tuning and evaluation render with the same :class:`ChatFormat`. Templates
-of reasoning models rewrite what is in the past: they drop the thoughts of earlier answers, or open
-a thought where the assistant is to speak. The rule here is that a policy learns what it is asked
-for: the prompt of an answer is the text that the template writes when it asks for that answer.
+of reasoning models rewrite earlier messages: they drop the thoughts of earlier answers or open a
+thought in the generation prompt. Here training and generation use equal prompts: the prompt of an
+answer is the text that the template renders with ``add_generation_prompt``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 PATH_KEY = "model.path"
 KWARGS_KEY = "model.chat_template_kwargs"
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Names of a template that are never arguments."""
+"""Variables of a template that are never arguments."""
 ANSWER_PLACEHOLDER, NEXT_MESSAGE_PLACEHOLDER = "\u2402", "\u2403"
-"""Stand for an answer, and for the user's message behind it, where a template is looked at."""
+"""Placeholders of an answer and of the following user message, to inspect a template."""
 
 
 class ThinkingMarks(NamedTuple):
-    """What stands around the thoughts of a reasoning model."""
+    """The texts around the thoughts of a reasoning model."""
 
     begin: str
     end: str
 
 
 DEFAULT_THINKING_MARKS = ThinkingMarks("<think>", "</think>")
-"""The marks that data has: rows with ``reasoning_content`` are read as contents with these."""
+"""The marks in data: ``reasoning_content`` of a row is converted to content with these marks."""
 KNOWN_THINKING_MARKS = (
     DEFAULT_THINKING_MARKS,
     ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -49,29 +49,29 @@ KNOWN_THINKING_MARKS = (
     ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
     ThinkingMarks("<|channel>thought\n", "<channel|>"),
 )
-"""Of published templates."""
+"""The marks of published chat templates."""
 
 
 class AssistantTurn(NamedTuple):
     """One answer of the assistant, as text."""
 
     prompt: str
-    """What the model is asked: all that stands before the answer."""
+    """All text before the answer."""
     completion: str
-    """What it is to say, with the text of the token that ends its turn if the template has one."""
+    """The answer, with the end-of-turn text if the template has one."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The chat template of one tokenizer; see the module."""
+    """The chat template of one tokenizer, with its arguments and special tokens."""
 
     tokenizer: Any = field(repr=False)
     template: str | None
-    """None: the tokenizer has none, and texts are read as they stand."""
+    """The chat template; None: texts are used without a template."""
     template_kwargs: Mapping[str, Any]
-    """Of the template, beside the messages: ``chat_template_kwargs``."""
+    """Arguments of the template besides the messages (``chat_template_kwargs``)."""
     eos_token_ids: frozenset[int]
-    """Tokens that are known to end a response, whatever the template writes."""
+    """Ids of tokens that end a response, independent of the template."""
 
     @classmethod
     def from_tokenizer(
@@ -81,15 +81,16 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any] | None = None,
         eos_token_ids: Iterable[int] | None = None,
     ) -> ChatFormat:
-        """Return the format of a tokenizer: the one that its folder gave it, or a new one.
+        """Return the chat format of a tokenizer: the existing one of its folder, or a new one.
 
         Args:
-            arguments: of the template.
-            eos_token_ids: of the folder's settings; by default that of the tokenizer.
+            tokenizer: The tokenizer.
+            template_kwargs: Arguments of the template.
+            eos_token_ids: Ids from the model folder; default: the tokenizer's.
 
         Raises:
-            ConfigError: the template does not use one of the arguments.
-            DataError: the tokenizer has several templates, and none is the default.
+            ConfigError: The template does not use one of the arguments.
+            DataError: The tokenizer has several templates without a default.
         """
         known = getattr(tokenizer, "chat_format", None)
         template = select_chat_template(getattr(tokenizer, "chat_template", None), PATH_KEY)
@@ -99,22 +100,23 @@ class ChatFormat:
             template_kwargs, eos_token_ids = known.template_kwargs, known.eos_token_ids
         if eos_token_ids is None:
             eos_token_ids = {tokenizer.eos_token_id}
-        made = cls(tokenizer, template, dict(template_kwargs or {}), frozenset(eos_token_ids))
-        check_template_kwargs(made.template_kwargs, made.template)
-        return made
+        created = cls(tokenizer, template, dict(template_kwargs or {}), frozenset(eos_token_ids))
+        check_template_kwargs(created.template_kwargs, created.template)
+        return created
 
     # Text.
 
     def render_prompts(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
-        """Return the text of each conversation up to where the assistant is to answer.
+        """Return the text of each conversation with the generation prompt.
 
         Raises:
-            DataError: as :func:`rlinf.models.chat_template.render_conversations`.
+            DataError: As :func:`rlinf.models.chat_template.render_conversations`.
         """
         return self._rendered(conversations, answering=True)
 
     def render_completed(self, conversations: Sequence[Sequence[ChatMessage]]) -> list[str]:
-        """Return the text of conversations whose last message is the assistant's; raises alike."""
+        """Return the text of conversations that end with the assistant; raises as
+        :meth:`render_prompts`."""
         return self._rendered(conversations, answering=False)
 
     def assistant_turns(
@@ -124,16 +126,16 @@ class ChatFormat:
         *,
         last_only: bool = False,
     ) -> list[list[AssistantTurn]]:
-        """Return the assistant's answers in conversations, each behind its own prompt.
+        """Return the answers of the assistant in conversations, each with its own prompt.
 
         Args:
-            talks: conversations that end with the assistant.
-            places: where each is from, for errors.
-            last: only the last answer of each.
+            conversations: Conversations that end with the assistant.
+            places: The source of each conversation, for error messages.
+            last_only: Return only the last answer of each conversation.
 
         Raises:
-            DataError: the template leaves an answer out, or writes something else before it than
-                it asks for.
+            DataError: The template omits an answer, or renders another text before it than its
+                generation prompt.
         """
         counts, begun, ended = [], list[Sequence[ChatMessage]](), list[Sequence[ChatMessage]]()
         for talk in conversations:
@@ -149,15 +151,15 @@ class ChatFormat:
             for place, count in zip(places, counts, strict=True)
         ]
 
-    def _turn(self, prompt: str, whole: str, content: str, place: str) -> AssistantTurn:
-        """One answer: as the template writes it, or with its thought where that is dropped."""
+    def _turn(self, prompt: str, rendered: str, content: str, place: str) -> AssistantTurn:
+        """Return one answer as the template renders it, with its thought if that was dropped."""
         thought, answer = split_thought(content, self.thinking_marks)
         if self.thinking_marks is None and thought is not None:
             thought, answer = None, content.strip()
-        shared = self._shared_words(prompt, whole)
-        rest, end = prompt[shared:], _behind(whole, shared, thought, answer)
+        shared = self._shared_words(prompt, rendered)
+        rest, end = prompt[shared:], _behind(rendered, shared, thought, answer)
         if end is not None and not rest.strip():  # they differ in white space at most
-            return AssistantTurn(prompt, whole[shared : self._end_of_turn(whole, end)])
+            return AssistantTurn(prompt, rendered[shared : self._end_of_turn(rendered, end)])
         if thought is not None and self._closes_thought(prompt):
             if end is None or self.template_kwargs:
                 raise DataError(
@@ -166,36 +168,38 @@ class ChatFormat:
                     "thoughts out"
                 )
             _warn_of_closed_thoughts()
-            return AssistantTurn(whole[:shared], whole[shared : self._end_of_turn(whole, end)])
-        return AssistantTurn(prompt, self._own_words(prompt, whole, thought, answer, place))
+            return AssistantTurn(
+                rendered[:shared], rendered[shared : self._end_of_turn(rendered, end)]
+            )
+        return AssistantTurn(prompt, self._own_words(prompt, rendered, thought, answer, place))
 
     def _own_words(
-        self, prompt: str, whole: str, thought: str | None, answer: str, place: str
+        self, prompt: str, rendered: str, thought: str | None, answer: str, place: str
     ) -> str:
-        """An answer behind its prompt, where the template would rewrite what stands before it."""
-        shared, marks = self._shared_words(prompt, whole), self.thinking_marks
-        end, rest = _behind(whole, shared, None, answer), prompt[shared:]
+        """Return an answer behind its prompt, if the template would rewrite the prompt."""
+        shared, marks = self._shared_words(prompt, rendered), self.thinking_marks
+        end, rest = _behind(rendered, shared, None, answer), prompt[shared:]
         if end is None:
             raise DataError(
-                f"{place}: the chat template of {PATH_KEY} leaves out or changes what the assistant said"
+                f"{place}: the chat template of {PATH_KEY} omits or changes the assistant's answer"
             )
         if rest.strip() and (marks is None or not _of_marks(rest, marks)):
             raise DataError(
-                f"{place}: the chat template of {PATH_KEY} does not write a conversation as a "
-                "continuation of what it asks for, so that the assistant would learn something "
-                "else than it is asked; use another template"
+                f"{place}: the chat template of {PATH_KEY} does not render a conversation as a "
+                "continuation of its generation prompt, so training and generation would use "
+                "different prompts; use another template"
             )
-        tail = whole[end : self._end_of_turn(whole, end)]
+        tail = rendered[end : self._end_of_turn(rendered, end)]
         if marks is None or (thought is None and not self.opens_thought(prompt)):
             return answer + tail
         return self._thinking_words(prompt, thought, answer) + tail
 
-    def _shared_words(self, prompt: str, whole: str) -> int:
-        """How many characters two texts begin with alike, of which no mark of thoughts is cut.
+    def _shared_words(self, prompt: str, rendered: str) -> int:
+        """Return the length of the common prefix of two texts, without cutting a thinking mark.
 
-        An answer may begin as a mark of the prompt does: ``<answer>`` behind ``<think>``.
+        An answer may begin like a mark of the prompt: ``<answer>`` behind ``<think>``.
         """
-        shared = _shared(prompt, whole)
+        shared = _shared(prompt, rendered)
         for mark in (mark.strip() for mark in self.thinking_marks or ()):
             start = prompt.rfind(mark, 0, shared + len(mark) - 1)
             if 0 <= start < shared < start + len(mark):
@@ -206,18 +210,18 @@ class ChatFormat:
         marks = self.thinking_marks
         assert marks is not None
         begin = "" if self.opens_thought(prompt) else f"{marks.begin}\n"
-        said = "" if thought is None else thought
-        line = "" if not said and prompt.endswith("\n") else "\n"
-        return f"{begin}{said}{line}{marks.end}\n\n{answer}"
+        reasoning = "" if thought is None else thought
+        line = "" if not reasoning and prompt.endswith("\n") else "\n"
+        return f"{begin}{reasoning}{line}{marks.end}\n\n{answer}"
 
-    def _end_of_turn(self, whole: str, end: int) -> int:
-        """Where a turn ends whose answer ends at ``end``."""
+    def _end_of_turn(self, rendered: str, end: int) -> int:
+        """Return the end of the turn whose answer ends at ``end``."""
         mark = self._turn_end
-        place = whole.find(mark, end) if mark else -1
+        place = rendered.find(mark, end) if mark else -1
         if place >= 0 and mark is not None:
             return place + len(mark)
-        others = [p + len(s) for s in self.special_tokens if (p := whole.find(s, end)) >= 0]
-        return min(others, default=len(whole))
+        others = [p + len(s) for s in self.special_tokens if (p := rendered.find(s, end)) >= 0]
+        return min(others, default=len(rendered))
 
     def opens_thought(self, prompt: str) -> bool:
         return self.thinking_marks is not None and prompt.rstrip().endswith(
@@ -237,7 +241,7 @@ class ChatFormat:
         )
 
     def _fields(self, message: ChatMessage) -> ChatMessage:
-        """A message for a template whose thoughts are a field, not a part of the content."""
+        """Convert a message for templates with thoughts in a separate field."""
         if self.thinking_marks in (None, DEFAULT_THINKING_MARKS) or message["role"] != "assistant":
             return message
         thought, answer = split_thought(message["content"], self.thinking_marks)
@@ -255,7 +259,7 @@ class ChatFormat:
 
     @cached_property
     def thinking_marks(self) -> ThinkingMarks | None:
-        """The marks of thoughts that the template knows, or without one the vocabulary."""
+        """The thinking marks in the template, or in the vocabulary if there is no template."""
         if self.template is not None:
             text = self.template.replace("\\n", "\n")
             return next((marks for marks in KNOWN_THINKING_MARKS if marks.end in text), None)
@@ -264,14 +268,14 @@ class ChatFormat:
 
     @cached_property
     def special_tokens(self) -> list[str]:
-        """Special tokens as text, the longest first."""
+        """The special tokens as text, longest first."""
         known: Mapping[int, Any] = getattr(self.tokenizer, "added_tokens_decoder", {})
         added = {token.content for token in known.values() if token.special}
         return sorted({*self.tokenizer.all_special_tokens, *added}, key=len, reverse=True)
 
     @cached_property
     def end_of_turn_token_id(self) -> int:
-        """The token that ends the assistant's turn: what fine-tuning teaches, engines stop at."""
+        """The id of the token that ends the assistant's turn, in training and in generation."""
         if self._turn_end is None:
             return int(self.tokenizer.eos_token_id)
         return int(self.tokenizer.convert_tokens_to_ids(self._turn_end))
@@ -283,11 +287,11 @@ class ChatFormat:
 
     @cached_property
     def _turn_end(self) -> str | None:
-        """The text that the template ends an answer with; None without one.
+        """The text with which the template ends an answer, or None.
 
-        It is a special token of what stands behind every answer, else (``<|return|>`` of harmony)
-        behind the last one, else of what begins the next message (GLM's ``<|user|>``). Of several
-        the first that ends responses anyway counts, or the first.
+        It is a special token behind each answer, or else behind the last answer (``<|return|>`` of
+        harmony), or else at the start of the next message (GLM's ``<|user|>``). Of several tokens,
+        the first one in ``eos_token_ids`` counts, or else the first one.
         """
         if self.template is None:
             return None
@@ -298,10 +302,10 @@ class ChatFormat:
         for tail in (both, last, earlier):
             for known in (self.special_tokens, self.tokenizer.get_added_vocab()):
                 places = sorted((tail.find(s), -len(s), s) for s in known if s in tail)
-                found = [text for _, _, text in places]
-                ends = [text for text in found if self._id(text) in self.eos_token_ids]
-                if found:
-                    return (ends or found)[0]
+                texts = [text for _, _, text in places]
+                ends = [text for text in texts if self._id(text) in self.eos_token_ids]
+                if texts:
+                    return (ends or texts)[0]
         return None
 
     def _id(self, text: str) -> int:
@@ -309,12 +313,12 @@ class ChatFormat:
 
     @cached_property
     def bos_token_ids(self) -> np.ndarray:
-        """The special tokens that the tokenizer puts before a text, int64 ``[n]`` (BOS, often)."""
+        """The special tokens that the tokenizer adds before a text, int64 ``[n]`` (often BOS)."""
         plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        places = range(len(whole) - len(plain) + 1)
-        begin = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
-        return np.asarray(whole[:begin], np.int64)
+        rendered = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        places = range(len(rendered) - len(plain) + 1)
+        begin = next((i for i in places if rendered[i : i + len(plain)] == plain), 0)
+        return np.asarray(rendered[:begin], np.int64)
 
     def stop_ids(self, texts: Iterable[str]) -> set[int]:
         """Return the ids of those texts that are special tokens."""
@@ -322,43 +326,44 @@ class ChatFormat:
         return {self._id(text) for text in texts if text in special}
 
     def undecoded_token_in(self, text: str) -> str | None:
-        """Return the special token in a longer text that :meth:`decode` never shows, if any."""
+        """Return a special token inside a longer text that :meth:`decode` omits, if any."""
         inside = (s for s in self.special_tokens if s in text and s != text)
         return next((s for s in inside if self._id(s) in self._silent), None)
 
     @cached_property
     def _silent(self) -> frozenset[int]:
-        """The special tokens that are no part of a response's text: all but marks of thoughts."""
+        """The special tokens that :meth:`decode` omits: all except thinking marks."""
         marks = "" if self.thinking_marks is None else "".join(self.thinking_marks)
         special = {self._id(s) for s in self.special_tokens if s not in marks}
         return frozenset(special | {self.end_of_turn_token_id})
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of a response, without special tokens other than marks of thoughts."""
-        kept = [int(token) for token in tokens if int(token) not in self._silent]
-        text: str = self.tokenizer.decode(kept, skip_special_tokens=False)
+        """Return the text of a response, without special tokens except thinking marks."""
+        visible = [int(token) for token in tokens if int(token) not in self._silent]
+        text: str = self.tokenizer.decode(visible, skip_special_tokens=False)
         return text
 
 
 def split_thought(content: str, marks: ThinkingMarks | None) -> tuple[str | None, str]:
-    """Return the thought and the answer of a message, both stripped; the thought may be None.
+    """Return the thought (or None) and the answer of a message, both stripped.
 
     Args:
-        marks: of the template; ``<think>`` and ``</think>`` are known beside them.
+        content: The content of the message.
+        marks: The marks of the template; ``<think>`` and ``</think>`` are recognized, too.
     """
     for begin, end in filter(None, (marks, DEFAULT_THINKING_MARKS)):
-        thought, found, answer = content.partition(end)
-        if found:
+        thought, mark, answer = content.partition(end)
+        if mark:
             return thought.strip().removeprefix(begin).strip(), answer.strip()
     return None, content.strip()
 
 
 def check_template_kwargs(arguments: Mapping[str, Any], template: str | None) -> None:
-    """See that a chat template uses all of its arguments.
+    """Check that a chat template uses all its arguments.
 
     Raises:
-        ConfigError: it does not use one, or there is no template.
-        DataError: the template is malformed.
+        ConfigError: It does not use an argument, or there is no template.
+        DataError: The template is malformed.
     """
     if not arguments:
         return
@@ -372,14 +377,14 @@ def check_template_kwargs(arguments: Mapping[str, Any], template: str | None) ->
 
 
 def select_chat_template(template: Any, where: str) -> str | None:
-    """Return the one chat template to use, of several that are named the default.
+    """Return the chat template; of several named templates, the default one.
 
     Args:
-        template: a text, texts by name, or nothing.
-        where: the key and folder that the message begins with.
+        template: A text, texts by name, or None.
+        where: The key and the folder, for the error message.
 
     Raises:
-        DataError: there are several, and none is the default.
+        DataError: There are several templates without a default.
     """
     if not template or isinstance(template, str):
         return template or None
@@ -393,25 +398,25 @@ def select_chat_template(template: Any, where: str) -> str | None:
     return str(template["default"])
 
 
-def _behind(whole: str, begin: int, thought: str | None, answer: str) -> int | None:
-    """Where an answer ends, in a text with thought and answer behind ``begin``; None: nowhere."""
+def _behind(rendered: str, begin: int, thought: str | None, answer: str) -> int | None:
+    """Return the end of an answer in a text with thought and answer behind ``begin``, or None."""
     if thought:
-        place = whole.find(thought, begin)
+        place = rendered.find(thought, begin)
         if place < 0:
             return None
         begin = place + len(thought)
-    place = whole.find(answer, begin)
+    place = rendered.find(answer, begin)
     return None if place < 0 else place + len(answer)
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _of_marks(text: str, marks: ThinkingMarks) -> bool:
-    """Whether a text is nothing but marks of thoughts, or the end of one."""
+    """Return whether a text consists of thinking marks, or is the end of one."""
     for mark in marks:
         text = text.replace(mark.strip(), "")
     return not text.strip() or any(mark.strip().endswith(text.strip()) for mark in marks)
@@ -420,32 +425,32 @@ def _of_marks(text: str, marks: ThinkingMarks) -> bool:
 @functools.cache
 def _warn_of_closed_thoughts() -> None:
     log.warning(
-        "the chat template asks for answers without thoughts, and those to learn have some; set "
-        "%s (enable_thinking: true, say) so that rollouts think as well",
+        "the chat template disables thinking, but the training answers have thoughts; set %s (for "
+        "example enable_thinking: true), so that rollouts think, too",
         KWARGS_KEY,
     )
 
 
 @functools.lru_cache(64)
 def _tails(template: str, variables: str) -> tuple[str, str]:
-    """What a template writes behind an answer: at the end of the text, and before a new message."""
-    asked = {"role": "user", "content": "."}
-    talk: list[ChatMessage] = [asked, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
-    found = []
+    """Return the text that a template renders behind an answer, at the end and before a message."""
+    question = {"role": "user", "content": "."}
+    talk: list[ChatMessage] = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    tails = []
     for messages in (talk, [*talk, {"role": "user", "content": NEXT_MESSAGE_PLACEHOLDER}]):
         try:
             (text,) = render_conversations(
                 template, [messages], json.loads(variables), PATH_KEY, add_generation_prompt=False
             )
         except DataError as error:
-            log.warning("the token that ends a turn is not known by the chat template: %s", error)
+            log.warning("the chat template does not show the end-of-turn token: %s", error)
             text = ""
-        found.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
-    return found[0], found[1]
+        tails.append(text.partition(ANSWER_PLACEHOLDER)[2].partition(NEXT_MESSAGE_PLACEHOLDER)[0])
+    return tails[0], tails[1]
 
 
 CONTENT_PLACEHOLDER = "\u2402"
-"""Stands in the place of words while a template is rendered around them."""
+"""Placeholder of message contents while a template is rendered."""
 LEADING_MESSAGES = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": CONTENT_PLACEHOLDER},
@@ -457,13 +462,13 @@ RenderFunction = Callable[[Sequence[Sequence[ChatMessage]]], list[str]]
 def chat_template_affixes(
     render: RenderFunction, replies: Sequence[Sequence[ChatMessage]]
 ) -> list[list[str]]:
-    """Of each reply to the assistant the text behind the assistant's words: by turns what the
-    template writes and what a message says, as the template has it (trimmed, or quoted).
+    """Return the text behind the assistant's answer for replies to it, split at the messages.
 
-    Whatever is said, it is not taken for a part of the template.
+    Template text and message contents alternate; contents are as the template renders them
+    (trimmed, or quoted). Contents are never interpreted as template text.
 
     Raises:
-        DataError: the template leaves messages out.
+        DataError: The template omits messages.
     """
     marked = [
         [
@@ -472,13 +477,13 @@ def chat_template_affixes(
         ]
         for reply in replies
     ]
-    asked: list[Sequence[ChatMessage]] = []
+    variants: list[Sequence[ChatMessage]] = []
     for reply, marks in zip(replies, marked, strict=True):
-        asked.append([*LEADING_MESSAGES, *marks])
+        variants.append([*LEADING_MESSAGES, *marks])
         for n, message in enumerate(reply):
-            asked.append([*LEADING_MESSAGES, *marks[:n], message, *marks[n + 1 :]])
-    texts = iter(render(asked))
-    found = []
+            variants.append([*LEADING_MESSAGES, *marks[:n], message, *marks[n + 1 :]])
+    texts = iter(render(variants))
+    affixes = []
     for reply in replies:
         gaps, with_words = _gaps(next(texts), len(reply)), [next(texts) for _ in reply]
         pieces = [gaps[0][1]]
@@ -486,22 +491,21 @@ def chat_template_affixes(
             head, tail = _joined(gaps[: n + 1], 0), _joined(gaps[n + 1 :], n + 1)
             ends = text.startswith(head) and text.endswith(tail)
             fits = ends and len(text) >= len(head) + len(tail)
-            # A template that writes something else around these words has them as they are.
+            # If the template renders other text around this content, the content is used unchanged.
             words = text[len(head) : len(text) - len(tail)] if fits else str(message["content"])
             pieces += [words, gaps[n + 1][0]]
-        found.append(pieces)
-    return found
+        affixes.append(pieces)
+    return affixes
 
 
 def _gaps(text: str, count: int) -> list[tuple[str, str]]:
-    """The text up to the first message and that part of it which is behind the assistant's words,
-    then, in both places, what is behind each message."""
-    head, found, tail = text.partition(CONTENT_PLACEHOLDER)
+    """Return, for the first message, the text before it and the part of it behind the assistant's
+    answer; then, twice, the text behind each message."""
+    head, mark, tail = text.partition(CONTENT_PLACEHOLDER)
     parts = re.split(f"{CONTENT_PLACEHOLDER}(\\d+){CONTENT_PLACEHOLDER}", tail)
-    if not found or parts[1::2] != [str(n) for n in range(count)]:
+    if not mark or parts[1::2] != [str(n) for n in range(count)]:
         raise DataError(
-            "model.path: the chat template leaves out, or puts elsewhere, what is said in turns of "
-            "dialogues"
+            "model.path: the chat template omits or moves messages in the turns of dialogues"
         )
     return [
         (head + CONTENT_PLACEHOLDER + parts[0], parts[0]),
@@ -510,7 +514,7 @@ def _gaps(text: str, count: int) -> list[tuple[str, str]]:
 
 
 def _joined(gaps: Sequence[tuple[str, str]], first: int) -> str:
-    """The gaps with the marks between them, the first of which is of message ``first``."""
+    """Join the gaps with placeholders between them, starting with message ``first``."""
     text = gaps[0][0]
     for n, (gap, _) in enumerate(gaps[1:], first):
         text += f"{CONTENT_PLACEHOLDER}{n}{CONTENT_PLACEHOLDER}{gap}"

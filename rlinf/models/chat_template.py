@@ -1,11 +1,10 @@
-"""Chat templates, rendered in a process of their own with limits of time and memory.
+"""Rendering of chat templates in a subprocess with time and memory limits.
 
-A template comes with a checkpoint and may be anybody's program. The sandbox of Jinja keeps it from
-files and from Python's internals, not from running for ever or filling the memory; a process that
-can be ended does. One process renders all conversations of a file, without loading any library but
-Jinja, in the environment that templates are written for (that of ``transformers``: blocks trimmed,
-loop controls, ``raise_exception``, ``tojson``, ``strftime_now``). The date is always the same one:
-prompts must not change when a run goes on the next day.
+A template comes with a checkpoint and may be an untrusted program. Jinja's sandbox protects files
+and Python internals, but does not limit time and memory; a subprocess does. One process renders all
+conversations of a file and imports only Jinja. It has the environment of ``transformers``: trimmed
+blocks, loop controls, ``raise_exception``, ``tojson``, ``strftime_now``. The date is constant, so
+that prompts do not change when a run is resumed on another day.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rlinf.package_paths import child_python_path
 
 ChatMessage = Mapping[str, str]
 FIRST_RENDER_S, RENDER_S = 10.0, 0.05
-"""Longest time to render: for the first conversation, and for each further one."""
+"""Time limits of the first conversation and of each further one, seconds."""
 MEMORY_BYTES = 2 << 30
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 
@@ -36,16 +35,17 @@ def render_conversations(
     *,
     add_generation_prompt: bool = True,
 ) -> list[str]:
-    """The text of each conversation, up to where the assistant is to answer.
+    """Render conversations with a chat template.
 
     Args:
-        variables: further names of the template: ``bos_token``, arguments and the like.
-        key: what the user would change, for errors.
-        answering: false: the assistant has answered; the text ends with the last message.
+        template: The Jinja template.
+        conversations: Messages of each conversation.
+        variables: Further variables of the template, such as ``bos_token`` and arguments.
+        key: The configuration key, for error messages.
+        add_generation_prompt: Whether the text ends with the start of an assistant's answer.
 
     Raises:
-        DataError: the template is malformed, refuses a conversation, or takes too much time or
-            memory.
+        DataError: The template is malformed, rejects a conversation, or exceeds a limit.
     """
     if not conversations:
         return []
@@ -57,21 +57,21 @@ def render_conversations(
         "limit_s": limit_s,
         "answering": add_generation_prompt,
     }
-    texts: list[str] = _ask(task, key)["texts"]
+    texts: list[str] = _run_subprocess(task, key)["texts"]
     return texts
 
 
 def template_variables(template: str, key: str) -> set[str]:
-    """Return the names that a template may be given: all that it uses and does not import.
+    """Return the names of all undeclared variables of a template.
 
     Raises:
-        DataError: the template is malformed.
+        DataError: The template is malformed.
     """
-    return set(_ask({"template": template, "limit_s": FIRST_RENDER_S}, key)["names"])
+    return set(_run_subprocess({"template": template, "limit_s": FIRST_RENDER_S}, key)["names"])
 
 
-def _ask(task: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The answer of a process that does what a task says; see :func:`serve`."""
+def _run_subprocess(task: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Run :func:`run_renderer` in a subprocess and return its result."""
     limit_s = float(task["limit_s"])
     try:
         done = subprocess.run(
@@ -87,9 +87,9 @@ def _ask(task: Mapping[str, Any], key: str) -> dict[str, Any]:
             env={"PYTHONPATH": child_python_path(), "PATH": ""},
         )
     except subprocess.TimeoutExpired:
-        raise DataError(_too_much(key, limit_s)) from None
+        raise DataError(_limit_message(key, limit_s)) from None
     if done.returncode < 0:
-        raise DataError(_too_much(key, limit_s))
+        raise DataError(_limit_message(key, limit_s))
     try:
         answer = json.loads(done.stdout)
     except ValueError:
@@ -100,7 +100,7 @@ def _ask(task: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(answer)
 
 
-def _too_much(key: str, limit_s: float) -> str:
+def _limit_message(key: str, limit_s: float) -> str:
     return (
         f"{key}: the chat template did not end within {limit_s:.0f} s and "
         f"{MEMORY_BYTES >> 30} GiB; use a checkpoint whose template you trust"
@@ -108,7 +108,7 @@ def _too_much(key: str, limit_s: float) -> str:
 
 
 def run_renderer() -> None:
-    """In the child: render what standard input asks for, or list the names of a template."""
+    """Main function of the subprocess: read a task from stdin and write the result to stdout."""
     task = json.loads(sys.stdin.buffer.read())
     limit_s = int(task["limit_s"]) + 1
     from jinja2.exceptions import TemplateError
@@ -118,19 +118,19 @@ def run_renderer() -> None:
     most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
-        answer: dict[str, Any] = _answered(task)
+        answer: dict[str, Any] = _process(task)
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         at = f" (line {line})" if line else ""
         answer = {"error": f"{str(error)[:200]}{at}"}
-    except Exception as error:  # whatever a stranger's program may raise
+    except Exception as error:  # templates may raise any exception
         answer = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     sys.stdout.write(json.dumps(answer))
 
 
-def _answered(task: Mapping[str, Any]) -> dict[str, Any]:
+def _process(task: Mapping[str, Any]) -> dict[str, Any]:
     from jinja2 import meta
 
     known = jinja_environment()
@@ -151,14 +151,14 @@ def _answered(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def jinja_environment() -> Any:
-    """The Jinja environment that chat templates expect."""
+    """Create the Jinja environment that chat templates expect."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """``{% generation %}`` marks what the assistant wrote; here it is passed through."""
+    class GenerationTag(Extension):
+        """The tag ``{% generation %}`` around assistant text; the text is rendered unchanged."""
 
         tags = {"generation"}
 
@@ -173,12 +173,12 @@ def jinja_environment() -> Any:
     def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
-    made = ImmutableSandboxedEnvironment(
+    jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
+        extensions=["jinja2.ext.loopcontrols", GenerationTag],
     )
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = TEMPLATE_DATE.strftime
-    return made
+    jinja.filters["tojson"] = tojson
+    jinja.globals["raise_exception"] = raise_exception
+    jinja.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    return jinja

@@ -1,7 +1,7 @@
-"""Whether the tensors of a checkpoint are those of the network that its configuration describes.
+"""Checks that a checkpoint has exactly the tensors of the network in its ``config.json``.
 
-Libraries give a network random numbers where a checkpoint has nothing for it: training would go on
-from there without a word.
+Without such a check, libraries initialize missing weights with random numbers, and training
+continues silently.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from rlinf.models.hf_folder import one_line, tensor_files
 
 V = TypeVar("V")
 MAX_LISTED_NAMES = 3
-"""Names in a message; of the others it says how many there are."""
+"""Number of names in a message; the other names are only counted."""
 IMAGE_FAMILIES = {"qwen2_5_vl"}
-"""Families that read images as well, and have a policy of their own."""
+"""Families with image inputs, which have their own policy classes."""
 TensorShapes = Mapping[str, Sequence[int]]
 LEGACY_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|position_ids)$"
 )
-"""Constants that older versions of the library saved, and that networks now make themselves."""
+"""Constants that older library versions saved and networks now compute themselves."""
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the weight files of a folder; reads headers only.
+    """Return the name and shape of each tensor in the weight files of a folder; reads only headers.
 
     Raises:
-        DataError: a file is truncated, empty, or something else.
+        DataError: A file is truncated, empty, or not in safetensors format.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in tensor_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    found[name] = tuple(file.get_slice(name).get_shape())
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             raise DataError(
                 f"{path} cannot be read as safetensors ({error}); fetch the checkpoint again"
             ) from None
-    return found
+    return shapes
 
 
 def network_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Name and shape of every tensor of a network, and the names of those tied to an earlier one.
+    """Return the shape of each tensor of a network by name, and the names of tied tensors.
 
-    The network may be on the meta device, where it takes no memory.
+    The network may be on the meta device.
     """
-    shapes, tied, seen = dict[str, tuple[int, ...]](), set[str](), dict[int, str]()
+    shapes, tied, first_names = dict[str, tuple[int, ...]](), set[str](), dict[int, str]()
     for name, tensor in module.state_dict(keep_vars=True).items():
         shapes[name] = tuple(tensor.shape)
-        first = seen.setdefault(id(tensor), name)
+        first = first_names.setdefault(id(tensor), name)
         if first != name:
             tied |= {first, name}
     return shapes, tied
 
 
 def check_tensors(where: str, stored: TensorShapes, module: nn.Module) -> None:
-    """See that stored tensors are a network's by name and shape; of tied ones, one is enough.
+    """Check that stored tensors fit a network by name and shape; one of several tied is enough.
 
     Raises:
-        DataError: see :func:`raise_tensor_mismatch`.
+        DataError: See :func:`raise_tensor_mismatch`.
     """
     own, tied = network_shapes(module)
     missing = own.keys() - stored.keys()
@@ -94,14 +94,16 @@ def raise_tensor_mismatch(
     unexpected: Iterable[str],
     unlike: Iterable[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Refuse a checkpoint that lacks tensors, or has others, or others' shapes.
+    """Reject a checkpoint with missing or unexpected tensors or other shapes.
 
     Args:
-        where: the key and folder that the message begins with.
-        unlike: name, stored shape and shape in the network.
+        where: The key and the folder, for the error message.
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that the network does not have.
+        unlike: Name, stored shape and shape in the network.
 
     Raises:
-        DataError: any of the three is not empty; names some and counts all.
+        DataError: One of the three is not empty; the message lists some names and counts all.
     """
     shapes = [f"{n} {list(stored)}, not {list(own)}" for n, stored, own in sorted(unlike)]
     kinds = {
@@ -116,7 +118,7 @@ def raise_tensor_mismatch(
         raise DataError(
             f"{where}: the weights are not those that config.json describes\n"
             + "\n".join(parts)
-            + "\nfetch the checkpoint again, whole, or mend its config.json"
+            + "\nfetch the complete checkpoint again, or correct its config.json"
         )
 
 
@@ -126,27 +128,27 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def has_own_checkpoint_names(module: Any) -> bool:
-    """Whether checkpoints of a network name tensors otherwise than it does; only loading tells."""
+    """Return whether checkpoints of a network use other tensor names than the network."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     names = set[str]()
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
-            # One that is sharded has a class of its own, derived from that.
+            # The class of a sharded module is a subclass of the original one.
             names |= {part.config.model_type, *(one.__name__ for one in type(part).__mro__)}
     known = any(get_checkpoint_conversion_mapping(name) for name in names)  # type: ignore[no-untyped-call]
     return known or bool(getattr(module, "_checkpoint_conversion_mapping", None))
 
 
 def network_class(settings: Any) -> Any:
-    """The library's class of a configuration's network: a causal language model, or one that sees.
+    """Return the library's class for a configuration: a causal or an image-text language model.
 
-    Of a checkpoint that reads images too, whose language model is a class of its own in the library
-    (Qwen3.5), it is the class of the whole: what is saved has all that was read.
+    For checkpoints with image inputs whose language model has its own class (Qwen3.5), this is the
+    class of the full model, so that saving preserves all weights.
 
     Raises:
-        KeyError: it has none.
+        KeyError: The library has no such class.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -159,16 +161,18 @@ def network_class(settings: Any) -> Any:
 
 
 def to_checkpoint_tensors(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A network's tensors by the names and shapes that its checkpoints have: one for each expert,
-    say, where the network has all in one. What others load is that."""
+    """Convert a network's tensors to the names and shapes of its checkpoints.
+
+    For example, checkpoints have one tensor per expert, and the network has one for all experts.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = revert_weight_conversion(module, dict(tensors))
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    converted = revert_weight_conversion(module, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in converted.items()}
 
 
 def add_base_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
-    """What is stored by the names in a network, where it is that of the part below the head."""
+    """Add the base model prefix to names of a checkpoint that has only the part below the head."""
     prefix, own = f"{getattr(module, 'base_model_prefix', '')}.", module.state_dict().keys()
     if prefix == "." or any(name.startswith(prefix) for name in stored):
         return dict(stored)
@@ -176,13 +180,13 @@ def add_base_prefix(stored: Mapping[str, V], module: nn.Module) -> dict[str, V]:
 
 
 def check_checkpoint_tensors(folder: Path) -> None:
-    """See that a checkpoint has all tensors of its network and no others, without loading it.
+    """Check that a checkpoint has exactly the tensors of its network, without loading it.
 
-    Where the names in the files are not the network's own (model code of the checkpoint, tensors
-    that are fused on loading), loading tells.
+    If the files use other names than the network (own model code, tensors that are fused during
+    loading), the check happens during loading.
 
     Raises:
-        DataError: lists what is missing, unexpected or of another shape.
+        DataError: Lists missing and unexpected tensors and other shapes.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

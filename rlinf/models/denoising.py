@@ -1,10 +1,10 @@
-"""Actions that are made of noise in a few denoising steps, and the likelihood of a chain of them.
+"""Denoising of actions by flow matching, with exact likelihoods of chains of denoising steps.
 
-A network gives the velocity ``v = noise - action`` at a point ``x = tau noise + (1 - tau) action``
-of the straight line between the two (Lipman et al., 2022, arXiv 2210.02747). From ``tau = 1`` down
-to 0 in ``N`` steps, the Euler method makes an action of noise, without a density that can be had.
-So that a policy gradient can be taken, each step draws its next point from a normal distribution
-(pi-RL, arXiv 2510.25889): the log-probability of a *chain* of points is then exact.
+A network computes the velocity ``v = noise - action`` at the point ``x = tau noise + (1 - tau)
+action`` (Lipman et al., 2022, arXiv 2210.02747). The Euler method integrates from ``tau = 1`` to 0
+in ``N`` steps and turns noise into an action, whose density is intractable. For policy gradients,
+each step samples its next point from a normal distribution (pi-RL, arXiv 2510.25889). Then the
+log-probability of the *chain* of points is exact.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 from rlinf.config import Section
 
 CHAIN_COLUMN = "chain"
-"""Step column of trajectories: the points of a step's chain, float32 ``[T, N + 1, ...]``."""
+"""Step column of trajectories with the chain of each step, float32 ``[T, N + 1, ...]``."""
 VelocityFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Of points ``[..., K, *E]`` at the noise fractions ``[K]``: velocities, and where the noise of a
-step is learned the logarithm of its standard deviation, else None; of the points' shape."""
+"""Maps points ``[..., K, *E]`` and noise fractions ``[K]`` to velocities and, if the noise is
+learned, log standard deviations (else None), both with the shape of the points."""
 
 
 class DenoisingConfig(Section):
-    """The noise of a denoising step."""
+    """Options of the noise of denoising steps."""
 
     noise_method: Literal["sde", "learned"] = "sde"
-    """That with which points have the same distribution at every time as without it,
-    for many steps (Flow-SDE), or a standard deviation that a network gives (Flow-Noise)."""
+    """``sde``: noise that preserves the marginal distributions in the limit of many steps
+    (Flow-SDE); ``learned``: a network computes the standard deviation (Flow-Noise)."""
     noise_level: float = Field(default=0.5, gt=0)
-    """``a`` of Flow-SDE, whose noise is ``a sqrt(tau / (1 - tau))``."""
+    """Noise level ``a`` of Flow-SDE, with noise ``a sqrt(tau / (1 - tau))``."""
     noise_std_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (
         0.08,
         0.16,
     )
-    """Least and largest standard deviation of Flow-Noise."""
+    """Smallest and largest standard deviation of Flow-Noise."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -49,27 +49,29 @@ class DenoisingConfig(Section):
 
 
 def noise_fractions(steps: int) -> Tensor:
-    """Noise fractions ``tau`` at which the steps begin, float32 ``[N]``: 1, 1 - 1/N, ..., 1/N."""
-    # In double precision: sinusoids of the time with short periods show its last bit.
+    """Return the noise fractions ``tau`` at the start of each step, float32 ``[N]``: 1 to 1/N."""
+    # In double precision, because time embeddings with short periods depend on the last bit.
     return (1 - torch.arange(steps, dtype=torch.float64) / steps).float()
 
 
 def flow_sde_sigmas(steps: int, level: float) -> Tensor:
-    """``sigma`` of each step of Flow-SDE, ``[N]``: ``a sqrt(tau / (1 - tau))``; where ``tau`` is 1,
-    the next one stands in the denominator."""
+    """Return ``sigma = a sqrt(tau / (1 - tau))`` of each step of Flow-SDE, ``[N]``. For ``tau = 1``
+    the denominator uses the next ``tau``."""
     tau = noise_fractions(steps)
     below = torch.where(tau == 1, 1 / steps, 1 - tau)
     return level * (tau / below).sqrt()
 
 
 def step_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, steps: int) -> Tensor:
-    """Where a step leads to in the mean: the Euler step of the flow where ``sigma`` is 0, else of
-    the stochastic equation with the same marginals (Song et al., 2020, arXiv 2011.13456).
+    """Return the mean of the next point.
+
+    For ``sigma = 0`` it is the Euler step of the flow, otherwise the Euler step of the stochastic
+    differential equation with equal marginals (Song et al., 2020, arXiv 2011.13456).
 
     Args:
         points, velocity: ``[..., A]``.
-        tau, sigma: that can be multiplied with them.
-        steps: ``N``; one is ``1 / N`` long.
+        tau, sigma: Broadcast with the points.
+        steps: Number of steps ``N``; a step has length ``1 / N``.
     """
     length = 1 / steps
     action, noise = points - velocity * tau, points + velocity * (1 - tau)
@@ -78,23 +80,24 @@ def step_mean(points: Tensor, velocity: Tensor, tau: Tensor, sigma: Tensor, step
 
 
 def bounded_log_std(raw: Tensor, noise_range: tuple[float, float]) -> Tensor:
-    """A network's output as the logarithm of a standard deviation within a range, float32."""
+    """Map a network output to a log standard deviation within a range, float32."""
     low, high = (math.log(bound) for bound in noise_range)
     return 0.5 * (low + high) + 0.5 * (high - low) * raw.float().tanh()
 
 
 class DenoisingChain:
-    """The steps from noise to actions of a number of dimensions, and their likelihood.
+    """The denoising steps from noise to actions, and their likelihood.
 
-    A temperature multiplies the standard deviations of the steps. At 0 a chain begins at the mean
-    of the noise and is that of the Euler method, and it is judged as at 1.
+    The temperature multiplies the standard deviations of the steps. At temperature 0, a chain
+    starts at zero and follows the Euler method; its likelihood is that of temperature 1.
     """
 
     def __init__(self, steps: int, level: float, dimensions: int) -> None:
         """
         Args:
-            level: of Flow-SDE; without a part where the noise is learned.
-            dimensions: of an action, 1 of a vector and 2 of a chunk of them.
+            steps: Number of steps ``N``.
+            level: Noise level of Flow-SDE; not used if the noise is learned.
+            dimensions: Number of axes of an action: 1 for a vector, 2 for a chunk of vectors.
         """
         self.steps, self.level, self.dimensions = steps, level, dimensions
 
@@ -106,8 +109,8 @@ class DenoisingChain:
         numbers: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation of what follows points ``[..., K, *E]`` in the steps of
-        these numbers ``[K]``; at temperature 0 the mean is the Euler method's."""
+        """Return mean and log standard deviation of the points that follow ``[..., K, *E]`` in the
+        steps with these numbers ``[K]``. At temperature 0 the mean is the Euler step."""
         shape = (-1, *[1] * self.dimensions)
         tau = noise_fractions(self.steps).to(points.device)[numbers].reshape(shape)
         sigma = torch.zeros_like(tau)
@@ -122,20 +125,22 @@ class DenoisingChain:
     def sample(
         self, velocity: VelocityFunction, first: Tensor, noise: Tensor | None, temperature: float
     ) -> Tensor:
-        """Chains ``[..., N + 1, *E]``.
+        """Sample chains ``[..., N + 1, *E]``.
 
         Args:
-            first: where they begin, ``[..., *E]``.
-            noise: standard normal ``[..., N, *E]``, of each step; None at temperature 0.
+            velocity: The velocity function of the policy.
+            first: The first points, ``[..., *E]``.
+            noise: Standard normal noise of each step, ``[..., N, *E]``; None at temperature 0.
+            temperature: Multiplies the standard deviations.
         """
         axis = first.ndim - self.dimensions
         points, chain = first.unsqueeze(axis), [first]
         fractions = noise_fractions(self.steps).to(first.device)
         for number in range(self.steps):
             now = torch.tensor([number], device=first.device)
-            found = velocity(points, fractions[now])
-            spread = 0.0 if noise is None else temperature
-            points, log_std = self.step_distribution(points, *found, now, spread)
+            outputs = velocity(points, fractions[now])
+            scale = 0.0 if noise is None else temperature
+            points, log_std = self.step_distribution(points, *outputs, now, scale)
             if noise is not None:
                 points = points + noise.narrow(axis, number, 1) * log_std.exp()
             chain.append(points.squeeze(axis))
@@ -144,11 +149,13 @@ class DenoisingChain:
     def logprobs_and_entropy(
         self, chain: Tensor, velocity: Tensor, log_std: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of chains ``[..., N + 1, *E]`` given the first points,
-        ``[..., *E]``: the sums of those of their steps.
+        """Return log-probabilities and entropies ``[..., *E]`` of chains ``[..., N + 1, *E]`` given
+        the first points, summed over the steps.
 
         Args:
-            velocity, log_std: at all points but the last, ``[..., N, *E]``.
+            chain: The points.
+            velocity, log_std: At all points except the last, ``[..., N, *E]``.
+            temperature: Multiplies the standard deviations.
         """
         axis = chain.ndim - self.dimensions - 1
         numbers = torch.arange(self.steps, device=chain.device)

@@ -1,4 +1,4 @@
-"""The device of a process: the GPU of its rank, or the CPU."""
+"""Selection of the device of a process: the GPU of its rank, or the CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _device_name(name: str) -> str:
 
 
 DeviceName = Annotated[str, AfterValidator(_device_name)]
-"""A device in a configuration; see :func:`local_device`."""
+"""A device name in a configuration; see :func:`local_device`."""
 
 
 def local_device(name: str) -> torch.device:
-    """The device that a setting means for this process.
+    """Return the device of this process for a configured device name.
 
     Args:
         name: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` (the GPU of this rank's number
@@ -33,6 +33,6 @@ def local_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type != "cuda" or ":" in name:
         return device
-    # A launcher may show each rank all GPUs of the node, or its own alone.
-    seen = max(1, torch.cuda.device_count())
-    return torch.device("cuda", ProcessGroupInfo.from_environment().local_rank % seen)
+    # Launchers show each rank either all GPUs of the node or only its own.
+    count = max(1, torch.cuda.device_count())
+    return torch.device("cuda", ProcessGroupInfo.from_environment().local_rank % count)

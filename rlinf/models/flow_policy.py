@@ -1,4 +1,4 @@
-"""A flow-matching policy for vector observations: :mod:`rlinf.models.denoising` in the small."""
+"""A small flow-matching policy for vector observations, based on :mod:`rlinf.models.denoising`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from rlinf.seeding import generator
 
 
 class FlowConfig(DenoisingConfig):
-    """Hyperbolic-tangent networks: of the velocity, the value, and noise where it is learned."""
+    """Options of flow policies: tanh networks for velocity, value and learned noise."""
 
     hidden: tuple[Annotated[int, Field(gt=0)], ...] = (64, 64)
-    """Of each network."""
+    """Hidden sizes of each network."""
     denoising_steps: int = Field(default=4, gt=0, le=100)
-    """Denoising steps ``N`` of an action."""
+    """Number of denoising steps ``N``."""
     action_scale: ActionScale = None
-    """An action is so many times the last point of its chain, in the simulator's units; null:
-    points from -1 to 1 fill the task's bounds. Noise has deviation 1."""
+    """Factor from the last point of a chain to the action in the simulator's units; null: -1 to 1
+    spans the task's bounds. The initial noise has standard deviation 1."""
     normalize_observations: bool = False
-    """Standardise observations by running statistics, which travel with the weights."""
+    """Standardize observations with running statistics, which are part of the weights."""
     observation_clip: float = Field(default=10.0, gt=0)
-    """Largest magnitude of a (standardised) observation."""
+    """Largest magnitude of a (standardized) observation."""
 
 
 class FlowNetworks(ObservationNormalizer):
-    """Velocity, value, and the noise where it is learned."""
+    """The networks of velocity, value and, if it is learned, noise."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         size, out, hidden = settings["observation"], settings["action"]["size"], settings["hidden"]
@@ -59,7 +59,7 @@ class FlowNetworks(ObservationNormalizer):
     def forward(
         self, observations: Tensor, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Velocities, log standard deviations where they are learned, ``[..., K, A]``, and values
+        """Return velocities and, if learned, log standard deviations ``[..., K, A]``, and values
         ``[...]``, float32.
 
         Args:
@@ -67,23 +67,23 @@ class FlowNetworks(ObservationNormalizer):
             points: ``[..., K, A]``.
             tau: ``[K, 1]`` or ``[..., K, 1]``.
         """
-        # Mixed precision shows in the parameters' type.
+        # With mixed precision, the parameters have another type.
         dtype = next(self.value.parameters()).dtype
-        seen = self.standardize(observations).to(dtype)
-        every = seen[..., None, :].expand(*points.shape[:-1], -1)
+        inputs = self.standardize(observations).to(dtype)
+        every = inputs[..., None, :].expand(*points.shape[:-1], -1)
         state = torch.cat([every, tau.to(dtype).expand(*points.shape[:-1], 1)], -1)
         velocity = self.velocity(torch.cat([state, points.to(dtype)], -1)).float()
         log_std = None
         if self.spread is not None:
             log_std = bounded_log_std(self.spread(state), self._range)
-        return velocity, log_std, self.value(seen)[..., 0].float()
+        return velocity, log_std, self.value(inputs)[..., 0].float()
 
 
 class FlowPolicy(NormalizedVectorPolicy):
-    """See the module.
+    """A flow-matching policy.
 
-    A step's log-probability is that of the points of its chain given the first, which is noise
-    that no parameter has a part in; its entropy is the sum of those of its denoising steps.
+    The log-probability of a step is that of its chain given the first point, which is noise without
+    parameters. Its entropy is the sum over the denoising steps.
     """
 
     Config = FlowConfig
@@ -108,23 +108,23 @@ class FlowPolicy(NormalizedVectorPolicy):
         check_action_scale(spec["action"], config.action_scale, squashed=False)
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """With what is drawn to imitate each step: ``noise`` ``[T, A]`` and ``uniform`` ``[T]``."""
+        """Add random numbers for the imitation loss: ``noise`` ``[T, A]``, ``uniform`` ``[T]``."""
         random = generator(seed, "imitation", *record.identity.key)
         noise = random.standard_normal((len(record), self.size), np.float32)
         steps = {"noise": noise, "uniform": random.random(len(record), np.float32)}
         return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
 
     def collate(self, records: Sequence[Record]) -> Batch:
-        """As of the base, and ``chain`` ``[B, T, N + 1, A]``, or, of demonstrations, ``noise`` and
-        ``uniform``."""
+        """Return the inputs of the base class and ``chain`` ``[B, T, N + 1, A]`` or, for
+        demonstrations, ``noise`` and ``uniform``."""
         length = max(len(record) for record in records)
         names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
         more = {name: pad_right([r.steps[name] for r in records], length) for name in names}
         return {**super().collate(records), **more}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        """Log-probabilities, entropies and values ``[B, T]``; of demonstrations minus their losses
-        of imitation alone."""
+        """Return log-probabilities, entropies and values ``[B, T]``; for demonstrations, only the
+        negative imitation losses."""
         if CHAIN_COLUMN not in batch:
             return StepOutputs(-self.imitation_loss(batch) * batch["mask"])
         logprobs, spread, values = self.evaluate_chain(
@@ -136,8 +136,8 @@ class FlowPolicy(NormalizedVectorPolicy):
     def evaluate_chain(
         self, observations: Tensor, chain: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies of chains ``[..., N + 1, A]`` and values of observations
-        ``[..., D]``, each ``[...]``."""
+        """Return log-probabilities and entropies of chains ``[..., N + 1, A]`` and values of
+        observations ``[..., D]``, each ``[...]``."""
         tau = noise_fractions(self.steps).to(chain.device)[:, None]
         velocity, log_std, values = self.module(observations, chain[..., :-1, :], tau)
         logprobs, entropy = self._denoising.logprobs_and_entropy(
@@ -146,39 +146,43 @@ class FlowPolicy(NormalizedVectorPolicy):
         return logprobs.sum(-1), entropy.sum(-1), values
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        """Standard normal ``[steps, N + 1, A]``: where chains begin, and of each of their steps."""
+        """Return standard normal noise ``[steps, N + 1, A]``: the start of each chain and the noise
+        of its steps."""
         shape = (steps, self.steps + 1, self.size)
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Of ``observation`` ``[n, D]``: ``action`` ``[n, A]``, ``chain`` ``[n, N + 1, A]``,
-        ``logprob`` and ``value`` ``[n]``, all float32."""
-        seen = observations["observation"]
+        """Return, for ``observation`` ``[n, D]``, ``action`` ``[n, A]``, ``chain`` ``[n, N + 1,
+        A]``, ``logprob`` and ``value`` ``[n]``, all float32."""
+        inputs = observations["observation"]
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            found: tuple[Tensor, Tensor | None, Tensor] = self.module(seen, points, tau[:, None])
-            return found[:2]
+            outputs: tuple[Tensor, Tensor | None, Tensor] = self.module(
+                inputs, points, tau[:, None]
+            )
+            return outputs[:2]
 
-        first = torch.zeros(len(seen), self.size, device=seen.device)
+        first = torch.zeros(len(inputs), self.size, device=inputs.device)
         drawn = None
         if noise is not None:
             first, drawn = noise[:, 0], noise[:, 1:]
-        whole = self._denoising.sample(velocity, first, drawn, temperature)
-        logprobs, _, values = self.evaluate_chain(seen, whole, temperature)
-        assert self.action_box is not None, "it acts by vectors"
+        chain = self._denoising.sample(velocity, first, drawn, temperature)
+        logprobs, _, values = self.evaluate_chain(inputs, chain, temperature)
+        assert self.action_box is not None, "actions are vectors"
         return {
-            "action": self.action_box.unnormalize(whole[:, -1]).float(),
-            CHAIN_COLUMN: whole,
+            "action": self.action_box.unnormalize(chain[:, -1]).float(),
+            CHAIN_COLUMN: chain,
             "logprob": logprobs,
             "value": values,
         }
 
     def imitation_loss(self, batch: Batch) -> Tensor:
-        """Conditional flow matching (arXiv 2210.02747, eq. 14): the squared error of the velocity
-        at a point between noise and action, at a time drawn evenly; ``[...]`` of columns
-        ``[..., A]``."""
+        """Return the conditional flow matching loss ``[...]`` (arXiv 2210.02747, eq. 14).
+
+        It is the squared error of the velocity at a uniform random time between noise and action.
+        """
         action, noise = batch["actions"], batch["noise"]
         tau = 1 - batch["uniform"][..., None]
         points = tau * noise + (1 - tau) * action

@@ -1,4 +1,4 @@
-"""A model folder out of a GGUF file: weights, configuration, tokenizer and chat template."""
+"""Conversion of GGUF files to model folders: weights, configuration, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rlinf.errors import DataError, require_package
 
 
 def find_gguf(source: str) -> Path:
-    """The file that ``source`` names: its path, or a package that carries exactly one.
+    """Return the GGUF file of a path, or of a package that has exactly one.
 
     The package is not imported.
 
     Raises:
-        DataError: there is no such file; the package carries none, or several.
+        DataError: The file does not exist, or the package has none or several.
     """
     path = Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise DataError(f"{source}: no such file")
         return path
-    found = importlib.util.find_spec(source) if source.isidentifier() else None
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(source) if source.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(f"{source}: neither a .gguf file nor an installed package that carries one")
     files = sorted(
-        f for place in found.submodule_search_locations for f in Path(place).glob("*.gguf")
+        f for place in spec.submodule_search_locations for f in Path(place).glob("*.gguf")
     )
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
@@ -36,14 +36,13 @@ def find_gguf(source: str) -> Path:
 
 
 def convert_gguf(source: str, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder that ``model.path`` takes.
+    """Convert the model of a GGUF file to a folder for ``model.path``.
 
-    Quantized weights become float32: rounded ones, and so a model of its own, not the one that the
-    file was made from.
+    Quantized weights are dequantized to float32, so the model differs from the original one.
 
     Raises:
-        DataError: see :func:`find_gguf`; the folder is there already; the file is not a causal
-            language model that ``transformers`` reads.
+        DataError: See :func:`find_gguf`; the folder already exists; or ``transformers`` cannot read
+            the file as a causal language model.
     """
     file = find_gguf(source)
     if folder.exists():
@@ -65,7 +64,7 @@ def convert_gguf(source: str, folder: Path) -> None:
     config = type(model.config).from_dict(
         {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     )
-    # A model of plain modules: what was read remembers that it was quantized, and is not saved.
+    # A new model, because the loaded one is marked as quantized and cannot be saved.
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)

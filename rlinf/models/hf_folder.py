@@ -1,7 +1,7 @@
-"""What a published model folder says, read in one place for trainers, engines, tasks and rewards.
+"""Model folders in the Hugging Face format, read in one place for all trainers, engines and tasks.
 
-:class:`HFFolder` is that reading: settings, weight files, context length, tokenizer, chat
-template and the tokens that end a response. Nothing here loads the weights.
+:class:`HFFolder` reads the configuration, weight files, context length, tokenizer, chat template
+and stop tokens. Nothing here loads weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 LEGACY_TEMPLATE_FILE = "chat_template.json"
-"""Older folders have the template of their processor there; tokenizers do not read it."""
+"""File of older folders with the chat template of their processor; tokenizers ignore it."""
 LFS_POINTER = b"version https://git-lfs"
 ADAPTER_FILE = "adapter_config.json"
 MISTRAL_PREFIX = "consolidated"
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors format allows no longer header."""
+"""Largest header of the safetensors format."""
 QUANTIZED_DTYPES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}
-"""Element types of packed weights; bool masks and int64 positions of older files are none."""
+"""Element types of quantized weights; bool masks and int64 positions of older files are not."""
 LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -42,7 +42,7 @@ LENGTH_KEYS = (
     "max_seq_length",
     "seq_len",
 )
-"""Names under which families keep their context length, as vLLM knows them."""
+"""Names of the context length in the configurations of families, as in vLLM."""
 PREEXTENDED_ROPE_TYPES = {
     "llama3",
     "longrope",
@@ -51,12 +51,12 @@ PREEXTENDED_ROPE_TYPES = {
     "deepseek_yarn",
     "deepseek_llama_scaling",
 }
-"""Rotary scalings whose factor is in ``max_position_embeddings`` already."""
+"""Rotary scalings whose factor is already part of ``max_position_embeddings``."""
 
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder in the Hugging Face format, each part read when it is first asked for."""
+    """A model folder in the Hugging Face format; each part is read on first access."""
 
     folder: Path
     trust_remote_code: bool = False
@@ -69,8 +69,8 @@ class HFFolder:
         """Return the folder that a policy's configuration names.
 
         Args:
-            config: with ``trust_remote_code`` and ``chat_template_kwargs``.
-            folder: in place of ``config.path``.
+            config: Options with ``trust_remote_code`` and ``chat_template_kwargs``.
+            folder: Replaces ``config.path``.
         """
         folder = config.path.expanduser() if folder is None else folder
         return cls(folder, config.trust_remote_code, config.chat_template_kwargs)
@@ -91,7 +91,7 @@ class HFFolder:
         """The library's configuration of the network.
 
         Raises:
-            DataError: the library does not know the model type, or rejects a value.
+            DataError: The library does not know the model type, or rejects a value.
         """
         from transformers import AutoConfig
 
@@ -102,38 +102,37 @@ class HFFolder:
                 )
         except ArtifactError:
             raise
-        except Exception as error:  # whatever its settings make the library raise
+        except Exception as error:  # the library raises many types
             raise DataError(
                 f"model.path: {self.folder / 'config.json'} cannot be used ({one_line(error)})"
             ) from None
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The files that hold the tensors; see :func:`tensor_files`."""
+        """The files with the tensors; see :func:`tensor_files`."""
         return tensor_files(self.folder)
 
     @cached_property
     def context_length(self) -> int | None:
-        """The most tokens of a sample; None if the settings give no limit.
+        """The largest number of tokens of a sample; None without a limit.
 
         See :func:`context_length`.
         """
         return context_length(self.hf_config)
 
     def max_model_len(self, limit: int | None) -> int | None:
-        """Return the most tokens of a sample in a run, or None where nothing limits them.
+        """Return the largest number of tokens of a sample in a run, or None without a limit.
 
         Args:
-            limit: what the run declares (``model.max_model_len``); None: as many as the model was made
-                for, and with rotary frequencies that depend on a length, as many as have the plain
-                ones (vLLM's default as well).
+            limit: The limit of the run (``model.max_model_len``); None: the limit of the model, or,
+                if rotary frequencies depend on the length, the length without scaling (as vLLM).
         """
         scaling = length_scaling(self.config_json)
         return limit or (self.context_length if scaling is None else scaling.original_length)
 
     @cached_property
     def vocabulary_size(self) -> int | None:
-        """How many tokens the model knows, if its settings say so."""
+        """The vocabulary size of the model, if its configuration has it."""
         size = self.config_json.get("vocab_size")
         if size is None:
             size = next((inner.get("vocab_size") for inner in _nested(self.config_json)), None)
@@ -141,17 +140,17 @@ class HFFolder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, with a pad token and one chat template at most.
+        """The tokenizer, with a pad token and at most one chat template.
 
         Its ``chat_format`` is the :class:`~rlinf.models.chat_format.ChatFormat` of the folder.
 
         Raises:
-            DataError: none there, it has no end-of-sequence token, or its chat templates have no
-                default.
+            DataError: There is no tokenizer, it has no end-of-sequence token, or its chat templates
+                have no default.
         """
         tokenizer = self.raw_tokenizer
         size = self.vocabulary_size
-        # A tokenizer class may make up an end token that the model was never given.
+        # A tokenizer class may define an end token that the model does not have.
         if tokenizer.eos_token_id is None or (size and tokenizer.eos_token_id >= size):
             raise DataError(
                 f"model.path: the tokenizer of {self.folder} has no end-of-sequence token, so no "
@@ -168,16 +167,16 @@ class HFFolder:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How conversations become text; see :class:`~rlinf.models.chat_format.ChatFormat`."""
-        found: ChatFormat = self.tokenizer.chat_format
-        return found
+        """The chat format; see :class:`~rlinf.models.chat_format.ChatFormat`."""
+        chat_format: ChatFormat = self.tokenizer.chat_format
+        return chat_format
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """The tokens that end a response, the same for every engine.
+        """The ids of tokens that end a response, equal for all engines.
 
-        These are all ``eos_token_id`` of ``generation_config.json`` and ``config.json``, that of
-        the tokenizer, and the token that ends the assistant's turn in the chat template.
+        These are all ``eos_token_id`` of ``generation_config.json``, ``config.json`` and the
+        tokenizer, and the token that ends the assistant's turn in the chat template.
         """
         ends = self._configured_ends | {self.tokenizer.eos_token_id}
         return frozenset(ends | {self.chat_format.end_of_turn_token_id})
@@ -185,16 +184,16 @@ class HFFolder:
     @cached_property
     def _configured_ends(self) -> frozenset[int]:
         parts = (self.generation_config, self.config_json, *_nested(self.config_json))
-        found = {token for part in parts for token in _token_ids(part.get("eos_token_id"))}
+        ids = {token for part in parts for token in _token_ids(part.get("eos_token_id"))}
         size = self.vocabulary_size
-        return frozenset(token for token in found if size is None or token < size)
+        return frozenset(token for token in ids if size is None or token < size)
 
     @cached_property
     def raw_tokenizer(self) -> Any:
-        """The tokenizer of any model, which may have no end-of-sequence token.
+        """The tokenizer, which may have no end-of-sequence token.
 
         Raises:
-            DataError: there is none, or its chat templates have no default.
+            DataError: There is no tokenizer, or its chat templates have no default.
         """
         from transformers import AutoTokenizer
 
@@ -214,7 +213,7 @@ class HFFolder:
         return tokenizer
 
     def _chat_template(self, tokenizer: Any) -> str | None:
-        """Return the tokenizer's template, of several the default one, as the library does."""
+        """Return the tokenizer's chat template; of several ones, the default."""
         template = tokenizer.chat_template
         if not template and (path := self.folder / LEGACY_TEMPLATE_FILE).is_file():
             template = read_json_object(path).get("chat_template")
@@ -222,14 +221,14 @@ class HFFolder:
 
 
 def context_length(config: Any) -> int | None:
-    """Return the most tokens that a model takes, or None if its configuration gives no limit.
+    """Return the context length of a model, or None if its configuration has no limit.
 
-    It is the greatest length with which vLLM 0.32 agrees to serve the model
-    (``_get_and_verify_max_len`` of its ``vllm/config/model.py``). Most rotary scalings are in
-    ``max_position_embeddings`` already; linear and dynamic ones extend it by their factor.
+    It is the largest length that vLLM 0.32 accepts for the model (``_get_and_verify_max_len`` in
+    ``vllm/config/model.py``). Most rotary scalings are already part of
+    ``max_position_embeddings``; linear and dynamic ones multiply it by their factor.
 
     Args:
-        config: the library's configuration of a model.
+        config: The library's configuration of the model.
     """
     text = config.get_text_config()
     known = [getattr(text, name, None) for name in LENGTH_KEYS]
@@ -237,7 +236,7 @@ def context_length(config: Any) -> int | None:
     if not lengths:
         return None
     length = getattr(text, "model_max_length", None) or min(lengths)
-    if "gemma3" in text.model_type:  # published with the extended length
+    if "gemma3" in text.model_type:  # hf_folder with the extended length
         return int(length)
     factors = [
         rope.get("factor") or 1.0
@@ -248,26 +247,26 @@ def context_length(config: Any) -> int | None:
 
 
 def _rotary(text: Any) -> list[Mapping[str, Any]]:
-    """The rotary parameters of a configuration, of each kind of layer where kinds differ."""
+    """Return the rotary parameters of a configuration, one per layer type if they differ."""
     rotary = getattr(text, "rope_parameters", None) or {}
     several = rotary and all(isinstance(value, Mapping) for value in rotary.values())
     return [*rotary.values()] if several else [rotary]
 
 
 def _nested(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings of the language model inside those of a model that also sees or hears."""
+    """Return the configuration of the language model inside a multimodal model."""
     inner = settings.get("text_config")
     return [inner] if isinstance(inner, Mapping) else []
 
 
 def _token_ids(value: Any) -> Iterable[int]:
-    """The ids of a setting that is one, a list of them, or nothing."""
+    """Return the token ids of a value that is an id, a list of ids, or None."""
     values = value if isinstance(value, list) else [value]
     return (one for one in values if type(one) is int and one >= 0)
 
 
 def one_line(error: BaseException, max_length: int = 200) -> str:
-    """The message of a library's error on one line."""
+    """Return the message of an error on one line, truncated."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= max_length else f"{text[:max_length]}..."
 
@@ -276,7 +275,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the values of ``config.json`` in a checkpoint folder.
 
     Raises:
-        DataError: it is not one of a model that can be trained.
+        DataError: The folder is not a checkpoint of a trainable model.
     """
     path = folder / "config.json"
     settings = read_json_object(path)
@@ -284,8 +283,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise DataError(f"model.path: {path} names no model_type; is it a checkpoint folder?")
     for part in (settings, *_nested(settings)):
         if part.get("quantization_config") or part.get("compression_config"):
-            raise _quantised(
-                f"{folder} holds quantised weights (quantization_config in {path.name})"
+            raise _quantized_error(
+                f"{folder} holds quantized weights (quantization_config in {path.name})"
             )
     if (folder / ADAPTER_FILE).exists():
         raise DataError(
@@ -295,25 +294,26 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _quantised(what: str) -> DataError:
+def _quantized_error(what: str) -> DataError:
     return DataError(
-        f"model.path: {what}, which cannot be trained; use the checkpoint that they were made "
-        "from, or one that transformers has dequantised and saved (dequantize=True of the "
+        f"model.path: {what}, which cannot be trained; use the original checkpoint, or one "
+        "that transformers has dequantized and saved (dequantize=True of the "
         "quantization_config, or model.dequantize())"
     )
 
 
 def check_weight_files(folder: Path) -> None:
-    """See that the weight files are whole, by their headers.
+    """Check by their headers that the weight files are complete.
 
     Raises:
-        DataError: none is there; one is missing, cut off, or a pointer; or the weights are packed.
+        DataError: There are no files; one is missing, truncated or a git-lfs pointer; or the
+            weights are quantized.
     """
     for path in tensor_files(folder):
         if not path.is_file():
             raise DataError(
-                f"model.path: {folder} lacks {path.name}, which {INDEX_FILE} names; copy the folder "
-                "again"
+                f"model.path: {folder} lacks {path.name}, which {INDEX_FILE} names; copy the "
+                "folder again"
             )
         _check_file(path)
 
@@ -350,17 +350,18 @@ def _check_file(path: Path) -> None:
             "copy it again"
         )
     if packed:
-        raise _quantised(f"{path} holds quantised weights ({packed[0]})")
+        raise _quantized_error(f"{path} holds quantized weights ({packed[0]})")
 
 
 def read_json_object(path: Path, where: str = "model.path") -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file with an object.
 
     Args:
-        where: the key that errors name.
+        path: The file.
+        where: The configuration key, for error messages.
 
     Raises:
-        DataError: it does not, or cannot be read.
+        DataError: The file cannot be read, or its content is no object.
     """
     try:
         values = json.loads(read_text(path))
@@ -374,13 +375,13 @@ def read_json_object(path: Path, where: str = "model.path") -> dict[str, Any]:
 
 
 def check_links(folder: Path) -> None:
-    """See that the files of a checkpoint folder are its owner's and lie in it.
+    """Check that links in a checkpoint folder lead to allowed locations and owners.
 
-    A link may lead to a file in one of the folder's places, of the folder's owner, this user or
-    root. Whoever may write to the place that another link leads to would choose what is trained.
+    Targets must be in one of the folder's allowed locations and belong to the folder's owner, this
+    user or root. Otherwise another user could replace the weights.
 
     Raises:
-        DataError: names the link and says what to do.
+        DataError: Names the link and the remedy.
     """
     home, allowed = folder.resolve(), allowed_link_targets(folder)
     owners = {home.stat().st_uid, os.getuid(), 0}
@@ -404,13 +405,13 @@ def check_links(folder: Path) -> None:
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """Return the files that hold the tensors of a checkpoint folder.
+    """Return the files with the tensors of a checkpoint folder.
 
-    As in the library ``model.safetensors`` comes first, then the files that the index names. Others
-    beside them (``consolidated.safetensors`` of Mistral's own format, say) are not read.
+    As in the library, ``model.safetensors`` has priority over the files in the index. Other files,
+    such as ``consolidated.safetensors`` of Mistral's format, are ignored.
 
     Raises:
-        DataError: there is none, or the index cannot be read.
+        DataError: There are no files, or the index cannot be read.
     """
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
@@ -425,7 +426,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The names of the files in an index of weights."""
+    """Return the names of the files in a weight index."""
     parts = read_json_object(index).get("weight_map")
     if not isinstance(parts, dict) or not parts:
         raise DataError(f"model.path: {index} has no weight_map; copy the folder again")
@@ -433,11 +434,12 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _no_weights(folder: Path) -> str:
-    """What is wrong with a folder without weights that can be read, and what to do."""
+    """Return the error message for a folder without readable weights."""
     if any(folder.glob(f"{MISTRAL_PREFIX}*.safetensors")):
         return (
             f"model.path: {folder} has its weights in Mistral's own format alone "
-            f"({MISTRAL_PREFIX}.safetensors); fetch {WEIGHTS_FILE}, or {INDEX_FILE} and the files that it names"
+            f"({MISTRAL_PREFIX}.safetensors); fetch {WEIGHTS_FILE}, or {INDEX_FILE} and the files "
+            "that it names"
         )
     pickled = [path for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(kind))]
     if not pickled:
@@ -450,10 +452,10 @@ def _no_weights(folder: Path) -> str:
 
 
 def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
-    """See that a folder holds a model this process may load.
+    """Check that a folder has a model that this process may load.
 
     Raises:
-        DataError: it does not.
+        DataError: It does not.
     """
     if folder.is_file():
         raise DataError(f"model.path: {folder} is a file; give the folder it is in")
@@ -467,8 +469,8 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
     if not settings.is_file():
         if (folder / ADAPTER_FILE).is_file():
             raise DataError(
-                f"model.path: {folder} holds an adapter alone ({ADAPTER_FILE}); merge it into its base "
-                "model (merge_and_unload of peft), save that, and give the folder of the result"
+                f"model.path: {folder} holds an adapter alone ({ADAPTER_FILE}); merge it into its "
+                "base model (merge_and_unload of peft), save it, and give the folder of the result"
             )
         raise DataError(f"model.path: {folder} has no config.json; is it a checkpoint folder?")
     if not trust_remote_code and "auto_map" in read_config_json(folder):
@@ -479,17 +481,17 @@ def check_checkpoint(folder: Path, trust_remote_code: bool) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the tensors, with the index where that names them.
+    """Return the files with the tensors, and the index if it is used.
 
     Raises:
-        DataError: as :func:`tensor_files`.
+        DataError: As :func:`tensor_files`.
     """
     files, index = tensor_files(folder), folder / INDEX_FILE
     return [*files, index] if index.exists() and files != [folder / WEIGHTS_FILE] else files
 
 
 def non_weight_files(folder: Path) -> list[str]:
-    """What stands beside the weights: configuration, tokenizer, templates, model code."""
+    """Return the names of all other files: configuration, tokenizer, templates, model code."""
     suffixes = {".json", ".txt", ".model", ".jinja", ".py"}
     return [
         path.name
@@ -501,21 +503,21 @@ def non_weight_files(folder: Path) -> list[str]:
 
 
 def copy_non_weight_files(source: Path, folder: Path) -> None:
-    """Copy what stands beside the weights."""
+    """Copy all files except the weights."""
     for name in non_weight_files(source):
         copy_file(source / name, folder / name)
 
 
-def check_vocabulary(published: HFFolder) -> None:
-    """See that the model knows all tokens of its tokenizer.
+def check_vocabulary(hf_folder: HFFolder) -> None:
+    """Check that the vocabulary of the model covers all tokens of its tokenizer.
 
     Raises:
-        DataError: it does not.
+        DataError: It does not.
     """
-    size = published.vocabulary_size
-    highest = max(published.raw_tokenizer.get_vocab().values(), default=0)
+    size = hf_folder.vocabulary_size
+    highest = max(hf_folder.raw_tokenizer.get_vocab().values(), default=0)
     if size is not None and highest >= size:
         raise DataError(
-            f"model.path: the tokenizer of {published.folder} has tokens up to number {highest}, "
+            f"model.path: the tokenizer of {hf_folder.folder} has tokens up to number {highest}, "
             f"the model knows {size} (vocab_size in config.json); they do not belong together"
         )

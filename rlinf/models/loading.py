@@ -1,10 +1,14 @@
-"""The network of a checkpoint folder in the Hugging Face format: whole, or without memory yet."""
+"""Networks of checkpoint folders in the Hugging Face format: load, create on meta, and export.
+
+:class:`CheckpointExporter` converts a network's tensors to the names and shapes of its checkpoints.
+They differ if the model library joins tensors, for example all experts of a layer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlinf.errors import DataError
+from rlinf.models.base import weight_mismatch
 from rlinf.models.causal_lm_config import hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
@@ -21,6 +26,7 @@ from rlinf.models.checkpoint_tensors import (
     has_own_checkpoint_names,
     network_class,
     raise_tensor_mismatch,
+    to_checkpoint_tensors,
 )
 from rlinf.models.hf_folder import (
     check_checkpoint,
@@ -36,26 +42,22 @@ from rlinf.verified_io import verified_temporary_copy
 
 if TYPE_CHECKING:
     from rlinf.models.causal_lm import CausalLMConfig
-from collections.abc import Iterable
-
-from rlinf.models.base import weight_mismatch
-from rlinf.models.checkpoint_tensors import to_checkpoint_tensors
 
 EAGER_ATTENTION_FAMILIES = {"gemma2"}
-"""Families whose attention scores may be capped, which torch's fused attention cannot do."""
+"""Families that may cap attention scores, which torch's fused attention does not support."""
 
 
 def load_module(folder: Path, config: CausalLMConfig) -> Any:
-    """The network of a checkpoint folder, whole.
+    """Load the network of a checkpoint folder.
 
     Raises:
-        DataError: missing folder or files, tensors that are missing or not the network's, or model
-            code without permission to run it.
+        DataError: The folder or a file is missing, tensors are missing or do not fit, or the folder
+            has model code without permission to run it.
     """
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
-        # Read here, not by the library, which maps files and would see them change.
-        module, found = cls.from_pretrained(
+        # Read the weights here, because the library maps files and would see later changes.
+        module, info = cls.from_pretrained(
             None,
             config=settings,
             state_dict=read_weights(folder),
@@ -66,9 +68,9 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
         )
     raise_tensor_mismatch(
         f"model.path: {folder}",
-        found["missing_keys"],
-        found["unexpected_keys"],
-        found["mismatched_keys"],
+        info["missing_keys"],
+        info["unexpected_keys"],
+        info["mismatched_keys"],
     )
     freeze_rotary(module, read_config_json(folder), config.max_model_len, f"model.path: {folder}")
     use_onednn(module)
@@ -76,18 +78,18 @@ def load_module(folder: Path, config: CausalLMConfig) -> Any:
 
 
 def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
-    """The same with parameters that have no memory yet (on the ``meta`` device), for :func:`fill`.
+    """Create the network of a folder with parameters on ``meta``, for :func:`load_weights`.
 
-    None where only the library knows how the tensors in the files make those of the network.
+    Returns None if only the library can convert the tensors in the files to those of the network.
 
     Raises:
-        DataError: as :func:`load_module`.
+        DataError: As :func:`load_module`.
     """
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
         if "auto_map" in read_config_json(folder):
             return None
-        module = _without_memory(cls, settings, config)
+        module = _create_on_meta(cls, settings, config)
         if module is not None and has_own_checkpoint_names(module):
             return None
     if module is not None:
@@ -99,14 +101,14 @@ def load_meta_module(folder: Path, config: CausalLMConfig) -> Any:
 
 
 def check_rotary(folder: Path, config: CausalLMConfig) -> None:
-    """See that rotary frequencies that depend on a length can be those of the run.
+    """Check that length-dependent rotary frequencies can be fixed for the run.
 
     Raises:
-        DataError: as :func:`rlinf.models.rotary.freeze_rotary`.
+        DataError: As :func:`rlinf.models.rotary.freeze_rotary`.
     """
     if length_scaling(read_config_json(folder)) is None:
         return
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
         with meta_parameters():
             module = cls._from_config(settings)
@@ -116,7 +118,7 @@ def check_rotary(folder: Path, config: CausalLMConfig) -> None:
 
 
 def new_meta_module(config: CausalLMConfig) -> Any:
-    """A new network of some sizes and a small vocabulary, parameters and buffers without memory."""
+    """Create a new network with a minimal vocabulary, entirely on the ``meta`` device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -124,47 +126,49 @@ def new_meta_module(config: CausalLMConfig) -> Any:
 
 
 def text_config(config: CausalLMConfig) -> Any:
-    """What is known of a language model before it is made: of its checkpoint, or as configured.
+    """Return the text config of a language model, from its checkpoint or from the options.
 
-    By the names of transformers, whatever those of the family are.
+    Its field names are those of transformers, independent of the family.
 
     Raises:
-        DataError: as :func:`load_module`.
+        DataError: As :func:`load_module`.
     """
     if config.path is None:
         return SimpleNamespace(
             num_attention_heads=config.heads, num_key_value_heads=config.kv_heads
         )
     folder = config.path.expanduser()
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         return _network(folder, config)[1].get_text_config()
 
 
 def inspect_module(folder: Path, config: CausalLMConfig) -> Any:
-    """A network with the names, shapes and types of that of :func:`load_module`, to be looked at.
+    """Return a network with the names, shapes and types of :func:`load_module`, for inspection.
 
-    It takes no memory, of every family; but where some of its types are known by loading alone.
+    It is on the ``meta`` device, unless only loading determines some of its types.
 
     Raises:
-        DataError: as :func:`load_module`.
+        DataError: As :func:`load_module`.
     """
-    with _reading(folder):
+    with _checkpoint_errors(folder):
         cls, settings = _network(folder, config)
-        module = _without_memory(cls, settings, config)
+        module = _create_on_meta(cls, settings, config)
     return load_module(folder, config) if module is None else module
 
 
 @torch.no_grad()
 def load_weights(module: nn.Module, folder: Path, where: str) -> None:
-    """Read the weights in a folder into a network; of one that is sharded, this process's rows.
+    """Load the weights of a folder into a network; for a sharded one, the rows of this rank.
 
     Args:
-        where: what errors call the folder.
+        module: The network.
+        folder: The checkpoint folder.
+        where: The key and the folder, for error messages.
 
     Raises:
-        DataError: they are not this network's by name and shape; nothing has changed.
-        SafetensorError: a file cannot be read.
-        ArtifactError: one is committed and damaged; the network holds anything.
+        DataError: A name or shape does not fit; the network is unchanged.
+        SafetensorError: A file cannot be read.
+        ArtifactError: A committed file is damaged; the network's weights are undefined.
     """
     own = module.state_dict(keep_vars=True)
     for name, rows in iter_weights(module, folder, where, local_rows):
@@ -177,26 +181,27 @@ def iter_weights(
     where: str,
     row_range: Callable[[Tensor], tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights in a folder, one after another, by their names in a network.
+    """Yield the weights of a folder by their names in a network.
 
     Args:
-        module: the network; None: by their names in the files, whatever they are of.
-        where: what errors call the folder.
-        part: of a tensor of the network, which rows are wanted: begin and end.
+        module: The network; None: yield all tensors by their names in the files.
+        folder: The checkpoint folder.
+        where: The key and the folder, for error messages.
+        row_range: Returns the start and end of the rows to read, for a tensor of the network.
 
     Raises:
-        DataError: they are not this network's by name and shape; raised before the first.
-        SafetensorError: a file cannot be read.
-        ArtifactError: one is committed and damaged; raised after its last.
+        DataError: A name or shape does not fit; raised before the first tensor.
+        SafetensorError: A file cannot be read.
+        ArtifactError: A committed file is damaged; raised after its last tensor.
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsReader(path)) for path in tensor_files(folder)]
-        found = {name: (file, name) for file in files for name in file.shapes}
+        stored = {name: (file, name) for file in files for name in file.shapes}
         if module is None:
             for file in files:
                 yield from file.tensors()
             return
-        named = add_base_prefix(found, module)
+        named = add_base_prefix(stored, module)
         shapes = {own: file.shapes[name] for own, (file, name) in named.items()}
         check_tensors(where, shapes, module)
         own = module.state_dict(keep_vars=True)
@@ -212,9 +217,9 @@ def iter_weights(
 
 
 def reload_weights(module: Any, folder: Path) -> bool:
-    """Read the weights of another version of a loaded network into it.
+    """Load another version of the weights into a loaded network.
 
-    Returns false, having changed nothing, where the folder does not hold just these tensors.
+    Returns false, without changes, if the folder does not have exactly these tensors.
     """
     try:
         load_weights(module, folder, str(folder))
@@ -224,8 +229,8 @@ def reload_weights(module: Any, folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """What the library raises of a checkpoint is said of it; what it warns of is an error here."""
+def _checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Convert exceptions of the library to DataErrors for the folder, and silence its warnings."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
@@ -248,7 +253,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
-    """Class and settings of a checkpoint's network."""
+    """Return the class and the configuration of a checkpoint's network."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -264,35 +269,36 @@ def _network(folder: Path, config: CausalLMConfig) -> tuple[Any, Any]:
         return network_class(settings), settings
 
 
-def _without_memory(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
-    """A network on the ``meta`` device; None where loading makes some of it of another type."""
+def _create_on_meta(cls: Any, settings: Any, config: CausalLMConfig) -> Any:
+    """Create a network on ``meta``; None if loading changes the type of some parameters."""
     with meta_parameters():
         module = cls._from_config(
             settings, dtype=getattr(torch, config.dtype), attn_implementation=_attention(settings)
         )
-    kept = config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None)
-    return None if kept else module
+    mixed = config.dtype != "float32" and getattr(module, "_keep_in_fp32_modules_strict", None)
+    return None if mixed else module
 
 
 def _attention(settings: Any) -> str | None:
-    """What the library computes attention with, until packing or an engine sets its own.
+    """Return the library's attention implementation, before packing or an engine sets another.
 
-    None: torch's fused attention where each part of the network has it, else the formula.
+    None: torch's fused attention if all parts of the network support it, else eager attention.
     """
     return "eager" if settings.model_type in EAGER_ATTENTION_FAMILIES else None
 
 
 @contextlib.contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Networks made here have parameters without memory; their buffers have what they should.
+    """Create parameters on ``meta`` inside this context, but initialize buffers normally.
 
-    Buffers are made by the network alone (rotary frequencies, say), in no file of a checkpoint.
+    Only the network's constructor computes buffers such as rotary frequencies; checkpoints do not
+    have them.
     """
     plain, here = nn.Module.register_parameter, threading.get_ident()
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta and threading.get_ident() == here:
-            # What was allocated and never written to took no memory so far.
+            # Memory that was allocated but never written is not resident.
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         plain(self, name, param)
 
@@ -304,10 +310,9 @@ def meta_parameters() -> Iterator[None]:
 
 
 def disable_dropout(settings: Any) -> None:
-    """Set every dropout of a model's configuration to zero.
+    """Set all dropout rates of a model's configuration to zero.
 
-    The ratio of an update compares the policy with itself: dropped units would be noise in it, and
-    from a generator that no address fixes.
+    Dropout would add noise to the probability ratio of an update, from an unseeded generator.
     """
     parts = (settings, settings.get_text_config(), getattr(settings, "vision_config", None))
     for part in filter(None, parts):
@@ -317,20 +322,23 @@ def disable_dropout(settings: Any) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder; raises as :class:`rlinf.safetensors_io.SafetensorsReader`."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors of a checkpoint folder.
+
+    Raises as :class:`rlinf.safetensors_io.SafetensorsReader`.
+    """
+    tensors: dict[str, Tensor] = {}
     for path in tensor_files(folder):
-        found |= load_tensors(path)
-    return found
+        tensors |= load_tensors(path)
+    return tensors
 
 
 class CheckpointExporter:
-    """Of one network; of tied tensors the first alone."""
+    """Converts the tensors of one network to those of its checkpoints; of tied ones, the first."""
 
     def __init__(self, module: Any) -> None:
         """
         Args:
-            module: of the library; nothing of its memory is kept.
+            module: A network of the library; its memory is not referenced afterwards.
         """
         first = dict[int, str]()
         own = module.state_dict(keep_vars=True)
@@ -340,7 +348,7 @@ class CheckpointExporter:
         untied = {name: self._own[name] for name in self._first.values()}
         self._renames = has_own_checkpoint_names(module)
         self.meta_tensors = to_checkpoint_tensors(module, untied) if self._renames else untied
-        """Every name, with a tensor of its shape and type that has no memory."""
+        """A tensor on ``meta`` for each name, with its shape and type."""
 
     def export(
         self,
@@ -349,19 +357,19 @@ class CheckpointExporter:
         *,
         copy: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """What is published of the network's own tensors, of the types that it has them in.
+        """Yield the checkpoint tensors for the network's tensors, with the types of the network.
 
-        They are taken one after another, unless the family's checkpoints have tensors that are made
-        of several.
+        Tensors are consumed one at a time, unless a checkpoint tensor consists of several ones.
 
         Args:
-            tensors: by the network's names, in any order; of tied ones any.
-            copy: each in memory of its own.
+            tensors: By the network's names, in any order; any one of tied tensors.
+            device: The device of the results.
+            copy: Whether to copy each tensor to new memory.
 
         Raises:
-            DataError: one is not the network's by name and shape; after the last: some are missing.
+            DataError: A name or shape does not fit; after the last one: tensors are missing.
         """
-        own = self._fitting(tensors, device, copy)
+        own = self._check_each(tensors, device, copy)
         if not self._renames:
             yield from own
         elif _one_by_one(self._module):
@@ -370,7 +378,7 @@ class CheckpointExporter:
         else:
             yield from to_checkpoint_tensors(self._module, dict(own)).items()
 
-    def _fitting(
+    def _check_each(
         self, tensors: Iterable[tuple[str, Tensor]], device: torch.device | str, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
         lacking = set(self._first.values())
@@ -385,7 +393,7 @@ class CheckpointExporter:
 
 
 def _one_by_one(module: Any) -> bool:
-    """Whether each published tensor is made of one of the network's."""
+    """Return whether each checkpoint tensor is made of a single tensor of the network."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     mapping = get_model_conversion_mapping(module, add_legacy=False)

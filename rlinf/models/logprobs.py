@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens, in parts where the whole would take too much memory.
+"""Log-probabilities and entropies of tokens, in chunks if all logits would need too much memory.
 
-A vocabulary of 150,000 makes 0.6 MB of each position in float32, and the plain way keeps several
-such tensors until the backward pass. In parts, only so many positions' logits exist at a time; the
-backward pass computes them again from the hidden states.
+With a vocabulary of 150,000, the logits of one position need 0.6 MB in float32, and autograd stores
+several such tensors. In chunks, the logits of only some positions exist at a time, and the backward
+pass computes them again from the hidden states.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from rlinf.models.checkpoint_tensors import IMAGE_FAMILIES
 
 log = logging.getLogger("rlinf")
 MAX_LOGITS = 1 << 25
-"""Most logits of a batch that are computed in the plain way, which is exact to the last bit of what
-it was before there were parts; and those of one part."""
+"""Largest number of logits that are computed at once, for a batch without chunks or a chunk."""
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities ``[...]`` of the tokens ``taken`` ``[...]``, and entropies in nats.
+    """Return log-probabilities ``[...]`` of the tokens ``targets`` ``[...]`` and entropies, nats.
 
     Args:
-        logits: ``[..., V]``, of any floating type; computed with in float32.
-        temperature: divides the logits; 0 counts as 1.
+        logits: ``[..., V]``, of any floating type; computed in float32.
+        targets: Token ids ``[...]``.
+        temperature: Divides the logits; 0 counts as 1.
+        entropy: Whether to compute entropies; otherwise they are None.
     """
     logprobs = F.log_softmax(_scaled(logits, temperature or 1.0), dim=-1)
     chosen = logprobs.gather(-1, targets[..., None])[..., 0]
@@ -51,19 +52,21 @@ def head_logprobs(
     softcap: float | None = None,
     entropy: bool = True,
 ) -> Tensor:
-    """The same of ``hidden @ weight.T + bias``, without its ever being whole: ``[N, 2]``.
+    """Return log-probabilities and entropies of the logits ``hidden @ weight.T + bias``, chunked.
 
     Args:
         hidden: ``[N, H]``.
-        weight: ``[V, H]``, of the same type.
-        taken: ``[N]``.
+        weight: ``[V, H]``, of the same type as ``hidden``.
+        targets: Token ids ``[N]``.
+        temperature: Divides the logits; 0 counts as 1.
         part: logits that exist at a time, at least those of one position.
         bias: ``[V]``.
         cap: logits are ``cap * tanh(logits / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
-        entropy: false: without it, ``[N, 1]``.
+        entropy: Whether to compute the entropy.
 
     Returns:
-        Log-probability and entropy of each row, float32 (float64 of float64).
+        ``[N, 2]``, log-probability and entropy of each row, or ``[N, 1]`` without entropy; float32,
+        or float64 for float64 inputs.
     """
     rows = max(1, max_logits // weight.shape[0])
     outputs: Tensor = _Head.apply(  # type: ignore[no-untyped-call]
@@ -79,7 +82,7 @@ class _Head(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        taken: Tensor,
+        targets: Tensor,
         temperature: float,
         rows: int,
         cap: float | None,
@@ -90,10 +93,10 @@ class _Head(torch.autograd.Function):
         for at in range(0, len(hidden), rows):
             part = slice(at, at + rows)
             logprobs = _logprobs(_capped(_logits(hidden[part], weight, bias), cap), temperature)
-            out[part, 0] = logprobs.gather(-1, taken[part, None])[:, 0]
+            out[part, 0] = logprobs.gather(-1, targets[part, None])[:, 0]
             if entropy:
                 out[part, 1] = -(logprobs.exp() * logprobs).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, taken, out)
+        ctx.save_for_backward(hidden, weight, bias, targets, out)
         ctx.temperature, ctx.rows, ctx.cap, ctx.entropy = temperature, rows, cap, entropy
         return out
 
@@ -102,10 +105,10 @@ class _Head(torch.autograd.Function):
         """With p = softmax(z / T): d log p_a / dz_j = (1[j = a] - p_j) / T, and of the entropy H
         dH / dz_j = -p_j (log p_j + H) / T. Where z = c tanh(x / c): dz / dx = 1 - (z / c)^2."""
         (grad,) = grads
-        hidden, weight, bias, taken, out = ctx.saved_tensors
+        hidden, weight, bias, targets, out = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Summed in float32 whatever the type of the weights, as one product would be.
+        # Accumulated in float32 for all weight types, as a single product would be.
         of_weight = torch.zeros_like(weight, dtype=out.dtype) if wanted[1] else None
         of_bias = None
         if bias is not None and wanted[2]:
@@ -119,14 +122,14 @@ class _Head(torch.autograd.Function):
             logprobs = _logprobs(logits, ctx.temperature)
             del logits
             chosen = grad[part, :1]
-            # In place: -p (g + h (log p + H)), then g more where the token was taken.
+            # In place: -p (g + h (log p + H)), then g more at the target token.
             if ctx.entropy:
                 probs = logprobs.exp()
                 logprobs.add_(out[part, 1:]).mul_(grad[part, 1:]).add_(chosen).mul_(probs)
                 del probs
             else:
                 logprobs.exp_().mul_(chosen)
-            of_logits = logprobs.neg_().scatter_add_(1, taken[part, None], chosen)
+            of_logits = logprobs.neg_().scatter_add_(1, targets[part, None], chosen)
             of_logits.div_(ctx.temperature)
             if slope is not None:
                 of_logits.mul_(slope)
@@ -154,7 +157,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Written over, in the type that they have, as networks do."""
+    """Apply the soft cap in place and in the type of the logits, as networks do."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
@@ -167,12 +170,12 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 MASKED_LOGIT = -1e9
-"""Logit of a token that is never said; finite, for minus infinity times its probability is none.
-Of float16 half of its lowest number, so that what is added to a bias of it is finite too."""
+"""Logit of a masked token. It is finite, because minus infinity times probability 0 is NaN. For
+float16 it is half of the lowest number, so sums with it are finite, too."""
 
 
 def mask_tokens(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Logits ``[..., V]`` with which some tokens are never said."""
+    """Return logits ``[..., V]`` in which the given tokens have probability 0."""
     if not tokens:
         return logits
     value = max(MASKED_LOGIT, torch.finfo(logits.dtype).min / 2)
@@ -186,15 +189,15 @@ PLAIN_HEAD_FAMILIES = {
     *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss"),
     *("smollm3", "stablelm", "starcoder2"),
 }
-"""Families whose logits are what their output head gives: nothing scales or caps them."""
+"""Families whose logits are the outputs of the head, without scaling or capping."""
 
 SOFTCAP_FAMILIES = {"gemma2", "gemma3_text"}
-"""Families whose logits are capped after their output head, where their settings say at what
-(``final_logit_softcapping``), and nothing else."""
+"""Families that only apply a soft cap after the output head, if their configuration has
+``final_logit_softcapping``."""
 
 
 def plain_head(module: Any) -> nn.Linear | None:
-    """The output head, where it is known what works on the logits after it: at most a cap."""
+    """Return the output head if at most a known soft cap follows it, otherwise None."""
     if (
         getattr(module.config, "model_type", None)
         not in PLAIN_HEAD_FAMILIES | SOFTCAP_FAMILIES | IMAGE_FAMILIES
@@ -205,17 +208,17 @@ def plain_head(module: Any) -> nn.Linear | None:
 
 
 def final_softcap(module: Any) -> float | None:
-    """At what the logits of a network of :data:`SOFTCAP_FAMILIES` are capped; None: they are not."""
+    """Return the final soft cap of the logits of a network, or None if it has none."""
     known = module.config.model_type in SOFTCAP_FAMILIES
     return getattr(module.config, "final_logit_softcapping", None) if known else None
 
 
 @contextlib.contextmanager
 def without_final_softcap(module: Any) -> Iterator[None]:
-    """Have a network give what comes from its head as it is."""
+    """Disable the final soft cap of a network."""
     settings = module.config
     if final_softcap(module) is not None:
-        # Its own alone: other threads compute with copies of the network that share the settings.
+        # A copy, because networks of other threads share the configuration.
         module.config = copy.copy(settings)
         module.config.final_logit_softcapping = None
     try:
@@ -226,7 +229,7 @@ def without_final_softcap(module: Any) -> Iterator[None]:
 
 @functools.cache
 def warn_full_logits(family: str) -> None:
-    """Log, once for each family, that its logits are not computed in parts."""
+    """Log, once per family, that its logits are not computed in chunks."""
     log.warning(
         "models of type %s may change the logits after their output head: log-probabilities are "
         "computed from all logits at once, several float32 numbers for each position and token of "
@@ -239,9 +242,9 @@ def warn_full_logits(family: str) -> None:
 def override_head(
     head: nn.Linear, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Iterator[None]:
-    """Have a head give something else than logits.
+    """Replace the computation of an output head.
 
-    Inside the network's own forward pass, for there alone sharded weights are gathered.
+    It must run inside the network's forward pass, because sharded weights are gathered only there.
     """
     head.__dict__["forward"] = lambda hidden: compute(hidden, head.weight, head.bias)
     try:

@@ -1,8 +1,8 @@
-"""Linear layers of a model on CPUs, through oneDNN.
+"""Linear layers on CPUs with oneDNN kernels.
 
-torch's float32 products call MKL, which runs its AVX2 kernels on CPUs of other makers than Intel;
-oneDNN, which torch brings along as well, uses AVX-512 on all of them. On an AMD EPYC (Zen 5) that
-is 250 against 100 GFLOP/s per core at the sizes of a small model, to the same precision.
+For float32 matrix products torch calls MKL, which uses only AVX2 kernels on CPUs that are not from
+Intel. oneDNN, which is part of torch, uses AVX-512 on all CPUs. On an AMD EPYC (Zen 5) this gives
+250 instead of 100 GFLOP/s per core for small models, with equal precision.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from rlinf.sharded_tensors import is_sharded
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Let every ``nn.Linear`` of a module compute through oneDNN where it runs on a CPU in float32.
+    """Replace the class of all ``nn.Linear`` in a module, to use oneDNN on CPUs in float32.
 
-    Parameters, their names and all else stay as they are. Does nothing where torch has no oneDNN.
+    Parameters and their names do not change. Does nothing if torch has no oneDNN.
     """
     if not has_onednn():
         return
     for part in module.modules():
-        # Subclasses (quantised, adapted) have a forward pass of their own.
+        # Subclasses (quantized, adapted) have another forward pass.
         if type(part) is nn.Linear:
             part.__class__ = OneDNNLinear
 
 
 def has_onednn() -> bool:
-    """Whether this build of torch can."""
+    """Return whether this build of torch has oneDNN."""
     present: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return present and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class OneDNNLinear(nn.Linear):
-    """An ``nn.Linear`` in every respect but the kernel."""
+    """An ``nn.Linear`` that uses oneDNN kernels where possible."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T + bias``; ``[..., in]`` to ``[..., out]``."""
+        """Return ``input @ weight.T + bias``; ``[..., in]`` to ``[..., out]``."""
         weight = self.weight
         suits = input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32
         suits = suits and not is_sharded(weight)  # as in tensor parallelism
         if not suits or not input.numel():
             return F.linear(input, weight, self.bias)
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
-            # The shape is given back out here: networks may write into the output, and torch
-            # forbids that for a view that was made inside a function of one's own.
+            # The view is outside the autograd function, because networks may modify the output in
+            # place, which torch forbids for views created inside custom functions.
             rows: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
                 input.reshape(-1, input.shape[-1]), weight, self.bias
             )
@@ -56,7 +56,7 @@ class OneDNNLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Forward and both products of the backward pass."""
+    """A linear layer as an autograd function, with oneDNN in forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 
 
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``input @ weight.T + bias`` on a CPU, without a gradient, by the quickest kernel."""
+    """Return ``input @ weight.T + bias`` on a CPU, without gradient, with the fastest kernel."""
     if not has_onednn() or input.dtype != torch.float32:
         return F.linear(input, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")

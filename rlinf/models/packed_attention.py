@@ -1,11 +1,11 @@
-"""Rows of tokens side by side in one, without padding; none sees another.
+"""Packed sequences: rows of tokens in one sequence without padding, with separate attention.
 
-Products of the network see tokens alone, and a prompt that several rows answer once: its answers
-stand behind it as branches, each at the positions that it would have alone. Attention is the one
-place where rows are apart (:func:`attend`): rows of about one length are brought together for it.
+All operations except attention see only the packed tokens. A prompt that several rows share is
+stored once; its responses follow as branches with the positions that they have in their own row.
+:func:`packed_attention` separates the rows: it gathers rows of similar length into blocks.
 
-On GPUs with flash attention rows stand whole, prompts repeated: it takes their lengths from
-positions that start again at 0, and needs no padding.
+With flash attention on GPUs, prompts are repeated and rows are contiguous. Flash attention finds
+the rows by positions that restart at 0 and needs no padding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlinf.models.base import Batch
 from rlinf.models.logprobs import PLAIN_HEAD_FAMILIES
 
 UNPACKABLE_FAMILIES = {"bloom", "gpt_oss", "lfm2", "mpt", "opt", "qwen3_next"}
-"""Families whose tokens meet elsewhere too, or whose attention does not heed positions."""
+"""Families that mix tokens outside attention, or whose attention ignores positions."""
 OWN_ATTENTION_FAMILIES = {"codegen", "gptj", "nemotron", "stablelm"}
-"""Families that compute attention by themselves."""
+"""Families with their own attention implementation."""
 PACKABLE_FAMILIES = PLAIN_HEAD_FAMILIES - UNPACKABLE_FAMILIES - OWN_ATTENTION_FAMILIES | {
     "cohere",
     "cohere2",
@@ -35,24 +35,26 @@ PACKABLE_FAMILIES = PLAIN_HEAD_FAMILIES - UNPACKABLE_FAMILIES - OWN_ATTENTION_FA
     "gemma3_text",
     "granite",
 }
-"""Families whose attention is all that joins tokens, heeds positions, and can be ours."""
+"""Families that mix tokens only in attention, use positions, and support custom attention."""
 PACKED_ATTENTION = "rlinf_packed"
-"""Of :func:`attend`, among the attention functions of ``transformers``."""
+"""The name of :func:`packed_attention` in the attention registry of ``transformers``."""
 MIN_LENGTH_RATIO = 0.6
-"""Least length of a row over that of the longest it is brought together with."""
+"""Smallest length of a row in a block, relative to the longest row of the block."""
 
 
 def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Prepare a network for packed rows.
 
     Args:
-        dtype: that it computes in.
+        module: The network.
+        device: Its device.
+        dtype: The type of its computation.
 
     Returns:
         Whether prompts are shared.
 
     Raises:
-        ConfigError: it is not known to keep rows apart.
+        ConfigError: The family does not support packing.
     """
     from transformers import AttentionInterface
     from transformers.utils.import_utils import is_flash_attn_2_available
@@ -68,50 +70,50 @@ def enable_packed_attention(module: Any, device: torch.device, dtype: torch.dtyp
 
 
 def check_packable(family: str) -> None:
-    """See that a family keeps packed rows apart: recurrent layers, for one, do not.
+    """Check that a family separates packed rows; recurrent layers, for example, do not.
 
     Raises:
-        ConfigError: it is not known to.
+        ConfigError: The family does not support packing.
     """
     if family not in PACKABLE_FAMILIES:
         raise ConfigError(
-            f"trainer.packing: models of type {family!r} are not known to keep packed rows apart; "
+            f"trainer.packing: models of type {family!r} are not known to separate packed rows; "
             "set it to false"
         )
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """How packed tokens are brought together for attention: rows of about one length in a block.
+    """The layout of packed tokens for attention, as blocks of rows of similar length.
 
-    Of a block the queries are ``[n, r]``, padded on the right (by any token); the keys are
-    ``[n, k]``, the prompt before each row, padded on the left, and then the row itself.
+    A block has queries ``[n, r]``, padded on the right with arbitrary tokens, and keys ``[n, k]``:
+    the prompt of each row, padded on the left, followed by the row itself.
     """
 
     queries: Tensor
-    """Where each query of all blocks, laid out flat, is in the packed tokens."""
+    """Index of each query of the flattened blocks in the packed tokens."""
     keys: Tensor
-    """The same of the keys."""
+    """Index of each key of the flattened blocks in the packed tokens."""
     key_padding: Tensor
-    """How much of each row's keys is padding on the left, one block after the other."""
+    """Number of left padding tokens in the keys of each row, over all blocks."""
     order: Tensor
-    """``[L]``: where each packed token is among the queries."""
+    """Index of each packed token among the queries, ``[L]``."""
     shapes: list[tuple[int, int, int, int]]
-    """``(n, r, k)`` of each block, and 1 where keys are padded on the left."""
+    """``(n, r, k)`` of each block, and 1 if its keys have left padding."""
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
-    """Of blocks, by number and window, as they were made for an earlier layer."""
+    """Cached masks by block number and window."""
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Tensor]) -> PackedRows | None:
-        """That of a batch which :func:`pack` made; None: rows stand whole."""
+        """Return the layout of a batch from :func:`pack`, or None if rows are contiguous."""
         if "shapes" not in batch:
             return None
         shapes = [(n, r, k, left) for n, r, k, left in batch["shapes"].tolist()]
         return cls(batch["queries"], batch["keys"], batch["begins"], batch["order"], shapes)
 
     def mask(self, number: int, window: int | None) -> Tensor | None:
-        """``[n, 1, r, k]``, or of one for all rows, true where a query of a block sees a key; None:
-        all up to itself."""
+        """Return the attention mask of a block, bool ``[n, 1, r, k]`` or ``[1, 1, r, k]``, true
+        where a query sees a key. None: the plain causal mask."""
         key = (number, window)
         if key not in self.masks:
             self.masks[key] = self._mask(number, window)
@@ -125,14 +127,14 @@ class PackedRows:
             return None
         keys = torch.arange(wide, device=self.keys.device)
         last = torch.arange(wide - width, wide, device=keys.device)[:, None]
-        seen = keys <= last
+        visible = keys <= last
         if window is not None:
-            seen = seen & (keys > last - window)
-        # Padding on the right stands behind all tokens of its row: none sees it.
+            visible = visible & (keys > last - window)
+        # Right padding follows all tokens of its row, so no token sees it.
         if not left:
-            return seen[None, None]
+            return visible[None, None]
         begins = torch.split(self.key_padding, [n for n, *_ in self.shapes])[number]
-        return (seen & (keys >= begins[:, None, None]))[:, None]
+        return (visible & (keys >= begins[:, None, None]))[:, None]
 
 
 def pack(
@@ -144,20 +146,21 @@ def pack(
     keys: Sequence[bytes] | None = None,
     positions: Sequence[np.ndarray] | None = None,
 ) -> Batch:
-    """Model inputs of rows: a prompt and the tokens that answer it, ``length`` of them at most.
+    """Pack rows, each a prompt and its response of at most ``length`` tokens.
 
     Args:
-        share: whether a prompt that several rows have stands there once.
-        keys: of each row what its prompt is told by; by default the tokens.
-        where: of each row the positions of its tokens, ``[..., P + T - 1]``; by default they are
-            counted from 0.
+        prompts: Token ids of each prompt.
+        actions: Token ids of each response.
+        length: The length of the padded outputs.
+        share: Whether a prompt of several rows is stored once.
+        keys: A key per row; rows with equal keys share their prompt. Default: the tokens.
+        positions: Positions of the tokens of each row, ``[..., P + T - 1]``; default: from 0.
 
     Returns:
-        ``tokens`` and ``positions`` ``[1, L]`` (``[..., 1, L]``), of each answer all but its last
-        token; ``kept``
-        and ``places`` ``[n]``: for each token of an answer where in ``L`` it is predicted, and
-        where it stands in ``[B, length]`` laid out flat. With ``share`` also what :class:`Rows`
-        holds.
+        ``tokens`` ``[1, L]`` and ``positions`` ``[..., 1, L]``, without the last token of each
+        response. ``kept`` and ``places`` ``[n]`` have, for each response token, the index in ``L``
+        at which it is predicted and its index in the flattened ``[B, length]``. With ``share``,
+        also the fields of :class:`PackedRows`.
     """
     tokens, parts, spans = list[np.ndarray](), list[np.ndarray](), list[tuple[int, int, int]]()
     size = 0
@@ -179,12 +182,12 @@ def pack(
             spans.append((begin, len(row), prompt if before else -1))
         return begin
 
-    told = list[object](keys or [prompt.tobytes() for prompt in prompts])
-    told = told if share else list(range(len(prompts)))
-    counts = Counter[object](told)
+    prompt_keys = list[object](keys or [prompt.tobytes() for prompt in prompts])
+    prompt_keys = prompt_keys if share else list(range(len(prompts)))
+    counts = Counter[object](prompt_keys)
     first: dict[object, int] = {}
     kept = []
-    for i, (key, prompt, answer) in enumerate(zip(told, prompts, actions, strict=True)):
+    for i, (key, prompt, answer) in enumerate(zip(prompt_keys, prompts, actions, strict=True)):
         if counts[key] == 1:
             begin = place(i, np.concatenate((prompt, answer[:-1])), 0, -1)
             kept.append(begin + len(prompt) - 1 + np.arange(len(answer)))
@@ -210,16 +213,16 @@ def pack(
 def _blocks(
     spans: Sequence[tuple[int, int, int]], ends: Mapping[int, int], size: int
 ) -> dict[str, np.ndarray]:
-    """What :class:`Rows` holds.
+    """Return the fields of :class:`PackedRows`.
 
     Args:
-        spans: begin, length, and begin of the prompt before them (or -1) of the rows.
-        ends: by its begin, where a prompt ends.
-        size: number of all tokens.
+        spans: Start, length, and start of the prompt (or -1) of each row.
+        ends: The end of each prompt, by its start.
+        size: Number of all tokens.
     """
     queries, keys, begins = list[np.ndarray](), list[np.ndarray](), list[int]()
     order, done, shapes = np.empty(size, np.int64), 0, list[tuple[int, int, int, int]]()
-    # Rows with a prompt before them need a mask, others do not.
+    # Only rows with a shared prompt need a mask.
     for rows in (
         block
         for some in (False, True)
@@ -245,7 +248,7 @@ def _blocks(
 
 
 def _alike(spans: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Rows by falling length, in blocks of about one."""
+    """Group rows of similar length into blocks, longest first."""
     blocks: list[list[tuple[int, int, int]]] = []
     for span in sorted(spans, key=lambda span: (-span[1], span[0])):
         if blocks and span[1] >= MIN_LENGTH_RATIO * blocks[-1][0][1]:
@@ -269,18 +272,19 @@ def packed_attention(
     rows: PackedRows,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed rows, as ``transformers`` calls it.
+    """Compute the attention of packed rows; an attention function of ``transformers``.
 
     Args:
         query: ``[1, H, L, D]``; keys and values may have fewer heads.
-        sliding_window: how many tokens a token sees, itself included.
-        softcap: scores are ``softcap * tanh(score / softcap)``.
+        sliding_window: Number of tokens that a token sees, including itself.
+        softcap: Scores are ``softcap * tanh(score / softcap)``.
+        rows: The layout of the packed tokens.
 
     Returns:
-        ``[1, L, H, D]`` and no weights.
+        ``[1, L, H, D]`` and None for the attention weights.
     """
     every = [states[0].transpose(0, 1) for states in (query, key, value)]
-    # Each in one go: the gradient of every such choice is as large as what it is chosen from.
+    # One gather each, because the gradient of a gather is as large as its input.
     queries = torch.split(
         every[0].index_select(0, rows.queries), [n * r for n, r, *_ in rows.shapes]
     )
@@ -288,10 +292,10 @@ def packed_attention(
         torch.split(states.index_select(0, rows.keys), [n * k for n, _, k, _ in rows.shapes])
         for states in every[1:]
     )
-    found = []
+    outputs = []
     for number, (n, *_) in enumerate(rows.shapes):
         # [n, H, r, D]
-        own, seen, there = (
+        own, visible, there = (
             parts[number].view(n, -1, *parts[number].shape[1:]).transpose(1, 2)
             for parts in (queries, keys, values)
         )
@@ -299,18 +303,18 @@ def packed_attention(
         if softcap is None:
             out = F.scaled_dot_product_attention(
                 own,
-                seen,
+                visible,
                 there,
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
                 scale=scaling,
-                enable_gqa=own.shape[1] != seen.shape[1],
+                enable_gqa=own.shape[1] != visible.shape[1],
             )
         else:
-            out = softcapped_attention(own, seen, there, mask, scaling, softcap)
-        found.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(found).index_select(0, rows.order)[None], None
+            out = softcapped_attention(own, visible, there, mask, scaling, softcap)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, rows.order)[None], None
 
 
 def softcapped_attention(
@@ -321,14 +325,14 @@ def softcapped_attention(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Attention by the formula, its scores ``softcap * tanh(score / softcap)`` (Gemma 2,
-    arXiv 2408.00118, section 2).
+    """Compute attention with scores ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv 2408.00118,
+    section 2).
 
     Args:
         query: ``[B, H, r, D]``.
         key: ``[B, K, k, D]``; H is a multiple of K.
         value: ``[B, K, k, D]``.
-        mask: bool, broadcast to ``[B, H, r, k]``, true where visible; None: all up to itself.
+        mask: bool, broadcast to ``[B, H, r, k]``, true where visible; None: causal.
 
     Returns:
         ``[B, H, r, D]``.
@@ -344,5 +348,5 @@ def softcapped_attention(
 
 
 def unpack(values: Tensor, places: Tensor, mask: Tensor) -> Tensor:
-    """Values ``[n]`` at their places of a tensor like ``[B, T]``, zero elsewhere."""
+    """Scatter values ``[n]`` to a tensor with the shape ``[B, T]`` of ``mask``, zero elsewhere."""
     return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)

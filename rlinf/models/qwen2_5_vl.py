@@ -1,8 +1,8 @@
-"""Qwen2.5-VL (arXiv 2502.13923): a language model that reads images, from a folder or small.
+"""Qwen2.5-VL policies (arXiv 2502.13923): language models with image inputs.
 
-A prompt's images are in its record (:mod:`rlinf.models.images`), with as many image tokens in the
-prompt as stand for them. Of several processes that share the weights all call the vision network
-for each micro-batch, or none does: a task's prompts either all have images or none has.
+The images of a prompt are in its record (:mod:`rlinf.models.images`), and the prompt has their
+image tokens. With sharded weights, either all ranks call the vision network for a micro-batch or
+none does. So either all prompts of a task have images, or none has.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = (
 
 
 class Qwen25VLConfig(CausalLMConfig):
-    """``path`` to a checkpoint folder, or the sizes of a new network."""
+    """Options of Qwen2.5-VL policies: a checkpoint folder, or the sizes of a new network."""
 
     vision_hidden: int = Field(default=64, gt=0)
     vision_layers: int = Field(default=2, gt=0)
     vision_heads: int = Field(default=2, gt=0)
     vision_window: int = Field(default=56, gt=0)
-    """Side of the squares within which patches see each other, pixels; in the last layer all do."""
+    """Side of the attention windows of patches, pixels; the last layer has full attention."""
     patch_size: int = Field(default=14, gt=0)
-    """Side of a patch, pixels; a token stands for two by two."""
+    """Side of a patch, pixels; a token represents 2 x 2 patches."""
 
 
 class Qwen25VL(CausalLM):
-    """See the module."""
+    """A Qwen2.5-VL policy."""
 
     Config = Qwen25VLConfig
     requires = frozenset({PROMPTS})
@@ -75,7 +75,7 @@ class Qwen25VL(CausalLM):
         super().__init__(module, folder)
         self.supports_packing = True
         self._images = self.image_processor(folder)
-        self._unwritten = self._images.ungenerated_token_ids
+        self._ungenerated = self._images.ungenerated_token_ids
 
     @classmethod
     def image_processor(cls, folder: Path) -> ImageProcessor:
@@ -117,14 +117,14 @@ class Qwen25VL(CausalLM):
 
     @classmethod
     def processor(cls, folder: Path, config: CausalLMConfig) -> Any:
-        """The tokenizer, which has an :class:`ImageProcessor` as ``images``."""
+        """Return the tokenizer, with an :class:`ImageProcessor` as attribute ``images``."""
         tokenizer = HFFolder.from_config(config, folder).tokenizer
         tokenizer.images = cls.image_processor(folder)
         return tokenizer
 
     @classmethod
     def meta_from_config(cls, config: CausalLMConfig) -> CausalLM | None:
-        # How a new one takes images is in a folder that is yet to be written.
+        # The image preprocessing of a new model is in a folder that does not exist yet.
         return None if config.path is None else super().meta_from_config(config)
 
     @classmethod
@@ -141,14 +141,14 @@ class Qwen25VL(CausalLM):
         specials = (*spec.get("special_tokens", ()), VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
         template = spec.get("chat_template")
         if template is not None:
-            # The last one ends a turn.
+            # The last special token ends a turn.
             specials = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD, *spec["special_tokens"])
         vocabulary = write_character_tokenizer(spec["alphabet"], folder, template, specials)
         settings = new_hf_config(config, vocabulary)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made: Any = Qwen2_5_VLForConditionalGeneration
-            module = made._from_config(settings, dtype=torch.float32)
+            model_class: Any = Qwen2_5_VLForConditionalGeneration
+            module = model_class._from_config(settings, dtype=torch.float32)
         module.to(getattr(torch, config.dtype)).save_pretrained(folder)
         known = ImageProcessor(image_token_id=0, ungenerated_token_ids=())
         values = {
@@ -168,10 +168,10 @@ class Qwen25VL(CausalLM):
 
     def collate(self, records: Sequence[Record]) -> Batch:
         for record in records:
-            if np.isin(record.steps["actions"][:-1], self._unwritten).any():
+            if np.isin(record.steps["actions"][:-1], self._ungenerated).any():
                 raise DataError(
-                    f"record {tuple(record.identity)}: an answer holds a token that stands for an "
-                    "image; whoever made it must not say it"
+                    f"record {tuple(record.identity)}: an answer has an image token, "
+                    "which engines must not generate"
                 )
         batch = super().collate(records)
         if not self._packing:
@@ -179,8 +179,8 @@ class Qwen25VL(CausalLM):
             batch["positions"] = pad_right(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
         seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
         for record in records:
-            key = self._told_by(record)
-            if key in seen and self._shares:
+            key = self._prompt_key(record)
+            if key in seen and self._shares_prompts:
                 continue
             seen.add(key)
             images += unpack_images(record.context)
@@ -191,11 +191,11 @@ class Qwen25VL(CausalLM):
             batch["grids"] = torch.from_numpy(self._images.patch_grids(np.concatenate(sizes)))
         return batch
 
-    def _told_by(self, record: Record) -> bytes:
+    def _prompt_key(self, record: Record) -> bytes:
         pixels = record.context.get(PIXELS_COLUMN)
         sizes = image_sizes(record.context).tobytes()
         image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
-        return super()._told_by(record) + sizes + image
+        return super()._prompt_key(record) + sizes + image
 
     def _positions(self, records: Sequence[Record]) -> list[np.ndarray]:
         return [
@@ -206,7 +206,7 @@ class Qwen25VL(CausalLM):
             for record in records
         ]
 
-    def _seen(self, batch: Batch) -> dict[str, Any]:
+    def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
         seen: dict[str, Any] = {"position_ids": batch["positions"]}
         if "patches" in batch:
             seen |= {"pixel_values": batch["patches"], "image_grid_thw": batch["grids"]}
@@ -214,19 +214,19 @@ class Qwen25VL(CausalLM):
 
     @classmethod
     def check_packing(cls, config: CausalLMConfig) -> None:
-        """Its attention is ours."""
+        """Do nothing: the family supports packed attention."""
 
     def enable_packing(self, device: torch.device, dtype: torch.dtype) -> None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-        # Of the language model alone: the patches of an image see each other in both directions.
+        # Only the language model, because attention between patches is bidirectional.
         self.network.model.language_model.set_attn_implementation(PACKED_ATTENTION)
-        self._packing = self._shares = True
+        self._packing = self._shares_prompts = True
 
 
 def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
-    """The ``transformers`` configuration of a new network."""
+    """Return the ``transformers`` configuration of a new network."""
     from transformers import Qwen2_5_VLConfig
 
     half = config.hidden // config.heads // 2
@@ -240,7 +240,7 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
             "num_key_value_heads": config.kv_heads,
             "intermediate_size": config.intermediate,
             "max_position_embeddings": config.max_position_embeddings,
-            # Time, height and width share the frequencies as in the published models.
+            # Time, height and width divide the frequencies as in the published models.
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,

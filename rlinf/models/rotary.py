@@ -1,9 +1,8 @@
-"""Rotary scalings whose frequencies depend on a length: LongRoPE and dynamic NTK.
+"""Rotary scalings with length-dependent frequencies: LongRoPE and dynamic NTK.
 
-The model library chooses such frequencies in every call, by the longest row of that call. A row
-would then depend on the rows beside it, and an update on how it is cut. Here they are chosen once,
-by the length that the run declares (``model.max_model_len``), as vLLM chooses them by its
-``max_model_len``.
+The model library chooses such frequencies in each call, by the longest row. Then a row would depend
+on the other rows, and an update on its micro-batches. Here the frequencies are chosen once, by
+``model.max_model_len``, as vLLM does.
 
 Sources: LongRoPE, arXiv 2402.13753; dynamic NTK as in ``transformers.modeling_rope_utils``.
 """
@@ -17,29 +16,29 @@ from typing import Any
 from rlinf.errors import DataError
 
 ROPE_TYPES = {"longrope": "longrope", "su": "longrope", "dynamic": "dynamic"}
-"""Names in ``config.json``, and what the library calls the kind."""
+"""Rope types in ``config.json`` and their names in the library."""
 
 LENGTH_KEYS = ("max_position_embeddings", "model_max_length", "max_seq_len")
-"""Names in ``config.json`` of the length that a model was made for, in tokens."""
+"""Names of the context length in ``config.json``."""
 HUNYUAN_FIXED_KEY = "alpha"
-"""In the dynamic scaling of a HunYuan model: stretches the base of the frequencies once for all
-lengths (``ntk_alpha`` in ``transformers``)."""
+"""Key in the dynamic scaling of HunYuan models that scales the frequency base for all lengths
+(``ntk_alpha`` in ``transformers``)."""
 
 
 @dataclass(frozen=True)
 class LengthScaling:
-    """A rotary scaling whose frequencies depend on the length of a sequence, in tokens."""
+    """A rotary scaling whose frequencies depend on the sequence length in tokens."""
 
     rope_type: str
     """``longrope`` or ``dynamic``."""
     original_length: int
-    """Longest sequence that keeps the frequencies of the first training."""
+    """Longest sequence without scaling."""
     max_length: int
-    """Longest sequence that the scaling was made for."""
+    """Longest sequence that the scaling supports."""
 
 
 def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
-    """Return the scaling of a ``config.json`` that depends on the length, or None."""
+    """Return the length-dependent scaling of a ``config.json``, or None."""
     hunyuan = str(settings.get("model_type")).startswith("hunyuan")
     inner = settings.get("text_config")
     settings = inner if isinstance(inner, dict) else settings
@@ -55,14 +54,14 @@ def length_scaling(settings: Mapping[str, Any]) -> LengthScaling | None:
         before = named or rope.get("original_max_position_embeddings")
         if kind == "longrope":
             return LengthScaling(kind, int(before or most), most)
-        # The library keeps the plain frequencies up to max_position_embeddings.
+        # The library does not scale up to max_position_embeddings.
         factor = max(1.0, float(rope.get("factor") or 1.0))
         return LengthScaling(kind, most, int(most * factor))
     return None
 
 
 def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rotary settings of a ``config.json``: one, or one for each kind of layer."""
+    """Return the rotary settings of a ``config.json``: one, or one per layer type."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return []
@@ -71,41 +70,41 @@ def _ropes(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def freeze_rotary(module: Any, settings: dict[str, Any], limit: int | None, where: str) -> None:
-    """Fix frequencies that depend on a length as those of the longest sequence of the run.
+    """Fix length-dependent frequencies to those of the longest sequence of the run.
 
-    Does nothing to networks of another kind.
+    Other networks do not change.
 
     Args:
-        module: a network of ``transformers``; changed in place.
-        settings: its ``config.json``.
-        limit: the longest sequence, in tokens; None: the longest with plain
-            frequencies, as in :meth:`rlinf.models.hf_folder.HFFolder.max_model_len`.
-        where: what an error calls its folder.
+        module: A network of ``transformers``; changed in place.
+        settings: Its ``config.json``.
+        limit: The longest sequence in tokens; None: the longest without scaling, as in
+            :meth:`rlinf.models.hf_folder.HFFolder.max_model_len`.
+        where: The key and the folder, for error messages.
 
     Raises:
-        DataError: the network has no rotary embedding of the library that could be fixed, or one
-            whose own code chooses by the longest row all the same.
+        DataError: The network has no rotary embedding of the library that can be fixed, or its own
+            code depends on the longest row.
     """
     scaling = length_scaling(settings)
     if scaling is None:
         return
     length = limit or scaling.original_length
-    found = False
+    result = False
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         layers = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type in [name for name, kind in layers.items() if _varies(kind)]:
-            found = True
+            result = True
             _fix(part, length, layer_type)
             if not _is_fixed(part, scaling, length, layer_type):
                 raise DataError(
                     f"{where}: {type(part).__name__} of the model library chooses its "
                     f"{scaling.rope_type} scaling by the longest row of each call, so beyond "
-                    f"{scaling.original_length} tokens samples would depend on their neighbours; set "
-                    f"model.max_model_len (reward.max_length of a reward model) to {scaling.original_length} "
-                    "at most"
+                    f"{scaling.original_length} tokens samples would depend on their neighbours; "
+                    "set model.max_model_len (reward.max_length of a reward model) to "
+                    f"{scaling.original_length} at most"
                 )
-    if not found:
+    if not result:
         raise DataError(
             f"{where}: no rotary embedding of its network has the {scaling.rope_type} scaling of "
             "config.json, so its frequencies cannot be fixed for the run, and samples might depend "
@@ -124,13 +123,13 @@ def _fix(part: Any, length: int, layer_type: str | None) -> None:
     prefix = "" if layer_type is None else f"{layer_type}_"
     kind = part.rope_type if layer_type is None else part.rope_type[layer_type]
     buffer = getattr(part, f"{prefix}inv_freq")
-    if buffer.is_meta:  # a network that is only looked at
+    if buffer.is_meta:  # the network is only inspected
         return
     options = {} if layer_type is None else {"layer_type": layer_type}
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](part.config, None, seq_len=length, **options)
     buffer.copy_(frequencies)
     setattr(part, f"{prefix}attention_scaling", scaling)
-    # The library changes the frequencies of these kinds in each call, and of no other kind.
+    # The library updates the frequencies in each call only for these rope types.
     if layer_type is None:
         part.rope_type = "default"
     else:
@@ -138,7 +137,7 @@ def _fix(part: Any, length: int, layer_type: str | None) -> None:
 
 
 def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | None) -> bool:
-    """Whether a rotary embedding turns a position alike beside a near one and the last one."""
+    """Return whether a rotary embedding is equal next to a short and next to a long row."""
     import torch
 
     if getattr(part, f"{'' if layer_type is None else f'{layer_type}_'}inv_freq").is_meta:
@@ -152,7 +151,7 @@ def _is_fixed(part: Any, scaling: LengthScaling, length: int, layer_type: str | 
         if "mrope_section" in settings:  # time, height and width
             positions = positions.expand(3, -1, -1)
         options = {} if layer_type is None else {"layer_type": layer_type}
-        found = part(torch.zeros(1), positions, **options)
-        parts = found if isinstance(found, tuple) else (found,)
+        result = part(torch.zeros(1), positions, **options)
+        parts = result if isinstance(result, tuple) else (result,)
         turned.append([one[..., 0, :] for one in parts])
     return all(map(torch.equal, *turned))

@@ -1,6 +1,6 @@
-"""Sequence classifiers with one label, of a local folder in the Hugging Face format.
+"""Sequence classifiers with one label from local folders in the Hugging Face format.
 
-A reward model is one: a network that gives a text one number
+A reward model is such a classifier: a network that maps a text to one number
 (``AutoModelForSequenceClassification``).
 """
 
@@ -36,21 +36,22 @@ from rlinf.models.rotary import freeze_rotary
 
 
 def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
-    """See that a folder holds a sequence classifier with one label; its weights are not read.
+    """Check that a folder has a sequence classifier with one label, without reading its weights.
 
     Args:
-        key: of the configuration, where the folder stands.
-        limit: most tokens of a row, as in :func:`load_classifier`.
+        folder: The model folder.
+        key: The configuration key of the folder, for error messages.
+        limit: Largest number of tokens of a row, as in :func:`load_classifier`.
 
     Returns:
-        Its tokenizer.
+        The tokenizer.
 
     Raises:
-        DataError: it does not: no such folder, no such head, several labels, weights that are not
-            whole, rotary frequencies that cannot be fixed for that length, or a tokenizer that is
-            not the model's.
+        DataError: The folder is missing, has no classification head or several labels, its weights
+            are incomplete, its rotary frequencies cannot be fixed for the length, or the tokenizer
+            does not fit the model.
     """
-    with _said_of(folder, key):
+    with _report_under_key(folder, key):
         check_checkpoint(folder, trust_remote_code=False)
         check_weight_files(folder)
         cls, settings = _network(folder)
@@ -64,20 +65,23 @@ def check_classifier(folder: Path, key: str, limit: int | None = None) -> Any:
 def load_classifier(
     folder: Path, dtype: torch.dtype, key: str, limit: int | None = None
 ) -> nn.Module:
-    """The network of a folder that :func:`check_classifier` accepts, on the CPU.
+    """Load the network of a folder that :func:`check_classifier` accepts, on the CPU.
+
+    It maps ``input_ids`` and ``attention_mask`` ``[B, T]`` to ``logits`` ``[B, 1]``.
 
     Args:
-        limit: most tokens of a row; rotary frequencies that depend on a length are chosen by it.
-
-    Called with ``input_ids`` and ``attention_mask`` ``[B, T]`` it gives ``logits`` ``[B, 1]``.
+        folder: The model folder.
+        dtype: The type of the weights.
+        key: The configuration key of the folder, for error messages.
+        limit: Largest number of tokens of a row, for length-dependent rotary frequencies.
 
     Raises:
-        DataError: as :func:`check_classifier`, or tensors that are missing or not the network's.
+        DataError: As :func:`check_classifier`, or tensors are missing or do not fit the network.
     """
-    with _said_of(folder, key):
+    with _report_under_key(folder, key):
         cls, settings = _network(folder)
-        # Read here, not by the library, which maps files and would see them change.
-        module, found = cls.from_pretrained(
+        # Read the weights here, because the library maps files and would see later changes.
+        module, info = cls.from_pretrained(
             None,
             config=settings,
             state_dict=read_weights(folder),
@@ -85,15 +89,15 @@ def load_classifier(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        missing, others = found["missing_keys"], found["unexpected_keys"]
-        raise_tensor_mismatch(f"{key}: {folder}", missing, others, found["mismatched_keys"])
+        missing, others = info["missing_keys"], info["unexpected_keys"]
+        raise_tensor_mismatch(f"{key}: {folder}", missing, others, info["mismatched_keys"])
         freeze_rotary(module, read_config_json(folder), limit, f"{key}: {folder}")
     ready: nn.Module = module.eval().requires_grad_(False)
     return ready
 
 
 def _network(folder: Path) -> tuple[Any, Any]:
-    """Class and settings."""
+    """Return the class and the configuration of the network."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     settings = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -106,7 +110,7 @@ def _network(folder: Path) -> tuple[Any, Any]:
 
 
 def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
-    """The network that is looked at, with parameters on the ``meta`` device."""
+    """Check the classification head and return the network with parameters on ``meta``."""
     with meta_parameters():
         module = cls._from_config(settings)
     own = module.state_dict()
@@ -129,10 +133,10 @@ def _check_head(folder: Path, cls: Any, settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _said_of(folder: Path, key: str) -> Iterator[None]:
-    """What is wrong with the folder is said of the key it stands under.
+def _report_under_key(folder: Path, key: str) -> Iterator[None]:
+    """Report errors of the folder under its configuration key.
 
-    Functions that look at checkpoint folders know one key of that kind.
+    The functions for checkpoint folders use the key model.path.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging

@@ -1,12 +1,12 @@
-"""SmolVLA (arXiv 2506.01844): reads an instruction, sees pictures, and denoises a chunk of actions.
+"""SmolVLA policies (arXiv 2506.01844): flow matching of action chunks from images and instruction.
 
-A vision-language model makes keys and values of pictures, instruction and state, once for a chunk;
-an action expert, a smaller network beside it, gives the velocity of the actions at each denoising
-step (:mod:`rlinf.models.denoising`). An action sees those before it in its chunk alone: of a chunk
-of which only the first are carried out the others are not made, for they have no part in them.
+A vision-language model computes keys and values of images, instruction and state once per chunk. An
+action expert, a smaller network, computes the velocity of the actions at each denoising step
+(:mod:`rlinf.models.denoising`). Actions attend only to earlier actions of their chunk, so actions
+that are not executed need not be computed.
 
-The folder is LeRobot's (:mod:`rlinf.models.smolvla_folder`); what it has no place for, the heads of
-the value and of learned noise, stands in a file beside the weights.
+The policy folder has LeRobot's format (:mod:`rlinf.models.smolvla_folder`). A file beside the
+weights has the value head and the noise head, which LeRobot does not know.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
-from rlinf.models.actor_critic import IMAGE_PREFIX
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -41,6 +40,7 @@ from rlinf.models.character_tokenizer import (
 from rlinf.models.checkpoint_tensors import check_tensors
 from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain, bounded_log_std, noise_fractions
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
+from rlinf.models.images import IMAGE_PREFIX
 from rlinf.models.smolvla_folder import (
     ACTION_FEATURE,
     NORMALIZER_STEP,
@@ -72,16 +72,16 @@ from rlinf.verified_io import copy_file, read_text
 
 HEADS_FILE = "heads.safetensors"
 ADDED_HEADS = ("value_head.", "noise_head.")
-"""What LeRobot's network has not; it begins anew where a folder lacks it."""
+"""Modules that LeRobot's network does not have; they are initialized if a folder lacks them."""
 LM_HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
 TOKEN_EMBEDDINGS = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
 
 
 class SmolVLAPolicy(Policy):
-    """See the module.
+    """A SmolVLA policy.
 
-    The log-probability of a number of an action is that of its part of the chain: the sum over the
-    denoising steps. Of numbers that fill an action up (``max_action_dim``) none is said.
+    The log-probability of each action dimension is the sum over the denoising steps of its part of
+    the chain. Padding dimensions (up to ``max_action_dim``) have no log-probability.
     """
 
     Config = SmolVLAConfig
@@ -104,8 +104,10 @@ class SmolVLAPolicy(Policy):
             int(settings["n_action_steps"]),
             feature_size(settings, ACTION_FEATURE),
         )
-        """Actions of a chunk, and numbers of an action."""
-        self.supports_lora = config.noise_method != "learned"  # its head is no adapter's
+        """Number of executed actions per chunk, and dimension of an action."""
+        self.supports_lora = (
+            config.noise_method != "learned"
+        )  # adapters do not cover the noise head
         self.steps = int(settings["num_steps"])
         self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
         self._pictures = [
@@ -212,7 +214,7 @@ class SmolVLAPolicy(Policy):
         described, _ = locate_vlm(source, settings, config.vlm_path)
         (folder / VLM_FOLDER).mkdir(exist_ok=True)
         copy_non_weight_files(described.resolve(), folder / VLM_FOLDER)
-        # Tied weights would be one after training, and these two are not.
+        # Training updates these two weights separately, so they must not be tied.
         vlm = json.loads(read_text(folder / VLM_FOLDER / "config.json")) | {
             "tie_word_embeddings": False
         }
@@ -226,10 +228,10 @@ class SmolVLAPolicy(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: SmolVLAConfig) -> Self:
-        """Read a policy folder.
+        """Load a policy folder.
 
         Raises:
-            DataError: files are missing, damaged, or do not belong together.
+            DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_policy_config(folder)
         vlm = read_vlm_config(*locate_vlm(folder, settings, None))
@@ -271,8 +273,11 @@ class SmolVLAPolicy(Policy):
         _write(folder, tensors)
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, and what is
-        drawn to imitate it: ``noise`` ``[T, C, max_action_dim]`` and ``uniform`` ``[T]``."""
+        """Convert expert actions ``[T, D]`` to the chunk that starts at each step.
+
+        Adds the random numbers of the imitation loss: ``noise`` ``[T, C, max_action_dim]`` and
+        ``uniform`` ``[T]``.
+        """
         length = self.action_shape[0]
         chunks, counts = action_chunks(record.steps["actions"], length)
         random = generator(seed, "imitation", *record.identity.key)
@@ -286,16 +291,22 @@ class SmolVLAPolicy(Policy):
         return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
 
     def collate(self, records: Sequence[Record]) -> Batch:
-        """``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` ``[B, T, L]`` and where it is,
-        ``state`` ``[B, T, max_state_dim]`` and ``mask``; with ``chain`` ``[B, T, N + 1, C, A]``,
-        or, of demonstrations, ``actions``, ``noise`` ``[B, T, C, A]`` and ``uniform``."""
+        """Return the model inputs of trajectories.
+
+        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
+        ``[B, T, L]``, ``state`` ``[B, T, max_state_dim]`` and ``mask``. Trajectories add ``chain``
+        ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise`` ``[B, T, C, A]`` and
+        ``uniform``.
+        """
         length = max(map(len, records))
         rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
         prompt, there = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
             "there": there,
-            "state": self._scaled(pad_right([r.steps["observations"] for r in records], length)),
+            "state": self._scale_state(
+                pad_right([r.steps["observations"] for r in records], length)
+            ),
             "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
         }
         names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
@@ -309,55 +320,61 @@ class SmolVLAPolicy(Policy):
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        """Log-probabilities and entropies ``[B, T, C, D]``; of demonstrations minus their
-        losses of imitation."""
+        """Return log-probabilities and entropies ``[B, T, C, D]``; for demonstrations, the negative
+        imitation losses."""
         rows = FlatSteps(batch)
-        taken = rows.columns
-        if CHAIN_COLUMN not in taken:
-            losses, values = self._imitated(taken)
+        columns = rows.columns
+        if CHAIN_COLUMN not in columns:
+            losses, values = self._imitation_loss(columns)
             return StepOutputs(rows.scatter(-losses), None, rows.scatter(values))
         tau = noise_fractions(self.steps).to(batch["mask"].device)
-        velocity, raw, values = self.module(*self._inputs(taken, taken[CHAIN_COLUMN][:, :-1], tau))
-        logprobs, spread = self._judged(taken[CHAIN_COLUMN], velocity, raw, temperature)
+        velocity, raw, values = self.module(
+            *self._inputs(columns, columns[CHAIN_COLUMN][:, :-1], tau)
+        )
+        logprobs, entropies = self._score_chain(columns[CHAIN_COLUMN], velocity, raw, temperature)
         return StepOutputs(
-            rows.scatter(logprobs), rows.scatter(spread) if entropy else None, rows.scatter(values)
+            rows.scatter(logprobs),
+            rows.scatter(entropies) if entropy else None,
+            rows.scatter(values),
         )
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        """Standard normal ``[steps, N + 1, C, max_action_dim]``: where chains begin, and of each of
-        their steps."""
+        """Return standard normal noise ``[steps, N + 1, C, max_action_dim]``: the start of each
+        chain and the noise of its steps."""
         shape = (steps, self.steps + 1, self.action_shape[0], self._widths[1])
         return random.standard_normal(size=shape).astype(np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C, max_action_dim]`` and
-        ``value`` ``[n]``, or ``[n, C]`` of each action, all float32."""
+        """Return ``action`` and ``logprob`` ``[n, C, D]``, ``chain`` ``[n, N + 1, C,
+        max_action_dim]`` and ``value`` ``[n]``, or ``[n, C]`` per action, all float32."""
         state = observations["observation"]
-        told = observations.get(INSTRUCTION_COLUMN)
-        rows = instructions_or_empty(None if told is None else told.cpu().numpy(), len(state))
+        instructions = observations.get(INSTRUCTION_COLUMN)
+        rows = instructions_or_empty(
+            None if instructions is None else instructions.cpu().numpy(), len(state)
+        )
         prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
         pictures = [observations[name] for name in self._pictures]
-        prefix = self.module.prefix(prompt, there, self._scaled(state), *pictures)
+        prefix = self.module.prefix(prompt, there, self._scale_state(state), *pictures)
         chain = self.sample_chains(prefix, noise, temperature)
         tau = noise_fractions(self.steps).to(state.device)
         velocity, raw = self.module.velocity(prefix, chain[:, :-1], tau)
         return {
             "action": self._action.unnormalize(chain[:, -1, :, : self.action_shape[1]]),
             CHAIN_COLUMN: chain,
-            "logprob": self._judged(chain, velocity, raw, temperature)[0],
+            "logprob": self._score_chain(chain, velocity, raw, temperature)[0],
             "value": self.module.value(prefix),
         }
 
     def sample_chains(
         self, prefix: PrefixCache, noise: Tensor | None, temperature: float
     ) -> Tensor:
-        """Chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as of :meth:`act`."""
+        """Sample chains ``[n, N + 1, C, max_action_dim]``; ``noise`` as in :meth:`act`."""
 
         def velocity(points: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
-            found, raw = self.module.velocity(prefix, points, tau)
-            return found, None if raw is None else bounded_log_std(raw, self._noise_range)
+            result, raw = self.module.velocity(prefix, points, tau)
+            return result, None if raw is None else bounded_log_std(raw, self._noise_range)
 
         shape = (len(prefix.last_hidden), self.action_shape[0], self._widths[1])
         first, drawn = torch.zeros(shape, device=prefix.last_hidden.device), None
@@ -381,24 +398,24 @@ class SmolVLAPolicy(Policy):
     def _inputs(
         self, columns: Mapping[str, Tensor], points: Tensor, tau: Tensor
     ) -> tuple[Tensor, ...]:
-        """What the network takes of rows ``[n, ...]``."""
+        """Return the network inputs of rows ``[n, ...]``."""
         known = (columns["prompt"], columns["there"], columns["state"])
         return *known, points, tau, *(columns[name] for name in self._pictures)
 
-    def _judged(
+    def _score_chain(
         self, chain: Tensor, velocity: Tensor, raw: Tensor | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies ``[n, C, D]`` of chains."""
+        """Return log-probabilities and entropies ``[n, C, D]`` of chains."""
         log_std = None if raw is None else bounded_log_std(raw, self._noise_range)
-        found = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
-        return found[0][..., : self.action_shape[1]], found[1][..., : self.action_shape[1]]
+        result = self._denoising.logprobs_and_entropy(chain, velocity, log_std, temperature)
+        return result[0][..., : self.action_shape[1]], result[1][..., : self.action_shape[1]]
 
-    def _imitated(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Conditional flow matching (arXiv 2210.02747, eq. 14) of rows: squared errors of the
-        velocity ``[n, C, D]``, and values ``[n]``.
+    def _imitation_loss(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the conditional flow matching loss (arXiv 2210.02747, eq. 14) of rows, the squared
+        errors of the velocity ``[n, C, D]``, and values ``[n]``.
 
-        Times are drawn as LeRobot does, more of them near the noise: ``Beta(1.5, 1)``. Errors of
-        numbers that fill an action up count as well, laid on the others in equal parts.
+        As in LeRobot, times follow ``Beta(1.5, 1)``, with more of them near the noise. The errors
+        of padding dimensions are distributed equally over the other dimensions.
         """
         tau = 0.001 + 0.999 * columns["uniform"][:, None] ** (1 / 1.5)
         share, noise, actions = tau[..., None], columns["noise"], columns["actions"]
@@ -407,8 +424,8 @@ class SmolVLAPolicy(Policy):
         errors, size = (velocity[:, 0] - (noise - actions)).square(), self.action_shape[1]
         return errors[..., :size] + errors[..., size:].sum(-1, keepdim=True) / size, values
 
-    def _scaled(self, observations: Tensor) -> Tensor:
-        """The state ``[..., D]`` as the network takes it, ``[..., max_state_dim]``."""
+    def _scale_state(self, observations: Tensor) -> Tensor:
+        """Return the normalized and padded state ``[..., max_state_dim]``."""
         size = len(self._state.low)
         scaled = self._state.normalize(observations[..., :size])
         return F.pad(scaled, (0, self._widths[0] - size))
@@ -422,34 +439,34 @@ def _network(
 
 
 def _statistics(path: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """What scales states and actions in a data set's ``stats.json``.
+    """Read the statistics of states and actions from a data set's ``stats.json``.
 
     Raises:
-        DataError: it lacks some of that.
+        DataError: Some statistics are missing.
     """
     sizes = {
         STATE_FEATURE: feature_size(settings, STATE_FEATURE),
         ACTION_FEATURE: feature_size(settings, ACTION_FEATURE),
     }
-    found = read_feature_statistics(path.expanduser(), sizes)
+    result = read_feature_statistics(path.expanduser(), sizes)
     for feature, kind in ((STATE_FEATURE, "STATE"), (ACTION_FEATURE, "ACTION")):
         mode = settings["normalization_mapping"].get(kind, "IDENTITY")
         where = f"model.norm_stats: {path}: {feature}"
-        FeatureNormalizer.from_statistics(mode, found[feature], sizes[feature], where)
-    return found
+        FeatureNormalizer.from_statistics(mode, result[feature], sizes[feature], where)
+    return result
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Weights and heads, each into its file."""
-    whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-    heads = {name: tensor for name, tensor in whole.items() if name.startswith(ADDED_HEADS)}
-    rest = {name: tensor for name, tensor in whole.items() if name not in heads}
+    """Write the weights and the added heads to their files."""
+    contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+    heads = {name: tensor for name, tensor in contiguous.items() if name.startswith(ADDED_HEADS)}
+    rest = {name: tensor for name, tensor in contiguous.items() if name not in heads}
     save_file(rest, folder / WEIGHTS_FILE, {"format": "pt"})
     save_file(heads, folder / HEADS_FILE, {"format": "pt"})
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
-    """Configuration and processors with their statistics."""
+    """Copy the configuration and the processors with their statistics."""
     copy_non_weight_files(source, folder)
     for path in sorted(source.glob("policy_*processor*.safetensors")):
         copy_file(path, folder / path.name)

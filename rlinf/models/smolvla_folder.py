@@ -1,8 +1,10 @@
-"""The folder of :mod:`rlinf.models.smolvla`: made, read, held against a task.
+"""Policy folders of :mod:`rlinf.models.smolvla` in LeRobot's format: create, read, and check.
 
-It is LeRobot's (version 0.4): ``config.json`` of the type ``smolvla``, ``model.safetensors``, and
-the processors with their statistics (:mod:`rlinf.models.smolvla_folder`). LeRobot finds the sizes
-and the tokenizer of the vision-language model by a name on a hub; here they lie in ``vlm``.
+A folder of LeRobot 0.4 has a ``config.json`` of the type ``smolvla``, ``model.safetensors``, and
+the processors ``policy_preprocessor.json`` and ``policy_postprocessor.json``. These are lists of
+steps with safetensors files that have the statistics of states and actions. The statistics belong
+to the weights and are never computed again. LeRobot loads sizes and tokenizer of the
+vision-language model by its name on a hub; here they are in the subfolder ``vlm``.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ NORMALIZER_STEP, UNNORMALIZER_STEP = "normalizer_processor", "unnormalizer_proce
 EPS = 1e-8
 MEAN_STD = "MEAN_STD"
 RANGE_MODES = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
-"""Ways of scaling between two statistics, to [-1, 1]."""
+"""Normalization modes that map the range between two statistics to [-1, 1]."""
 FeatureStatistics = Mapping[str, Mapping[str, Sequence[float]]]
-"""By feature and name; what ``meta/stats.json`` of a data set holds."""
+"""Statistics by feature and name, as in ``meta/stats.json`` of a data set."""
 
 
 @dataclass(frozen=True)
 class FeatureNormalizer:
-    """Of vectors ``[..., D]``."""
+    """The normalization of one feature, vectors ``[..., D]``."""
 
     mode: str
     """``IDENTITY``, :data:`MEAN_STD`, or one of :data:`RANGE_MODES`."""
     low: Tensor
-    """Mean, or what becomes -1: float32 ``[D]``."""
+    """Mean, or the value that becomes -1, float32 ``[D]``."""
     high: Tensor
-    """Standard deviation, or what becomes 1."""
+    """Standard deviation, or the value that becomes 1."""
     eps: float = EPS
 
     @classmethod
@@ -57,11 +59,14 @@ class FeatureNormalizer:
     ) -> FeatureNormalizer:
         """
         Args:
-            found: statistics by name.
-            where: what errors begin with.
+            mode: The normalization mode.
+            found: Statistics by name.
+            size: Number of dimensions.
+            where: Prefix of error messages.
+            eps: Constant against division by zero.
 
         Raises:
-            DataError: they lack what the mode needs, or are of another size.
+            DataError: The statistics of the mode are missing or have another size.
         """
         names = ("mean", "std") if mode == MEAN_STD else RANGE_MODES.get(mode)
         if mode == "IDENTITY":
@@ -80,7 +85,7 @@ class FeatureNormalizer:
         return cls(mode, low, high, eps)
 
     def normalize(self, values: Tensor) -> Tensor:
-        """As the network takes them, float32."""
+        """Return normalized values, float32."""
         low, high = self.low.to(values.device), self.high.to(values.device)
         if self.mode == "IDENTITY":
             return values.float()
@@ -89,7 +94,7 @@ class FeatureNormalizer:
         return 2 * (values.float() - low) / self._width(low, high) - 1
 
     def unnormalize(self, values: Tensor) -> Tensor:
-        """As the task has them, float32."""
+        """Return values in the task's units, float32."""
         low, high = self.low.to(values.device), self.high.to(values.device)
         if self.mode == "IDENTITY":
             return values.float()
@@ -104,15 +109,17 @@ class FeatureNormalizer:
 def read_normalizer(
     folder: Path, processor: str, step: str, feature: str, size: int
 ) -> FeatureNormalizer:
-    """How a folder's processor scales a feature.
+    """Read the normalization of a feature from a processor of a folder.
 
     Args:
-        processor: :data:`PREPROCESSOR_FILE` or :data:`POSTPROCESSOR`.
-        step: the name of its step.
-        size: numbers of the feature.
+        folder: The policy folder.
+        processor: :data:`PREPROCESSOR` or :data:`POSTPROCESSOR`.
+        step: Name of the processor's step.
+        feature: Name of the feature.
+        size: Number of dimensions of the feature.
 
     Raises:
-        DataError: the folder does not say, or of another size.
+        DataError: The normalization is missing or has another size.
     """
     path = folder / f"{processor}.json"
     where = f"model.path: {path}: {feature}"
@@ -126,11 +133,11 @@ def read_normalizer(
         settings = found["config"]
         kind = settings["features"][feature]["type"]
         mode = settings["norm_map"].get(kind, "IDENTITY")
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if "state_file" in found:
-            held = load_tensors(folder / Path(found["state_file"]).name)
+            tensors = load_tensors(folder / Path(found["state_file"]).name)
         prefix = f"{feature}."
-        own = {n.removeprefix(prefix): t for n, t in held.items() if n.startswith(prefix)}
+        own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         return FeatureNormalizer.from_statistics(
             mode, own, size, where, float(settings.get("eps", EPS))
         )
@@ -147,10 +154,10 @@ def read_normalizer(
 def read_feature_statistics(
     path: Path, sizes: Mapping[str, int]
 ) -> dict[str, dict[str, list[float]]]:
-    """Statistics of features, of so many leading numbers each, in a data set's ``stats.json``.
+    """Read the statistics of the leading dimensions of features from a data set's ``stats.json``.
 
     Raises:
-        DataError: it cannot be read, lacks one, or has fewer numbers.
+        DataError: The file cannot be read, or lacks a feature or dimensions.
     """
     try:
         known, found = json.loads(read_text(path)), dict[str, dict[str, list[float]]]()
@@ -178,10 +185,12 @@ def read_feature_statistics(
 def write_processors(
     folder: Path, settings: Mapping[str, Any], statistics: FeatureStatistics
 ) -> None:
-    """Write both processors of a new policy as LeRobot does.
+    """Write both processors of a new policy in LeRobot's format.
 
     Args:
-        settings: the folder's ``config.json``.
+        folder: The policy folder.
+        settings: Its ``config.json``.
+        statistics: Statistics of states and actions.
     """
     inputs, outputs = settings["input_features"], settings["output_features"]
     scaled = {"eps": EPS, "norm_map": settings["normalization_mapping"]}
@@ -224,10 +233,10 @@ def write_processors(
 
 
 def replace_statistics(folder: Path, statistics: FeatureStatistics) -> None:
-    """Give both processors of a folder others.
+    """Replace the statistics in both processors of a folder.
 
     Raises:
-        DataError: it lacks one.
+        DataError: A processor is missing or malformed.
     """
     for processor in (PREPROCESSOR, POSTPROCESSOR):
         path = folder / f"{processor}.json"
@@ -245,7 +254,7 @@ def replace_statistics(folder: Path, statistics: FeatureStatistics) -> None:
 def write_statistics(
     folder: Path, steps: Sequence[Mapping[str, Any]], statistics: FeatureStatistics
 ) -> None:
-    """The files that steps of scaling name, each with all statistics."""
+    """Write the statistics files of the normalization steps, each with all statistics."""
     flat = {
         f"{feature}.{name}": torch.tensor(numbers, dtype=torch.float32)
         for feature, own in statistics.items()
@@ -261,7 +270,7 @@ def write_statistics(
 
 SMOLVLA_TYPE = "smolvla"
 VLM_FOLDER = "vlm"
-"""Folder of the vision-language model's ``config.json`` and tokenizer."""
+"""Subfolder with the vision-language model's ``config.json`` and tokenizer."""
 CAMERA_PREFIX, EMPTY_CAMERA_PREFIX = "observation.images.", "observation.images.empty_camera_"
 LEROBOT_DEFAULTS: dict[str, Any] = {
     "chunk_size": 50,
@@ -286,34 +295,34 @@ LEROBOT_DEFAULTS: dict[str, Any] = {
     "min_period": 4e-3,
     "max_period": 4.0,
 }
-"""LeRobot's, of what a ``config.json`` leaves out."""
+"""LeRobot's defaults for values that a ``config.json`` omits."""
 
 
 class SmolVLAConfig(DenoisingConfig):
-    """``path`` to a folder, or the sizes of a new network."""
+    """Options of SmolVLA policies: a folder of LeRobot, or the sizes of a new network."""
 
     path: Path | None = None
-    """A folder of LeRobot's; its sizes are its own."""
+    """A policy folder of LeRobot, which defines all sizes."""
     vlm_path: Path | None = None
-    """The folder with ``config.json`` and ``tokenizer.json`` of its vision-language model, where it
-    has none."""
+    """A folder with ``config.json`` and ``tokenizer.json`` of the vision-language model, if the
+    policy folder has no ``vlm``."""
     camera_map: dict[str, str] = {}
-    """Which camera of the task is which one of the folder (``{camera1: corner}``); those that are
-    not named are left out. None named: cameras have the same names."""
+    """Maps cameras of the folder to cameras of the task (``{camera1: corner}``); other cameras of
+    the folder are not used. Empty: cameras have equal names."""
     denoising_steps: int | None = Field(default=None, gt=0, le=100)
-    """Denoising steps ``N``; null: the folder's, 4 of a new network."""
+    """Number of denoising steps ``N``; null: that of the folder, 4 for a new network."""
     chunk_size: int | None = Field(default=None, gt=0)
-    """Actions that are carried out one after the other; null: the folder's, 8 of a new network."""
+    """Number of executed actions per chunk (LeRobot's ``n_action_steps``); null: that of the
+    folder, 8 for a new network."""
     value_level: ValueLevel = "chunk"
-    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
-    same then. The last layer of a folder's value head begins anew where that has another
-    shape."""
+    """Whether there is one value (and advantage) per chunk or per action. If the value head of a
+    folder has another shape, its last layer is initialized again."""
     norm_stats: Path | None = None
-    """A ``meta/stats.json`` of a data set of LeRobot's, by which states and actions are scaled
-    instead; null: the folder's, and mean 0 and deviation 1 of a new network."""
+    """A ``meta/stats.json`` of a LeRobot data set to normalize states and actions; null: that of
+    the folder, and mean 0 and standard deviation 1 for the states of a new network."""
     hidden: int = Field(default=96, gt=0)
     layers: int = Field(default=4, gt=0)
-    """Of the language model, and of the action expert."""
+    """Layers of the language model and of the action expert."""
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     intermediate: int = Field(default=256, gt=0)
@@ -321,16 +330,16 @@ class SmolVLAConfig(DenoisingConfig):
     vision_layers: int = Field(default=2, gt=0)
     vision_heads: int = Field(default=4, gt=0)
     image_size: int | None = Field(default=None, gt=0)
-    """Side of the squares that the vision transformer sees, pixels; null: the longest side of the
-    task's pictures. Others are made as large as fits."""
+    """Side of the square input of the vision transformer, pixels; null: the longest side of the
+    task's images. Images are resized to fit."""
     patch_size: int = Field(default=8, gt=0)
     """Side of a patch, pixels."""
     pixel_shuffle_factor: int = Field(default=2, gt=0)
-    """So many patches in a row, and as many in a column, are one token."""
+    """A token represents a square of patches with this side (pixel shuffle)."""
     expert_width_multiplier: float = Field(default=0.75, gt=0)
-    """Width of the action expert, as a share of ``hidden``."""
+    """Width of the action expert, relative to ``hidden``."""
     proprio_dim: int | None = Field(default=None, gt=0)
-    """So many leading numbers of the state are seen; null: all."""
+    """Number of leading state dimensions that are inputs; null: all."""
 
     @model_validator(mode="after")
     def _heads(self) -> SmolVLAConfig:
@@ -343,15 +352,13 @@ class SmolVLAConfig(DenoisingConfig):
                 raise ValueError(f"{key}: {width} is no multiple of {heads}")
         if self.hidden // self.heads % 2:
             raise ValueError(f"heads: of {self.hidden // self.heads} numbers each, and not even")
-        if int(self.hidden * self.expert_width_multiplier) % 2:
-            raise ValueError(
-                f"expert_width_multiplier: a width of {int(self.hidden * self.expert_width_multiplier)} is not even"
-            )
+        if (width := int(self.hidden * self.expert_width_multiplier)) % 2:
+            raise ValueError(f"expert_width_multiplier: a width of {width} is not even")
         return self
 
 
 def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
-    """The ``config.json`` of a new network."""
+    """Return the ``config.json`` of a new network."""
     side = config.image_size or max(max(size) for size in spec["images"].values())
     state = config.proprio_dim or int(spec["observation"])
     size, chunk = int(spec["action"]["size"]), config.chunk_size or 8
@@ -380,7 +387,7 @@ def new_policy_config(config: SmolVLAConfig, spec: ModelSpec) -> dict[str, Any]:
 
 
 def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[str, Any]:
-    """The ``config.json`` of a new network's vision-language model."""
+    """Return the ``config.json`` of a new network's vision-language model."""
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],
@@ -415,18 +422,18 @@ def new_vlm_config(config: SmolVLAConfig, side: int, vocabulary: int) -> dict[st
 
 
 def read_policy_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder, with :data:`DEFAULTS`.
+    """Read the ``config.json`` of a folder, completed by :data:`LEROBOT_DEFAULTS`.
 
     Raises:
-        DataError: it is missing, of another policy, or of a kind of this one that is not here.
+        DataError: It is missing, of another policy, or uses unsupported options.
     """
-    check_checkpoint(folder, True)  # code that it may bring is not run
+    check_checkpoint(folder, True)  # the folder's own code is never run
     path = folder / "config.json"
     settings = {**LEROBOT_DEFAULTS, **read_json_object(path)}
     if settings.get("type") != SMOLVLA_TYPE:
-        said = settings.get("type") or settings.get("model_type")
+        kind = settings.get("type") or settings.get("model_type")
         raise DataError(
-            f"model.path: {folder} is of the type {said!r}; model.name=smolvla takes LeRobot's "
+            f"model.path: {folder} is of the type {kind!r}; model.name=smolvla takes LeRobot's "
             f"folders of the type {SMOLVLA_TYPE!r}"
         )
     lacking = [n for n in ("input_features", "output_features") if not settings.get(n)]
@@ -456,13 +463,14 @@ def read_policy_config(folder: Path) -> dict[str, Any]:
 
 
 def read_vlm_config(folder: Path, where: str) -> dict[str, Any]:
-    """The ``config.json`` of a vision-language model of SmolVLM's kind.
+    """Read the ``config.json`` of a SmolVLM vision-language model.
 
     Args:
-        where: the key that errors name.
+        folder: The model folder.
+        where: The configuration key, for error messages.
 
     Raises:
-        DataError: it is not there, or of another kind.
+        DataError: The file is missing, or the model has another type.
     """
     settings = read_json_object(folder / "config.json", where)
     check_links(folder)
@@ -481,25 +489,25 @@ def read_vlm_config(folder: Path, where: str) -> dict[str, Any]:
 
 
 def locate_vlm(folder: Path, settings: Mapping[str, Any], other: Path | None) -> tuple[Path, str]:
-    """Where a folder's vision-language model is described, and the key that errors name.
+    """Return the folder of a policy's vision-language model and its configuration key.
 
     Raises:
-        DataError: nowhere.
+        DataError: There is no such folder.
     """
     if other is not None:
         return other.expanduser(), "model.vlm_path"
     if not (folder / VLM_FOLDER).is_dir():
         raise DataError(
-            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds config.json and "
-            f"tokenizer.json of {settings.get('vlm_model_name')}"
+            f"model.vlm_path: {folder} has no folder {VLM_FOLDER!r}; give the one that holds "
+            f"config.json and tokenizer.json of {settings.get('vlm_model_name')}"
         )
     return folder / VLM_FOLDER, "model.path"
 
 
 def map_cameras(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, str]:
-    """The camera of the task of each one of a folder, in its order.
+    """Return the task's camera for each camera of a folder, in the folder's order.
 
-    Empty ones have no part in anything: what stands for them is seen by nothing.
+    Empty cameras are omitted, because their tokens are masked.
     """
     names = [
         name.removeprefix(CAMERA_PREFIX)
@@ -510,7 +518,7 @@ def map_cameras(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[
 
 
 def feature_size(settings: Mapping[str, Any], feature: str) -> int:
-    """Numbers of the state or of an action."""
+    """Return the dimension of the state or of an action."""
     where = "output_features" if feature == ACTION_FEATURE else "input_features"
     return int(settings[where][feature]["shape"][0])
 
@@ -518,10 +526,10 @@ def feature_size(settings: Mapping[str, Any], feature: str) -> int:
 def check_smolvla_task(
     settings: Mapping[str, Any], vlm: Mapping[str, Any], config: SmolVLAConfig, spec: ModelSpec
 ) -> None:
-    """See that a task shows and takes what a network was made for.
+    """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: They do not.
     """
     known, images = map_cameras(settings, {}), spec["images"]
     if unknown := sorted(config.camera_map.keys() - known.keys()):
@@ -542,9 +550,9 @@ def check_smolvla_task(
     tile = int(vision.get("patch_size", 32)) * merge
     if width != height or width % tile or width > int(vision.get("image_size", 224)):
         raise ConfigError(
-            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of whole "
-            f"tokens, {merge} x {merge} patches of {tile // merge} pixels each; change model.image_size "
-            "or model.patch_size"
+            f"model.image_size: pictures are shown as {width} x {height}, and must be squares of "
+            f"whole tokens, {merge} x {merge} patches of {tile // merge} pixels each; change "
+            "model.image_size or model.patch_size"
         )
     if (size := feature_size(settings, ACTION_FEATURE)) != spec["action"]["size"]:
         raise ConfigError(
@@ -557,6 +565,6 @@ def check_smolvla_task(
         )
     if (config.chunk_size or 0) > settings["chunk_size"]:
         raise ConfigError(
-            f"model.chunk_size: {config.chunk_size}, and the model answers with {settings['chunk_size']} "
-            "actions"
+            f"model.chunk_size: {config.chunk_size}, and the model answers with "
+            f"{settings['chunk_size']} actions"
         )

@@ -1,9 +1,9 @@
-"""The network of :mod:`rlinf.models.smolvla`, with the names of tensors that LeRobot's has.
+"""The network of :mod:`rlinf.models.smolvla`, with the tensor names of LeRobot.
 
-Layers of Llama from transformers, whose attention is computed here: a layer of the action expert
-sees the keys and values of the vision-language model's layer beside it. In every second layer
-(``self_attn_every_n_layers``) these stand beside its own, in the others they are all that it sees,
-projected once more (SmolVLA, arXiv 2506.01844, section 3.1).
+It consists of Llama layers from transformers with custom attention. Each layer of the action expert
+attends to the keys and values of the corresponding layer of the vision-language model. In every
+second layer (``self_attn_every_n_layers``) it also attends to its own keys; the other layers are
+cross-attention layers with projected keys (SmolVLA, arXiv 2506.01844, section 3.1).
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from rlinf.models.loading import disable_dropout
 from rlinf.models.vla_network import GeluMLP
 
 ROPE_THETA = 10_000.0
-"""Longest of the rotary embedding, whatever ``rope_theta`` says: LeRobot's."""
+"""Base of the rotary embedding in LeRobot, which ignores ``rope_theta``."""
 KeyValues = tuple[Tensor, Tensor]
 """Keys and values of a layer, ``[n, heads, L, size]``."""
 
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """What the vision-language model made of pictures, instruction and state."""
+    """Keys and values of the vision-language model for images, instruction and state."""
 
     layers: list[KeyValues]
     mask: Tensor
-    """bool ``[n, P]``, where there is something."""
+    """Valid positions, bool ``[n, P]``."""
     last_hidden: Tensor
-    """``[n, width]`` behind the last place, which has seen all."""
+    """Hidden states of the last position, which attends to all others, ``[n, width]``."""
 
 
 class SmolVLALayer(nn.Module):
-    """A layer of Llama that gives its keys and values away, and sees others'."""
+    """A Llama layer that returns its keys and values and can attend to those of another layer."""
 
     def __init__(self, llama_layer: Any, cross_width: int | None = None) -> None:
         """
         Args:
-            made: transformers' layer, of which the parts are taken.
-            crosses: width of the keys that it sees alone; None: it sees its own, and others beside.
+            llama_layer: The layer of transformers whose modules are used.
+            cross_width: Width of the keys of a cross-attention layer; None: self-attention with
+                optional further keys.
         """
         super().__init__()
         self.self_attn, self.mlp = llama_layer.self_attn, llama_layer.mlp
@@ -63,11 +64,13 @@ class SmolVLALayer(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, mask: Tensor, prefix: KeyValues | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What follows ``hidden`` ``[n, L, width]``, and the keys and values that it saw.
+        """Return the next hidden states ``[n, L, width]``, and the keys and values.
 
         Args:
+            hidden: ``[n, L, width]``.
             positions: ``[n, L]``.
-            mask: bool ``[n, 1, L, S]``, what each place sees of ``seen`` and of what follows.
+            mask: Attention mask bool ``[n, 1, L, S]`` over the prefix and the own positions.
+            prefix: Keys and values of the other model.
         """
         inside, parts = self.input_layernorm(hidden), self.self_attn
         queries = apply_rope(self._heads(parts.q_proj(inside)), positions)
@@ -83,8 +86,8 @@ class SmolVLALayer(nn.Module):
             values = self._heads(parts.v_proj(inside))
             if prefix is not None:
                 keys, values = torch.cat([prefix[0], keys], 2), torch.cat([prefix[1], values], 2)
-        found = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
-        hidden = hidden + parts.o_proj(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+        hidden = hidden + parts.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys, values
 
     def _heads(self, column: Tensor) -> Tensor:
@@ -93,7 +96,8 @@ class SmolVLALayer(nn.Module):
 
 
 def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864) of ``[n, heads, L, size]`` at ``[n, L]``."""
+    """Apply rotary embeddings (arXiv 2104.09864) to ``[n, heads, L, size]`` at positions ``[n,
+    L]``."""
     half = column.shape[-1] // 2
     powers = torch.arange(half, device=column.device) * (2 / column.shape[-1])
     angles = (positions[..., None] / ROPE_THETA**powers)[:, None]
@@ -103,14 +107,14 @@ def apply_rope(column: Tensor, positions: Tensor) -> Tensor:
 
 
 def sinusoidal_time_embedding(tau: Tensor, width: int, least: float, longest: float) -> Tensor:
-    """Sinusoids of times ``[...]``, of periods between these: float64 ``[..., width]``."""
+    """Return sinusoids of times ``[...]`` with periods in a range, float64 ``[..., width]``."""
     share = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
     angles = tau.double()[..., None] * (2 * math.pi / (least * (longest / least) ** share))
     return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 def resize_with_padding(pictures: Tensor, width: int, height: int) -> Tensor:
-    """Pictures ``[n, 3, H, W]`` in [0, 1] as large as they fit, zeros at the left and the top."""
+    """Resize images ``[n, 3, H, W]`` in [0, 1] to fit, padded with zeros on the left and top."""
     rows, columns = pictures.shape[2:]
     ratio = max(columns / width, rows / height)
     size = (int(rows / ratio), int(columns / ratio))
@@ -120,7 +124,7 @@ def resize_with_padding(pictures: Tensor, width: int, height: int) -> Tensor:
 
 
 class VLMWithExpert(nn.Module):
-    """The vision-language model, without its upper layers, and the action expert."""
+    """The vision-language model, truncated to its lower layers, and the action expert."""
 
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
         from transformers import LlamaModel, SmolVLMConfig, SmolVLMForConditionalGeneration
@@ -128,13 +132,13 @@ class VLMWithExpert(nn.Module):
         super().__init__()
         config = SmolVLMConfig(**vlm)
         disable_dropout(config)
-        made: Any = SmolVLMForConditionalGeneration
-        self.vlm = made._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model_class: Any = SmolVLMForConditionalGeneration
+        self.vlm = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         text: Any = self.vlm.model.text_model
         count = settings["num_vlm_layers"]
         kept = text.layers[:count] if count > 0 else text.layers
         text.layers = nn.ModuleList(SmolVLALayer(layer) for layer in kept)
-        # It says no words: their head is kept for the folder's sake, and not trained.
+        # The language model head is not used; as a buffer it stays in the folder untrained.
         head = self.vlm.lm_head.weight.detach()
         del self.vlm.lm_head.weight
         self.vlm.lm_head.register_buffer("weight", head)
@@ -158,12 +162,12 @@ class VLMWithExpert(nn.Module):
 
 
 def expert_intermediate_size(width: int) -> int:
-    """Width inside a perceptron of the action expert: 8/3 of it, in whole 256s."""
+    """Return the MLP size of the action expert: 8/3 of its width, rounded up to 256."""
     return 256 * -(-int(4 * int(2 * width / 3)) // 256)
 
 
 class VLAFlowMatching(nn.Module):
-    """The pair, and what turns states, actions and times into its widths."""
+    """Both models, with the projections of states, actions and times."""
 
     def __init__(self, settings: Mapping[str, Any], vlm: Mapping[str, Any]) -> None:
         super().__init__()
@@ -177,7 +181,7 @@ class VLAFlowMatching(nn.Module):
 
 
 class SmolVLANetwork(nn.Module):
-    """From pictures, instruction, state and noisy actions to velocities and a value."""
+    """The network from images, instruction, state and noisy actions to velocities and a value."""
 
     def __init__(
         self,
@@ -189,9 +193,10 @@ class SmolVLANetwork(nn.Module):
     ) -> None:
         """
         Args:
-            settings: the ``config.json`` of a folder.
-            vlm: that of the vision-language model.
-            learned: whether the noise of a denoising step is, by a head of its own.
+            settings: The ``config.json`` of a folder.
+            vlm: The ``config.json`` of the vision-language model.
+            learned_noise: Whether a noise head learns the noise of denoising steps.
+            value_level: Whether there is one value per chunk or per action.
         """
         super().__init__()
         self.model = VLAFlowMatching(settings, vlm)
@@ -217,16 +222,16 @@ class SmolVLANetwork(nn.Module):
         tau: Tensor,
         *pictures: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Velocities and, where they are learned, what says the noise, float32 ``[n, K, C, A]``,
-        and values as of :meth:`value`.
+        """Return velocities and, if learned, noise outputs, float32 ``[n, K, C, A]``, and values as
+        :meth:`value`.
 
         Args:
-            prompt: token ids ``[n, L]``, filled up on the right.
-            there: bool ``[n, L]``, where they are.
-            state: scaled, ``[n, max_state_dim]``.
-            points: ``[n, K, C, max_action_dim]``, of ``K`` times.
-            tau: those, ``[K]`` or ``[n, K]``.
-            pictures: uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
+            prompt: Token ids ``[n, L]``, padded on the right.
+            there: The mask of the prompt, bool ``[n, L]``.
+            state: Normalized state ``[n, max_state_dim]``.
+            points: ``[n, K, C, max_action_dim]``, at ``K`` times.
+            tau: The times, ``[K]`` or ``[n, K]``.
+            pictures: Images uint8 ``[n, H, W, 3]``, in the order of the folder's cameras.
         """
         prefix = self.prefix(prompt, there, state, *pictures)
         return *self.velocity(prefix, points, tau), self.value(prefix)
@@ -234,7 +239,7 @@ class SmolVLANetwork(nn.Module):
     def prefix(
         self, prompt: Tensor, there: Tensor, state: Tensor, *pictures: Tensor
     ) -> PrefixCache:
-        """What does not depend on the actions."""
+        """Compute the part that does not depend on the actions."""
         vlm: Any = self.model.vlm_with_expert.vlm.model
         text, dtype = vlm.text_model, self.model.state_proj.weight.dtype
         parts = []
@@ -249,10 +254,10 @@ class SmolVLANetwork(nn.Module):
         hidden = torch.cat([hidden, self.model.state_proj(state.to(dtype))[:, None]], 1)
         known = F.pad(F.pad(there, (shown, 0), value=True), (0, 1), value=True)
         places = known.shape[1]
-        # The state sees all, and nothing but itself sees the state.
+        # The state attends to all positions, and only the state attends to the state.
         mask = known[:, None, None].expand(-1, 1, places, -1).clone()
         mask[..., :-1, -1] = False
-        # What fills a row up is seen by itself alone; without anything its attention is no number.
+        # Padding attends to itself, because attention without any key is NaN.
         mask = mask | torch.eye(places, dtype=torch.bool, device=mask.device)
         positions = known.long().cumsum(1) - 1
         seen = []
@@ -264,8 +269,8 @@ class SmolVLANetwork(nn.Module):
     def velocity(
         self, prefix: PrefixCache, points: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Velocities, and what says the noise, at points ``[n, K, C, A]`` of times ``[K]`` or
-        ``[n, K]``: all in one pass, in which those of one time see none of another's."""
+        """Return velocities and noise outputs at points ``[n, K, C, A]`` and times ``[K]`` or
+        ``[n, K]``, in one pass in which different times do not attend to each other."""
         model = self.model
         expert: Any = model.vlm_with_expert.lm_expert
         count, times, length = points.shape[:3]
@@ -284,7 +289,7 @@ class SmolVLANetwork(nn.Module):
         both_seen = torch.cat([ahead, own.expand(count, 1, -1, -1)], -1)
         start = prefix.mask.sum(1, keepdim=True)
         for layer, seen in zip(expert["layers"], prefix.layers, strict=True):
-            # Where an expert sees the model's keys alone, it counts its places from 0 (LeRobot's).
+            # As in LeRobot, positions of cross-attention layers start at 0.
             positions = within.expand(count, -1) if layer.is_cross_attention else start + within
             hidden = layer(
                 hidden, positions, ahead if layer.is_cross_attention else both_seen, seen
@@ -294,6 +299,6 @@ class SmolVLANetwork(nn.Module):
         return model.action_out_proj(hidden).float(), spread
 
     def value(self, prefix: PrefixCache) -> Tensor:
-        """float32 ``[n]``, or ``[n, C]`` of each action that is carried out."""
+        """Return values float32 ``[n]``, or ``[n, C]`` per executed action."""
         values = self.value_head(prefix.last_hidden).float()
         return values if self._value_level == "action" else values[:, 0]

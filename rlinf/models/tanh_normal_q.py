@@ -1,4 +1,8 @@
-"""The tanh-Gaussian: a normal vector, squashed into [-1, 1] (SAC, arXiv 1812.05905, app. C)."""
+"""Tanh-Gaussian policies with action-value critics, for vector observations (SAC and others).
+
+Actions are normal vectors, squashed into [-1, 1] (SAC, arXiv 1812.05905, app. C). An ensemble
+computes all critics with batched matrix products.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,17 @@ from rlinf.models.base import Batch, ModelSpec, StepOutputs
 from rlinf.models.vector_policy import VectorPolicy
 
 TANH_EDGE = 1e-6
-"""Actions of other sources are taken so much inside of the interval: on its edge no density is."""
+"""Actions of other sources are clamped this far inside the interval; the density at the edge is
+undefined."""
 
 
 def inverse_tanh(actions: Tensor, edge: float = TANH_EDGE) -> Tensor:
-    """The inverse of ``tanh``; what lies outside of ``1 - edge`` counts as on that bound."""
+    """Return the inverse of ``tanh`` for actions clamped to ``1 - edge``."""
     return torch.atanh(actions.clamp(edge - 1, 1 - edge))
 
 
 def tanh_normal_log_prob(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Log-density ``[...]`` of ``tanh(raw)`` for ``raw``, ``mean``, ``log_std`` ``[..., A]``.
+    """Return the log-density ``[...]`` of ``tanh(raw)``; all arguments are ``[..., A]``.
 
     ``log (1 - tanh(u)^2)`` is ``2 (log 2 - u - softplus(-2 u))``: exact where ``tanh`` rounds to 1.
     """
@@ -42,16 +47,16 @@ def tanh_normal_log_prob(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 CriticNorm = Literal["none", "layer", "batch_renorm"]
 RENORM_MOMENTUM = 0.01
-"""Of batch renormalisation's running statistics (CrossQ: momentum 0.99)."""
+"""Update rate of the running statistics of batch renormalization (CrossQ: momentum 0.99)."""
 R_MAX, D_MAX = 3.0, 5.0
 RENORM_WARMUP_BATCHES = 100_000
-"""Batches after which the running statistics are used in training (CrossQ, appendix)."""
+"""Number of batches before training uses the running statistics (CrossQ, appendix)."""
 
 
 class CriticEnsemble(nn.Module):
-    """``E`` networks of rectified layers from ``[B, I]`` to ``[E, B]``; nothing is shared.
+    """An ensemble of ``E`` independent ReLU networks from ``[B, I]`` to ``[E, B]``.
 
-    A layer is one product of all networks' matrices.
+    Each layer is one batched matrix product for all networks.
     """
 
     def __init__(
@@ -64,9 +69,11 @@ class CriticEnsemble(nn.Module):
     ) -> None:
         """
         Args:
-            count: ``E``.
-            size: ``I``.
-            gain: of the last layer's first weights.
+            count: Number of networks ``E``.
+            size: Input dimension ``I``.
+            hidden: Sizes of the hidden layers.
+            norm: Normalization inside the networks.
+            gain: Scale of the initial weights of the last layer.
         """
         super().__init__()
         sizes = [size, *hidden, 1]
@@ -75,7 +82,7 @@ class CriticEnsemble(nn.Module):
             bound = 1 / math.sqrt(a)
             scale = bound * (gain if place + 2 == len(sizes) else 1.0)
             self.weights.append(nn.Parameter(torch.empty(count, a, b).uniform_(-scale, scale)))
-            # [E, 1, b]: what has three dimensions decays with the weights, as gains do not.
+            # [E, 1, b]: three-dimensional parameters get weight decay like the weights.
             self.biases.append(nn.Parameter(torch.empty(count, 1, b).uniform_(-scale, scale)))
         self.norms = nn.ModuleList()
         if norm == "layer":
@@ -87,12 +94,13 @@ class CriticEnsemble(nn.Module):
     def forward(
         self, inputs: Tensor, *, frozen: bool = False, critics: Tensor | None = None
     ) -> Tensor:
-        """Outputs ``[E, B]`` of ``[B, I]``.
+        """Return outputs ``[E, B]`` for inputs ``[B, I]``.
 
         Args:
-            frozen: gradients flow to the inputs alone, and no running statistics change: what an
-                actor's loss needs.
-            chosen: int64 ``[K]``: of these networks alone, ``[K, B]``.
+            inputs: ``[B, I]``.
+            frozen: Compute gradients only for the inputs and do not update running statistics, for
+                the loss of an actor.
+            critics: int64 ``[K]``, compute only these networks: ``[K, B]``.
         """
         count = len(self.weights[0]) if critics is None else len(critics)
         at = inputs.expand(count, *inputs.shape)
@@ -107,7 +115,7 @@ class CriticEnsemble(nn.Module):
                 at = self.norms[place](at, frozen=frozen, chosen=critics)
             weight, bias = own(self.weights[place]), own(self.biases[place])
             if place == last:
-                # One column: as a product of matrices it takes six times as long.
+                # For one column, a matrix product would be six times slower.
                 return (at * weight.transpose(1, 2)).sum(-1) + bias[..., 0]
             at = torch.bmm(at, weight) + bias
             if len(self.norms) and not self._before:
@@ -117,7 +125,7 @@ class CriticEnsemble(nn.Module):
 
 
 class EnsembleLayerNorm(nn.Module):
-    """Layer normalisation of each of several networks (Ba et al., 2016)."""
+    """Layer normalization for each network of an ensemble (Ba et al., 2016)."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -130,11 +138,11 @@ class EnsembleLayerNorm(nn.Module):
 
 
 class EnsembleBatchRenorm(nn.Module):
-    """Batch renormalisation of each of several networks (Ioffe, 2017, arXiv 1702.03275).
+    """Batch renormalization for each network of an ensemble (Ioffe, 2017, arXiv 1702.03275).
 
-    While it trains a batch is normalised by its own statistics, corrected towards the running ones
-    by ``r`` and ``d``, which are constants of the gradient; else by the running ones. Before
-    :data:`RENORM_WARMUP_BATCHES` batches ``r`` is 1 and ``d`` 0.
+    Training normalizes with the statistics of the batch, corrected towards the running ones by
+    ``r`` and ``d``, which have no gradient. Evaluation uses the running statistics. In the first
+    :data:`RENORM_WARMUP_BATCHES` batches, ``r`` is 1 and ``d`` is 0.
     """
 
     mean: Tensor
@@ -179,70 +187,73 @@ def _own(one: Tensor, other: Tensor, frozen: bool, chosen: Tensor | None) -> tup
 
 LOG_STD_RANGE = (-20.0, 2.0)
 IMITATION_EDGE = 1e-3
-"""Actions that are imitated count as at least so far inside of the interval, on whose edge the
-squashed density has no bound."""
+"""Imitated actions are clamped this far inside the interval, because the density is unbounded at
+its edge."""
 
 
 class MLPQConfig(Section):
-    """Rectified networks: the policy's, the critics', and what some methods need besides."""
+    """Options of tanh-Gaussian policies with critics; all networks use ReLU."""
 
     hidden: tuple[Annotated[int, Field(gt=0)], ...] = (256, 256)
-    """Of the policy (and of the state's value)."""
+    """Hidden sizes of the policy (and of the state value)."""
     critic_hidden: tuple[Annotated[int, Field(gt=0)], ...] = (256, 256)
     num_critics: int = Field(default=2, gt=0)
-    """Independent estimates of an action's value."""
+    """Number of independent critics."""
     critic_norm: CriticNorm = "none"
-    """Inside the critics: ``layer`` (RLPD) or ``batch_renorm`` (CrossQ)."""
+    """Normalization inside the critics: ``layer`` (RLPD) or ``batch_renorm`` (CrossQ)."""
     use_target_critics: bool = True
-    """Copies of the critics that follow them slowly."""
+    """Whether there are target networks, updated by Polyak averaging."""
     use_state_value: bool = False
-    """A value of the state alone (IQL)."""
+    """Whether there is a state value network (IQL)."""
     action_scale: ActionScale = None
-    """Largest magnitude of each component of an action, in the simulator's units; null: actions
-    fill the task's bounds."""
+    """Largest magnitude of each action component, in the simulator's units; null: actions span the
+    task's bounds."""
     initial_temperature: float = Field(default=1.0, gt=0)
-    """Of the entropy in the objective, where it is learned."""
+    """Initial entropy temperature, if it is learned."""
 
 
 class QNetworks(nn.Module):
-    """Policy, critics and the learned temperature.
+    """The networks of policy and critics, and the learned temperature.
 
-    ``targets`` are not trained; they travel with the weights, so a run goes on from them.
+    ``targets`` are not trained. They are part of the weights, so a run can resume with them.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
-        seen, size = settings["observation"], settings["action"]["size"]
-        self.policy = _network([seen, *settings["hidden"], 2 * size])
+        width, size = settings["observation"], settings["action"]["size"]
+        self.policy = _network([width, *settings["hidden"], 2 * size])
         many, wide = settings["num_critics"], settings["critic_hidden"]
-        self.critics = CriticEnsemble(many, seen + size, wide, settings["critic_norm"])
+        self.critics = CriticEnsemble(many, width + size, wide, settings["critic_norm"])
         self.targets: CriticEnsemble | None = None
         if settings["use_target_critics"]:
-            self.targets = CriticEnsemble(many, seen + size, wide, settings["critic_norm"])
+            self.targets = CriticEnsemble(many, width + size, wide, settings["critic_norm"])
             self.targets.load_state_dict(self.critics.state_dict())
             self.targets.requires_grad_(False)
         self.value = (
-            _network([seen, *settings["hidden"], 1]) if settings["use_state_value"] else None
+            _network([width, *settings["hidden"], 1]) if settings["use_state_value"] else None
         )
         start = math.log(settings["initial_temperature"])
         self.log_temperature = nn.Parameter(torch.full((1,), start))
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log standard deviation ``[..., A]`` before the squashing, float32."""
+        """Return mean and log standard deviation ``[..., A]`` before tanh, float32."""
         mean, spread = self.policy(observations).float().chunk(2, -1)
         return mean, spread.clamp(*LOG_STD_RANGE)
 
     @torch.no_grad()
     def polyak_update(self, rate: float) -> None:
-        """Move the target networks towards the critics by a share ``rate`` (Polyak averaging)."""
+        """Move the target networks towards the critics by ``rate`` (Polyak averaging)."""
         assert self.targets is not None
         own: list[Tensor] = [*self.targets.parameters()]
         torch._foreach_lerp_(own, [*self.critics.parameters()], rate)
 
 
 class MLPQPolicy(VectorPolicy):
-    """See the module. Log-probabilities are those of the squashed action, in [-1, 1]; critics see
-    actions in that interval too (:mod:`rlinf.models.action_encoding`)."""
+    """A tanh-Gaussian policy with critics.
+
+    Log-probabilities and critics use squashed actions in [-1, 1]
+    (:mod:`rlinf.models.action_encoding`).
+    """
 
     Config = MLPQConfig
     requires = frozenset({OBSERVATIONS})
@@ -265,7 +276,7 @@ class MLPQPolicy(VectorPolicy):
         check_action_scale(spec["action"], config.action_scale, squashed=True)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        """As every policy; the entropy is estimated by the action taken, as minus its log-prob."""
+        """Compute step outputs; the entropy estimate is the negative log-probability."""
         seen, mask = batch["observations"].float(), batch["mask"]
         logprobs = self.action_logprob(seen, batch["actions"], temperature) * mask
         values = None if self.module.value is None else self.module.value(seen)[..., 0] * mask
@@ -278,10 +289,13 @@ class MLPQPolicy(VectorPolicy):
         temperature: float = 1.0,
         eps: float = TANH_EDGE,
     ) -> Tensor:
-        """Log-probabilities ``[...]`` of actions ``[..., A]`` in [-1, 1]; those outside count as at
-        ``edge``.
+        """Return log-probabilities ``[...]`` of actions ``[..., A]`` in [-1, 1].
 
-        A temperature multiplies standard deviations; 0 (greedy) is judged as 1.
+        Args:
+            observations: ``[..., D]``.
+            actions: ``[..., A]``; clamped to ``1 - eps``.
+            temperature: Multiplies standard deviations; 0 (greedy) counts as 1.
+            eps: Distance of the clamp from the edge of the interval.
         """
         mean, log_std = self.module(observations)
         raw = inverse_tanh(actions.double(), eps)
@@ -289,10 +303,11 @@ class MLPQPolicy(VectorPolicy):
         return tanh_normal_log_prob(raw, mean.double(), log_std.double()).float()
 
     def rsample(self, observations: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions ``[B, A]`` in [-1, 1] and their log-probabilities ``[B]``, both with gradients.
+        """Sample actions ``[B, A]`` in [-1, 1] and log-probabilities ``[B]``, with gradients.
 
         Args:
-            noise: standard normal ``[B, A]`` (the reparametrisation trick).
+            observations: ``[B, D]``.
+            noise: Standard normal ``[B, A]`` (the reparametrization trick).
         """
         mean, log_std = self.module(observations)
         raw = mean + noise * log_std.exp()
@@ -304,8 +319,8 @@ class MLPQPolicy(VectorPolicy):
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """Of ``observation`` ``[n, D]``: ``action`` float64 ``[n, A]`` in the simulator's units,
-        from which the value before the squashing can be had back, and ``logprob`` float32 ``[n]``.
+        """Return, for ``observation`` ``[n, D]``, ``action`` float64 ``[n, A]`` in the simulator's
+        units, precise enough to invert tanh, and ``logprob`` float32 ``[n]``.
         """
         mean, log_std = self.module(observations["observation"])
         raw = mean.double()
@@ -313,22 +328,22 @@ class MLPQPolicy(VectorPolicy):
         if noise is not None:
             raw = raw + noise.double() * log_std.exp()
         logprobs = tanh_normal_log_prob(raw, mean.double(), log_std)
-        assert self.action_box is not None, "it acts by vectors"
+        assert self.action_box is not None, "actions are vectors"
         return {"action": self.action_box.unnormalize(torch.tanh(raw)), "logprob": logprobs.float()}
 
     def imitation_loss(self, batch: Batch) -> Tensor:
-        """Minus the log-probability of what was done."""
+        """Return the negative log-probability of the demonstrated actions."""
         return -self.action_logprob(batch["observations"], batch["actions"], eps=IMITATION_EDGE)
 
     def parameter_group(self, parameter: str) -> str:
-        """``critic``, ``value`` (of a state), ``temperature``, else ``policy``."""
+        """Return ``critic``, ``value`` (of a state), ``temperature``, or else ``policy``."""
         stem = parameter.partition(".")[0]
         named = {"critics": "critic", "targets": "critic", "value": "value"}
         return named.get(stem, "temperature" if stem == "log_temperature" else "policy")
 
 
 def _network(sizes: Sequence[int]) -> nn.Sequential:
-    """Linear layers with rectifiers between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]

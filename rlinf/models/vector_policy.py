@@ -1,4 +1,4 @@
-"""What policies for vector observations share: a folder of settings and weights, and batches."""
+"""The base classes of policies for vector observations: folder format, batches, normalization."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WEIGHTS_FILE, SETTINGS_FILE = "model.safetensors", "config.json"
 
 
 class VectorPolicy(Policy):
-    """A policy whose steps are the actions of an episode, made of its ``settings`` alone: what the
-    task is and what the configuration says."""
+    """A policy for vector observations. Its ``settings``, the model spec of the task and the policy
+    options, define the network."""
 
     Network: ClassVar[Any]
-    """Makes the module of settings."""
+    """Class of the module; its argument is the settings."""
     has_independent_steps = True
     module: nn.Module
 
@@ -41,8 +41,8 @@ class VectorPolicy(Policy):
         self.module = module
         self.settings = settings
         self.action_box: ActionBox | None = None
-        """How vectors are scaled, of policies whose configuration has ``action_scale``. Others act
-        in the simulator's units; so do folders from before there was that key."""
+        """Scaling of action vectors, if the configuration has ``action_scale``. Without it, actions
+        have the simulator's units."""
         if settings["action"]["kind"] == "box" and "action_scale" in settings:
             self.action_box = ActionBox.from_spec(settings["action"], settings["action_scale"])
 
@@ -57,10 +57,10 @@ class VectorPolicy(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: Any) -> Self:
-        """Read a policy folder; its own ``config.json`` says what the network is.
+        """Load a policy folder; its own ``config.json`` defines the network.
 
         Raises:
-            DataError: files are missing, damaged, or do not belong together.
+            DataError: Files are missing, damaged, or inconsistent.
         """
         try:
             settings = json.loads(read_text(folder / SETTINGS_FILE))
@@ -81,8 +81,8 @@ class VectorPolicy(Policy):
         return transition_dtype(self.settings["observation"], self.settings["action"]["size"])
 
     def to_policy_actions(self, actions: np.ndarray) -> np.ndarray:
-        """Actions ``[..., A]`` of transitions as they were carried out, in the policy's own
-        coordinates: what critics see, and what is imitated."""
+        """Return executed actions ``[..., A]`` of transitions in the policy's units, for critics
+        and imitation losses."""
         return (
             actions
             if self.action_box is None
@@ -90,8 +90,8 @@ class VectorPolicy(Policy):
         )
 
     def collate(self, records: Sequence[Record]) -> Batch:
-        """``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or, in the policy's own
-        coordinates, ``[B, T, A]``, ``mask``."""
+        """Return ``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or, in the policy's units,
+        ``[B, T, A]``, and ``mask`` ``[B, T]``."""
         length = max(len(record) for record in records)
         actions = [np.asarray(record.steps["actions"]) for record in records]
         if self.action_box is not None:
@@ -104,8 +104,11 @@ class VectorPolicy(Policy):
 
 
 class ObservationNormalizer(nn.Module):
-    """``seen``, ``mean`` and ``square`` (number, means and variances of the observations so far)
-    are in double precision, for they are sums over a whole run."""
+    """A network with running statistics of its observations, as buffers in double precision.
+
+    The buffers are ``seen`` (count), ``mean`` and ``square`` (variance). They accumulate over the
+    entire run.
+    """
 
     seen: Tensor
     mean: Tensor
@@ -114,8 +117,8 @@ class ObservationNormalizer(nn.Module):
     def __init__(self, size: int, clip: float) -> None:
         """
         Args:
-            size: of an observation.
-            clip: largest magnitude of a standardised one.
+            size: Dimension of an observation.
+            clip: Largest magnitude of a standardized observation.
         """
         super().__init__()
         self.clip = clip
@@ -124,23 +127,23 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("square", torch.ones(size, dtype=torch.float64))
 
     def standardize(self, observations: Tensor) -> Tensor:
-        """Observations ``[..., D]`` as the networks take them, float64."""
+        """Return standardized and clipped observations ``[..., D]``, float64."""
         deviation = self.square.clamp(min=1e-8).sqrt()
         return ((observations - self.mean) / deviation).clamp(-self.clip, self.clip)
 
 
 class NormalizedVectorPolicy(VectorPolicy):
-    """A policy of vectors that follows their statistics, if ``normalize_observations`` is set."""
+    """A vector policy that tracks observation statistics if ``normalize_observations`` is set."""
 
     module: ObservationNormalizer
     tracks_observations = True
 
     @torch.no_grad()
     def update_observation_stats(self, records: Sequence[Record]) -> None:
-        """Fold the observations of a batch's steps that count into the running statistics: others
-        may be of no state of the simulator.
+        """Add the observations of unmasked steps to the running statistics.
 
-        The pairwise update of Chan, Golub and LeVeque (1979): exact, whatever the batches.
+        Masked steps may have observations that are no simulator state. The pairwise update of Chan,
+        Golub and LeVeque (1979) is exact for all batch sizes.
         """
         if not self.settings["normalize_observations"]:
             return
@@ -162,7 +165,7 @@ class NormalizedVectorPolicy(VectorPolicy):
 
 
 def tanh_network(sizes: Sequence[int], last_gain: float | None) -> nn.Sequential:
-    """Linear layers with hyperbolic tangents after all, or after all but an output of that gain."""
+    """Return linear layers with tanh after each one, or with an output layer of the given gain."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         output = last_gain is not None and i + 2 == len(sizes)

@@ -1,16 +1,15 @@
-"""A policy that reads an instruction, sees pictures and acts by tokens, a chunk of actions at once.
+"""OpenVLA policies: images and an instruction in, a chunk of actions as tokens out.
 
-The network is that of OpenVLA (arXiv 2406.09246) with the decoding of OpenVLA-OFT (arXiv
-2502.19645): features of pictures' patches become tokens of a language model, in front of the
-prompt; behind it stand places, one for each number of each action of the chunk (empty ones in the
-paper; here what they hold is learned); all see all, and one pass gives the probabilities of every
-place, each over the tokens of actions alone (:mod:`rlinf.models.action_encoding`). As a language
-model's head predicts the next token, a place's are those at the one before it. With OpenVLA's two
-vision towers (``fused``) all is laid out as there, and places are empty.
+The network is OpenVLA (arXiv 2406.09246) with the parallel decoding of OpenVLA-OFT (arXiv
+2502.19645). Image patch features become tokens in front of the prompt. Behind the prompt there is
+one placeholder per number of each action of the chunk (empty in the paper, learned here). Attention
+is bidirectional, and one pass gives the probabilities of all placeholders over the action tokens
+(:mod:`rlinf.models.action_encoding`). As for any language model head, the logits of a placeholder
+are at the position before it. With OpenVLA's two vision towers (``use_fused_vision_backbone``) the
+layout is that of OpenVLA-OFT, and placeholders are empty.
 
-Its folder (:mod:`rlinf.models.vla_folder`) is one of Hugging Face's format: ``config.json``,
-weights in safetensors, a tokenizer, and statistics of actions, which say what the bins are and
-belong to the weights.
+The policy folder (:mod:`rlinf.models.vla_folder`) has the Hugging Face format: ``config.json``,
+safetensors weights, a tokenizer, and the action statistics that define the bins.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from rlinf.models.action_encoding import (
     read_action_statistics,
     reset_unlike_value_head,
 )
-from rlinf.models.actor_critic import IMAGE_PREFIX
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.character_tokenizer import (
     DEFAULT_ALPHABET,
@@ -57,7 +55,7 @@ from rlinf.models.hf_folder import (
     read_config_json,
     weight_files,
 )
-from rlinf.models.images import PREPROCESSOR_FILE
+from rlinf.models.images import IMAGE_PREFIX, PREPROCESSOR_FILE
 from rlinf.models.loading import read_weights
 from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.models.vla_folder import (
@@ -77,7 +75,7 @@ CONFIG_FILE = "config.json"
 
 
 class VLAPolicy(Policy):
-    """See the module."""
+    """A vision-language-action policy with action tokens, as OpenVLA and OpenVLA-OFT."""
 
     Config = VLAConfig
     requires = frozenset({OBSERVATIONS})
@@ -92,8 +90,8 @@ class VLAPolicy(Policy):
         self.module, self._folder, self.bins, self._prompt = module, folder, bins, prompt
 
         def read(text: str) -> list[int]:
-            said: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
-            return said
+            ids: list[int] = tokenizer.encode(prompt.replace("{instruction}", text.lower())).ids
+            return ids
 
         self._prompts = InstructionTokenizer(read, pad_start=True)
 
@@ -117,13 +115,13 @@ class VLAPolicy(Policy):
             network = new_meta_network(source, settings, config.value_level)
             check_vla_tensors(source, stored_shapes(source), network)
         else:
-            name, found = cls._statistics(config, spec)
-            if len(found["action"]["q01"]) != action["size"]:
+            name, statistics = cls._statistics(config, spec)
+            if len(statistics["action"]["q01"]) != action["size"]:
                 raise ConfigError(
-                    f"model.norm_stats: of {len(found['action']['q01'])} numbers; an action of "
-                    f"this task has {action['size']}"
+                    f"model.norm_stats: of {len(statistics['action']['q01'])} numbers; an action "
+                    f"of this task has {action['size']}"
                 )
-            check_vla_task(new_vla_config(config, spec, 256, name, found), spec)
+            check_vla_task(new_vla_config(config, spec, 256, name, statistics), spec)
 
     @classmethod
     def create(cls, config: VLAConfig, spec: ModelSpec, seed: int, folder: Path) -> None:
@@ -132,15 +130,15 @@ class VLAPolicy(Policy):
             source = config.path.expanduser().resolve()
             copy_non_weight_files(source, folder)
             if more := missing_settings(source, config, spec):
-                said = {**read_config_json(source), **more}
-                (folder / CONFIG_FILE).write_text(json.dumps(said, indent=1))
+                values = {**read_config_json(source), **more}
+                (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1))
             for path in weight_files(source):
                 shutil.copyfile(path, folder / path.name)
             return
         vocabulary = write_character_tokenizer(DEFAULT_ALPHABET, folder)
-        name, found = cls._statistics(config, spec)
-        settings = new_vla_config(config, spec, len(vocabulary), name, found)
-        (folder / STATISTICS_FILE).write_text(json.dumps({name: found}, indent=1))
+        name, statistics = cls._statistics(config, spec)
+        settings = new_vla_config(config, spec, len(vocabulary), name, statistics)
+        (folder / STATISTICS_FILE).write_text(json.dumps({name: statistics}, indent=1))
         (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=1))
         if config.use_fused_vision_backbone:
             (folder / PREPROCESSOR_FILE).write_text(
@@ -153,7 +151,7 @@ class VLAPolicy(Policy):
 
     @staticmethod
     def _statistics(config: VLAConfig, spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-        """Those that the bins of a new network lie between, and of which data set."""
+        """Return the data set name and the statistics that define the bins of a new network."""
         if config.norm_stats is not None:
             return read_action_statistics(config.norm_stats, config.unnorm_key, "model.norm_stats")
         box = ActionBox.from_spec(spec["action"], None)
@@ -162,13 +160,13 @@ class VLAPolicy(Policy):
 
     @classmethod
     def load(cls, folder: Path, config: VLAConfig) -> Self:
-        """Read a policy folder.
+        """Load a policy folder.
 
         Raises:
-            DataError: files are missing, damaged, or do not belong together.
+            DataError: Files are missing, damaged, or inconsistent.
         """
         settings = read_vla_config(folder)
-        found = read_folder_statistics(folder, settings, config)[1]
+        statistics = read_folder_statistics(folder, settings, config)[1]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -176,12 +174,12 @@ class VLAPolicy(Policy):
             tensors = read_weights(folder)
             check_vla_tensors(folder, {n: t.shape for n, t in tensors.items()}, module)
             if module.places is not None and "places" not in tensors:
-                # OpenVLA-OFT's places are empty.
+                # The placeholders of OpenVLA-OFT are empty.
                 tensors["places"] = torch.zeros_like(module.places)
             own = module.state_dict()
             module.load_state_dict({**own, **reset_unlike_value_head(tensors, own, folder)})
             bins = ActionBins.from_statistics(
-                found["action"], module.first_action_token, module.n_action_bins
+                statistics["action"], module.first_action_token, module.n_action_bins
             )
             tokenizer = read_tokenizer(folder)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -190,25 +188,31 @@ class VLAPolicy(Policy):
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         copy_non_weight_files(self._folder, folder)
-        whole = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-        save_file(whole, folder / WEIGHTS_FILE, {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        save_file(contiguous, folder / WEIGHTS_FILE, {"format": "pt"})
 
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """Of each step of an expert's actions ``[T, D]`` the chunk that begins there, as tokens;
-        places behind the end do not count."""
+        """Convert expert actions ``[T, D]`` to the chunk that starts at each step, as tokens.
+
+        ``submask`` masks actions after the end of the episode.
+        """
         chunks, counts = action_chunks(record.steps["actions"], self.module.action_shape[0])
         steps = {"actions": chunks, "tokens": self.bins.encode(chunks), "submask": counts}
         return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
 
     def collate(self, records: Sequence[Record]) -> Batch:
-        """``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` ``[B, T, L]`` and where it is,
-        ``state`` ``[B, T, proprio]``, ``actions`` (token ids) ``[B, T, C, D]``, ``mask``."""
+        """Return the model inputs of trajectories.
+
+        These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
+        ``[B, T, L]``, ``state`` ``[B, T, proprio_dim]``, ``actions`` (token ids) ``[B, T, C, D]``
+        and ``mask`` ``[B, T]``.
+        """
         length = max(map(len, records))
         rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
-        prompt, there = self._prompts(pad_right(rows, length).numpy())
+        prompt, token_mask = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
-            "there": there,
+            "there": token_mask,
             "actions": pad_right([r.steps["tokens"] for r in records], length),
             "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
         }
@@ -219,42 +223,44 @@ class VLAPolicy(Policy):
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
-        """Log-probabilities and entropies ``[B, T, C, D]``, of each token."""
+        """Return log-probabilities and entropies ``[B, T, C, D]`` per token."""
         rows = FlatSteps(batch)
-        taken = rows.columns
-        logits, values = self._said(taken)
+        columns = rows.columns
+        logits, values = self._forward(columns)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
         chosen = logprobs.gather(
-            -1, (taken["actions"] - self.module.first_action_token)[..., None]
+            -1, (columns["actions"] - self.module.first_action_token)[..., None]
         )[..., 0]
-        spread = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
+        entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
 
         return StepOutputs(
             rows.scatter(chosen),
-            None if spread is None else rows.scatter(spread),
+            None if entropies is None else rows.scatter(entropies),
             rows.scatter(values),
         )
 
     def draw_noise(self, random: np.random.Generator, steps: int) -> np.ndarray:
-        """A number in [0, 1) for every token: ``[steps, C, D]``."""
+        """Return a uniform number in [0, 1) per token: ``[steps, C, D]``."""
         return random.random(size=(steps, *self.module.action_shape), dtype=np.float32)
 
     def act(
         self, observations: Mapping[str, Tensor], noise: Tensor | None, temperature: float
     ) -> dict[str, Tensor]:
-        """``action`` float32 ``[n, C, D]``, ``tokens`` int64 and ``logprob`` float32 alike, and
-        ``value`` float32 ``[n]``, or ``[n, C]`` of each action."""
+        """Return ``action`` float32, ``tokens`` int64 and ``logprob`` float32, each ``[n, C, D]``,
+        and ``value`` float32 ``[n]``, or ``[n, C]`` per action."""
         state = observations["observation"]
-        told = observations.get(INSTRUCTION_COLUMN)
-        rows = instructions_or_empty(None if told is None else told.cpu().numpy(), len(state))
-        prompt, there = (x[0].to(state.device) for x in self._prompts(rows[None]))
-        seen = {**observations, "prompt": prompt, "there": there, "state": state}
-        logits, values = self._said(seen)
+        instructions = observations.get(INSTRUCTION_COLUMN)
+        rows = instructions_or_empty(
+            None if instructions is None else instructions.cpu().numpy(), len(state)
+        )
+        prompt, token_mask = (x[0].to(state.device) for x in self._prompts(rows[None]))
+        seen = {**observations, "prompt": prompt, "there": token_mask, "state": state}
+        logits, values = self._forward(seen)
         logprobs = F.log_softmax(logits / (temperature or 1.0), -1)
         if noise is None:
             choice = logprobs.argmax(-1)
         else:
-            # The number falls into the share of one of the tokens, laid side by side.
+            # Inverse transform sampling from the cumulative distribution.
             below = logprobs.exp().cumsum(-1) <= noise[..., None]
             choice = below.sum(-1).clamp(max=self.module.n_action_bins - 1)
         tokens = choice + self.module.first_action_token
@@ -269,17 +275,17 @@ class VLAPolicy(Policy):
         return "value" if parameter.startswith("value_head.") else "policy"
 
     def num_tokens(self, record: Record) -> int:
-        # Prompts are of about that length.
+        # The template approximates the length of the prompt.
         return max(1, len(record)) * (self.module.positions + len(self._prompt))
 
     def blocks(self) -> list[nn.Module]:
         return self.module.blocks
 
-    def _said(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the network says of rows ``[n, ...]``."""
-        pictures = {camera: columns[IMAGE_PREFIX + camera] for camera in self.module.cameras}
+    def _forward(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return logits and values of the network for rows ``[n, ...]``."""
+        images = {camera: columns[IMAGE_PREFIX + camera] for camera in self.module.cameras}
         state = columns["state"][:, : self.module.proprio_dim] if self.module.proprio_dim else None
-        found: tuple[Tensor, Tensor] = self.module(
-            columns["prompt"], columns["there"], state, **pictures
+        outputs: tuple[Tensor, Tensor] = self.module(
+            columns["prompt"], columns["there"], state, **images
         )
-        return found
+        return outputs

@@ -1,4 +1,4 @@
-"""What policies that act by chunks on pictures and an instruction share."""
+"""Shared parts of vision-language-action policies: instruction tokens and flat batches of steps."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from rlinf.models.base import Batch
 
 
 class InstructionTokenizer:
-    """Token ids of instructions, each read once."""
+    """Converts instructions to padded token ids, with a cache."""
 
     def __init__(self, tokenize: Callable[[str], list[int]], *, pad_start: bool) -> None:
         """
         Args:
-            read: the ids of a text.
-            left: fill rows up on the left, else on the right.
+            tokenize: Returns the token ids of a text.
+            pad_start: Whether to pad on the left; otherwise on the right.
         """
-        self._left = pad_start
-        self._of = functools.lru_cache(4096)(
+        self._pad_start = pad_start
+        self._tokenize = functools.lru_cache(4096)(
             lambda row: tokenize(decode_instruction(np.frombuffer(row, np.uint8)))
         )
 
     def __call__(self, instructions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Ids int64 ``[B, T, L]``, and where they are, bool, of instructions uint8 ``[B, T, N]``
-        (:mod:`rlinf.data.episodes`)."""
+        """Return token ids int64 ``[B, T, L]`` and their mask, bool, for instructions uint8
+        ``[B, T, N]`` (:mod:`rlinf.data.episodes`)."""
         flat = instructions.reshape(-1, instructions.shape[-1])
-        rows = [self._of(row.tobytes()) for row in flat]
+        rows = [self._tokenize(row.tobytes()) for row in flat]
         length = max(1, *map(len, rows))
-        ids, there = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), bool)
-        for place, row in enumerate(rows):
-            begin = length - len(row) if self._left else 0
-            ids[place, begin : begin + len(row)] = row
-            there[place, begin : begin + len(row)] = True
+        ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), bool)
+        for index, row in enumerate(rows):
+            begin = length - len(row) if self._pad_start else 0
+            ids[index, begin : begin + len(row)] = row
+            mask[index, begin : begin + len(row)] = True
         shape = (*instructions.shape[:2], length)
-        return torch.from_numpy(ids).reshape(shape), torch.from_numpy(there).reshape(shape)
+        return torch.from_numpy(ids).reshape(shape), torch.from_numpy(mask).reshape(shape)
 
 
 def instructions_or_empty(column: np.ndarray | None, count: int) -> np.ndarray:
-    """Of steps, uint8 ``[count, N]``; empty ones where a task has none."""
+    """Return the instructions of steps, uint8 ``[count, N]``; empty if the task has none."""
     return np.zeros((count, 1), np.uint8) if column is None else column
 
 
 class FlatSteps:
-    """The steps of a batch side by side, without its padding, which would cost as much."""
+    """The steps of a batch without padding, because padding would cost as much compute."""
 
     def __init__(self, batch: Batch) -> None:
         self._mask = batch["mask"]
         self._rows = self._mask.flatten().nonzero()[:, 0]
         self.columns = {name: c.flatten(0, 1)[self._rows] for name, c in batch.items()}
-        """``[n, ...]``."""
+        """The columns of the batch, ``[n, ...]``."""
 
     def scatter(self, column: Tensor) -> Tensor:
-        """``[n, ...]`` as ``[B, T, ...]``, with zeros in the padding."""
+        """Return a column ``[n, ...]`` as ``[B, T, ...]``, with zeros in the padding."""
         out = column.new_zeros(self._mask.numel(), *column.shape[1:])
         out = out.index_copy(0, self._rows, column)
         return out.reshape(*self._mask.shape, *column.shape[1:])

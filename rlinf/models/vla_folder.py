@@ -1,9 +1,9 @@
-"""The folder of :mod:`rlinf.models.vla`: made, read, held against a task.
+"""Policy folders of :mod:`rlinf.models.vla`: create, read, and check against a task.
 
-Two kinds of ``config.json``. One of ours says all sizes. Those that were published with OpenVLA and
-OpenVLA-OFT name the two vision towers (``timm_model_ids``), have the statistics of actions inside
-(``norm_stats``) unless ``dataset_statistics.json`` stands beside them, and leave to code what the
-policy is asked for: a policy folder made of one says it (:func:`asked`).
+There are two kinds of ``config.json``. Folders of this project have all sizes. Folders of OpenVLA
+and OpenVLA-OFT name the two vision towers (``timm_model_ids``) and have the action statistics
+inside (``norm_stats``), unless there is a ``dataset_statistics.json``. They define chunk, cameras
+and prompt in code, so :func:`missing_settings` adds these when a policy folder is created.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ KNOWN_TOWERS: dict[str, dict[str, int | None]] = {
         "registers": None,
     },
 }
-"""Towers of published folders by timm's names of them, in the order of :data:`TOWERS`."""
+"""Vision towers of published folders by their names in timm, in the order of :data:`TOWERS`."""
 LLAMA_DEFAULTS = {"hidden_size": 4096, "num_attention_heads": 32}
-"""Transformers' Llama, where a published folder says nothing else."""
+"""Defaults of Llama in transformers, for values that published folders omit."""
 TOWER_NORMALIZATION = {
     "featurizer": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
     "fused_featurizer": {"mean": [0.5] * 3, "std": [0.5] * 3},
 }
-"""Of colours between 0 and 1, of new towers: ImageNet's for DINOv2."""
+"""Mean and std of colours in [0, 1] for new towers; those of ImageNet for DINOv2."""
 OPTIONAL_TENSORS = ("value_head.", "proprio_projector.", "places")
 """Tensors that a folder may lack."""
 
 
 class VLAConfig(Section):
-    """``path`` to a folder, or the sizes of a new network."""
+    """Options of OpenVLA policies: a folder, or the sizes of a new network."""
 
     path: Path | None = None
-    """A folder of this format. Its sizes are its own; so are chunk, state and prompt, unless it was
-    published without them."""
+    """A policy folder. It defines all sizes; published folders lack chunk, state and prompt, which
+    these options then define."""
     use_fused_vision_backbone: bool = False
-    """A new network has OpenVLA's two towers, of these sizes each, and all else of its folders."""
+    """Whether a new network has OpenVLA's two vision towers (each of these sizes) and layout."""
     hidden: int = Field(default=128, gt=0)
     layers: int = Field(default=3, gt=0)
     heads: int = Field(default=4, gt=0)
@@ -87,30 +87,35 @@ class VLAConfig(Section):
     patch_size: int = Field(default=8, gt=0)
     """Side of a patch, pixels."""
     chunk_size: int = Field(default=8, gt=0)
-    """Actions that are chosen at once and carried out one after the other."""
+    """Number of actions that the policy chooses at once and the simulator executes in turn."""
     value_level: ValueLevel = "chunk"
-    """Whether there is one value for a chunk, or one for each of its actions; advantages are of the
-    same then. The last layer of a folder's value head begins anew where that has another
-    shape."""
+    """Whether there is one value (and advantage) per chunk or per action. If the value head of a
+    folder has another shape, its last layer is initialized again."""
     proprio_dim: int = Field(default=0, ge=0)
-    """So many leading numbers of the state are seen as a token; 0: pictures and the instruction
-    alone."""
+    """Number of leading state dimensions that form an input token; 0: no state input."""
     prompt: str | None = None
-    """What the language model reads, of an instruction in small letters; null: OpenVLA's."""
+    """Prompt template with ``{instruction}`` (inserted in lower case); null: that of OpenVLA."""
     n_action_bins: int = Field(default=256, ge=2)
-    """Tokens of a number of an action."""
+    """Number of tokens per action dimension."""
     norm_stats: Path | None = None
-    """A ``dataset_statistics.json`` whose quantiles the bins of a new network lie between; null:
-    between -1 and 1."""
+    """A ``dataset_statistics.json`` whose quantiles define the bins of a new network; null: the
+    action bounds of the task, or -1 and 1 without bounds."""
     unnorm_key: str | None = None
-    """Which data set of the statistics; of a file that has one, that one."""
+    """Name of the data set in the statistics; null: the only one."""
 
 
 def new_vla_config(
     config: VLAConfig, spec: ModelSpec, vocabulary: int, dataset: str, statistics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``config.json`` of a new network with so many tokens beside those of actions, whose bins
-    lie between the statistics of a data set."""
+    """Return the ``config.json`` of a new network.
+
+    Args:
+        config: The options of the policy.
+        spec: The model spec of the task.
+        vocabulary: Number of tokens besides the action tokens.
+        dataset: Name of the data set of the action statistics.
+        statistics: The action statistics, which define the bins.
+    """
     size = next(iter(spec["images"].values()))
     tower = {
         "image_size": size,
@@ -159,7 +164,7 @@ def new_vla_config(
 
 
 def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``preprocessor_config.json`` of a new network of two towers."""
+    """Return the ``preprocessor_config.json`` of a new network with two towers."""
     sizes = [settings["vision_config"][tower]["image_size"] for tower in TOWERS]
     return {
         "image_resize_strategy": "resize-naive",
@@ -169,16 +174,16 @@ def new_preprocessor_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vla_config(folder: Path, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a folder says of its network: its ``config.json``, with sizes and scaling of towers that
-    are named there.
+    """Read the ``config.json`` of a folder and add the sizes and normalization of named towers.
 
     Args:
-        more: what it leaves out (:func:`asked`).
+        folder: The policy folder.
+        more: Values that the file omits (:func:`missing_settings`).
 
     Raises:
-        DataError: a file is missing, of another model, or lacks something; names it.
+        DataError: A file is missing, belongs to another model, or lacks values.
     """
-    # Code that came with it is not run: all of it is here.
+    # The folder's own code is never run.
     check_checkpoint(folder, True)
     settings = {**read_config_json(folder), **(more or {})}
     where = f"model.path: {folder}/config.json"
@@ -215,7 +220,7 @@ def read_vla_config(folder: Path, more: Mapping[str, Any] | None = None) -> dict
 
 
 def _lacking(vision: Any, *, fused: bool) -> list[str]:
-    """Keys that a ``vision_config`` is without."""
+    """Return the missing keys of a ``vision_config``."""
     sizes = {"image_size", *next(iter(KNOWN_TOWERS.values()))} - (set() if fused else {"registers"})
     towers = {f"vision_config.{t}": vision.get(t, {}) for t in TOWERS} if fused else {}
     return [
@@ -226,7 +231,7 @@ def _lacking(vision: Any, *, fused: bool) -> list[str]:
 
 
 def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the towers that a published folder names."""
+    """Return the sizes of the towers that a published folder names."""
     ids, sides = settings["timm_model_ids"], settings["image_sizes"]
     if [str(name).partition(".")[0] for name in ids] != list(KNOWN_TOWERS):
         raise DataError(
@@ -243,38 +248,43 @@ def _known_towers(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(folder: Path, towers: Mapping[str, Any]) -> dict[str, Any]:
-    """Towers with the colours that they take, as the folder's preprocessor says."""
+    """Add the colour normalization in the folder's preprocessor config to the towers."""
     key = "tvf_normalize_params"
-    given: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
+    params: Any = read_json_object(folder / PREPROCESSOR_FILE).get(key)
     try:
-        found = [{name: list(map(float, one[name])) for name in ("mean", "std")} for one in given]
-        if len(found) != len(TOWERS) or any(len(row) != 3 for one in found for row in one.values()):
+        scalings = [
+            {name: list(map(float, one[name])) for name in ("mean", "std")} for one in params
+        ]
+        rows = [row for scaling in scalings for row in scaling.values()]
+        if len(scalings) != len(TOWERS) or any(len(row) != 3 for row in rows):
             raise ValueError("not three numbers of each for each of two towers")
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three colours "
-            f"for each of the two towers ({error!r}); fetch it again"
+            f"model.path: {folder / PREPROCESSOR_FILE}: {key}: it has mean and std of the three "
+            f"colours for each of the two towers ({error!r}); fetch it again"
         ) from None
     return {
-        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, found, strict=True)
+        tower: {**towers[tower], **scaling} for tower, scaling in zip(TOWERS, scalings, strict=True)
     }
 
 
 def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[str, Any]:
-    """What the ``config.json`` of a folder leaves to code, for this task; nothing of one of ours.
+    """Return the values that a published ``config.json`` omits, for this task.
+
+    Folders of this project omit nothing.
 
     Raises:
-        DataError: it is unreadable, or has no statistics of the data set.
+        DataError: The folder is unreadable, or lacks the statistics of the data set.
     """
     check_checkpoint(folder, True)
     settings = read_config_json(folder)
     if not settings.get("use_fused_vision_backbone") or "cameras" in settings:
         return {}
-    name, found = read_folder_statistics(folder, settings, config)
-    # The empty token behind it is what tokens of actions followed in training.
+    name, statistics = read_folder_statistics(folder, settings, config)
+    # In the original training an empty token precedes the action tokens.
     return {
         "num_actions_chunk": config.chunk_size,
-        "action_dim": len(found["action"]["q01"]),
+        "action_dim": len(statistics["action"]["q01"]),
         "proprio_dim": config.proprio_dim,
         "cameras": list(spec["images"]),
         "prompt": f"{DEFAULT_PROMPT} " if config.prompt is None else config.prompt,
@@ -285,11 +295,12 @@ def missing_settings(folder: Path, config: VLAConfig, spec: ModelSpec) -> dict[s
 def read_folder_statistics(
     folder: Path, settings: Mapping[str, Any], config: VLAConfig
 ) -> tuple[str, dict[str, Any]]:
-    """The data set whose statistics a folder's bins have, and they: of its
-    ``dataset_statistics.json``, or else of its ``config.json``.
+    """Return the name and the action statistics of the data set that defines a folder's bins.
+
+    They are in ``dataset_statistics.json``, or else in ``config.json``.
 
     Raises:
-        DataError: they are nowhere, or malformed, or of several data sets.
+        DataError: They are missing, malformed, or ambiguous.
     """
     dataset = config.unnorm_key or settings.get("unnorm_key")
     if "norm_stats" not in settings or (folder / STATISTICS_FILE).exists():
@@ -299,14 +310,15 @@ def read_folder_statistics(
 
 
 def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> None:
-    """See that stored tensors are a network's but for those that may lack.
+    """Check that stored tensors fit a network, except for optional ones.
 
     Args:
-        shapes: of the tensors in the folder.
-        module: may be on the meta device.
+        folder: The policy folder.
+        shapes: Shapes of the tensors in the folder.
+        module: The network; may be on the meta device.
 
     Raises:
-        DataError: they are not; names files and tensors.
+        DataError: They do not fit; names files and tensors.
     """
     own = {
         name: t.shape
@@ -321,10 +333,10 @@ def check_vla_tensors(folder: Path, shapes: TensorShapes, module: nn.Module) -> 
 def new_meta_network(
     folder: Path, settings: Mapping[str, Any], value_level: ValueLevel = "chunk"
 ) -> VLANetwork:
-    """The network of a folder, without memory.
+    """Create the network of a folder on the meta device.
 
     Raises:
-        DataError: its settings describe none.
+        DataError: The configuration is invalid.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -339,10 +351,10 @@ def new_meta_network(
 
 
 def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
-    """See that a task shows and takes what a network was made for.
+    """Check that images, state and actions of a task fit a network.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: They do not.
     """
     images, towers = spec["images"], tower_settings(settings)
     vision = towers[0]
@@ -359,8 +371,8 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
             )
     if any(side % vision["patch_size"] for side in vision["image_size"]):
         raise ConfigError(
-            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} are "
-            f"not whole patches of {vision['patch_size']}"
+            f"model.patch_size: pictures of {vision['image_size'][0]} x {vision['image_size'][1]} "
+            f"are not whole patches of {vision['patch_size']}"
         )
     if settings["action_dim"] != spec["action"]["size"]:
         raise ConfigError(
@@ -389,12 +401,12 @@ def check_vla_task(settings: Mapping[str, Any], spec: ModelSpec) -> None:
         )
     if settings["use_fused_vision_backbone"] and vision["num_hidden_layers"] < 2:
         raise ConfigError(
-            "model.vision_layers: of two towers (model.use_fused_vision_backbone) the last layer is not run; give 2 or "
-            "more"
+            "model.vision_layers: with two towers (model.use_fused_vision_backbone) the last layer "
+            "is not run; give 2 or more"
         )
 
 
 def tower_settings(settings: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Settings of each tower."""
+    """Return the settings of each vision tower."""
     vision = settings["vision_config"]
     return [vision[t] for t in TOWERS] if settings["use_fused_vision_backbone"] else [vision]

@@ -1,4 +1,7 @@
-"""The network of :mod:`rlinf.models.vla`."""
+"""The OpenVLA network of :mod:`rlinf.models.vla`: vision transformers, projector, language model.
+
+The vision transformers (arXiv 2010.11929) have the tensor names of timm.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ NORM_EPS = 1e-6
 
 
 class ViTAttention(nn.Module):
-    """Each patch sees all."""
+    """Bidirectional attention between all patches."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -24,13 +27,13 @@ class ViTAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*parts.unbind(0))
-        out: Tensor = self.proj(seen.transpose(1, 2).reshape(x.shape))
+        attended = F.scaled_dot_product_attention(*parts.unbind(0))
+        out: Tensor = self.proj(attended.transpose(1, 2).reshape(x.shape))
         return out
 
 
 class GeluMLP(nn.Module):
-    """Two layers with a GELU between."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class GeluMLP(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A factor for each number (arXiv 2103.17239), by the name that OpenVLA's folders have."""
+    """A learned factor per channel (arXiv 2103.17239), with the tensor name of OpenVLA."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,10 +56,16 @@ class LayerScale(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Attention and a perceptron, each after a layer norm and beside a straight path."""
+    """A transformer block: attention and an MLP with pre-normalization and residuals."""
 
     def __init__(self, width: int, heads: int, mlp: int, *, scaled: bool = False) -> None:
-        """``scaled``: with a :class:`LayerScale` behind each."""
+        """
+        Args:
+            width: Number of channels.
+            heads: Number of attention heads.
+            mlp: Hidden size of the MLP.
+            scaled: Whether a :class:`LayerScale` follows attention and MLP.
+        """
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, NORM_EPS), nn.LayerNorm(width, NORM_EPS)
         self.attn, self.mlp = ViTAttention(width, heads), GeluMLP(width, mlp, width)
@@ -69,7 +78,7 @@ class ViTBlock(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Squares of pixels as vectors."""
+    """A linear embedding of image patches."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
@@ -81,14 +90,17 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """From pixels ``[n, 3, H, W]`` in [-1, 1] to features ``[n, patches, width]``.
+    """A vision transformer from pixels ``[n, 3, H, W]`` in [-1, 1] to ``[n, patches, width]``.
 
-    Patches alone, without a class token.
+    It has no class token.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: ``image_size`` (height and width), ``patch_size``, ``hidden_size``,
-        ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size``."""
+        """
+        Args:
+            settings: ``image_size`` (height and width), ``patch_size``, ``hidden_size``,
+                ``num_hidden_layers``, ``num_attention_heads`` and ``intermediate_size``.
+        """
         super().__init__()
         width, patch = settings["hidden_size"], settings["patch_size"]
         rows, columns = (side // patch for side in settings["image_size"])
@@ -110,9 +122,9 @@ class VisionTower(nn.Module):
 
 
 class UnusedTensors(nn.Module):
-    """The tensors of a part that is never run, by its names: folders have them.
+    """The tensors of a module that is never computed, because published folders have them.
 
-    They are buffers, so that nothing waits for gradients that never come.
+    They are buffers, so that no component expects gradients.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -124,7 +136,7 @@ class UnusedTensors(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """What SigLIP sums a picture up with; of a policy that looks at patches only tensors."""
+    """The attention pooling of SigLIP; a policy uses only patch features, so this never runs."""
 
     def __init__(self, width: int, mlp: int) -> None:
         super().__init__()
@@ -135,16 +147,20 @@ class AttentionPool(nn.Module):
 
 
 class PretrainedVisionTower(nn.Module):
-    """DINOv2 with registers (arXiv 2309.16588) or SigLIP (arXiv 2303.15343), as OpenVLA looks
-    through them: from pixels ``[n, 3, H, W]``, normalised as the tower's are, to what the last
-    block but one says of patches, ``[n, patches, width]``, without a norm.
+    """DINOv2 with registers (arXiv 2309.16588) or SigLIP (arXiv 2303.15343), as OpenVLA uses them.
 
-    The last block, the norm and the pool of a folder are :class:`UnusedTensors`.
+    It maps normalized pixels ``[n, 3, H, W]`` to the patch outputs of the second-to-last block,
+    ``[n, patches, width]``, without a final norm. The last block, the norm and the pooling of a
+    folder are :class:`UnusedTensors`.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: as of :class:`VisionTower`, with at least two layers, and ``registers``:
-        tokens beside a class token, with layer scale; None: SigLIP, which has neither."""
+        """
+        Args:
+            settings: As for :class:`VisionTower`, with at least two layers, and ``registers``: the
+                number of register tokens of DINOv2; None for SigLIP, which has no class token, no
+                registers and no layer scale.
+        """
         super().__init__()
         width, patch, registers = (
             settings[name] for name in ("hidden_size", "patch_size", "registers")
@@ -161,11 +177,11 @@ class PretrainedVisionTower(nn.Module):
             self.num_prefix_tokens = 1 + registers
         else:
             self.attn_pool = UnusedTensors(AttentionPool(width, mlp))
-        made = [
+        blocks = [
             ViTBlock(width, heads, mlp, scaled=registers is not None)
             for _ in range(settings["num_hidden_layers"])
         ]
-        self.blocks = nn.ModuleList([*made[:-1], UnusedTensors(made[-1])])
+        self.blocks = nn.ModuleList([*blocks[:-1], UnusedTensors(blocks[-1])])
         self.norm = UnusedTensors(nn.LayerNorm(width, NORM_EPS))
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -179,21 +195,24 @@ class PretrainedVisionTower(nn.Module):
 
 
 TOWERS = ("featurizer", "fused_featurizer")
-"""OpenVLA's names of its two, DINOv2 and SigLIP."""
+"""OpenVLA's names of its two vision towers, DINOv2 and SigLIP."""
 
 
 def first_action_token(settings: Mapping[str, Any]) -> int:
-    """The id of the first token of actions: they are the last ones before those that fill the
-    vocabulary up."""
-    known = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
-    return int(known - settings["n_action_bins"])
+    """Return the id of the first action token. Action tokens are the last ones of the vocabulary
+    before its padding."""
+    size = settings["text_config"]["vocab_size"] - settings.get("pad_to_multiple_of", 0)
+    return int(size - settings["n_action_bins"])
 
 
 class SingleTowerBackbone(nn.Module):
-    """From pictures to features of patches, by one tower."""
+    """A vision backbone with one tower, from images to patch features."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """``settings``: as :class:`rlinf.models.vla_network.VisionTower` takes them."""
+        """
+        Args:
+            settings: The settings of :class:`VisionTower`.
+        """
         super().__init__()
         self.featurizer = VisionTower(settings)
         self.width, self.patches = int(settings["hidden_size"]), self.featurizer.patches
@@ -203,19 +222,21 @@ class SingleTowerBackbone(nn.Module):
         return list(self.featurizer.blocks)
 
     def forward(self, pictures: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[n, patches, width]`` of uint8 ``[n, H, W, 3]``."""
+        """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
         pixels = pictures.permute(0, 3, 1, 2).to(dtype) / 127.5 - 1
-        found: Tensor = self.featurizer(pixels)
-        return found
+        features: Tensor = self.featurizer(pixels)
+        return features
 
 
 class FusedVisionBackbone(nn.Module):
-    """By DINOv2 and SigLIP, whose features of a patch stand side by side (arXiv 2402.07865)."""
+    """A vision backbone that concatenates DINOv2 and SigLIP features (arXiv 2402.07865)."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """``settings``: of each of :data:`TOWERS`, as
-        :class:`rlinf.models.vla_network.PretrainedVisionTower` takes them, with the ``mean`` and ``std``
-        of colours between 0 and 1 that it was trained with."""
+        """
+        Args:
+            settings: For each of :data:`TOWERS`, the settings of :class:`PretrainedVisionTower`
+                with ``mean`` and ``std`` of its training data, for colours between 0 and 1.
+        """
         super().__init__()
         self.featurizer, self.fused_featurizer = (
             PretrainedVisionTower(settings[t]) for t in TOWERS
@@ -226,26 +247,26 @@ class FusedVisionBackbone(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Those that are run."""
+        """The blocks that are computed."""
         return [*self.featurizer.blocks[:-1], *self.fused_featurizer.blocks[:-1]]
 
     def normalize(self, pictures: Tensor) -> Tensor:
-        """The same picture for one tower and for the other, float32 ``[n, 6, H, W]``."""
+        """Return the images, normalized for each of the two towers, float32 ``[n, 6, H, W]``."""
         mean, std = torch.tensor(self._scaling, device=pictures.device)[..., None, None]
         return (pictures.permute(0, 3, 1, 2).float().repeat(1, 2, 1, 1) / 255 - mean) / std
 
     def forward(self, pictures: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[n, patches, width]`` of uint8 ``[n, H, W, 3]``."""
+        """Return features ``[n, patches, width]`` of images uint8 ``[n, H, W, 3]``."""
         pixels = self.normalize(pictures).to(dtype)
         return torch.cat([self.featurizer(pixels[:, :3]), self.fused_featurizer(pixels[:, 3:])], -1)
 
 
 class FusedProjector(nn.Module):
-    """Three layers with GELUs between."""
+    """Three linear layers with GELUs between them."""
 
-    def __init__(self, seen: int, width: int) -> None:
+    def __init__(self, size: int, width: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(seen, 4 * seen), nn.Linear(4 * seen, width)
+        self.fc1, self.fc2 = nn.Linear(size, 4 * size), nn.Linear(4 * size, width)
         self.fc3 = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,36 +275,38 @@ class FusedProjector(nn.Module):
 
 
 class VLANetwork(nn.Module):
-    """From pictures, prompt and state to what is said of every place of a chunk."""
+    """The network from images, prompt and state to logits of all placeholders and a value."""
 
     places: nn.Parameter | None
 
     def __init__(self, settings: Mapping[str, Any], value_level: ValueLevel = "chunk") -> None:
-        """``settings``: :func:`rlinf.models.vla_folder.read_vla_config` of a folder."""
+        """
+        Args:
+            settings: The result of :func:`rlinf.models.vla_folder.read_vla_config`.
+            value_level: Whether there is one value per chunk or per action.
+        """
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         super().__init__()
         vision, text = settings["vision_config"], LlamaConfig(**settings["text_config"])
         self.action_shape = (int(settings["num_actions_chunk"]), int(settings["action_dim"]))
         self.cameras = list(settings["cameras"])
-        self.first_action_token, self.n_action_bins = (
-            first_action_token(settings),
-            int(settings["n_action_bins"]),
-        )
+        self.first_action_token = first_action_token(settings)
+        self.n_action_bins = int(settings["n_action_bins"])
         self.use_fused_vision_backbone = bool(settings["use_fused_vision_backbone"])
         self.vision_backbone = (
             FusedVisionBackbone(vision)
             if self.use_fused_vision_backbone
             else SingleTowerBackbone(vision)
         )
-        width, seen = text.hidden_size, self.vision_backbone.width
+        width, features = text.hidden_size, self.vision_backbone.width
         self.projector = (
-            FusedProjector(seen, width)
+            FusedProjector(features, width)
             if self.use_fused_vision_backbone
-            else GeluMLP(seen, width, width)
+            else GeluMLP(features, width, width)
         )
-        made: Any = AutoModelForCausalLM
-        self.language_model = made.from_config(
+        factory: Any = AutoModelForCausalLM
+        self.language_model = factory.from_config(
             text, dtype=torch.float32, attn_implementation="sdpa"
         )
         self.proprio_dim = int(settings.get("proprio_dim", 0))
@@ -292,8 +315,8 @@ class VLANetwork(nn.Module):
         self._places = self.action_shape[0] * self.action_shape[1]
         end = text.eos_token_id
         self._end = end[0] if isinstance(end, list) else int(end or 0)
-        # Without any, all places are alike to the first layer, and positions alone tell them
-        # apart in the others: a small network takes long to learn that.
+        # Empty placeholders differ only by their positions, which small networks learn slowly. So
+        # small networks have learned placeholders.
         learned = (
             None
             if self.use_fused_vision_backbone
@@ -309,26 +332,26 @@ class VLANetwork(nn.Module):
 
     @property
     def positions(self) -> int:
-        """Of a step, without its prompt."""
-        seen = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio_dim)
-        return int(seen + self._places + self.use_fused_vision_backbone)
+        """Number of positions of a step, without its prompt."""
+        inputs = self.vision_backbone.patches * len(self.cameras) + bool(self.proprio_dim)
+        return int(inputs + self._places + self.use_fused_vision_backbone)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Those of towers and language model that are run."""
+        """The computed blocks of towers and language model."""
         return [*self.vision_backbone.blocks, *self.language_model.model.layers]
 
     def forward(
         self, prompt: Tensor, there: Tensor, state: Tensor | None, **pictures: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits float32 ``[n, C, D, bins]`` and values float32 ``[n]``, or ``[n, C]`` of each
+        """Return logits float32 ``[n, C, D, bins]`` and values float32 ``[n]``, or ``[n, C]`` per
         action.
 
         Args:
-            prompt: token ids ``[n, L]``, filled up on the left.
-            there: bool ``[n, L]``, where they are.
-            state: ``[n, proprio]``.
-            pictures: uint8 ``[n, H, W, 3]``, by camera.
+            prompt: Token ids ``[n, L]``, padded on the left.
+            there: The mask of the prompt, bool ``[n, L]``.
+            state: ``[n, proprio_dim]``.
+            pictures: Images uint8 ``[n, H, W, 3]`` by camera.
         """
         model = self.language_model.model
         dtype = self.projector.fc1.weight.dtype
@@ -341,8 +364,8 @@ class VLANetwork(nn.Module):
         words = model.embed_tokens(prompt)
         behind = []
         if self.use_fused_vision_backbone:
-            # OpenVLA-OFT has what is seen behind the first token of the prompt (the one that begins
-            # a text), nothing at all in the places, and the token that ends a text behind them.
+            # OpenVLA-OFT inserts images and state behind the first prompt token (BOS), uses zeros
+            # as placeholders, and appends the EOS token.
             begin = there.long().argmax(1, keepdim=True)
             parts.insert(0, words.gather(1, begin[..., None].expand(-1, -1, words.shape[-1])))
             there = there.scatter(1, begin, value=False)
@@ -353,11 +376,11 @@ class VLANetwork(nn.Module):
             places = self.places.to(words.dtype).expand(len(prompt), -1, -1)
         inputs = torch.cat([*parts, words, places, *behind], 1)
         ahead = sum(part.shape[1] for part in parts)
-        seen = F.pad(there, (ahead, inputs.shape[1] - ahead - there.shape[1]), value=True)
+        valid = F.pad(there, (ahead, inputs.shape[1] - ahead - there.shape[1]), value=True)
         hidden = model(
             inputs_embeds=inputs,
-            attention_mask=seen[:, None, None].expand(-1, 1, seen.shape[1], -1),
-            position_ids=(seen.long().cumsum(1) - 1).clamp(min=0),
+            attention_mask=valid[:, None, None].expand(-1, 1, valid.shape[1], -1),
+            position_ids=(valid.long().cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         ).last_hidden_state
         first = ahead + words.shape[1]

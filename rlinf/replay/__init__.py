@@ -1,1 +1,1 @@
-"""Transitions that are kept: the buffer of a run, and those that were there before."""
+"""Replay buffers of transitions, and offline data."""

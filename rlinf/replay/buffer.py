@@ -1,11 +1,11 @@
 """A replay buffer on disk: the newest transitions of a run, in one memory-mapped file.
 
 The file is a ring of rows. Transition number ``n`` of the run lies in slot ``n % slots``, and
-``replay.json`` beside it says which numbers each iteration appended, with a checksum of each. Rows
-are written and synced before that file is replaced: an append that was cut off is not seen, and is
-made again. What an iteration may learn from (:meth:`ReplayBuffer.view`) follows from its number
-alone, for the ring has room for some iterations more than its capacity: one that is done again,
-after a later one has appended, sees the same rows.
+``replay.json`` beside it lists the range and checksum of each iteration's append. Rows are written
+and synced before that file is replaced, so an interrupted append is not visible and is repeated.
+The view of an iteration (:meth:`ReplayBuffer.view`) depends on its number alone: the ring has room
+for some iterations beyond its capacity, so an iteration that is repeated after later appends sees
+the same rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rlinf.errors import DataError
 SCHEMA = 1
 ROWS_FILE, STATE_FILE = "transitions.bin", "replay.json"
 SPARE_APPENDS = 3
-"""Appends beyond the capacity that there is room for: one that is being written, and those that
-came after the view that is read."""
+"""Room beyond the capacity, in appends: one that is being written, and those after the view that is
+read."""
 
 
 @dataclass(frozen=True)
 class AppendedRange:
-    """What one iteration added: transitions ``start`` up to ``stop`` of the run."""
+    """Transitions that one iteration added: ``start`` up to ``stop``, numbered over the run."""
 
     iteration: int
     start: int
@@ -56,22 +56,22 @@ class ReplayView(Transitions):
 
 
 class ReplayBuffer:
-    """The buffer in a folder. One process appends at a time; any number read."""
+    """The replay buffer in a folder. One process appends at a time; any number read."""
 
     def __init__(
         self, folder: Path, dtype: np.dtype, *, capacity: int, most: int, spare: int = SPARE_APPENDS
     ) -> None:
-        """Open the buffer of a folder, or make an empty one.
+        """Open the buffer of a folder, or create an empty one.
 
         Args:
-            dtype: of a row; the buffer must hold such rows.
-            capacity: most transitions that a view has.
-            most: transitions that one append may have.
-            spare: appends that there is room for beyond the capacity.
+            dtype: type of a row; the buffer must hold such rows.
+            capacity: maximum number of transitions in a view.
+            most: maximum number of transitions in one append.
+            spare: number of appends with room beyond the capacity.
 
         Raises:
-            DataError: it holds rows of another type, names the field; of other sizes; damaged; or
-                part of it is lost.
+            DataError: the buffer has rows of another type (names the field) or other sizes, is
+                damaged, or part of it is lost.
         """
         self.folder, self.dtype = folder, dtype
         self.capacity, self.most = capacity, most
@@ -81,8 +81,8 @@ class ReplayBuffer:
         if state is None:
             if (folder / ROWS_FILE).exists():
                 raise DataError(
-                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; bring it "
-                    "back from a copy, or start the run anew under another run.name"
+                    f"{folder / STATE_FILE}: lost, and with it what {ROWS_FILE} beside it holds; "
+                    "bring it back from a copy, or start the run anew under another run.name"
                 )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # First, so that rows without it are always those of a buffer that lost it.
@@ -94,21 +94,21 @@ class ReplayBuffer:
 
     @property
     def total(self) -> int:
-        """Transitions of the run so far, those that are no longer there among them."""
+        """Number of transitions of the run so far, including overwritten ones."""
         return self.appends[-1].stop if self.appends else 0
 
     def append(self, iteration: int, rows: np.ndarray) -> AppendedRange:
-        """Add what an iteration collected, the first one that is 0 and then each after the one
-        before; again it changes nothing.
+        """Add the transitions of an iteration. Iterations append in order from 0; a repeated append
+        of the same rows changes nothing.
 
-        If this iteration, or a later one, has added something else before (it is done again after
-        a change), that is forgotten first.
+        If this iteration or a later one has appended other rows before (it is repeated after a
+        change), those are forgotten first.
 
         Args:
             rows: ``[n]`` of the buffer's type.
 
         Raises:
-            DataError: rows of another type or too many, or the iteration before has added nothing.
+            DataError: rows of another type or too many, or the previous iteration has not appended.
         """
         if (wrong := dtype_mismatch(self.dtype, rows.dtype)) is not None:
             raise DataError(f"{self.folder}: rows of another type; {wrong}")
@@ -147,11 +147,11 @@ class ReplayBuffer:
         return added
 
     def view(self, iteration: int) -> ReplayView:
-        """What is learned from once ``iteration`` has added its own, checked.
+        """Return the verified transitions for the update of ``iteration``, after its append.
 
         Raises:
-            DataError: a row is damaged, the iteration has not added its own, or it was overwritten
-                since.
+            DataError: a row is damaged, the iteration has not appended, or its rows were
+                overwritten.
         """
         own = next((a for a in self.appends if a.iteration == iteration), None)
         if own is None or max(0, own.stop - self.capacity) < self._floor():
@@ -162,23 +162,23 @@ class ReplayBuffer:
             )
         stop, start = own.stop, max(0, own.stop - self.capacity)
         rows = np.memmap(self.folder / ROWS_FILE, self.dtype, "r", shape=(self.slots,))
-        found = ReplayView(rows, start, stop, own.stop - own.start)
+        view = ReplayView(rows, start, stop, own.stop - own.start)
         for known in self.appends:
             if self._floor() <= known.start <= known.stop <= stop and known.stop > start:
                 numbers = np.arange(known.start, known.stop) % self.slots
                 if xxhash.xxh3_128_hexdigest(rows[numbers].tobytes()) != known.checksum:
                     raise DataError(
-                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} are "
-                        "damaged; start the run anew under another run.name"
+                        f"{self.folder / ROWS_FILE}: transitions of iteration {known.iteration} "
+                        "are damaged; start the run anew under another run.name"
                     )
-        return found
+        return view
 
     def _floor(self) -> int:
-        """The first number that neither an append nor one that was cut off has overwritten."""
+        """Return the first number that no append, not even an interrupted one, has overwritten."""
         return max(0, self.total + self.most - self.slots)
 
     def _write(self, start: int, rows: np.ndarray) -> None:
-        """Rows into the ring, from number ``start`` on, and to disk."""
+        """Write rows into the ring from number ``start`` on, and sync them."""
         handle = os.open(self.folder / ROWS_FILE, os.O_RDWR)
         try:
             size, first = self.dtype.itemsize, start % self.slots
@@ -234,10 +234,10 @@ class ReplayBuffer:
                 )
 
     def _open_rows(self) -> None:
-        """See that the file of rows is whole; that of an empty buffer may still have to be made.
+        """Check that the file of rows is complete; create that of an empty buffer.
 
         Raises:
-            DataError: it is not.
+            DataError: it is damaged.
         """
         path, wanted = self.folder / ROWS_FILE, self.slots * self.dtype.itemsize
         size = path.stat().st_size if path.exists() else 0

@@ -1,12 +1,12 @@
-"""Transitions that were there before a run: demonstrations, or a data set.
+"""Offline data: transitions that existed before a run, such as demonstrations.
 
-Either trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of them), a
-folder of LeRobot's format (:mod:`rlinf.data.lerobot`), or one HDF5 file with a data set per column:
+Supported are trajectories as rollouts write them (a ``trajectories-*.h5`` file, or a folder of
+them), a LeRobot dataset (:mod:`rlinf.data.lerobot`), or one HDF5 file with a dataset per column:
 ``observations`` ``[N, D]``, ``actions`` ``[N, A]``, ``rewards`` ``[N]``, ``terminated`` ``[N]`` (or
 ``terminals``), and optionally ``truncated`` (or ``timeouts``) and ``next_observations``.
 
-Rewards are those that the simulator gave, as in the trajectories of rollouts: what a run makes of
-the ones it collects, it makes of these.
+The rewards are the simulator's, as in the trajectories of rollouts. A run transforms them like
+those that it collects.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rlinf.data.transitions import (
 from rlinf.errors import DataError, InputError
 
 COLUMN_ALIASES = {"terminated": "terminals", "truncated": "timeouts"}
-"""Other names of columns (those of D4RL)."""
+"""Alternative names of columns, as in D4RL."""
 REQUIRED_COLUMNS = ("observations", "actions", "rewards", "terminated")
 VECTOR_COLUMNS = ("observations", "actions", "next_observations")
 TRAJECTORY_FILES = "trajectories-*.h5"
 RewardFunction = Callable[[Record], np.ndarray]
-"""The rewards of a record's steps, ``[T]``, of those that the simulator gave."""
+"""Computes the rewards of a record's steps, ``[T]``, from the simulator's."""
 
 
 def check_offline_data(path: Path) -> None:
-    """See that there are transitions, without reading them.
+    """Check that a file or folder has transitions, without reading them.
 
     Raises:
-        DataError: there are none; names the column that is missing.
+        DataError: it has none; names the missing column.
     """
     if path.is_dir():
         if lerobot.is_lerobot_dataset(path):
@@ -56,23 +56,23 @@ def check_offline_data(path: Path) -> None:
 
 
 def environment_rewards(record: Record) -> np.ndarray:
-    """The rewards that the simulator gave, ``[T]``."""
+    """Return the simulator's rewards, ``[T]``."""
     return np.asarray(record.steps["rewards"])
 
 
 def load_offline_data(
     path: Path, reward: RewardFunction = environment_rewards
 ) -> InMemoryTransitions:
-    """All transitions of a file or folder.
+    """Return all transitions of a file or folder.
 
-    Where a column file does not say what came next, that is the row after; a row whose next one
-    begins another episode without an end of its own (``truncated``), or is missing, is left out.
+    If a column file has no next observations, that of the next row is used. A row is dropped if its
+    next row is missing or begins another episode without a recorded end (``truncated``).
 
     Args:
-        judge: of a column file it gets one record of all rows, in which episodes have no ends.
+        reward: for a column file it receives one record of all rows, without episode ends.
 
     Raises:
-        DataError: it holds no transitions.
+        DataError: there are no transitions.
     """
     if path.is_dir():
         if lerobot.is_lerobot_dataset(path):
@@ -121,7 +121,7 @@ def _transitions(
 
 
 def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
-    """The data sets by our names, of one length."""
+    """Return the datasets by the product's column names, all of one length."""
     found: dict[str, h5py.Dataset] = {}
     for name in (*REQUIRED_COLUMNS, "truncated", "next_observations"):
         for own in (name, COLUMN_ALIASES.get(name, name)):
@@ -138,19 +138,20 @@ def _columns(path: Path, file: h5py.File) -> dict[str, h5py.Dataset]:
     for name, column in found.items():
         if len(column) != count or column.ndim != 1 + (name in VECTOR_COLUMNS):
             raise DataError(
-                f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} observations"
+                f"algorithm.offline_data: {path}: {name} is {column.shape}, with {count} "
+                "observations"
             )
     return found
 
 
 def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
     columns = _columns(path, file)
-    seen, actions = columns["observations"], columns["actions"]
-    rows = np.zeros(len(seen), transition_dtype(seen.shape[1], actions.shape[1]))
+    observations, actions = columns["observations"], columns["actions"]
+    rows = np.zeros(len(observations), transition_dtype(observations.shape[1], actions.shape[1]))
     for name, column in columns.items():
         rows[name] = column[:]
-    given = {name: rows[name] for name in ("observations", "actions", "rewards")}
-    rows["rewards"] = judge(Record(RecordId(0, 0), given))
+    record_columns = {name: rows[name] for name in ("observations", "actions", "rewards")}
+    rows["rewards"] = judge(Record(RecordId(0, 0), record_columns))
     kept = np.ones(len(rows), bool)
     if "next_observations" not in columns and len(rows):
         rows["next_observations"][:-1] = rows["observations"][1:]

@@ -100,7 +100,7 @@ def _numbers(value: Any, where: str) -> np.ndarray:
         array = np.asarray(value)
         if array.dtype.kind in "biuf" or all(isinstance(n, Real | Decimal) for n in array.flat):
             return array.astype(np.float64)
-    except (TypeError, ValueError, RuntimeError):  # of lists of unlike lengths, of torch tensors
+    except (TypeError, ValueError, RuntimeError):  # from ragged lists or torch tensors
         pass
     raise InputError(
         f"{where} got {_kind(value)}, which is no number; give one number, or an array of one for "
@@ -241,8 +241,8 @@ class Reward(Component, ABC):
         if not reward.ndim:
             if spans_several_episodes(trajectory):
                 raise InputError(
-                    f"{where} holds several episodes and got one number, which does not say of "
-                    "which; give one for each step (rlinf.data.episodes says where episodes end), "
+                    f"{where} holds several episodes and got one number for all of them; "
+                    "give one for each step (rlinf.data.episodes has the ends of episodes), "
                     "or set rollout.group_size above 1: a sample is one episode then"
                 )
             reward = np.append(np.zeros(length - 1), reward)

@@ -1,7 +1,7 @@
-"""A chat model behind an HTTP endpoint with OpenAI's interface (``POST /chat/completions``).
+"""A chat model behind an OpenAI-compatible HTTP endpoint (``POST /chat/completions``).
 
-Requests are tried again where that may help, within a budget. Retries wait for a random time below
-a limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
+Failed requests are retried within a budget if that may help. Retries wait for a random time below a
+limit that doubles each time ("full jitter": M. Brooker, Exponential Backoff And Jitter, AWS
 Architecture Blog, 2015), and at least as long as the server's ``Retry-After`` says.
 """
 
@@ -33,31 +33,42 @@ from rlinf.errors import ConfigError, DataError
 from rlinf.verified_io import is_owner_only
 
 MAX_BLOCKS = 1000
-"""Of a large budget; of a small one each request is a block."""
+"""Number of blocks of a large budget. In a small budget each request is a block."""
 
 
 class SharedRequestQuota:
-    """Of one process; not for several threads at once."""
+    """Requests that the processes of a run have reserved of its budget, before they are sent.
+
+    Requests are reserved in blocks. A block is a file that contains the number of its requests and
+    is named by the next free number. It is created with ``link``, which fails if another process
+    was first, also on NFS. So any number of processes, in any order, reserve no more than the
+    budget. The rest of a block is lost when its process ends, so a block is no larger than its
+    process needs.
+
+    One quota belongs to one process and is not thread-safe.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         """
         Args:
-            folder: where those of all processes are, earlier ones too; None: there are no others.
+            folder: folder of the blocks of all processes, earlier ones included; None: this is the
+                only process.
         """
         self._folder = folder
         self._next = self._reserved = 0
-        """Number of blocks that were seen, and of requests in them."""
+        """Number of known blocks, and of requests in them."""
 
     def reserve(self, most: int, wanted: int) -> int:
-        """Take a block of a budget of ``most`` requests.
+        """Reserve a block of a budget of ``most`` requests.
 
         Args:
-            wanted: most that are in it, if that is one or more.
+            wanted: maximum size of the block, if at least one.
 
-        Returns how many are in it; 0: the budget is used up.
+        Returns:
+            The size of the block; 0: the budget is used up.
 
         Raises:
-            DataError: a file in the folder is no block.
+            DataError: a file in the folder is not a block.
         """
         while True:
             self._refresh()
@@ -69,19 +80,19 @@ class SharedRequestQuota:
                 return size
 
     def _refresh(self) -> None:
-        """See what others have taken."""
+        """Read the blocks that other processes have reserved."""
         while self._folder is not None and (path := self._folder / str(self._next)).exists():
             try:
                 size = int(path.read_text())
             except ValueError:
                 raise DataError(
-                    f"{path} does not say how many requests were taken; write a number into it"
+                    f"{path} does not contain the number of reserved requests; write it there"
                 ) from None
             self._reserved, self._next = self._reserved + size, self._next + 1
 
     @staticmethod
     def _create_block(path: Path, size: int) -> bool:
-        """Make a block; false: there is one of this number already."""
+        """Create a block. Return false if there is one of this number already."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{os.getpid()}.{secrets.token_hex(8)}")
         with temporary.open("w") as file:
@@ -102,43 +113,44 @@ log = logging.getLogger(__name__)
 ENDPOINT_KEY = "reward.endpoint"
 ROUTE = "/chat/completions"
 MAX_RESPONSE_BYTES = 8 << 20
-"""Of an answer; more is none."""
+"""Maximum size of a response. A longer one is an error."""
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
-"""Status codes after which the same request may succeed, besides those from 500 on."""
+"""Status codes below 500 after which the same request may succeed. All codes from 500 on are
+retried."""
 BAD_REQUEST_STATUS = frozenset({400, 413, 422})
-"""Those that refuse this request, and not every one."""
+"""Status codes that reject this request only, not every request."""
 TIMEOUT_MESSAGE = "no answer within {:g} s"
 BYTES_PER_TOKEN = 4
-"""Where a server does not say how many tokens it took."""
+"""Estimate that is used if a server does not report the number of tokens."""
 UNANSWERED, REFUSED, OVER_BUDGET = "unanswered", "refused", "over_budget"
 
 
 class ChatEndpointConfig(Section):
-    """Where a chat model is and how it is asked; none of it changes what is asked."""
+    """Settings of the connection to a chat model. None of them changes the request itself."""
 
     base_url: str
-    """Such as ``https://host/v1``: what stands before ``/chat/completions``."""
+    """URL before ``/chat/completions``, such as ``https://host/v1``."""
     api_key_env: str | None = None
-    """Environment variable that holds the key."""
+    """Environment variable that contains the API key."""
     api_key_file: Path | None = None
-    """File that holds the key, readable by its owner alone. Without either no key is sent."""
+    """File that contains the API key, readable only by its owner. Without either setting, no key is
+    sent."""
     allow_http: bool = False
-    """Send texts and key unencrypted to other machines, where the URL says ``http``."""
+    """Send texts and key unencrypted to other machines, if the URL says ``http``."""
     max_concurrency: int = Field(default=16, gt=0)
-    """Most requests under way at once, of each process of the stage."""
+    """Maximum number of concurrent requests of each process of the stage."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """The longest that one request takes, from connecting to the last byte."""
+    """Time limit of one request, from connecting to the last byte."""
     max_retries: int = Field(default=5, ge=0)
-    """Tries after the first one."""
+    """Maximum number of retries of a request."""
     initial_backoff_s: float = Field(default=0.5, gt=0)
-    """Longest wait before the second try; doubles with each further one."""
+    """Maximum wait before the first retry; it doubles with each further one."""
     max_backoff_s: float = Field(default=60.0, gt=0)
-    """No wait is longer; a request that is told to wait longer is given up."""
+    """Upper limit of all waits. If the server demands a longer wait, the request fails."""
     max_requests: int | None = Field(default=None, gt=0)
-    """Budget of a run, of all its processes: once so many were sent, tries included, none is sent
-    any more."""
+    """Budget of a run over all its processes: number of requests, retries included."""
     max_total_tokens: int | None = Field(default=None, gt=0)
-    """The same in tokens of requests and answers. What is under way may exceed it."""
+    """Budget of a run in tokens of requests and answers. Requests in flight may exceed it."""
 
     @model_validator(mode="after")
     def _is_an_address(self) -> ChatEndpointConfig:
@@ -160,20 +172,20 @@ class ChatEndpointConfig(Section):
 
 @dataclass(frozen=True)
 class ChatReply:
-    """What came of a request."""
+    """Result of a request, or the reason why there is none."""
 
     text: str | None
-    """None: there is no answer."""
+    """Text of the answer; None: there is no answer."""
     failure: str = ""
-    """Why; :data:`UNANSWERED`, :data:`UNSUPPORTED_FAMILIES` or :data:`OVER_BUDGET`."""
+    """Reason why there is no answer: :data:`UNANSWERED`, :data:`REFUSED` or :data:`OVER_BUDGET`."""
     num_requests: int = 0
-    """That were sent."""
+    """Number of requests that were sent."""
     num_tokens: int = 0
-    """Of them and the answer."""
+    """Number of tokens of the requests and the answer."""
 
 
 def read_api_key(config: ChatEndpointConfig) -> str | None:
-    """The key to an endpoint.
+    """Return the API key of an endpoint; None if none is configured.
 
     Raises:
         ConfigError: the variable is not set, or the file is missing, empty or readable by others.
@@ -202,37 +214,37 @@ def read_api_key(config: ChatEndpointConfig) -> str | None:
         if not key:
             raise ConfigError(f"{ENDPOINT_KEY}.api_key_file: {path} is empty")
     if key is not None and not (key.isascii() and key.isprintable()):
-        # Not shown: it is a key all the same.
+        # The message does not show the key.
         raise ConfigError(f"{ENDPOINT_KEY}: the key holds characters that no header may hold")
     return key
 
 
 class RequestBudget:
-    """What of a run's budget is used up, by several threads and processes."""
+    """Used part of a run's budget, shared by threads and processes."""
 
     def __init__(self, config: ChatEndpointConfig, quota: SharedRequestQuota | None = None) -> None:
         """
         Args:
-            claims: of all processes of the run; None: this is the only one.
+            quota: requests reserved by all processes of the run; None: this is the only process.
         """
         self._config, self._lock = config, threading.Lock()
         self._claims = SharedRequestQuota(None) if quota is None else quota
         self._left = self._expected = 0
-        """Requests of the last block that was taken, and those that are still to be sent."""
+        """Unsent requests of the last reserved block, and requests that are still expected."""
         self.requests = self.tokens = 0
 
     def expect_requests(self, requests: int) -> None:
-        """So many are about to be sent, tries after the first ones not counted."""
+        """Announce the number of requests that are about to be sent, without retries."""
         with self._lock:
             self._expected = requests
 
     def record_usage(self, requests: int, tokens: int) -> None:
-        """At least so much is used up, by whomever."""
+        """Record that at least so much is used up, by any process."""
         with self._lock:
             self.requests, self.tokens = max(self.requests, requests), max(self.tokens, tokens)
 
     def acquire(self) -> bool:
-        """Whether another request may be sent; it is counted then.
+        """Return whether another request may be sent, and count it if so.
 
         Raises:
             DataError: as :meth:`rlinf.rewards.chat_endpoint.SharedRequestQuota.reserve`.
@@ -242,7 +254,7 @@ class RequestBudget:
             if tokens is not None and self.tokens >= tokens:
                 return False
             if most is not None:
-                # Requests that are known may be of a run that took no blocks yet.
+                # Known requests may be from an earlier run without blocks.
                 if self.requests >= most:
                     return False
                 self._left = self._left or self._claims.reserve(most, self._expected)
@@ -258,12 +270,12 @@ class RequestBudget:
 
 
 class ChatEndpoint:
-    """An endpoint and the key to it; may be asked by several threads."""
+    """Client of an endpoint; thread-safe."""
 
     def __init__(self, config: ChatEndpointConfig, budget: RequestBudget) -> None:
         """
         Raises:
-            ConfigError: there is no key where one is named.
+            ConfigError: the configured key does not exist.
         """
         self._config, self._spent = config, budget
         self._key = read_api_key(config)
@@ -272,14 +284,14 @@ class ChatEndpoint:
         self._not_before = 0.0
 
     def complete(self, model: str, messages: Sequence[Mapping[str, str]], **more: Any) -> ChatReply:
-        """The answer to a conversation.
+        """Return the answer to a conversation.
 
         Args:
             messages: ``role`` and ``content``.
-            more: fields of the request, such as ``temperature``.
+            more: further fields of the request, such as ``temperature``.
 
         Raises:
-            ConfigError: the endpoint refuses all requests: no such route or model, no such key.
+            ConfigError: the endpoint rejects all requests: no such route, model or key.
         """
         config = self._config
         body = json.dumps({"model": model, "messages": list(map(dict, messages)), **more})
@@ -307,7 +319,7 @@ class ChatEndpoint:
                 retry_after_s = parse_retry_after(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not isinstance(error, _Unreached):
-                    # What was answered is lost, and billed all the same.
+                    # The answer is lost but billed.
                     used = len(body) // BYTES_PER_TOKEN
                     self._spent.add_tokens(used)
                     tokens += used
@@ -316,7 +328,7 @@ class ChatEndpoint:
                 retry_after_s is not None and retry_after_s > config.max_backoff_s
             ):
                 break
-            # No result depends on when a request is sent.
+            # Results do not depend on the time of a request, so an unseeded random wait is safe.
             limit = min(config.max_backoff_s, config.initial_backoff_s * 2**attempt)
             if retry_after_s is not None:
                 self._not_before = max(self._not_before, time.monotonic() + retry_after_s)
@@ -341,7 +353,7 @@ class ChatEndpoint:
 
         def end() -> None:
             late.set()
-            # A server that sends a byte now and then never lets the socket's own limit pass.
+            # The socket's own timeout never expires if a server sends a byte now and then.
             for one in opened:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
@@ -351,11 +363,13 @@ class ChatEndpoint:
         timer.start()
         try:
             connection.sock = _connected(host, port or connection.default_port, until)
-            opened.append(connection.sock)  # it lets go of it before the last byte has come
+            opened.append(
+                connection.sock
+            )  # the connection drops its socket before the last byte arrives
             if self._tls is not None:
                 connection.sock = self._tls.wrap_socket(connection.sock, server_hostname=host)
                 opened.append(connection.sock)
-            if late.is_set():  # before there was something to shut down
+            if late.is_set():  # timed out before there was a socket to shut down
                 raise _Unreached(TIMEOUT_MESSAGE.format(config.timeout_s))
             connection.request("POST", parts.path.rstrip("/") + ROUTE, body.encode(), headers)
             response = connection.getresponse()
@@ -374,20 +388,21 @@ class ChatEndpoint:
             connection.close()
 
     def _shown(self, data: bytes) -> str:
-        """The begin of what a server said, on one line; some repeat the key they were given."""
+        """Return the beginning of a server's message on one line, without the key, which some
+        servers repeat."""
         text = " ".join(data[:2000].decode(errors="replace").split())
         return (text if self._key is None else text.replace(self._key, "(key)"))[:300]
 
 
 class _Unreached(OSError):
-    """The request was not sent."""
+    """Error of a request that was not sent."""
 
 
 def _connected(host: str, port: int, until: float) -> socket.socket:
-    """A connection, whose addresses have equal parts of the time that is left to try them.
+    """Return a connection. The host's addresses share the remaining time evenly.
 
     Raises:
-        _Unreached: there is none by then.
+        _Unreached: no address could be reached in time.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -396,21 +411,21 @@ def _connected(host: str, port: int, until: float) -> socket.socket:
     why = "it has no address"
     for tried, (family, kind, protocol, _, address) in enumerate(addresses):
         left = until - time.monotonic()
-        found = socket.socket(family, kind, protocol)
+        connection = socket.socket(family, kind, protocol)
         try:
-            found.settimeout(max(left / (len(addresses) - tried), 0.001))
-            found.connect(address)
-            found.settimeout(max(until - time.monotonic(), 0.001))
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return found
+            connection.settimeout(max(left / (len(addresses) - tried), 0.001))
+            connection.connect(address)
+            connection.settimeout(max(until - time.monotonic(), 0.001))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
         except OSError as error:
-            found.close()
+            connection.close()
             why = str(error)
     raise _Unreached(f"{host}:{port} cannot be reached ({why})")
 
 
 def parse_retry_after(value: str | None) -> float | None:
-    """Seconds that a ``Retry-After`` header (RFC 9110, 10.2.3) asks for; None: nothing."""
+    """Return the seconds of a ``Retry-After`` header (RFC 9110, 10.2.3); None if it has none."""
     if value is None:
         return None
     value = value.strip()
@@ -423,18 +438,18 @@ def parse_retry_after(value: str | None) -> float | None:
 
 
 def _read(data: bytes, body: str) -> tuple[str, int]:
-    """Text and number of tokens of an answer.
+    """Return text and number of tokens of a response.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the response is malformed.
     """
     try:
         values = json.loads(data)
         text = values["choices"][0]["message"]["content"]
         used = (values.get("usage") or {}).get("total_tokens")
     except (LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError("an answer of another form") from None
-    # A model that was cut off before it said anything says null.
+        raise ValueError("a malformed answer") from None
+    # The content is null if the answer was cut off before its first token.
     text = "" if text is None else text
     if not isinstance(text, str):
         raise ValueError("an answer without text")
@@ -447,7 +462,7 @@ def _split(url: str) -> SplitResult:
     parts = urlsplit(url)
     try:
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # from an invalid port
         known = False
     if not known or not url.isascii() or any(c.isspace() or not c.isprintable() for c in url):
         raise ValueError(f"base_url {url!r} is no address; expected something like https://host/v1")
@@ -455,7 +470,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host is this machine, by its name or number."""
+    """Return whether a host is this machine, by its name or address."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,8 @@
-"""A language model as the judge: asked for a verdict on each response, at a remote endpoint.
+"""A language model as the judge (LLM-as-a-judge), behind a remote endpoint.
 
-What it does not answer is never scored in silence: it has the configured fallback, is counted in
-the metrics, and its record says why. An answer is asked for once in a run, whatever is repeated.
+It returns a verdict on each response. A response without a verdict is never scored silently: it
+gets the configured fallback, is counted in the metrics, and its record says why. A run requests
+each answer once, even if a stage is repeated.
 """
 
 from __future__ import annotations
@@ -38,31 +39,38 @@ from rlinf.rewards.chat_endpoint import (
 
 
 class AnswerCache:
-    """By digest; may be used by several threads."""
+    """Cache of the judge's answers in the run's folder, by the digest of their question;
+    thread-safe.
+
+    Each node and rank appends to its own file of JSON lines, because appending is safe only within
+    one node. A line is written as soon as its answer arrives, so a stage that ended early requests
+    only the rest. A partial last line of a killed process is ignored.
+    """
 
     def __init__(self, folder: Path | None, name: str) -> None:
         """
         Args:
-            folder: where those of all processes are, earlier ones too; None: nothing is written.
-            name: of the file that is added to.
+            folder: folder of the files of all processes, earlier ones included; None: nothing is
+                written.
+            name: of the file to append to.
         """
         self._lock, self._known = threading.Lock(), dict[str, str]()
         self._folder, self._name = folder, name
         self._read: dict[Path, int] = {}
-        """Bytes of each file that have been taken."""
+        """Number of bytes of each file that have been read."""
         self.requests = self.tokens = 0
-        """That all lines tell of, those without an answer among them."""
+        """Totals over all lines, including those without an answer."""
         self.refresh()
 
     def get(self, digest: str) -> str | None:
-        """The answer to a question; None: there is none."""
+        """Return the answer to a question; None if there is none."""
         return self._known.get(digest)
 
     def put(self, digest: str, text: str | None, requests: int, tokens: int) -> None:
-        """Keep an answer, or only what asking for it has cost.
+        """Store an answer, or only the cost of a request without an answer.
 
         Raises:
-            ConfigError: the file is a link.
+            ConfigError: the file is a symbolic link.
         """
         entry = {"digest": digest, "text": text, "requests": requests, "tokens": tokens}
         line = json.dumps(entry).encode()
@@ -74,16 +82,16 @@ class AnswerCache:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take what this and other processes have added."""
+        """Read the lines that this and other processes have added."""
         with self._lock:
             for path in sorted(self._folder.glob("*.jsonl")) if self._folder is not None else ():
                 with path.open("rb") as file:
                     file.seek(self._read.get(path, 0))
-                    # What comes after the last end of a line is still being written.
-                    whole, end, _ = file.read().rpartition(b"\n")
-                for line in whole.splitlines():
+                    # A partial last line is still being written.
+                    complete, end, _ = file.read().rpartition(b"\n")
+                for line in complete.splitlines():
                     self._take(line)
-                self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+                self._read[path] = self._read.get(path, 0) + len(complete) + len(end)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -93,7 +101,7 @@ class AnswerCache:
         except (ValueError, LookupError, TypeError, RecursionError):
             return
         if isinstance(text, str):
-            # The first one counts: what was made with it may have been committed.
+            # The first answer wins, because results from it may be committed.
             self._known.setdefault(digest, text)
         self.requests += requests
         self.tokens += tokens
@@ -109,9 +117,9 @@ class AnswerCache:
             raise
         try:
             size = os.fstat(file).st_size
-            # A line that was cut off must not spoil the next one.
-            whole = not size or os.pread(file, 1, size - 1) == b"\n"
-            os.write(file, (b"" if whole else b"\n") + line + b"\n")
+            # A truncated line must not corrupt the next one.
+            is_complete = not size or os.pread(file, 1, size - 1) == b"\n"
+            os.write(file, (b"" if is_complete else b"\n") + line + b"\n")
         finally:
             os.close(file)
 
@@ -124,19 +132,19 @@ FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
 """Fields that have another name in the ``info`` of a trajectory."""
 RESERVED_FIELDS = frozenset({"model", "messages", "temperature", "max_tokens"})
 VERDICT_PATTERN = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
-"""A line that is a number, or names it: ``Score: 7``. Not ``7/10``."""
+"""A line that is a number or names one, such as ``Score: 7``, but not ``7/10``."""
 
 
 class VerdictConfig(Section):
-    """How a verdict is read: the last match of a pattern, as a number or one of some words."""
+    """Settings of parsing a verdict: the last match of a pattern, as a number or a label."""
 
     pattern: str = VERDICT_PATTERN
     """Regular expression with one group."""
     labels: dict[str, float] = {}
-    """The number that each word stands for, whatever its case; empty: the group is a number."""
+    """Number of each label, compared without case; empty: the group is a number."""
     min_value: float = 0.0
     max_value: float = 1.0
-    """A number outside is no verdict."""
+    """A number below ``min_value`` or above ``max_value`` is not a verdict."""
 
     @field_validator("pattern")
     @classmethod
@@ -166,7 +174,7 @@ class VerdictConfig(Section):
         return self
 
     def parse(self, text: str) -> float | None:
-        """The verdict in an answer; None: there is none."""
+        """Return the verdict in an answer; None if there is none."""
         matches = [match[1] for match in re.finditer(self.pattern, text)]
         if not matches or matches[-1] is None:
             return None
@@ -183,27 +191,27 @@ class VerdictConfig(Section):
 
 
 class JudgeConfig(Section):
-    """Who judges, what is asked, and what an answer is worth: ``scale * verdict + offset``."""
+    """Settings of the judge: endpoint, question and verdict. The reward is ``scale * verdict +
+    offset``."""
 
     endpoint: ChatEndpointConfig
     model: str = Field(min_length=1)
-    """The judge's name at its endpoint."""
+    """Name of the model at the endpoint."""
     prompt: str
-    """The question. ``{prompt}``, ``{response}``, ``{answer}`` and other names of the trajectory's
-    ``info`` stand for their texts; other braces stand for themselves."""
+    """Question template. ``{prompt}``, ``{response}``, ``{answer}`` and other names of the
+    trajectory's ``info`` are replaced by their texts; other braces stay."""
     system_prompt: str = ""
     """System message; empty: none."""
     temperature: float = Field(default=0.0, ge=0)
     max_tokens: int = Field(default=256, gt=0)
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     extra_body: dict[str, Any] = {}
-    """Further fields of the request, for endpoints that have them."""
+    """Additional fields of the request body."""
     verdict: VerdictConfig = VerdictConfig()
     scale: float = 1.0
     offset: float = 0.0
     fallback: float | Literal["mask"] = "mask"
-    """The reward where there is no verdict; ``mask``: such a trajectory takes no part in the
-    update."""
+    """Reward if there is no verdict; ``mask``: the update excludes the trajectory."""
 
     @field_validator("prompt")
     @classmethod
@@ -221,7 +229,7 @@ class JudgeConfig(Section):
 
 
 class JudgeReward(Reward):
-    """See the module."""
+    """Reward of a language model as the judge."""
 
     Config = JudgeConfig
     requires = frozenset({PROMPTS})
@@ -246,11 +254,11 @@ class JudgeReward(Reward):
     def compute(
         self, trajectories: Sequence[Record], scores: Sequence[float]
     ) -> list[RewardValue | RewardResult]:
-        """See :class:`Reward`; equal questions are asked once.
+        """Return rewards; see :class:`Reward`. Equal questions are requested once.
 
         Raises:
-            ConfigError: the endpoint refuses all requests.
-            DataError: the prompt names a field that a trajectory has not.
+            ConfigError: the endpoint rejects all requests.
+            DataError: the prompt names a field that a trajectory does not have.
         """
         questions = [self._messages(trajectory) for trajectory in trajectories]
         keys = [json_digest({**self._settings(), "messages": question}) for question in questions]
@@ -261,31 +269,31 @@ class JudgeReward(Reward):
             for key, question in zip(keys, questions, strict=True)
             if self._answers.get(key) is None
         }
-        known, troubles = len(set(keys)) - len(waiting), self._ask(waiting)
-        found: list[RewardValue | RewardResult] = []
+        known, failures = len(set(keys)) - len(waiting), self._ask(waiting)
+        results: list[RewardValue | RewardResult] = []
         for key in keys:
             text = self._answers.get(key)
             verdict = None if text is None else self.config.verdict.parse(text)
             if verdict is None:
-                found.append(self._fallback(troubles.get(key, UNPARSABLE)))
+                results.append(self._fallback(failures.get(key, UNPARSABLE)))
             else:
-                found.append(self.config.scale * verdict + self.config.offset)
+                results.append(self.config.scale * verdict + self.config.offset)
         log.info(
             "judge: %d questions, %d of them answered before; %d requests and %d tokens in all",
             *(len(set(keys)), known, self._spent.requests, self._spent.tokens),
         )
-        return found
+        return results
 
     def _ask(self, questions: Mapping[str, list[dict[str, str]]]) -> dict[str, str]:
-        """Ask what is not known; returns the trouble of each question without an answer."""
+        """Request the missing answers. Return the failure of each question without an answer."""
         if not questions:
             return {}
-        settings, troubles = self._settings(), dict[str, str]()
+        settings, failures = self._settings(), dict[str, str]()
         failed = threading.Event()
         self._spent.expect_requests(len(questions))
 
         def ask(key: str) -> ChatReply:
-            if failed.is_set():  # what that raised is raised below
+            if failed.is_set():  # the error is raised below
                 return ChatReply(None, UNANSWERED)
             try:
                 answer = self._endpoint.complete(messages=questions[key], **settings)
@@ -301,11 +309,11 @@ class JudgeReward(Reward):
         try:
             for key, answer in zip(questions, pool.map(ask, questions), strict=True):
                 if answer.text is None:
-                    troubles[key] = answer.failure
+                    failures[key] = answer.failure
         finally:
-            # An error ends it at once: what was not asked yet is not asked.
+            # An error ends it at once: pending requests are cancelled.
             pool.shutdown(wait=True, cancel_futures=True)
-        return troubles
+        return failures
 
     def _settings(self) -> dict[str, Any]:
         config = self.config
@@ -327,10 +335,10 @@ class JudgeReward(Reward):
 
 
 def fill_template(template: str, trajectory: Record) -> str:
-    """A template with the texts of a trajectory's fields, which are not templates themselves.
+    """Fill a template with the texts of a trajectory's fields, which are not templates themselves.
 
     Raises:
-        DataError: it names a field that the trajectory has not.
+        DataError: the template names a field that the trajectory does not have.
     """
 
     def text(match: re.Match[str]) -> str:

@@ -20,9 +20,10 @@ from rlinf.rewards.math_parsing import MathAnswer, extract_answer, parse_answer,
 from rlinf.rewards.math_text_answers import choice_letter, ends_with_words, normalize_words
 
 RELATIVE_TOLERANCE = 1e-12
-"""Relative difference below which two irrational numbers are the same."""
+"""Relative difference below which two irrational numbers are equal."""
 ROUNDING_DIGITS = 6
-"""A decimal number of so many significant digits may stand for the fraction that it rounds."""
+"""Number of significant digits from which a decimal number may stand for a fraction that it
+rounds."""
 _RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+(?:\.\d+)?)(?:\s*/\s*(\d+)|\s*\\(?:times|cdot)\s*10\^\{([-+]?\d{1,3})\})?"
     r"|\\frac\{(-?\d+)\}\{(-?\d+)\})"
@@ -32,43 +33,43 @@ _CHOICE_WITH_TEXT = re.compile(r"\s*(?:\(([A-J])\)|([A-J])[.):])\s+(\S.*)", re.D
 
 
 def grade_response(response: str, answer: str) -> bool:
-    """Return whether a response ends in the reference answer, as mathematics.
+    """Return whether a response ends with the reference answer, mathematically.
 
-    The kind of the reference decides what is looked for: the letter of a choice, words, or a
+    The kind of the reference decides what is extracted: the letter of a choice, words, or a
     mathematical answer.
 
     Raises:
-        UnparsableAnswerError: one of them has no answer that can be read.
+        UnparsableAnswerError: one of them has no answer that can be parsed.
     """
     reference = parse_reference(answer)
     if reference.name == "choice":
         return _same_choice(reference, response)
-    return _is_given(reference, response)
+    return _matches(reference, response)
 
 
-def _is_given(reference: MathAnswer, response: str) -> bool:
-    """Whether a response ends in an answer that is no choice."""
+def _matches(reference: MathAnswer, response: str) -> bool:
+    """Return whether a response ends with an answer that is not a choice."""
     if reference.kind == "words":
         return ends_with_words(response, reference.text)
     if reference.phrase and ends_with_words(response, reference.phrase):
         return True
-    given = extract_answer(response)
-    return equivalent(reference, given) or bool(
-        given.alternative and equivalent(reference, given.alternative)
+    actual = extract_answer(response)
+    return equivalent(reference, actual) or bool(
+        actual.alternative and equivalent(reference, actual.alternative)
     )
 
 
 @lru_cache(maxsize=256)
 def parse_reference(text: str) -> MathAnswer:
-    """Return what a reference answer is made of; one that is no mathematics is words.
+    """Parse a reference answer. Text that is not mathematics becomes words.
 
     Raises:
         UnparsableAnswerError: it is empty.
     """
-    found = marked_answers(text)
-    if found is None and len(text.strip().split("\n")) > 1:
+    marked = marked_answers(text)
+    if marked is None and len(text.strip().split("\n")) > 1:
         return extract_answer(text)
-    inner = ", ".join(found) if found else text.strip()
+    inner = ", ".join(marked) if marked else text.strip()
     plain, _ = normalize_latex(inner)
     if not plain:
         raise UnparsableAnswerError("an empty reference")
@@ -91,13 +92,13 @@ def parse_reference(text: str) -> MathAnswer:
 
 
 def _same_choice(reference: MathAnswer, response: str) -> bool:
-    """Whether the letter is the same; without a letter, whether the text of the option is."""
+    """Return whether the letters are equal; without a letter, whether the text of the option is."""
     try:
         return choice_letter(response) == reference.text
     except UnparsableAnswerError:
         if not reference.items:
             raise
-        return _is_given(reference.items[0], response)
+        return _matches(reference.items[0], response)
 
 
 def _check(answer: MathAnswer) -> None:
@@ -113,20 +114,20 @@ def _check(answer: MathAnswer) -> None:
 
 
 def grade_with_math_verify(response: str, answer: str) -> bool:
-    """Return what plain math-verify says, without any reading of ours."""
+    """Return the grade of plain math-verify, without any of our parsing."""
     from math_verify import parse as plain_parse
     from math_verify import verify
 
-    given = plain_parse(response[-SEARCHED_CHARS:], parsing_timeout=None)
-    return bool(verify(_plain_reference(answer), given, timeout_seconds=None))
+    actual = plain_parse(response[-SEARCHED_CHARS:], parsing_timeout=None)
+    return bool(verify(_plain_reference(answer), actual, timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)
 def _plain_reference(answer: str) -> Any:
     from math_verify import parse as plain_parse
 
-    found = marked_answers(answer)
-    inner = found[-1] if found else answer
+    marked = marked_answers(answer)
+    inner = marked[-1] if marked else answer
     parsed = plain_parse(f"${inner}$", parsing_timeout=None)
     return parsed or plain_parse(inner, parsing_timeout=None)
 
@@ -134,45 +135,48 @@ def _plain_reference(answer: str) -> Any:
 # ------------------------------------------------------------------------------- comparison
 
 
-def equivalent(reference: MathAnswer, given: MathAnswer) -> bool:
+def equivalent(reference: MathAnswer, actual: MathAnswer) -> bool:
     """Return whether two answers are equal.
 
-    Sets and lists have no order; tuples and intervals have one, and their brackets count. A unit
-    may be missing, but not another one; ``18%`` is 0.18, and 18 where per cent were asked for.
+    Sets and lists are unordered; tuples and intervals are ordered, and their brackets count. A unit
+    may be missing, but must not differ; ``18%`` is 0.18, and is 18 if the reference is in per cent.
 
     Raises:
-        UnparsableAnswerError: an expression that math-verify cannot parse.
+        UnparsableAnswerError: math-verify cannot parse an expression.
     """
-    kinds = {reference.kind, given.kind}
+    kinds = {reference.kind, actual.kind}
     if kinds == {"expression"}:
-        return _same_expressions(reference, given)
+        return _same_expressions(reference, actual)
     if kinds == {"words"}:
-        return reference.text == given.text
-    if _is_region(reference) or _is_region(given):
-        return _same_regions(reference, given)
-    if _values_of_names(reference) or _values_of_names(given):
-        return _same_named(reference, given)
-    if reference.name and given.name and reference.name != given.name:
+        return reference.text == actual.text
+    if _is_region(reference) or _is_region(actual):
+        return _same_regions(reference, actual)
+    if _values_of_names(reference) or _values_of_names(actual):
+        return _same_named(reference, actual)
+    if reference.name and actual.name and reference.name != actual.name:
         return False
     if kinds & {"list", "set"}:
-        return _same_collections(reference, given)
-    if len(kinds) > 1 or _other_units(reference, given):
+        return _same_collections(reference, actual)
+    if len(kinds) > 1 or _other_units(reference, actual):
         return False
-    return reference.text == given.text and _same_in_order(reference.items, given.items)
+    return reference.text == actual.text and _same_in_order(reference.items, actual.items)
 
 
-def _same_collections(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Whether two lists or sets, or one of them and something else, have the same members."""
-    kinds = {reference.kind, given.kind}
+def _same_collections(reference: MathAnswer, actual: MathAnswer) -> bool:
+    """Return whether two lists or sets, or one of them and another answer, have the same
+    members."""
+    kinds = {reference.kind, actual.kind}
     if "ordered" in kinds:
-        tuples = [answer for answer in (reference, given) if answer.kind == "ordered"]
+        tuples = [answer for answer in (reference, actual) if answer.kind == "ordered"]
         if kinds == {"ordered", "list"} and tuples[0].text == "()":
-            return _same_in_order(reference.items, given.items)
-        return _same_members((reference,), given.items) or _same_members(reference.items, (given,))
-    if {reference.text, given.text} == {"and", "or"}:
+            return _same_in_order(reference.items, actual.items)
+        return _same_members((reference,), actual.items) or _same_members(
+            reference.items, (actual,)
+        )
+    if {reference.text, actual.text} == {"and", "or"}:
         return False
     if kinds <= {"list", "set", "expression", "words"}:
-        left, right = (a.items if a.kind in ("list", "set") else (a,) for a in (reference, given))
+        left, right = (a.items if a.kind in ("list", "set") else (a,) for a in (reference, actual))
         return _same_members(left, right)
     return False
 
@@ -182,7 +186,7 @@ def _same_in_order(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) 
 
 
 def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -> bool:
-    """Whether each has its equal on the other side; a repeated one counts once."""
+    """Return whether each member has its equal on the other side; repeated members count once."""
     return all(any(equivalent(a, b) for b in right) for a in left) and all(
         any(equivalent(a, b) for a in left) for b in right
     )
@@ -192,7 +196,8 @@ def _same_members(left: tuple[MathAnswer, ...], right: tuple[MathAnswer, ...]) -
 
 
 def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
-    """Values of different unknowns, ``x=1, y=2`` or ``(x,y)=(1,2)``; None for anything else."""
+    """Return the values of different unknowns, ``x=1, y=2`` or ``(x,y)=(1,2)``; None for any other
+    answer."""
     if answer.kind == "ordered" and "," in answer.name:
         names = answer.name.strip("()").split(",")
         return (
@@ -206,14 +211,14 @@ def _values_of_names(answer: MathAnswer) -> dict[str, MathAnswer] | None:
     return {item.name: replace(item, name="") for item in answer.items} if len(names) > 1 else None
 
 
-def _same_named(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Whether each unknown has the same value; without names the order decides."""
-    left, right = _values_of_names(reference), _values_of_names(given)
+def _same_named(reference: MathAnswer, actual: MathAnswer) -> bool:
+    """Return whether each unknown has the same value; without names the order decides."""
+    left, right = _values_of_names(reference), _values_of_names(actual)
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(
             equivalent(left[name], right[name]) for name in left
         )
-    named, other = (left, given) if left is not None else (right, reference)
+    named, other = (left, actual) if left is not None else (right, reference)
     assert named is not None
     if other.kind == "list" or (other.kind == "ordered" and other.text == "()"):
         values = (
@@ -227,7 +232,7 @@ def _same_named(reference: MathAnswer, given: MathAnswer) -> bool:
 
 
 def _is_region(answer: MathAnswer) -> bool:
-    """Whether an answer is a set of numbers for certain; ``(1, 2)`` may be a point."""
+    """Return whether an answer is certainly a set of numbers; ``(1, 2)`` may be a point."""
     if answer.kind == "expression":
         return bool(re.search(r"\\mathbb|\\setminus", answer.text))
     if answer.kind != "ordered" or len(answer.items) != 2 or answer.text == "::":
@@ -235,30 +240,30 @@ def _is_region(answer: MathAnswer) -> bool:
     return answer.text in ("(]", "[)") or any("infty" in item.text for item in answer.items)
 
 
-def _same_regions(reference: MathAnswer, given: MathAnswer) -> bool:
-    if reference.kind == given.kind == "ordered":
-        return reference.text == given.text and _same_in_order(reference.items, given.items)
-    left, right = _relation_symbols(reference), _relation_symbols(given)
+def _same_regions(reference: MathAnswer, actual: MathAnswer) -> bool:
+    if reference.kind == actual.kind == "ordered":
+        return reference.text == actual.text and _same_in_order(reference.items, actual.items)
+    left, right = _relation_symbols(reference), _relation_symbols(actual)
     if left and right and left != right:
         return False
     try:
-        sets = [_as_set(reference), _as_set(given)]
+        sets = [_as_set(reference), _as_set(actual)]
     except UnparsableAnswerError:
         raise
     except (TypeError, ValueError, NotImplementedError, AttributeError):
-        return _same_relations(reference, given)
+        return _same_relations(reference, actual)
     if None in sets:
-        return _same_relations(reference, given)
+        return _same_relations(reference, actual)
     return _equal_sets(*sets)
 
 
-def _same_relations(reference: MathAnswer, given: MathAnswer) -> bool:
-    """Inequalities of several variables, or of what has no set of solutions."""
-    if reference.kind != given.kind:
+def _same_relations(reference: MathAnswer, actual: MathAnswer) -> bool:
+    """Compare inequalities of several variables, or those without a set of solutions."""
+    if reference.kind != actual.kind:
         return False
-    if len(reference.items) == len(given.items) == 1:
-        return _verify(reference.items[0].text, given.items[0].text)
-    return reference.text == given.text and _same_members(reference.items, given.items)
+    if len(reference.items) == len(actual.items) == 1:
+        return _verify(reference.items[0].text, actual.items[0].text)
+    return reference.text == actual.text and _same_members(reference.items, actual.items)
 
 
 def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
@@ -266,14 +271,14 @@ def _relation_symbols(answer: MathAnswer) -> frozenset[Any]:
         item.kind in ("expression", "region") for item in answer.items
     ):
         return frozenset()
-    found: frozenset[Any] = frozenset()
+    symbols: frozenset[Any] = frozenset()
     for item in answer.items:
-        found |= (
+        symbols |= (
             _relation_symbols(item)
             if item.kind == "region"
             else frozenset(_expression(item.text).free_symbols)
         )
-    return found
+    return symbols
 
 
 def _equal_sets(left: Any, right: Any) -> bool:
@@ -283,13 +288,13 @@ def _equal_sets(left: Any, right: Any) -> bool:
 
 
 def _as_set(answer: MathAnswer) -> Any:
-    """The set of real numbers that an answer describes; None: it describes none."""
+    """Return the set of real numbers that an answer describes; None if it describes none."""
     import sympy
 
     if answer.kind == "ordered" and len(answer.items) == 2 and answer.text != "::":
         low, high = (_expression(item.text).doit() for item in answer.items)
         interval = sympy.Interval(low, high, answer.text[0] == "(", answer.text[1] == ")")
-        # What ends before it begins is a slip, not the empty set.
+        # Reversed bounds are a mistake, not the empty set.
         return None if interval is sympy.S.EmptySet else interval
     if answer.kind == "set":
         return sympy.FiniteSet(*(_expression(item.text) for item in answer.items))
@@ -322,20 +327,21 @@ def _set_of_expression(expression: Any) -> Any:
 # ---------------------------------------------------------------------- expressions and numbers
 
 
-def _same_expressions(reference: MathAnswer, given: MathAnswer) -> bool:
-    left, right = _as_equation(reference), _as_equation(given)
-    if left and right and (reference.name != given.name or not reference.name):
+def _same_expressions(reference: MathAnswer, actual: MathAnswer) -> bool:
+    left, right = _as_equation(reference), _as_equation(actual)
+    if left and right and (reference.name != actual.name or not reference.name):
         return _same_equations(left, right)
     if left and not reference.name:
         return False
-    # "a + b = 10" is 10 where a number is asked for.
+    # "a + b = 10" counts as 10 if the reference is a number.
     return _same_values(
-        reference, replace(given, text=split_top_level(given.text, ("=",))[-1].strip())
+        reference, replace(actual, text=split_top_level(actual.text, ("=",))[-1].strip())
     )
 
 
 def _as_equation(answer: MathAnswer) -> str:
-    """The equation that an answer is; empty: it is none. Names in words are no variables."""
+    """Return the equation that an answer is; empty if it is none. Names in words are not
+    variables."""
     if len(split_top_level(answer.text, ("=",))) > 1:
         return answer.text
     return f"{answer.name}={answer.text}" if _is_variable(answer.name) else ""
@@ -346,8 +352,8 @@ def _is_variable(name: str) -> bool:
 
 
 def _same_equations(left: str, right: str) -> bool:
-    """Whether two equations have the same solutions: one side's difference is a multiple of the
-    other's."""
+    """Return whether two equations have the same solutions: the difference of one's sides is a
+    multiple of the other's."""
     import sympy
 
     if _tight(left) == _tight(right):
@@ -362,57 +368,57 @@ def _same_equations(left: str, right: str) -> bool:
     return bool(quotient.is_number and quotient.is_finite and not quotient.is_zero)
 
 
-def _other_units(reference: MathAnswer, given: MathAnswer) -> bool:
-    return len({reference.unit, given.unit} - {""}) > 1
+def _other_units(reference: MathAnswer, actual: MathAnswer) -> bool:
+    return len({reference.unit, actual.unit} - {""}) > 1
 
 
-def _same_values(reference: MathAnswer, given: MathAnswer) -> bool:
-    if reference.unit and not given.unit:
-        # "450J" is a product unless joules were asked for.
-        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", given.text))
-        given = separated if separated.unit == reference.unit else given
-    units = {reference.unit, given.unit} - {""}
+def _same_values(reference: MathAnswer, actual: MathAnswer) -> bool:
+    if reference.unit and not actual.unit:
+        # "450J" is a product unless the reference is in joules.
+        separated = parse_answer(re.sub(r"(?<=\d)(?=[A-Za-z]+$)", " ", actual.text))
+        actual = separated if separated.unit == reference.unit else actual
+    units = {reference.unit, actual.unit} - {""}
     angles = {"degree^1": r"\cdot\frac{\pi}{180}", "rad^1": ""}
-    if units and units <= angles.keys() and reference.unit != given.unit:
-        radians = [f"({a.text}){angles.get(a.unit, '')}" for a in (reference, given)]
+    if units and units <= angles.keys() and reference.unit != actual.unit:
+        radians = [f"({a.text}){angles.get(a.unit, '')}" for a in (reference, actual)]
         if _equal(*radians):
             return True
     if len(units) > 1:
         return False
-    if "percent^1" in units and reference.unit != given.unit:
-        plain, share = (given, reference) if reference.unit == "percent^1" else (reference, given)
+    if "percent^1" in units and reference.unit != actual.unit:
+        plain, share = (actual, reference) if reference.unit == "percent^1" else (reference, actual)
         if _equal(plain.text, rf"\frac{{{share.text}}}{{100}}"):
             return True
         number = _rational(plain.text)
-        # 0.5 % is not 0.5, but whoever asks for per cent may leave the sign out.
+        # 0.5 % is not 0.5, but the sign may be missing if the reference is in per cent.
         if number is not None and abs(number) < 1:
             return False
-    return _equal(reference.text, given.text)
+    return _equal(reference.text, actual.text)
 
 
-def _equal(reference: str, given: str) -> bool:
-    if _tight(reference) == _tight(given):
+def _equal(reference: str, actual: str) -> bool:
+    if _tight(reference) == _tight(actual):
         return True
-    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, given)]
+    bases = [re.fullmatch(r"(\w+)_\{?(\d+)\}?", _tight(text)) for text in (reference, actual)]
     if any(base and base[1].isalnum() and base[1][0].isdigit() for base in bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]
-    left, right = _rational(reference), _rational(given)
+    left, right = _rational(reference), _rational(actual)
     if left is not None and right is not None:
-        # 99999.999 is not 100000: one is a decimal number and the other is none.
-        rounded = reference if "." in reference else given
-        other = left if rounded is given else right
-        return left == right or (("." in reference) != ("." in given) and _rounds(rounded, other))
-    first, second = _expression(reference), _expression(given)
+        # 99999.999 is not 100000: only one of the two may be a decimal number.
+        rounded = reference if "." in reference else actual
+        other = left if rounded is actual else right
+        return left == right or (("." in reference) != ("." in actual) and _rounds(rounded, other))
+    first, second = _expression(reference), _expression(actual)
     numbers = [_is_number(expression) for expression in (first, second)]
     if all(numbers):
         return _same_numbers(first, second)
-    return not any(numbers) and _verify(reference, given)
+    return not any(numbers) and _verify(reference, actual)
 
 
 def _rounds(decimal: str, exact: Fraction) -> bool:
-    """Whether a decimal number of enough digits is a fraction, rounded or cut off."""
-    found = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
-    if found is None or len(found[1] + found[2]) < ROUNDING_DIGITS or exact.denominator == 1:
+    """Return whether a decimal number of enough digits is a rounded or truncated fraction."""
+    match = re.fullmatch(r"[-+]?0*(?:\.0*)?(\d*)\.?(\d*)", decimal.strip())
+    if match is None or len(match[1] + match[2]) < ROUNDING_DIGITS or exact.denominator == 1:
         return False
     places = len(decimal.strip().partition(".")[2])
     shifted, digits = abs(exact) * 10**places, abs(Fraction(decimal.strip())) * 10**places
@@ -442,15 +448,15 @@ def _same_numbers(left: Any, right: Any) -> bool:
     return bool(abs(difference) <= RELATIVE_TOLERANCE * abs(size))
 
 
-def _verify(reference: str, given: str) -> bool:
+def _verify(reference: str, actual: str) -> bool:
     from math_verify import verify
 
-    return bool(verify([_expression(reference)], [_expression(given)], timeout_seconds=None))
+    return bool(verify([_expression(reference)], [_expression(actual)], timeout_seconds=None))
 
 
 @lru_cache(maxsize=512)
 def _expression(latex: str) -> Any:
-    """The expression of computer algebra, with exact numbers; references come again and again.
+    """Return the sympy expression, with exact numbers. References repeat, so results are cached.
 
     Raises:
         UnparsableAnswerError: math-verify cannot parse it.
@@ -460,19 +466,19 @@ def _expression(latex: str) -> Any:
     from math_verify import LatexExtractionConfig
     from math_verify import parse as plain_parse
 
-    # Its rules for units take the variable of 2t for a ton.
+    # Its unit rules misread the variable of 2t as a ton.
     config = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none"
     )
-    found = plain_parse(
+    parsed = plain_parse(
         f"${latex}$",
         [LatexExtractionConfig(normalization_config=config, boxed_match_priority=-1)],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
-    if not found:
+    if not parsed:
         raise UnparsableAnswerError(f"not a formula: {latex}")
-    expression = found[0]
+    expression = parsed[0]
     if not isinstance(expression, sympy.Basic):
         return expression
     exact = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
@@ -483,10 +489,10 @@ def _expression(latex: str) -> Any:
 
 
 def _rational(text: str) -> Fraction | None:
-    found = _RATIONAL.fullmatch(text.strip())
-    if found is None:
+    match = _RATIONAL.fullmatch(text.strip())
+    if match is None:
         return None
-    sign, number, under, power, over, below = found.groups()
+    sign, number, under, power, over, below = match.groups()
     if number is None:
         number, under = over, below
     if under is not None and not int(under):

@@ -1,6 +1,7 @@
-"""Where a response has its answer: the box, the phrase that announces it, or its last formula.
+"""Locate the answer in a response: the box, the phrase that announces it, or its last formula.
 
-Text alone. What is found here is read as mathematics in rlinf/rewards/math_parsing.py.
+This module works on text only. rlinf/rewards/math_parsing.py parses the located text as
+mathematics.
 """
 
 # ruff: noqa: RUF001
@@ -17,15 +18,16 @@ from rlinf.rewards.math_normalization import (
 )
 
 MAX_LINE_CHARS = 2000
-"""Characters at the end of a line in which its answer is looked for."""
+"""Number of characters at the end of a line that are searched for its answer."""
 SEARCHED_CHARS = 10_000
-"""Characters at the end of a response without a mark; some patterns take the square of it."""
+"""Number of characters at the end of a response without a mark that are searched; some patterns
+take quadratic time."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BETWEEN_BOXES = re.compile(r"\\(?:text|mbox|q?quad)(?![A-Za-z])|\\[()\[\],; ]|[${}]")
-"""Markup that is left out of what joins two boxes."""
+"""Markup that is ignored in the text between two joined boxes."""
 _FINAL = re.compile(r"(?<!#)####(?!#)([^\n]*)")
-"""GSM8K marks the final answer of a worked solution so; in Markdown it is a heading."""
+"""GSM8K's mark of the final answer of a worked solution; in Markdown it is a heading."""
 _TAGS = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 
 FORMULA = re.compile(
@@ -120,7 +122,8 @@ def marked_answers(text: str) -> list[str] | None:
 
 
 def _ends(final: re.Match[str]) -> bool:
-    """Whether a ``####`` marks an answer: nothing but one value is on its line, or below it."""
+    """Return whether a ``####`` marks an answer: its line, or the text below it, is a single
+    value."""
     rest = normalize_characters(final[1]).strip()
     if not rest or not final.string[final.end() :].strip():
         return True
@@ -132,22 +135,22 @@ def _unit_less(text: str) -> str:
 
 
 def _joined_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
-    """The last box, and those before it that ``or``, ``and`` or a comma joins with it."""
-    found = [_inside_box(text, boxes[-1])]
+    """Return the last box, and those before it that ``or``, ``and`` or a comma joins to it."""
+    texts = [_inside_box(text, boxes[-1])]
     for box, behind in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
         inner = _inside_box(text, box)
         between = _BETWEEN_BOXES.sub(" ", text[box.end() + len(inner) + 2 : behind.start()])
         if not _JOIN.fullmatch(between):
             break
-        found.insert(0, inner)
-    return found
+        texts.insert(0, inner)
+    return texts
 
 
 def _inside_box(text: str, box: re.Match[str]) -> str:
     start = box.end()
     if not text.startswith("{", start):
-        found = re.match(r"\S+", text[start:])
-        return found[0] if found else ""
+        word = re.match(r"\S+", text[start:])
+        return word[0] if word else ""
     end = find_closing_bracket(text, start)
     if end is None:
         raise UnparsableAnswerError("a box without its end")
@@ -155,9 +158,9 @@ def _inside_box(text: str, box: re.Match[str]) -> str:
 
 
 def unmarked_candidates(text: str) -> Iterator[str]:
-    """Yield what may be the answer of a text without a mark, the likeliest first.
+    """Yield possible answers of a text without a mark, the most likely first.
 
-    What stands behind (or before) "the answer is", as far as its sentence goes; else the last bold
+    These are the text after (or before) "the answer is", within its sentence; else the last bold
     text, the last formulas or the last number of the last line that has one.
     """
     text = searchable_text(text)
@@ -169,33 +172,33 @@ def unmarked_candidates(text: str) -> Iterator[str]:
 
 
 def searchable_text(text: str) -> str:
-    """Return the end of a text without pictograms, fences of code and formulas inside units."""
+    """Return the end of a text without pictograms, code fences and formulas inside units."""
     text = normalize_characters(text[-SEARCHED_CHARS:])[-SEARCHED_CHARS:]
     text = re.sub(r"^\s*```\w*\s*$", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<=[A-Za-z])\$(\^\{?-?\d\}?)\$", r"\1", text)
 
 
 def announced_answer(text: str) -> str | None:
-    """Return the text behind the last "the answer is", or before "is the answer"."""
-    found: list[tuple[int, str]] = []
+    """Return the text after the last "the answer is", or before "is the answer"."""
+    candidates: list[tuple[int, str]] = []
     for statement in _ANSWER_IS.finditer(text):
         rest = text[statement.end() :].split("\n", 1)[0]
         if not re.search(r"[^\W_]", rest):
             rest = f"{rest.strip('*_ ')}{text[statement.end() :]}".lstrip()
         if rest.strip():
             denied = "not " if _NEGATED.search(statement[0]) else ""
-            found.append((statement.start(), denied + rest))
+            candidates.append((statement.start(), denied + rest))
     for heading in _HEADING.finditer(text):
         rest = text[heading.end() :].lstrip()
         if rest:
-            found.append((heading.start(), rest))
+            candidates.append((heading.start(), rest))
     for statement in _IS_THE_ANSWER.finditer(text):
-        found.append((statement.start("rest"), statement["rest"].rsplit(", ", 1)[-1]))
-    return max(found, key=lambda item: item[0])[1] if found else None
+        candidates.append((statement.start("rest"), statement["rest"].rsplit(", ", 1)[-1]))
+    return max(candidates, key=lambda item: item[0])[1] if candidates else None
 
 
 def leading_candidates(text: str) -> Iterator[str]:
-    """Yield readings of a text that begins with the answer."""
+    """Yield possible answers of a text that begins with the answer."""
     text = text.strip()
     lead = _LEAD.match(text.lstrip("*_"))
     plain = text if not lead or not lead.end() else text.lstrip("*_")[lead.end() :]
@@ -232,7 +235,8 @@ def leading_candidates(text: str) -> Iterator[str]:
 
 
 def _last_of(text: str) -> Iterator[str]:
-    """Yield readings of a text that ends with the answer; one that breaks off has none."""
+    """Yield possible answers of a text that ends with the answer. A text that breaks off has
+    none."""
     if _BROKEN_OFF.search(text):
         return
     for line in reversed(_lines(text)):
@@ -271,21 +275,22 @@ def _last_of(text: str) -> Iterator[str]:
 
 
 def _shouted(text: str) -> Iterator[str]:
-    """A text, and what is before its exclamation mark."""
+    """Yield a text, and the text before its exclamation mark."""
     yield text
     if text.endswith("!"):
         yield text.rstrip("!")
 
 
-def _last_outside_phrases(text: str, found: list[re.Match[str]]) -> int:
-    """The place of the last value that is no detail: "350 km in 5 hours" ends with 350 km."""
-    places = range(len(found) - 1, -1, -1)
-    outside = (i for i in places if not _IN_PHRASE.search(text[: found[i].start()]))
-    return next(outside, len(found) - 1)
+def _last_outside_phrases(text: str, values: list[re.Match[str]]) -> int:
+    """Return the index of the last value that is not a detail: "350 km in 5 hours" ends with 350
+    km."""
+    places = range(len(values) - 1, -1, -1)
+    outside = (i for i in places if not _IN_PHRASE.search(text[: values[i].start()]))
+    return next(outside, len(values) - 1)
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with what belongs together: a displayed formula is one with the line that it is in."""
+    """Return lines. A displayed formula and the line that contains it are one."""
     at, lines = 0, []
     for formula in FORMULA.finditer(text):
         if "\n" in formula[0]:
@@ -296,8 +301,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _are_joined(text: str, first: re.Match[str], second: re.Match[str]) -> bool:
-    """Whether two formulas are one answer: ``and`` or ``or`` is between them, or a comma, and they
-    are values of the same unknown. "If $n=3$, $x=5$" has one answer."""
+    """Return whether two formulas are one answer: ``and`` or ``or`` is between them, or a comma,
+    and they are values of the same unknown. "If $n=3$, $x=5$" has one answer."""
     join = _JOIN.fullmatch(text[first.end() : second.start()])
     if join is None or join[0].strip() != ",":
         return join is not None
@@ -310,32 +315,34 @@ def _base_of_name(formula: str) -> str:
 
 
 def _has_answer(line: str) -> bool:
-    """Whether a line without digits may be an answer: a formula, or a few words."""
+    """Return whether a line without digits may be an answer: a formula, or a few words."""
     is_short = len(line.split()) <= 4 or re.search(r"\bsolutions?\W*$", line)
     return "=" in line or "\\" in line or bool(is_short)
 
 
 def _last_bold(line: str) -> str | None:
-    """The last bold text of a line, with those that ``and`` joins to it; labels are none."""
-    found = [
+    """Return the last bold text of a line, with those that ``and`` joins to it. Labels are
+    excluded."""
+    bolds = [
         bold
         for bold in _BOLD.finditer(line)
         if not bold[0].rstrip("*_").endswith(":") and line[bold.end() : bold.end() + 1] != ":"
     ]
-    if not found:
+    if not bolds:
         return None
-    texts = [next(group for group in found[-1].groups() if group)]
-    for before, behind in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+    texts = [next(group for group in bolds[-1].groups() if group)]
+    for before, behind in zip(reversed(bolds[:-1]), reversed(bolds[1:]), strict=True):
         join = _JOIN.fullmatch(line[before.end() : behind.start()])
         if not join:
             break
         texts.insert(0, next(group for group in before.groups() if group) + join[0])
     text = "".join(texts)
-    return _with_unit(line, text, found[-1].end())
+    return _with_unit(line, text, bolds[-1].end())
 
 
 def _run(text: str, first: re.Match[str]) -> tuple[str, int]:
-    """A formula and those that ``and``, ``or`` or a comma joins to it; and where they end."""
+    """Return a formula and those that ``and``, ``or`` or a comma joins to it, and where they
+    end."""
     inner, at, last = formula_body(first), first.end(), first
     while join := _JOIN.match(text, at):
         following = FORMULA.match(text, join.end())
@@ -353,7 +360,7 @@ def formula_body(formula: re.Match[str]) -> str:
 
 
 def _with_unit(text: str, value: str, end: int) -> str:
-    """A value with the known unit or the scale that stands behind it."""
+    """Return a value with the known unit or scale that follows it."""
     following = re.match(r"(\s*)(\S+(?:\s+\S+){0,2})", text[end : end + 60])
     if not following or not re.search(r"[\d})]\s*$|\\pi\s*$", value):
         return value

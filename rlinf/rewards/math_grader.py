@@ -1,10 +1,9 @@
-"""Grading mathematical answers in worker processes with limits of time and memory.
+"""Grade mathematical answers in worker processes with time and memory limits.
 
-math-verify guards itself with an alarm signal, which works in a main thread only and not while
-Python computes with large integers; here its own limit is off and the kernel ends a process that
-has used up its processor time. That does not depend on what else the machine does, so that the
-same answers get the same grades. A response that could not be graded is told apart from a wrong
-one.
+math-verify guards itself with an alarm signal, which works only in a main thread and not while
+Python computes with large integers. Here its own limit is off, and the kernel ends a process that
+has used up its processor time. This does not depend on the load of the machine, so the same answers
+get the same grades. A response that could not be graded is distinguished from a wrong one.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from rlinf.rewards.reasoning_tags import ReasoningTags
 MEMORY_BYTES = 2 << 30
 """Address space of a grading process, which needs about a tenth of it."""
 MAX_CONSECUTIVE_TIMEOUTS = 64
-"""So many time-outs one after another, in the order of the batch, and the rest of it counts as
-timed out too: a batch whose answers all time out ends after about ``64 / workers`` limits, whatever
-its size. More than a usual group, so that one bad reference does not cost the others' grades."""
+"""After so many consecutive timeouts, in the order of the batch, the rest of the batch counts as
+timed out too. A batch whose answers all time out therefore ends after about ``64 / workers``
+limits, whatever its size. The number exceeds a usual group, so that one bad reference does not
+affect the grades of other groups."""
 WALL_TIME_FACTOR = 10
-"""A grading process may wait for a processor this many times its limit of processor time."""
+"""Limit of wall time of a grading process, as a multiple of its limit of processor time."""
 EXIT_WAIT_S = 5.0
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm and terminals send these to all processes of a job; the stage decides."""
+"""Signals that Slurm and terminals send to all processes of a job. The stage handles them."""
 START_TIMEOUT_S = 300.0
-"""Longest start of a grading process: imports from a busy shared file system."""
+"""Longest start of a grading process, which imports from a busy shared file system."""
 
 GraderKind = Literal["read", "math-verify"]
 GradeOutcome = Literal["graded", "timeout", "unread", "died", "unfinished"]
@@ -54,27 +54,27 @@ OUTCOME_METRICS: dict[GradeOutcome, str] = {
     "died": "grader_deaths",
     "unfinished": "unfinished_thoughts",
 }
-"""Names of the metrics of what could not be graded."""
+"""Names of the metrics of answers that could not be graded."""
 CROSS_CHECKS, CROSS_CHECK_DISAGREEMENTS = "math_verify_opinions", "math_verify_disagreements"
-"""Names of the metrics of second opinions, and of those that differ from the grade."""
+"""Names of the metrics of grades by plain math-verify, and of those that differ from ours."""
 CROSS_CHECK_EVERY = 16
-"""Plain math-verify is asked about so many of the answers: about each it would take several times
-what a usual grade takes."""
+"""Plain math-verify also grades one in so many answers. Grading each would take several times
+longer."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """1 or 0, and how it came about."""
+    """Score 1 or 0, and its outcome."""
 
     score: float
     outcome: GradeOutcome = "graded"
     math_verify_score: float | None = None
-    """The score of plain math-verify; None where it gave none."""
+    """Score of plain math-verify; None if it has none."""
 
 
 def count_outcomes(grades: Sequence[Grade]) -> dict[str, int]:
-    """Return how many answers could not be graded, by :data:`OUTCOME_METRICS`, and the opinions of
-    math-verify."""
+    """Return the number of answers that could not be graded, by :data:`OUTCOME_METRICS`, and of the
+    cross-checks with math-verify."""
     counts = {
         name: sum(grade.outcome == outcome for grade in grades)
         for outcome, name in OUTCOME_METRICS.items()
@@ -89,7 +89,7 @@ class MathGrader:
 
     Args:
         timeout_s: processor time for one answer, rounded up to a whole second of the process's.
-        thoughts: marks of thinking; what is inside them is no answer.
+        reasoning_tags: tags of reasoning, which is removed from responses.
 
     Raises:
         MissingPackageError: math-verify is not installed.
@@ -102,22 +102,22 @@ class MathGrader:
         max_consecutive_timeouts: int = MAX_CONSECUTIVE_TIMEOUTS,
         reasoning_tags: ReasoningTags | None = None,
     ) -> None:
-        # Not imported here, where it would take a second and the memory of sympy.
+        # Not imported here, because the import takes a second and the memory of sympy.
         if importlib.util.find_spec("math_verify") is None:
             raise MissingPackageError("math-verify", "math", "grading mathematics")
         self._timeout_s = timeout_s
         self._give_up_after = max_consecutive_timeouts
         self._thoughts = reasoning_tags or ReasoningTags()
         self._lock = threading.Lock()
-        # The kernel ends a child with the thread that started it, and stages are threads.
+        # The kernel ends a child when its starting thread ends, and stages are threads.
         self._starter = ThreadPoolExecutor(1, "grader-starter")
         self._workers = [_Worker(timeout_s, self._starter) for _ in range(workers)]
 
     def grade(self, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
         """Return the grades of (response, reference answer) pairs, in order.
 
-        A pair whose process died is given to another one, once. One in :data:`CROSS_CHECK_EVERY`
-        answers is given to plain math-verify as well, whose opinion changes no grade.
+        A pair whose process died is retried once. One in :data:`CROSS_CHECK_EVERY` answers is also
+        graded by plain math-verify, which changes no grade.
 
         Raises:
             RlinfError: grading processes do not start.
@@ -146,7 +146,7 @@ class MathGrader:
         return grades
 
     def _ask(self, reader: GraderKind, pairs: Sequence[tuple[str, str]]) -> list[Grade]:
-        """Grades by one of the two readers, in order."""
+        """Return the grades of one of the two graders, in order."""
         grades: list[Grade | None] = [None] * len(pairs)
         waiting = list(range(len(pairs)))[::-1]
         again: set[int] = set()
@@ -157,7 +157,7 @@ class MathGrader:
                 if worker.ready and worker.item is None and waiting:
                     item = waiting.pop()
                     worker.give(item, (reader, *pairs[item]))
-            # Those that start are waited for as well: the others work on meanwhile.
+            # Starting workers are waited for as well; the others continue meanwhile.
             busy = {w.pipe: w for w in self._workers if w.item is not None or not w.ready}
             deadline = min(worker.deadline for worker in busy.values())
             for pipe in wait(list(busy), timeout=max(0.0, deadline - time.monotonic())):
@@ -189,7 +189,8 @@ class MathGrader:
         return [grade for grade in grades if grade is not None]
 
     def _gives_up(self, grades: Sequence[Grade | None]) -> int | None:
-        """Where the first run of so many time-outs ends. Who was quicker has no part in it."""
+        """Return where the first run of so many timeouts ends. The speed of workers does not
+        matter."""
         run = 0
         for item, grade in enumerate(grades):
             run = run + 1 if grade is not None and grade.outcome == "timeout" else 0
@@ -206,7 +207,7 @@ class MathGrader:
 
 
 class _Worker:
-    """One grading process and what it is working on."""
+    """One grading process and its current item."""
 
     def __init__(self, timeout_s: float, starter: ThreadPoolExecutor) -> None:
         self.item: int | None = None
@@ -216,17 +217,17 @@ class _Worker:
         self._start()
 
     def give(self, item: int, question: tuple[GraderKind, str, str]) -> None:
-        """Hand over the reader, a response and its reference answer; the clock starts."""
+        """Send the grader's kind, a response and its reference answer. The time limit starts."""
         self.item = item
         self.deadline = time.monotonic() + WALL_TIME_FACTOR * self._timeout_s
         try:
             for text in question:
                 self.pipe.send_bytes(text.encode("utf-8", "replace"))
         except OSError:
-            pass  # it is dead, and will be found so
+            pass  # it is dead, which is detected later
 
     def take(self) -> tuple[int | None, Grade]:
-        """What has come from the process: the item and its grade, or no item: it has started.
+        """Receive from the process: the item and its grade, or no item if it has started.
 
         Raises:
             RlinfError: it ended before it had started, twice in a row.
@@ -235,7 +236,7 @@ class _Worker:
             reply = self.pipe.recv_bytes()
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # The pipe is closed a moment before the exit code is there.
+                # The pipe closes a moment before the exit code is available.
                 self._process.wait(EXIT_WAIT_S)
             item, started, code = self.item, self.ready, self.stop()
             if not started and self._ended_early:
@@ -254,7 +255,7 @@ class _Worker:
         return item, _GRADES[reply]
 
     def replace_if_dead(self) -> None:
-        """Start another process for one that ended while it had nothing to do."""
+        """Start another process for one that ended while idle."""
         if self._process.poll() is not None:
             log.warning("an idle grading process had ended with code %d", self._process.returncode)
             self.restart()
@@ -265,13 +266,13 @@ class _Worker:
         self._start()
 
     def stop(self) -> int:
-        """Kill the process unless it has ended by itself; returns its exit code."""
+        """Kill the process unless it has ended. Return its exit code."""
         self._process.kill()
         self.pipe.close()
         return self._process.wait()
 
     def _start(self) -> None:
-        # A plain child: multiprocessing would fork threads, or import the main module again.
+        # A plain child process: multiprocessing would fork threads, or reimport the main module.
         self.pipe, theirs = Pipe()
         self.item, self.ready, self.deadline = None, False, time.monotonic() + START_TIMEOUT_S
         command = [sys.executable, "-m", "rlinf.rewards.math_grader"]
@@ -294,12 +295,12 @@ log = logging.getLogger("rlinf")
 
 
 def _serve(pipe: Connection, timeout_s: float) -> None:
-    """Loop of a grading process: a reader and two texts in, one byte out."""
+    """Run the loop of a grading process: a grader's kind and two texts in, one byte out."""
     from rlinf.rewards.math_equivalence import grade_response, grade_with_math_verify
 
     readers = {"read": grade_response, "math-verify": grade_with_math_verify}
 
-    # It says that its own limit of time is off, which is meant so.
+    # It warns that its own time limit is off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     grade_response(r"\sqrt{4}", r"\frac{4}{2}")
     pipe.send_bytes(b"ready")
@@ -312,14 +313,15 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
         try:
             reply = b"1" if readers[reader](response, answer) else b"0"
         except MemoryError:
-            os._exit(1)  # what the libraries hold may be incomplete
-        except Exception:  # a parser may raise anything on what a model writes
+            os._exit(1)  # the state of the libraries may be inconsistent
+        except Exception:  # a parser may raise anything on a model's output
             reply = b"u"
         pipe.send_bytes(reply)
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """From now on ``timeout_s`` of processor time, to the next whole second; then SIGXCPU."""
+    """Limit processor time to ``timeout_s`` from now on, rounded up to a whole second; then
+    SIGXCPU."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + timeout_s))
 
@@ -338,4 +340,4 @@ if __name__ == "__main__":
     try:
         _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))
     except BrokenPipeError:
-        pass  # the stage is gone
+        pass  # the stage has ended

@@ -1,4 +1,5 @@
-"""One spelling for mathematical text: markup, currencies, spaces and commands of LaTeX."""
+"""Normalise mathematical text: markup, currencies, spaces, LaTeX commands, and units of
+measurement."""
 
 # ruff: noqa: RUF001
 
@@ -9,12 +10,12 @@ import unicodedata
 from decimal import Decimal
 
 ROW_SEPARATOR = "\0"
-"""A new row of a matrix."""
+"""Separator of the rows of a matrix."""
 BRACKET_PAIRS, CLOSING_BRACKETS = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
 
 
 class UnparsableAnswerError(ValueError):
-    """There is no answer, or nothing that can be read as one."""
+    """Error of a text without an answer, or with one that cannot be parsed."""
 
 
 _SYMBOLS = {
@@ -82,9 +83,9 @@ def normalize_latex(text: str) -> tuple[str, str]:
     and delimiters of formulas go.
     """
     text = normalize_characters(re.sub(r"<<[^<>]*>>", "", text)).strip()
-    while found := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
-        text = found[2] + found[3]
-    # A new row of a matrix; elsewhere the backslash of a command was written twice.
+    while match := re.match(r"^(\*\*|__|\*|_|`+)(?=\S)(.+?)(?<=\S)\1(.*)$", text, re.DOTALL):
+        text = match[2] + match[3]
+    # A double backslash is a new row of a matrix; elsewhere it is an escaped backslash.
     text = text.replace("\\\\", ROW_SEPARATOR if r"\begin" in text else "\\")
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "").replace("{,}", ",")
     text = _REALS.sub(r"\\mathbb{R} ", text)
@@ -124,7 +125,7 @@ def normalize_latex(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<![\d.^_{}])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d}])\.(?=\d)", "0.", text)
     text = re.sub(r"\s+", " ", text).strip()
-    # An exclamation mark is a factorial here; in prose it was taken off before.
+    # An exclamation mark is a factorial here; in prose it was removed before.
     text = re.sub(r"^(?:[=:]|\\approx(?![a-z]))\s*|(?:\s|(?<!\\)[.,;:?])+$", "", text)
     return _number_words(_ALL_REALS.sub(r"\\mathbb{R}", text)), unit
 
@@ -143,14 +144,14 @@ def normalize_characters(text: str) -> str:
 
 
 def _repeating(text: str) -> str:
-    """A fraction for ``0.\\overline{3}`` and ``0.333...``."""
+    r"""Replace ``0.\overline{3}`` and ``0.333...`` by a fraction."""
     for pattern in (_REPEATING, _DOTTED):
         text = pattern.sub(_fraction_of_repeating, text)
     return text
 
 
 def _bases(text: str) -> str:
-    """``1010_{2}`` for ``(1010)_2``, ``1010 base 2`` and ``1010_{two}``."""
+    """Replace ``(1010)_2``, ``1010 base 2`` and ``1010_{two}`` by ``1010_{2}``."""
     text = re.sub(r"\b(\w+),?\s+(?:in\s+)?base[\s-]*(\w+)\b", r"\1_{\2}", text)
     text = re.sub(r"\((\d+)\)\s*_", r"\1_", text)
     return re.sub(
@@ -160,15 +161,15 @@ def _bases(text: str) -> str:
     )
 
 
-def _fraction_of_repeating(found: re.Match[str]) -> str:
-    whole, before, again = found[1] or "0", found[2], found[3]
+def _fraction_of_repeating(match: re.Match[str]) -> str:
+    integer, before, again = match[1] or "0", match[2], match[3]
     under = (10 ** len(again) - 1) * 10 ** len(before)
-    over = int(whole + before + again) - int(whole + before)
+    over = int(integer + before + again) - int(integer + before)
     return rf"\frac{{{over}}}{{{under}}}"
 
 
 def _number_words(text: str) -> str:
-    """Digits for a text that is a number below a hundred in words; any other as it is."""
+    """Return the digits of a number below a hundred in words; any other text unchanged."""
     tens, _, ones = text.lower().replace("-", " ").partition(" ")
     if tens not in _NUMBER_WORDS or (ones and not 0 < _NUMBER_WORDS.get(ones, 0) < 10):
         return text
@@ -198,7 +199,8 @@ def _character(character: str) -> str:
 
 
 def _currency(text: str) -> tuple[str, str]:
-    """A formula's ``$`` come in pairs; one alone, or one with a backslash, is money."""
+    """Remove a currency sign. A formula's ``$`` come in pairs; a single one, or one with a
+    backslash, is money."""
     for sign, unit in _CURRENCIES.items():
         if sign == "$" and text.replace(r"\$", "").count("$") % 2 == 0:
             continue
@@ -213,28 +215,29 @@ def _plain_number(scientific: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """``\\text{...}`` and fonts without their command; words stay apart from what is before."""
-    while found := _WRAPPERS.search(text):
-        end = find_closing_bracket(text, found.end() - 1)
-        inner = text[found.end() :] if end is None else text[found.end() : end]
+    r"""Remove the commands of ``\text{...}`` and fonts. Words stay separated from the text
+    before."""
+    while match := _WRAPPERS.search(text):
+        end = find_closing_bracket(text, match.end() - 1)
+        inner = text[match.end() :] if end is None else text[match.end() : end]
         rest = "" if end is None else text[end + 1 :]
         single = len(inner.strip()) == 1 and inner.strip() in "eid"
-        space = "" if single or _TIGHT.match(found[0]) else " "
+        space = "" if single or _TIGHT.match(match[0]) else " "
         known = inner.strip() in _FUNCTIONS
         inner = (
             rf"\{inner.strip()} " if known else f"{space}{inner}{space if rest[:1] != '^' else ''}"
         )
-        text = text[: found.start()] + inner + rest
+        text = text[: match.start()] + inner + rest
     return text
 
 
 def _arguments(text: str) -> str:
-    """Braces around what ``\\frac``, ``\\sqrt`` and ``^`` take, where they were left out."""
+    r"""Add missing braces around the arguments of ``\frac``, ``\sqrt`` and ``^``."""
     out, at = [], 0
     pattern = re.compile(r"\\frac(?![A-Za-z])|\\binom(?![A-Za-z])|\\sqrt(?![A-Za-z])|\^")
-    while found := pattern.search(text, at):
-        out.append(text[at : found.start()])
-        command, at = found[0], found.end()
+    while match := pattern.search(text, at):
+        out.append(text[at : match.start()])
+        command, at = match[0], match.end()
         out.append(command)
         if command == r"\sqrt" and (root := re.match(r"\s*\[[^\[\]]*\]", text[at:])):
             out.append(root[0].strip())
@@ -255,7 +258,7 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
         if end is None:
             raise UnparsableAnswerError("an open brace")
         return text[at + 1 : end], end + 1
-    # A radicand or exponent of several digits is meant as a whole; TeX would take the first.
+    # A radicand or exponent of several digits is one number; TeX would use the first digit only.
     number = re.match(r"-?\d+" if command == "^" else r"\d+(?:\.\d+)?", text[at:])
     if number and command not in (r"\frac", r"\binom"):
         return number[0], at + number.end()
@@ -269,7 +272,8 @@ def _argument(text: str, at: int, command: str) -> tuple[str, int]:
 
 
 def find_closing_bracket(text: str, start: int, mixed: bool = False) -> int | None:
-    """Where the bracket that opens at ``start`` closes; ``mixed``: ``[`` may end with ``)``."""
+    """Return the position where the bracket at ``start`` closes. With ``mixed``, ``[`` may end with
+    ``)``."""
     depth, at = 0, start
     opening, closing = ("([", ")]") if mixed else (text[start], BRACKET_PAIRS[text[start]])
     while at < len(text):
@@ -348,20 +352,20 @@ def split_unit(text: str) -> tuple[str, str]:
     The unit is in one spelling, and empty where it is not known: ``12 apples``. A text without
     one comes back unchanged; ``2t`` and ``5x`` are products.
     """
-    found = _TRAIL.search(text)
-    if found is None or not found.start():
+    match = _TRAIL.search(text)
+    if match is None or not match.start():
         return text, ""
-    head = text[: found.start()]
+    head = text[: match.start()]
     if not _VALUE_END.search(head) or re.search(r"(?<![\\A-Za-z{])[A-Za-z]{2,}", head):
         return text, ""
     if _FUNCTION.search(head):
         return text, ""
-    unit = re.sub(rf"\\frac\{{\s*({_WORD})\s*\}}\{{\s*({_WORD})\s*\}}", r"\1 / \2", found["unit"])
+    unit = re.sub(rf"\\frac\{{\s*({_WORD})\s*\}}\{{\s*({_WORD})\s*\}}", r"\1 / \2", match["unit"])
     words = re.findall(r"\\cdot|/|%|[^\s/%]+", re.sub(r"/|\\cdot", r" \g<0> ", unit))
     scale = 1
     while words and words[0].lower() in _SCALES:
         scale *= _SCALES[words.pop(0).lower()]
-    if not all(_is_unit_or_noun(word, bool(found["gap"])) for word in words):
+    if not all(_is_unit_or_noun(word, bool(match["gap"])) for word in words):
         return text, ""
     return _scaled(head.strip(), scale), _spelled(words)
 
@@ -390,7 +394,7 @@ def _scaled(head: str, scale: int) -> str:
 
 
 def _spelled(words: list[str]) -> str:
-    """``m*s^-2`` for ``m/s^{2}``; empty if a word is no unit."""
+    """Return ``m*s^-2`` for ``m/s^{2}``; empty if a word is not a unit."""
     powers: dict[str, int] = {}
     sign, power, last = 1, 1, ""
     for word in words:

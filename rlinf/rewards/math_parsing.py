@@ -1,9 +1,9 @@
-"""What an answer is made of: numbers and formulas, lists, sets, intervals, matrices, relations.
+"""Parse an answer: numbers and formulas, lists, sets, intervals, matrices, relations.
 
 This module works on text only. The remaining LaTeX expressions are compared by a computer algebra
 system (rlinf/rewards/math_equivalence.py). Brackets, commas, units and markup are parsed here,
-because a formula parser misreads them: a thousands separator, or ``m`` as a variable. The answer is
-located in the response by rlinf/rewards/math_extraction.py.
+because a formula parser misreads them: a thousands separator, or ``m`` as a variable.
+rlinf/rewards/math_extraction.py locates the answer in the response.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlinf.rewards.math_normalization import (
 )
 
 MAX_ANSWER_CHARS = 2000
-"""Characters; what is longer is no answer."""
+"""Maximum number of characters; a longer text is not an answer."""
 
 AnswerKind = Literal["expression", "words", "list", "set", "region", "ordered", "matrix", "row"]
 
@@ -42,24 +42,25 @@ class MathAnswer:
     name: str = ""
     """Left-hand side of ``x = 5``."""
     unit: str = ""
-    """Known units in one spelling; empty for none or one that is not known."""
+    """Known units in normalised spelling; empty if there is none or an unknown one."""
     alternative: MathAnswer | None = None
-    """Another reading of an ambiguous text: ``10!`` at the end of a sentence."""
+    """Second parsing of an ambiguous text, such as ``10!`` at the end of a sentence."""
     phrase: str = ""
-    """The whole text of a reference that is a list of joined words."""
+    """The full text of a reference that is a list of joined words."""
 
 
 def extract_answer(text: str) -> MathAnswer:
     """Return the answer of a response.
 
     Raises:
-        UnparsableAnswerError: no answer was found, or it has more than :data:`LONGEST` characters.
+        UnparsableAnswerError: there is no answer, or it has more than :data:`MAX_ANSWER_CHARS`
+            characters.
     """
-    found = marked_answers(text)
-    if found is not None:
-        if len(found) > 1:
-            return parse_answer(", ".join(found))
-        return _marked_answer(found[0])
+    marked = marked_answers(text)
+    if marked is not None:
+        if len(marked) > 1:
+            return parse_answer(", ".join(marked))
+        return _marked_answer(marked[0])
     readings: list[MathAnswer] = []
     words: MathAnswer | None = None
     for candidate in unmarked_candidates(text):
@@ -71,7 +72,7 @@ def extract_answer(text: str) -> MathAnswer:
             words = words or answer  # "Good luck!" may stand below the answer
             continue
         readings.append(answer)
-        # A shout may be a factorial; the reading without it comes next.
+        # An exclamation mark may be a factorial; the next candidate is without it.
         if not candidate.endswith("!"):
             break
     if not readings:
@@ -82,12 +83,14 @@ def extract_answer(text: str) -> MathAnswer:
 
 
 def _is_phrase(answer: MathAnswer) -> bool:
-    """Whether an answer is words that ``and`` or ``or`` joins, as "bread and butter" are."""
+    """Return whether an answer consists of words joined by ``and`` or ``or``, such as "bread and
+    butter"."""
     return bool(answer.text) and answer.kind == "list" and answer.items[0].kind == "words"
 
 
 def _marked_answer(text: str) -> MathAnswer:
-    """A marked answer with words around it counts if it has one number or formula."""
+    """Parse a marked answer. Words around it are allowed if it has exactly one number or
+    formula."""
     if len(text) > MAX_ANSWER_CHARS:
         raise UnparsableAnswerError("too long for an answer")
     try:
@@ -100,7 +103,7 @@ def _marked_answer(text: str) -> MathAnswer:
         behind = re.sub(r"^[A-Za-z][A-Za-z ,']*(?:\b(?:is|are|be|equals)\b|:)\s*", "", plain)
         if behind != plain:
             return parse_answer(behind)
-        numbers = [found[0].strip() for found in VALUES.finditer(plain)]
+        numbers = [match[0].strip() for match in VALUES.finditer(plain)]
         is_formula = _is_unbalanced(plain) or re.search(r"[\\^_=<>+]|\d\s*[-*/]", plain)
         if len(numbers) == 1 and not is_formula and not _NOT_A_VALUE.search(plain):
             return parse_answer(numbers.pop())
@@ -126,10 +129,10 @@ _FUNCTION_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?|\\[a-z]+"
 
 
 def parse_answer(text: str) -> MathAnswer:
-    """Return the answer that a text without anything around it is.
+    """Parse a text that consists of an answer only.
 
     Raises:
-        UnparsableAnswerError: it is none.
+        UnparsableAnswerError: it is not an answer.
     """
     if len(text) > MAX_ANSWER_CHARS:
         raise UnparsableAnswerError("too long for an answer")
@@ -142,7 +145,7 @@ def parse_answer(text: str) -> MathAnswer:
 
 
 def _several(text: str) -> MathAnswer:
-    """A list with commas, ``and`` or ``or``; else one thing."""
+    """Parse a list with commas, ``and`` or ``or``; else a single answer."""
     text = _bare_thousands(text)
     if joined := _joined_words(text):
         return joined
@@ -169,7 +172,8 @@ def _several(text: str) -> MathAnswer:
 
 
 def _joined_words(text: str) -> MathAnswer | None:
-    """A list of single words or letters, ``A and C`` or ``red, blue``; None for anything else."""
+    """Parse a list of single words or letters, ``A and C`` or ``red, blue``; None for any other
+    text."""
     parts = _JOINT.split(text)
     if len(parts) == 1 or not all(re.fullmatch(r"[A-Za-z][A-Za-z'-]*", part) for part in parts):
         return None
@@ -181,7 +185,7 @@ def _joined_words(text: str) -> MathAnswer | None:
 
 
 def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
-    """Whether all are pairs in brackets, and one of them is no point."""
+    """Return whether all are pairs in brackets, and at least one of them is not a point."""
     pairs = all(item.kind == "ordered" and len(item.items) == 2 for item in items)
     return pairs and any(
         item.text in ("(]", "[)") or any("infty" in end.text for end in item.items)
@@ -190,14 +194,14 @@ def _any_interval(items: tuple[MathAnswer, ...]) -> bool:
 
 
 def _bare_thousands(text: str) -> str:
-    """Commas of thousands taken out of numbers that stand in no brackets."""
+    """Remove thousands separators from numbers outside brackets."""
     out, depth, at = [], 0, 0
-    for found in re.finditer(r"\\[{}]|[()\[\]]|$", text):
-        piece = text[at : found.start()]
+    for bracket in re.finditer(r"\\[{}]|[()\[\]]|$", text):
+        piece = text[at : bracket.start()]
         out.append(_THOUSANDS.sub(lambda m: m[0].replace(",", ""), piece) if not depth else piece)
-        out.append(found[0])
-        depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(found[0], -1)
-        at = found.end()
+        out.append(bracket[0])
+        depth += {"(": 1, "[": 1, "\\{": 1, "": 0}.get(bracket[0], -1)
+        at = bracket.end()
     return "".join(out)
 
 
@@ -234,7 +238,7 @@ def _right_of_in(text: str) -> str:
 
 
 def _equation(text: str, sides: list[str]) -> MathAnswer:
-    """``x = 5`` is 5 with a name; an equation that is not solved stays as it is."""
+    """Parse an equation: ``x = 5`` is 5 with a name; an unsolved equation stays as it is."""
     named = re.fullmatch(_FUNCTION_NAME, sides[0])
     names = _NAMES.fullmatch(sides[0]) or ":" in sides[0]
     variables = [re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", side) for side in sides]
@@ -248,18 +252,18 @@ def _equation(text: str, sides: list[str]) -> MathAnswer:
 
 
 def _matrix(text: str) -> MathAnswer | None:
-    found = _MATRIX.fullmatch(text)
-    if found is None or r"\begin" in found[2]:
+    match = _MATRIX.fullmatch(text)
+    if match is None or r"\begin" in match[2]:
         return None
     lines = [
-        line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", found[2]) if line.strip()
+        line for line in re.split(rf"{ROW_SEPARATOR}(?:\[[^\]]*\])?", match[2]) if line.strip()
     ]
     rows = (MathAnswer("row", "", tuple(_one(c) for c in line.split("&"))) for line in lines)
-    return MathAnswer("matrix", "|" if found[1] == "vmatrix" else "", tuple(rows))
+    return MathAnswer("matrix", "|" if match[1] == "vmatrix" else "", tuple(rows))
 
 
 def _bracketed(text: str) -> MathAnswer | None:
-    """A tuple, an interval or a set."""
+    """Parse a tuple, an interval or a set."""
     if text in (r"\emptyset", r"\varnothing", r"\{\}", r"\{ \}"):
         return MathAnswer("set", "")
     text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
@@ -304,7 +308,7 @@ def _words(text: str) -> MathAnswer | None:
 
 
 def _value(text: str) -> MathAnswer:
-    """An expression, with its unit taken off."""
+    """Parse an expression, and remove its unit."""
     if ratio := re.fullmatch(r"(\d+) to (\d+)", text):
         text = f"{ratio[1]}:{ratio[2]}"
     text, unit = split_unit(text)
@@ -325,13 +329,13 @@ def _value(text: str) -> MathAnswer:
         text = text.replace(" ", "")
     if re.search(r"(?<![\w.])\d[\d.]*\s+\d", text):
         raise UnparsableAnswerError("numbers side by side")
-    # math-verify sees the imaginary unit where it stands apart.
+    # math-verify recognises the imaginary unit only if a space is before it.
     text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text).replace(ROW_SEPARATOR, r"\\ ")
     return MathAnswer("expression", text, unit=unit)
 
 
 def _is_unbalanced(text: str) -> bool:
-    """Whether not as many brackets close as open."""
+    """Return whether the numbers of opening and closing brackets differ."""
     pairs = (("([", ")]"), ("{", "}"))
     return any(
         sum((character in opening) - (character in closing) for character in text)
@@ -340,13 +344,13 @@ def _is_unbalanced(text: str) -> bool:
 
 
 def split_top_level(text: str, separators: tuple[str, ...]) -> list[str]:
-    """Return the parts between separators that stand in no brackets."""
+    """Return the parts between separators that are outside brackets."""
     parts, depth, last, at = [], 0, 0, 0
     while at < len(text):
-        found = next((s for s in separators if _stands_at(text, s, at)), None)
-        if found and not depth:
+        separator = next((s for s in separators if _stands_at(text, s, at)), None)
+        if separator and not depth:
             parts.append(text[last:at])
-            at = last = at + len(found)
+            at = last = at + len(separator)
             continue
         if text.startswith((r"\{", r"\begin", r"\langle"), at):
             depth, at = depth + 1, at + 2
@@ -363,7 +367,7 @@ def split_top_level(text: str, separators: tuple[str, ...]) -> list[str]:
 
 
 def _stands_at(text: str, sign: str, at: int) -> bool:
-    """Whether a separator is there; ``\\in`` is not the beginning of ``\\infty``."""
+    r"""Return whether a separator is at a position; ``\in`` is not the beginning of ``\infty``."""
     if not text.startswith(sign, at):
         return False
     return not sign[-1].isalpha() or not text[at + len(sign) : at + len(sign) + 1].isalpha()

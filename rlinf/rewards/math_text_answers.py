@@ -1,4 +1,4 @@
-"""Answers in words: the letter of a choice, ``yes``, a name, a date."""
+"""Extract answers in words: the letter of a choice, ``yes``, a name, a date."""
 
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -63,14 +63,14 @@ _NEGATED = re.compile(r"(?:\bnot|n't|\bneither|\brule\s+out)\b[^.,;\n]{0,20}$", 
 
 
 def choice_letter(response: str) -> str:
-    """Return the letter of the choice that a response ends with, as a capital.
+    """Return the letter of the choice with which a response ends, as a capital.
 
     Raises:
         UnparsableAnswerError: it names none, or more than one.
     """
-    found = marked_answers(response)
-    if found is not None:
-        return _one_letter(found[-1]) if len(found) == 1 else _none()
+    marked = marked_answers(response)
+    if marked is not None:
+        return _one_letter(marked[-1]) if len(marked) == 1 else _none()
     text = _undressed(searchable_text(response))
     statement = announced_answer(text)
     if statement and re.match(r"\s*(?:correct|right|true)\b", statement):
@@ -106,7 +106,7 @@ def _one_letter(text: str) -> str:
     bare = _undressed(text).strip()
     lead = _LEAD.match(bare)
     assert lead is not None
-    # "A" is an article too: the lead may have taken the letter itself.
+    # "A" is also an article, so the lead may have consumed the letter itself.
     head = _HEAD.match(bare) or _HEAD.match(bare, lead.end())
     if head is None or _MORE.match(bare, head.end()):
         return _none()
@@ -119,9 +119,9 @@ def ends_with_words(response: str, words: str) -> bool:
     Raises:
         UnparsableAnswerError: it has no answer.
     """
-    found = marked_answers(response)
-    if found is not None:
-        return len(found) == 1 and _begins(_as_marked(found[0]), words)
+    marked = marked_answers(response)
+    if marked is not None:
+        return len(marked) == 1 and _begins(_as_marked(marked[0]), words)
     text = searchable_text(response)
     statement = announced_answer(text)
     if statement is not None:
@@ -145,7 +145,7 @@ def _openings(statement: str) -> Iterator[str]:
 
 
 def _begins(text: str, words: str) -> bool:
-    """Whether a sentence begins with the words, and goes on with an aside at most."""
+    """Return whether a sentence begins with the words, followed at most by an aside."""
     rest = text.removeprefix(words) if text.startswith(words) else None
     return (
         rest is not None
@@ -155,7 +155,7 @@ def _begins(text: str, words: str) -> bool:
 
 
 def _endings(line: str) -> Iterator[str]:
-    """The last bold text, the last formula, the line, and what is behind its last "is"."""
+    """Yield the last bold text, the last formula, the line, and the text after its last "is"."""
     if bold := re.findall(r"\*\*(?=\S)([^*]+?)\*\*", line):
         yield normalize_words(bold[-1])
         return
@@ -170,14 +170,14 @@ def _endings(line: str) -> Iterator[str]:
 
 
 def _opens_bold(text: str, words: str) -> bool:
-    """Whether the response begins with the words in bold, or with them and a comma."""
+    """Return whether the response begins with the words in bold, or with the words and a comma."""
     first = text.strip().split("\n", 1)[0]
     opening = re.match(r"\*\*([^*]+)\*\*(?=[\s.,;:!]|$)|(\w+)(?=[,.]\s)", first)
     return opening is not None and normalize_words(opening[1] or opening[2]) == words
 
 
 def normalize_words(text: str) -> str:
-    """Return words in lower case, without markup, article and punctuation around them."""
+    """Return words in lower case, without surrounding markup, article and punctuation."""
     try:
         spelled, _ = normalize_latex(text)
     except UnparsableAnswerError:

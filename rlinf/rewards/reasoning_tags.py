@@ -1,4 +1,4 @@
-"""Marks of thinking: which part of a response is its answer."""
+"""Reasoning tags: which part of a response is reasoning and which is the answer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DEFAULT_TAGS = (
     ThinkingMarks("<reasoning>", "</reasoning>"),
     ThinkingMarks("<|begin_of_thought|>", "<|end_of_thought|>"),
 )
-"""Marks of published chat templates, and those that prompts of the field ask for."""
+"""Tags of published chat templates, and tags that prompts commonly ask for."""
 _BARE_CHANNELS = re.compile(r"\Aanalysis(?:(?=[^\s:]).*assistantfinal|(?=[\w\\$]))", re.DOTALL)
-"""The channels of gpt-oss in a text whose special tokens were dropped by the decoder: the thought
-follows without a space, where prose goes on with a space or a comma."""
+"""Channels of gpt-oss in a text whose special tokens the decoder dropped. The reasoning follows
+without a space, whereas prose continues with a space or a comma."""
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """How a model marks its thoughts.
+    """The tags with which a model marks its reasoning.
 
     Args:
-        pairs: opening and closing marks.
+        tags: opening and closing tags.
         starts_open: whether the prompt ends inside the reasoning, because the chat template's
             generation prompt opens it. The response then has only the closing tag.
     """
@@ -36,9 +36,9 @@ class ReasoningTags:
     starts_open: bool = False
 
     def strip_reasoning(self, response: str) -> str | None:
-        """Return the text behind the last thought, or None if a thought is unfinished."""
-        if found := _BARE_CHANNELS.match(response):
-            return response[found.end() :] if found[0].endswith("assistantfinal") else None
+        """Return the text after the last reasoning, or None if the reasoning is unfinished."""
+        if match := _BARE_CHANNELS.match(response):
+            return response[match.end() :] if match[0].endswith("assistantfinal") else None
         start = max((mark.end() for mark in self._closing.finditer(response)), default=None)
         if start is None and self.starts_open:
             return None
@@ -46,13 +46,13 @@ class ReasoningTags:
         return None if self._opening.search(rest) else rest
 
     def ends_with_open_tag(self, prompt: str) -> bool:
-        """Return whether a prompt ends with an opening mark."""
+        """Return whether a prompt ends with an opening tag."""
         return prompt.rstrip().endswith(tuple(marks.begin.rstrip() for marks in self.tags))
 
     @cached_property
     def _opening(self) -> re.Pattern[str]:
-        """Openings of thoughts: where a line or a sentence begins, special tokens anywhere. An
-        answer that mentions a mark has it inside a sentence."""
+        """Pattern of opening tags: where a line or a sentence begins, special tokens anywhere. An
+        answer that mentions a tag has it inside a sentence."""
         begins = [marks.begin.rstrip() for marks in self.tags]
         tokens = _any(begin for begin in begins if begin.startswith("<|"))
         return re.compile(rf"(?:\A|[\n.!?])\s*(?:{_any(begins)})|{tokens or '(?!)'}")

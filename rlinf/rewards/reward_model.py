@@ -1,8 +1,7 @@
-"""A reward model: a sequence classifier with one label, whose number is the reward.
+"""A reward model: a sequence classifier with one label, whose output is the reward.
 
-It has a tokenizer of its own, as a rule another one than the policy's. So it is given texts: the
-prompt, and the response as the policy's tokenizer decodes it, put together by the reward model's
-chat template where it has one.
+The reward model usually has another tokenizer than the policy. It therefore gets texts: the prompt,
+and the response as decoded by the policy's tokenizer. Its chat template joins them, if it has one.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ TOO_LONG = "too_long"
 
 
 class RewardModelConfig(Section):
-    """``scale * number + offset``."""
+    """Settings of the reward ``scale * output + offset``."""
 
     path: Path
     """Folder of the model in the Hugging Face format, with its tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: DeviceName = "auto"
     max_tokens_per_batch: int = Field(default=16384, gt=0)
-    """Most tokens computed at once, padding included; a longer text is computed alone."""
+    """Maximum number of tokens per forward pass, padding included. A longer text is computed
+    alone."""
     max_length: int | None = Field(default=None, gt=0)
-    """Most tokens of prompt and response together; null: as many as the model takes."""
+    """Maximum number of tokens of prompt and response; null: the model's limit."""
     overlong_reward: float | Literal["mask"] = "mask"
-    """The reward of a longer one; ``mask``: it takes no part in the update."""
+    """Reward of a longer text; ``mask``: the update excludes it."""
     scale: float = 1.0
     offset: float = 0.0
 
 
 class RewardModelReward(OffloadableTensors, Reward):
-    """See the module."""
+    """Reward of a sequence classifier."""
 
     Config = RewardModelConfig
     requires = frozenset({PROMPTS})
@@ -81,15 +81,15 @@ class RewardModelReward(OffloadableTensors, Reward):
         rows = self._rows(trajectories)
         most = self._published.max_model_len(config.max_length)
         fit = [i for i, row in enumerate(rows) if most is None or len(row) <= most]
-        found: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
+        results: list[RewardValue | RewardResult] = [self._unfit()] * len(rows)
         for batch in length_grouped_batches(
             [len(rows[i]) for i in fit], config.max_tokens_per_batch
         ):
             places = [fit[number] for number in batch]
             numbers = score_rows(module, [rows[place] for place in places], self.device)
             for place, number in zip(places, numbers, strict=True):
-                found[place] = config.scale * number + config.offset
-        return found
+                results[place] = config.scale * number + config.offset
+        return results
 
     def close(self) -> None:
         self._module = None
@@ -102,7 +102,7 @@ class RewardModelReward(OffloadableTensors, Reward):
         )
 
     def _ready(self) -> Any:
-        """The network, on its device."""
+        """Return the network, on its device."""
         residency = self.resources.residency
         if self._module is None:
             folder = self._published.folder
@@ -117,7 +117,7 @@ class RewardModelReward(OffloadableTensors, Reward):
         return self._module
 
     def _rows(self, trajectories: Sequence[Record]) -> list[list[int]]:
-        """Token ids of prompt and response, one row for each."""
+        """Return the token ids of prompt and response, one row for each trajectory."""
         pairs = [(str(t.info["prompt_text"]), str(t.info["text"])) for t in trajectories]
         template = self._tokenizer.chat_template
         if template is None:
@@ -133,24 +133,25 @@ class RewardModelReward(OffloadableTensors, Reward):
                 PATH_KEY,
                 add_generation_prompt=False,
             )
-        # A template writes the special tokens itself.
+        # A chat template adds the special tokens itself.
         ids = self._tokenizer(texts, add_special_tokens=template is None)["input_ids"]
         rows: list[list[int]] = [list(map(int, row)) for row in ids]
         return [row or self._empty() for row in rows]
 
     def _empty(self) -> list[int]:
-        """In place of a text without tokens: a network says nothing of nothing."""
+        """Return one token in place of an empty text, because the network needs at least one."""
         tokenizer = self._tokenizer
         known = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         return [next((token for token in known if token is not None), 0)]
 
 
 def length_grouped_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Which rows are computed together: like lengths, so that little is padding.
+    """Group rows of similar length into batches, so that there is little padding.
 
     Args:
         lengths: of the rows.
-        most: rows times the longest of them in a batch; one row may exceed it alone.
+        most: limit of the number of rows times the longest row of a batch. A longer row is alone in
+            its batch.
 
     Yields:
         Numbers of rows; each row is in one batch.
@@ -169,10 +170,11 @@ def length_grouped_batches(lengths: Sequence[int], most: int) -> Iterator[list[i
 
 @torch.inference_mode()
 def score_rows(module: Any, rows: Sequence[Sequence[int]], device: torch.device) -> list[float]:
-    """The number that a classifier gives each row of token ids, as it would give it alone.
+    """Return the classifier's output for each row of token ids, as it would be for the row alone.
 
-    The library reads a decoder's number at the last token that is not its padding token, and
-    refuses several rows where the model names none: then any other token than the last ones does.
+    ``transformers`` reads the output of a decoder at the last token that is not the padding token,
+    and rejects several rows if the model has no padding token. In that case, any token that is not
+    the last of a row serves.
     """
     settings = module.config.get_text_config()
     filler, named = settings.pad_token_id, settings.pad_token_id is not None

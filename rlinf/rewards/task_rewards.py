@@ -1,9 +1,5 @@
-"""The task's score as the reward, with a penalty for overlong samples.
-
-In a simulator, whose sample may hold several episodes, each has its own score, on its own last
-step. One that the horizon cut off after others had ended is not judged: what follows is worth what
-a critic says of it.
-"""
+"""Rewards that come from the task: its score, partial credit for digits, and the simulator's step
+rewards."""
 
 from __future__ import annotations
 
@@ -21,15 +17,15 @@ from rlinf.rewards.base import Reward, RewardResult
 
 
 class ScoreConfig(Section):
-    """``scale * score + offset``, minus the overlong penalty."""
+    """Settings of ``scale * score + offset``, minus the overlong penalty."""
 
     scale: float = 1.0
     offset: float = 0.0
     overlong_penalty_start: int | None = Field(default=None, gt=0)
-    """Steps that count, after which the penalty grows linearly (soft overlong punishment of DAPO,
-    arXiv 2503.14476, eq. 13)."""
+    """Number of unmasked steps above which the penalty grows linearly (soft overlong punishment of
+    DAPO, arXiv 2503.14476, eq. 13)."""
     overlong_penalty_end: int | None = Field(default=None, gt=0)
-    """Steps at which it has reached 1."""
+    """Number of unmasked steps at which the penalty reaches 1."""
 
     @model_validator(mode="after")
     def _overlong_is_a_range(self) -> ScoreConfig:
@@ -44,7 +40,12 @@ class ScoreConfig(Section):
 
 
 class ScoreReward(Reward):
-    """See the module."""
+    """The task's score, minus a penalty for overlong samples.
+
+    A simulator's sample may hold several episodes. Each episode then has its own score, placed on
+    its last step. An episode that the horizon truncated after others had ended is not scored; the
+    critic's value estimates the rest of it.
+    """
 
     Config = ScoreConfig
     provides = frozenset({EPISODE_REWARDS})
@@ -58,17 +59,20 @@ class ScoreReward(Reward):
             episodes = scored_episodes(trajectory)
             if episodes is None:
                 length = int(loss_mask(trajectory).sum())
-                reward, unpenalized = self._of(score) - self._overlong(length), self._of(score)
+                reward, unpenalized = (
+                    self._scaled(score) - self._overlong(length),
+                    self._scaled(score),
+                )
                 results.append(RewardResult(reward, raw_reward=unpenalized))
                 continue
             steps, ends = np.zeros(len(trajectory)), np.zeros(len(trajectory), bool)
             for last, own, length in episodes:
-                steps[last], ends[last] = self._of(own) - self._overlong(length), True
-            total = sum(self._of(own) for _, own, _ in episodes)
+                steps[last], ends[last] = self._scaled(own) - self._overlong(length), True
+            total = sum(self._scaled(own) for _, own, _ in episodes)
             results.append(RewardResult(steps, raw_reward=total, episode_ends=ends))
         return results
 
-    def _of(self, score: float) -> float:
+    def _scaled(self, score: float) -> float:
         return self.config.scale * score + self.config.offset
 
     def _overlong(self, length: int) -> float:
@@ -79,13 +83,14 @@ class ScoreReward(Reward):
 
 
 class DigitsConfig(Section):
-    """``(1 - partial) * score + partial * share of characters right``."""
+    """Settings of ``(1 - partial_credit) * score + partial_credit * character accuracy``."""
 
     partial_credit: float = Field(default=0.5, ge=0, le=1)
 
 
 class DigitsReward(Reward):
-    """A denser signal than exact match for short answers with a fixed form."""
+    """Exact match plus partial credit for every character of the reference answer in its place. It
+    is a denser signal for short answers of a fixed form."""
 
     Config = DigitsConfig
     requires = frozenset({REFERENCE_ANSWERS})
@@ -103,19 +108,20 @@ class DigitsReward(Reward):
 
 
 def character_accuracy(text: str, answer: str) -> float:
-    """Share of the longer of both strings whose characters agree, place by place."""
+    """Return the fraction of equal characters at equal places, relative to the longer string."""
     longest = max(len(text), len(answer), 1)
     return sum(a == b for a, b in zip(text, answer, strict=False)) / longest
 
 
 class EnvironmentRewardConfig(Section):
-    """A fixed factor, so that returns suit the value head."""
+    """Settings of the scale, so that returns suit the value head."""
 
     scale: float = 1.0
 
 
 class EnvironmentReward(Reward):
-    """See the module. Where steps are chunks of actions, what :meth:`judge` gives is ``[T, C]``."""
+    """The simulator's reward of each step. Where steps are chunks of actions, it is per action,
+    ``[T, C]``."""
 
     Config = EnvironmentRewardConfig
     requires = frozenset({STEP_REWARDS})
@@ -123,5 +129,5 @@ class EnvironmentReward(Reward):
     config: EnvironmentRewardConfig
 
     def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        given = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
-        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in given]
+        step_rewards = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
+        return [np.asarray(rewards, np.float32) * self.config.scale for rewards in step_rewards]

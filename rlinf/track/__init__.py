@@ -1,4 +1,4 @@
-"""Trackers: where metrics go beside ``metrics.jsonl``, which is always written."""
+"""Trackers: destinations of metrics beside ``metrics.jsonl``, which is always written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ trackers = Registry(
 
 
 class LogConfig(Section):
-    """Trackers by name, and the settings of those that have some."""
+    """Trackers by name, and their settings."""
 
     trackers: tuple[str, ...] = ()
     wandb: WandbConfig = WandbConfig()

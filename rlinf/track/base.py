@@ -1,4 +1,4 @@
-"""The tracker interface, and the guard that keeps a tracker's failure away from training."""
+"""The tracker interface, and a wrapper that keeps a tracker's failure away from training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("rlinf")
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes numbers of one step (an iteration, counted from 1)."""
+    """Receives the metrics of one step (an iteration, counted from 1)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -49,13 +49,15 @@ def settings_of_run(run: Path, config: RunConfig) -> dict[str, Any]:
         settings = json.loads((run / "run.json").read_bytes()).get("settings")
     except (OSError, ValueError, AttributeError):
         settings = None
-    found = select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
-    shown: dict[str, Any] = redact(found)
+    settings_in_effect = (
+        select_semantic(settings) if isinstance(settings, dict) else config.semantic_values()
+    )
+    shown: dict[str, Any] = redact(settings_in_effect)
     return shown
 
 
 class FailSafeTracker:
-    """A sink that is dropped, with one warning, when it fails: training matters more."""
+    """A tracker that is dropped with one warning when it fails, because training matters more."""
 
     def __init__(self, name: str, sink: Tracker) -> None:
         self._name = name
@@ -79,5 +81,5 @@ class FailSafeTracker:
 
     @staticmethod
     def warn_disabled(name: str, error: Exception) -> None:
-        """Say that a tracker does without this run."""
+        """Log that a tracker is disabled for this run."""
         log.warning("tracker %s failed and is switched off: %s", name, error)

@@ -20,24 +20,25 @@ from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.safetensors_io import StreamedState
 
 Loss = tuple[Tensor, dict[str, Tensor]]
-"""A loss with gradients, and metrics: sums, which are added over micro-batches and processes. Of
-those whose name ends in :data:`LARGEST` the largest is kept; they are 0 or more."""
+"""A loss with gradients, and metrics. Metrics are sums, which are added over micro-batches and
+processes; of those whose name ends in :data:`MAX_SUFFIX` the maximum is taken, and they are 0 or
+more."""
 MAX_SUFFIX = "_max"
 LossFunction = Callable[[Policy, Batch, list[StepSpan]], Loss]
-"""The loss of a micro-batch, from the policy, its inputs on the policy's device, and which steps of
-the minibatch each row of them is."""
+"""Function that returns the loss of a micro-batch, from the policy, its inputs on the policy's
+device, and the steps of the minibatch that each row contains."""
 
 BatchLoss = Callable[[Policy, Batch], Loss]
-"""The loss of inputs that are made already, on the policy's device."""
+"""Function that returns the loss of prepared inputs, on the policy's device."""
 
 
 def is_max_metric(metric: str) -> bool:
-    """Whether of a metric the largest part is kept, rather than the sum of all."""
+    """Return whether the maximum of a metric's parts is taken, instead of their sum."""
     return metric.endswith(MAX_SUFFIX)
 
 
 def merge_metrics(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
-    """Add the metrics of a part of a minibatch to those of others."""
+    """Add the metrics of a part of a minibatch to those of other parts."""
     for name, part in parts.items():
         if is_max_metric(name) and name in sums:
             sums[name] = torch.maximum(sums[name], part)
@@ -51,10 +52,10 @@ def loss_from_steps(
     *,
     entropy: bool = False,
 ) -> LossFunction:
-    """A loss that sees no more than what the policy says of the steps.
+    """Return a loss function that uses only the policy's step outputs.
 
     Args:
-        entropy: whether step outputs are to hold it.
+        entropy: whether step outputs must include the entropy.
     """
     return lambda policy, inputs, spans: loss(
         policy.evaluate(inputs, temperature, entropy=entropy), spans
@@ -62,21 +63,21 @@ def loss_from_steps(
 
 
 class Trainer(ABC):
-    """Owns a policy's weights, spread over the processes of a world, and their optimizer.
+    """Owns a policy's weights, sharded over the processes of a group, and their optimizer.
 
-    Every process of the world makes the same calls with the same records in the same order; calls
-    may be collective unless they say otherwise. How a minibatch is cut over processes and
-    micro-batches has no part in the mathematics.
+    Every process makes the same calls with the same records in the same order; calls may be
+    collective unless stated otherwise. The split of a minibatch over processes and micro-batches
+    does not change the mathematics.
     """
 
     Config: ClassVar[type[Section]] = Section
     parallel_dims: ClassVar[frozenset[str]] = frozenset()
-    """Ways in which processes can share a copy of the model: fields of
+    """Dimensions along which processes can share a model replica: fields of
     :class:`rlinf.channels.process_group.ParallelLayout`."""
     supports_accumulation: ClassVar[bool] = True
-    """Whether parts of a batch can be given one by one, before the whole is there."""
+    """Whether gradients of the parts of a batch can be accumulated one by one."""
     can_load_weights: ClassVar[bool] = True
-    """Whether :meth:`load_weights` works; without, other weights need another trainer."""
+    """Whether :meth:`load_weights` works. If false, other weights need another trainer."""
     supports_batches: ClassVar[bool] = False
     """Whether :meth:`accumulate_batch` works."""
     policy: Policy
@@ -86,16 +87,17 @@ class Trainer(ABC):
     def __init__(
         self, policy: Policy, config: Any, optimizer: OptimizerSection, world: ProcessGroupInfo
     ) -> None:
-        """Take a policy over, with a fresh optimizer.
+        """Take ownership of a policy, with a fresh optimizer.
 
         Args:
-            policy: of several processes one by :meth:`Policy.outline`, which no process need ever
-                hold whole.
+            policy: with several processes, the result of :meth:`Policy.outline`, so that no process
+                needs to hold the full model.
         """
 
     @classmethod
     def required_packages(cls, config: Any) -> tuple[str, ...]:
-        """Optional packages that it imports; extras of their names install them."""
+        """Return the optional packages that the trainer imports. Extras of the same names install
+        them."""
         return ()
 
     @classmethod
@@ -109,30 +111,31 @@ class Trainer(ABC):
         processes: int,
         key: str,
     ) -> None:
-        """See that it can train a model over so many processes, without making either.
+        """Check that the trainer can train a model over so many processes, without creating either.
 
         Args:
             model: the options of the policy.
-            processes: as many as share the training, of all copies of the model.
-            key: what errors call the layout.
+            processes: number of processes that train, over all model replicas.
+            key: the layout's configuration key, for error messages.
 
         Raises:
             ConfigError: it cannot.
-            DataError: a checkpoint's folder is not one.
+            DataError: a checkpoint's folder is malformed.
         """
         return None
 
     @abstractmethod
     def set_max_tokens(self, max_tokens_per_microbatch: int) -> None:
-        """Evaluate at most so many padded positions at once from now on."""
+        """Limit the number of padded positions per micro-batch from now on."""
 
     @abstractmethod
     def forward(
         self, records: Sequence[Record], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
-        """Step outputs ``[T]`` of this process's share of the records, as (row, outputs) on CPU.
+        """Return step outputs ``[T]`` of this process's share of the records, as (row, outputs) on
+        CPU.
 
-        A process that does not speak for its copy of the model may leave them out.
+        Only the primary rank of a model replica must return them.
         """
 
     @abstractmethod
@@ -143,28 +146,28 @@ class Trainer(ABC):
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Add the gradient of some samples to that of the coming :meth:`update`.
+        """Add the gradient of some samples to that of the next :meth:`update`.
 
-        What fails leaves nothing accumulated.
+        If it fails, nothing is accumulated.
 
         Args:
             records: the same on every process.
-            loss: its sums over micro-batches of all processes are the loss of these samples. May be
-                called by several threads at once.
-            together: rows that a loss needs in one micro-batch, whole, each row once; all others
-                are by themselves where it is None.
+            loss: its sums over micro-batches of all processes are the loss of these samples.
+                Several threads may call it at once.
+            row_groups: groups of rows that the loss needs in one micro-batch, unsplit, each row
+                once. None: every row is independent.
         """
 
     def accumulate_batch(self, batch: Batch, loss: BatchLoss) -> None:
-        """The same of inputs that are made already, which need neither cutting nor padding.
+        """Add the gradient of prepared inputs, which need neither splitting nor padding.
 
-        For many small steps: nothing is done but the loss and its gradient.
+        This is for many small steps, because it computes only the loss and its gradient.
 
         Args:
-            batch: tensors of any shapes; those elsewhere come to the device.
+            batch: tensors of any shapes; they are moved to the device.
 
         Raises:
-            ConfigError: several processes train, or the trainer cannot.
+            ConfigError: several processes train, or the trainer does not support it.
         """
         raise ConfigError(
             f"trainer.name: {type(self).__name__} takes no batches of transitions; set trainer=fsdp"
@@ -172,7 +175,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def discard_gradients(self) -> None:
-        """Forget what was accumulated, and give its memory back."""
+        """Discard the accumulated gradient and free its memory."""
 
     @abstractmethod
     def update(
@@ -183,19 +186,20 @@ class Trainer(ABC):
         groups: Collection[str] | None = None,
         check: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """Change the weights by the accumulated gradient, and forget that.
+        """Step the optimizer on the accumulated gradient, and discard that.
 
         Args:
-            lr: learning rate, of all parameters or by group of the policy's.
-            only: groups to change; of the others neither weights nor moments change, and their
-                gradient is forgotten too.
-            scale: what gradient and metrics are multiplied by first, for losses that were summed
-                before the weight of the whole batch was known.
-            check: is given the metrics before any weight changes; what it raises ends the update.
+            lr: learning rate, of all parameters or by parameter group.
+            groups: parameter groups to change. Weights and moments of other groups stay, and their
+                gradient is discarded too.
+            scale: factor of gradient and metrics, for losses that were summed before the weight of
+                the whole batch was known.
+            check: receives the metrics before any weight changes; an exception that it raises
+                cancels the update.
 
         Returns:
             The metrics of the losses over micro-batches and processes, with ``loss`` and
-            ``grad_norm`` (of what changes, before clipping).
+            ``grad_norm`` (of the changed groups, before clipping).
 
         Raises:
             StageError: the loss or the gradient is not finite; no weight was changed.
@@ -210,61 +214,63 @@ class Trainer(ABC):
         lr: float | Mapping[str, float],
         groups: Collection[str] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
+        """Do one optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
         self.accumulate(records, loss)
         return self.update(lr=lr, groups=groups)
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
-        """What :meth:`save` writes, as it is now; on the CPU, this process's part of it."""
+        """Return a copy of the state that :meth:`save` writes, this process's part, on the CPU."""
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write this process's part of weights and optimizer, whatever the others do.
+        """Write this process's part of weights and optimizer, independently of other processes.
 
         Args:
-            state: an earlier :meth:`snapshot`, which may be written while training goes on. It is
-                the trainer's again afterwards: a later snapshot takes its memory.
+            state: an earlier :meth:`snapshot`, which may be written while training continues. The
+                trainer owns it again afterwards, and a later snapshot reuses its memory.
         """
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote, by any number of processes.
+        """Read the files of :meth:`save`, written by any number of processes.
 
         Raises:
-            DataError: not the state of such a trainer.
-            ArtifactError: it is committed and damaged; the trainer holds anything.
+            DataError: the files are not the state of such a trainer.
+            ArtifactError: the files are committed and damaged; the trainer's state is undefined.
         """
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole weights by name, one after the other; every process is given them all.
+        """Load full weights by name, one after the other; every process receives all of them.
 
-        The optimizer stays as it is: this is for log-probabilities, not for going on with training.
+        The optimizer's state stays as it is, so this is for log-probabilities, not for continued
+        training.
         """
 
     def load_policy_folder(self, folder: Path) -> None:
-        """The same from a policy's folder, whose :attr:`Policy.by_rows` is true; each process reads
-        what it needs."""
+        """Load weights from a policy's folder whose :attr:`Policy.by_rows` is true. Each process
+        reads only the rows that it needs."""
         self.policy.load_weights(folder)
 
     @abstractmethod
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
-        """All weights, whole, on CPU, one after the other: no process need hold them all.
+        """Return all weights, unsharded, on CPU, one after the other, so that no process holds them
+        all.
 
         Args:
-            copy: never the trainer's own tensors.
+            copy: never return the trainer's own tensors.
         """
 
     def full_state_dict(self, *, copy: bool = False) -> dict[str, Tensor]:
-        """All weights of :meth:`stream` at once, tied ones as one tensor."""
+        """Return all weights of :meth:`stream_weights` at once, tied ones as one tensor."""
         return self.stream_weights(copy=copy).collect()
 
     def group_sizes(self) -> Mapping[str, MemorySize]:
-        """What it keeps on the device between calls; see :class:`rlinf.device_memory.Offloadable`.
+        """Return the sizes of tensor groups; see :class:`rlinf.device_memory.Offloadable`.
 
-        Groups ``weights``, ``gradients`` and ``optimizer``, where they can move. :meth:`forward`
-        needs the first, :meth:`accumulate` the first two, all else everything.
+        The groups are ``weights``, ``gradients`` and ``optimizer``, if they can be moved.
+        :meth:`forward` needs the first, :meth:`accumulate` the first two, other methods all.
         """
         return {}
 
@@ -276,7 +282,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free its memory and end its threads and processes; again does no harm.
+        """Free the trainer's memory and end its threads and processes. It may be called again.
 
-        A :meth:`save` of a snapshot that is under way goes on.
+        A :meth:`save` of a snapshot that is in progress continues.
         """

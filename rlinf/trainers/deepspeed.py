@@ -1,9 +1,13 @@
-"""Training with DeepSpeed's ZeRO.
+"""Training with DeepSpeed's ZeRO (Rajbhandari et al., 2020).
 
-The optimizer's state is shared out over processes (stage 1), then gradients (2), then weights (3).
+ZeRO shards the optimizer's state over processes (stage 1), then gradients (2), then weights (3).
 
-Batches are cut, losses summed and gradients clipped as by every trainer, and the files of a state
-are the same: a run may change between trainers at a checkpoint.
+Splitting batches, summing losses and clipping gradients work as in every trainer, and the
+checkpoint files are the same. A run may therefore change between trainers at a checkpoint.
+
+DeepSpeed keeps the float32 weights in flat tensors, each with a process's shard of a parameter
+group. A parameter's elements are contiguous in one of them. The classes below read them from the
+optimizers of DeepSpeed 0.19, which have no interface for this.
 """
 
 from __future__ import annotations
@@ -34,22 +38,22 @@ from rlinf.trainers.optimizer import GROUP_KEY, create_optimizer, init_optimizer
 
 @dataclass(frozen=True)
 class ZeroFragment:
-    """A process's elements of one parameter; it may have none."""
+    """A process's elements of one parameter; possibly none."""
 
     parameter: nn.Parameter
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the full parameter."""
     flat_index: int
-    """Which flat tensor they are in."""
+    """Index of the flat tensor that contains them."""
     flat_start: int
-    """Where they begin in that."""
+    """Their position in the flat tensor."""
     param_start: int
-    """Where they begin in the parameter."""
+    """Their position in the parameter."""
     count: int
 
 
 class ZeroOptimizer(ABC):
-    """The memory of DeepSpeed's optimizer of one stage."""
+    """Interface to the memory of DeepSpeed's optimizer of one ZeRO stage."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -57,22 +61,23 @@ class ZeroOptimizer(ABC):
     @property
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
-        """Float32 weights."""
+        """The flat tensors of float32 weights."""
 
     @abstractmethod
     def param_group_of(self, flat: int) -> int:
-        """The group of parameters of torch's optimizer that a flat tensor belongs to."""
+        """Return the index of the torch optimizer's parameter group that a flat tensor belongs
+        to."""
 
     @abstractmethod
     def fragments(self) -> Iterator[ZeroFragment]:
-        """Of all parameters that are trained."""
+        """Yield the fragments of all trained parameters."""
 
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Complete the gradient of what was accumulated; collective."""
+        """Complete the accumulated gradient; collective."""
 
     def gradients(self, flat: int) -> list[Tensor]:
-        """The reduced gradient of a flat tensor, in pieces."""
+        """Return the reduced gradient of a flat tensor, in parts."""
         if self.is_offloaded:
             return [self.flat_weights[flat].grad]  # type: ignore[list-item]
         return list(self.optimizer.averaged_gradients[flat])
@@ -80,27 +85,27 @@ class ZeroOptimizer(ABC):
     @property
     @abstractmethod
     def is_offloaded(self) -> bool:
-        """Whether float32 weights, moments and the reduced gradient are in the host's memory."""
+        """Whether float32 weights, moments and the reduced gradient are in host memory."""
 
     @abstractmethod
     def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients between two backward passes."""
+        """Return the tensors that hold gradients between two backward passes."""
 
     @abstractmethod
     def discard_gradients(self) -> None:
-        """Forget all gradients, those of a pass that failed too; not collective."""
+        """Discard all gradients, also those of a failed pass; not collective."""
 
     def release(self, root: nn.Module) -> None:
-        """Let go of what the engine has called, once it is destroyed."""
+        """Drop references to the modules that the engine has called, after it is destroyed."""
         return None
 
     @abstractmethod
     def sync_model_weights(self) -> None:
-        """Compute with the float32 weights as they are now; collective."""
+        """Copy the current float32 weights to the model; collective."""
 
 
 class ZeroStage12Optimizer(ZeroOptimizer):
-    """Of stages 1 and 2: every process has all weights to compute with."""
+    """Stages 1 and 2: every process has all weights of the model."""
 
     @property
     def flat_weights(self) -> list[Tensor]:
@@ -134,11 +139,11 @@ class ZeroStage12Optimizer(ZeroOptimizer):
 
     def gradient_buffers(self) -> list[Tensor]:
         zero = self.optimizer
-        found = [p.grad for group in zero.bit16_groups for p in group]
-        found += [p.grad_accum for group in zero.bit16_groups for p in group]
+        buffers = [p.grad for group in zero.bit16_groups for p in group]
+        buffers += [p.grad_accum for group in zero.bit16_groups for p in group]
         for parts in (*zero.all_grad_tensors.values(), *zero.averaged_gradients.values()):
-            found += parts or []
-        return [tensor for tensor in found if tensor is not None]
+            buffers += parts or []
+        return [tensor for tensor in buffers if tensor is not None]
 
     def discard_gradients(self) -> None:
         zero = self.optimizer
@@ -166,7 +171,7 @@ class ZeroStage12Optimizer(ZeroOptimizer):
 
 
 class ZeroStage3Optimizer(ZeroOptimizer):
-    """Of stage 3: weights are gathered module by module."""
+    """Stage 3: weights are gathered module by module."""
 
     @property
     def flat_weights(self) -> list[Tensor]:
@@ -199,7 +204,7 @@ class ZeroStage3Optimizer(ZeroOptimizer):
         zero.params_already_reduced = dict.fromkeys(zero.params_already_reduced, False)
         for bucket in zero.ipg_buckets.values():
             bucket.clear_params()
-        # What no loss depends on would keep the gradient of an earlier step.
+        # Parameters that no loss depends on would keep the gradient of an earlier step.
         zero.grad_partitions_flat_buffer.zero_()
         zero._backward_active_depth = 0
         if self.is_offloaded:
@@ -224,35 +229,34 @@ class ZeroStage3Optimizer(ZeroOptimizer):
             PartitionedParameterCoordinator,
         )
 
-        # Each pass leaves its root there, and one that fails the modules it was in.
+        # Each pass leaves its root on the stack, and a failed pass the modules that it was in.
         released = set(root.modules())
         STACK[:] = [module for module in STACK if module not in released]
-        # A cached method: the cache is the class's, and holds every engine that used it for good.
+        # The cache of this method belongs to the class and keeps every engine that used it.
         method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def global_grad_norm(parts: list[Tensor]) -> Tensor:
-    """Euclidean norm over all processes of a gradient that each has a part of."""
+    """Return the Euclidean norm over all processes of a gradient that each has a part of."""
     squares = nn.utils.get_total_norm(parts).square()
     torch.distributed.all_reduce(squares)
     return squares.sqrt()
 
 
 MAX_BUCKET_ELEMENTS = 50_000_000
-"""Most elements that are reduced or gathered at once."""
+"""Maximum number of elements that are reduced or gathered at once."""
 
 
 class DeepSpeedConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     zero_stage: Literal[1, 2, 3] = 2
-    """What is shared out over processes: the optimizer's state (1), gradients too (2), weights too
-    (3)."""
+    """Sharded state: the optimizer's state (1), gradients too (2), weights too (3)."""
     offload_optimizer: bool = False
-    """Keep float32 weights and moments in the host's memory, and step there."""
+    """Keep float32 weights and moments in host memory, and step there."""
     offload_param: bool = False
-    """Keep weights in the host's memory as well; of stage 3."""
+    """Keep weights in host memory as well; with stage 3."""
 
 
 STAGE_3_WITH_LORA = (
@@ -274,8 +278,8 @@ def _check_options(config: DeepSpeedConfig) -> None:
         raise ConfigError(f"trainer.zero_stage: {STAGE_3_WITH_LORA}")
     if config.lora is not None and config.param_dtype != "float32":
         raise ConfigError(
-            "trainer.param_dtype: DeepSpeed rounds weights that adapters leave alone, and "
-            "keeps no others; set trainer.param_dtype=float32, or choose trainer=fsdp"
+            "trainer.param_dtype: DeepSpeed rounds the frozen weights beside adapters and keeps "
+            "no float32 copy; set trainer.param_dtype=float32, or choose trainer=fsdp"
         )
 
 
@@ -286,13 +290,14 @@ def _check_stacks(policy: Policy) -> None:
     """
     if len(policy.block_stacks()) > 1:
         raise ConfigError(
-            f"trainer.name: {type(policy).__name__} has several networks, of which an update may "
-            "leave one out, which deepspeed has not been tried with; choose trainer=fsdp"
+            f"trainer.name: {type(policy).__name__} has several networks, and an update may skip "
+            "one of them, which is untested with deepspeed; choose trainer=fsdp"
         )
 
 
 class _Root(nn.Module):
-    """What DeepSpeed calls instead of the network: losses call that as they like."""
+    """Module that DeepSpeed calls instead of the network, because losses call the network in their
+    own way."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -361,7 +366,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
     def _start(self) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)
-        # Some of it is read from there, the rest from the process group that is there already.
+        # DeepSpeed reads this; everything else comes from the existing process group.
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         import deepspeed
@@ -373,14 +378,14 @@ class DeepSpeedTrainer(MinibatchTrainer):
                 "its instructions, which this one has not; set trainer.param_dtype=bfloat16, or "
                 "choose trainer=fsdp or trainer=megatron"
             )
-        # It serves inference on CPUs, and compiling it takes a minute or two.
+        # This op is for inference on CPUs, and compiling it takes a minute or two.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(
             torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False
         )
         dtype = self.config.param_dtype
         offload = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        # DeepSpeed takes even ones alone.
+        # DeepSpeed accepts only even sizes.
         count = sum(p.numel() for p in self.policy.module.parameters())
         unit = min(MAX_BUCKET_ELEMENTS, count + count % 2)
         zero: dict[str, Any] = {
@@ -396,13 +401,13 @@ class DeepSpeedTrainer(MinibatchTrainer):
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # Gradients add up until a step, however many passes that are.
+            # Gradients accumulate until a step, over any number of passes.
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": dtype == "bfloat16"},
-            # Losses are scaled before they come here.
+            # Losses are scaled before DeepSpeed receives them.
             "fp16": {"enabled": dtype == "float16", "loss_scale": 1.0},
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -414,7 +419,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
             model=_Root(module), optimizer=self.optimizer, config=settings
         )
         for name, buffer in module.named_buffers():
-            # Frequencies of positions, say, are no parameters: they keep their type.
+            # Buffers, such as rotary frequencies, keep their data type.
             buffer.data = buffers[name].to(buffer.device)
         return engine
 
@@ -452,7 +457,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         self._zero.reduce_gradients()
 
     def _parts(self, groups: Collection[str]) -> list[Tensor]:
-        """The reduced gradient of what is chosen of some groups."""
+        """Return the reduced gradient of the chosen parameters in some groups."""
         return [
             gradient
             for number in range(len(self._zero.flat_weights))
@@ -468,23 +473,23 @@ class DeepSpeedTrainer(MinibatchTrainer):
         for group, scale in scales.items():
             for gradient in self._parts([group]) if scale != 1 else ():
                 gradient.mul_(scale)
-        kept: list[tuple[Tensor, Tensor | None]] = []
+        excluded: list[tuple[Tensor, Tensor | None]] = []
 
         def before(optimizer: Any, *_: Any) -> None:
             for group in optimizer.param_groups:
                 if group[GROUP_KEY] not in self._chosen:
                     for flat in group["params"]:
-                        kept.append((flat, flat.grad))
+                        excluded.append((flat, flat.grad))
                         flat.grad = None
 
-        # A tensor without a gradient is not stepped, and keeps its moments.
+        # The optimizer skips a tensor without a gradient, whose moments stay.
         hook = self.optimizer.register_step_pre_hook(before)
         try:
             self._zero.optimizer.step()
         finally:
             hook.remove()
-        if self._zero.is_offloaded:  # its gradient has its memory for good
-            for flat, own in kept:
+        if self._zero.is_offloaded:  # its gradient buffer is permanent
+            for flat, own in excluded:
                 flat.grad = own
 
     def _group(self, flat: int) -> str:
@@ -492,7 +497,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
         return name
 
     def _begin(self) -> None:
-        """Have moments, as before any step."""
+        """Create moments, as before any step."""
         for flat in self._zero.flat_weights:
             init_optimizer_state(self.optimizer, flat, self._moments)
 
@@ -520,43 +525,44 @@ class DeepSpeedTrainer(MinibatchTrainer):
     def load(self, folder: Path) -> None:
         state = self._state()
         steps = state["optimizer"]["state"]
-        # One count for all of a flat tensor: what no loss depended on has fewer steps elsewhere.
+        # A flat tensor has one step count. Other trainers count fewer for unused parameters.
         counts = {name: torch.zeros(()) for name, parts in steps.items() if "step" in parts}
         for name, count in counts.items():
             steps[name]["step"] = count
         sharded_checkpoint.read_shards(folder, state, self._places)
         named = dict(self.policy.module.named_parameters())
         for number, flat in enumerate(self._zero.flat_weights):
-            found = [
+            flat_counts = [
                 count
                 for name, count in counts.items()
                 if self._fragments[id(named[name])].flat_index == number
             ]
-            if found:
-                self.optimizer.state[flat]["step"].copy_(max(found))
+            if flat_counts:
+                self.optimizer.state[flat]["step"].copy_(max(flat_counts))
         self._zero.sync_model_weights()
 
     @torch.no_grad()
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         named = _named(self.policy.module)
         own = self._own(named.items())
-        given = set[int]()
+        loaded = set[int]()
         for name, tensor in tensors:
             if name not in own or _shape(named[name]) != tensor.shape:
                 raise weight_mismatch(name, 1)
-            given.add(id(named[name]))
+            loaded.add(id(named[name]))
             place, part = self._places.get(f"model/{name}"), own[name]
             if place is None:
                 part.copy_(tensor)
             else:
                 part.copy_(tensor.reshape(-1)[place.start : place.start + len(part)])
-        lacking = [name for name, tensor in named.items() if id(tensor) not in given]
-        if lacking:
-            raise weight_mismatch(lacking[0], len(lacking))
+        missing = [name for name, tensor in named.items() if id(tensor) not in loaded]
+        if missing:
+            raise weight_mismatch(missing[0], len(missing))
         self._zero.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
-        """Each process reads the whole once, and keeps its part."""
+        """Load weights from a policy's folder. Each process reads all of it once and keeps its
+        part."""
         twin = copy.copy(self.policy)
         assert self._outline is not None
         twin.module = copy.deepcopy(self._outline)
@@ -574,36 +580,34 @@ class DeepSpeedTrainer(MinibatchTrainer):
             if part is None or (self.config.zero_stage < 3 and tensor.dtype == dtype):
                 yield name, tensor.detach()
                 continue
-            whole = torch.zeros(part.shape, device=self.device)
-            whole.view(-1)[part.param_start : part.param_start + part.count] = self._view(
-                part, None
-            )
-            torch.distributed.all_reduce(whole)
-            yield name, whole.to(dtype)
+            full = torch.zeros(part.shape, device=self.device)
+            full.view(-1)[part.param_start : part.param_start + part.count] = self._view(part, None)
+            torch.distributed.all_reduce(full)
+            yield name, full.to(dtype)
 
     def _view(self, part: ZeroFragment, moment: str | None) -> Tensor:
-        """A fragment of the float32 weights, or of one of their moments."""
+        """Return a fragment of the float32 weights, or of one of their moments."""
         flat = self._zero.flat_weights[part.flat_index]
         if moment is not None:
             flat = self.optimizer.state[flat][moment]
         return flat.detach()[part.flat_start : part.flat_start + part.count]
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """What this process has of some tensors of the module, by name."""
-        found = {}
+        """Return this process's parts of some tensors of the module, by name."""
+        parts = {}
         for name, tensor in named:
             part = self._fragments.get(id(tensor))
-            found[name] = tensor.detach() if part is None else self._view(part, None)
+            parts[name] = tensor.detach() if part is None else self._view(part, None)
             if part is not None:
                 self._places[f"model/{name}"] = sharded_checkpoint.ShardPlacement(
                     part.shape, part.param_start
                 )
-        return found
+        return parts
 
     @torch.no_grad()
     def _reset_adapters(self) -> None:
         super()._reset_adapters()
-        if self._adapters is not None:  # of stages 1 and 2, which have them whole
+        if self._adapters is not None:  # stages 1 and 2, which have full parameters
             for part in self._fragments.values():
                 own = part.parameter.view(-1)[part.param_start : part.param_start + part.count]
                 self._view(part, None).copy_(own)
@@ -636,7 +640,7 @@ class DeepSpeedTrainer(MinibatchTrainer):
 
 
 _named = functools.partial(nn.Module.state_dict, keep_vars=True)
-"""A module's parameters and buffers by all their names; of tied ones the same tensor."""
+"""Return a module's parameters and buffers by all their names; tied ones are the same tensor."""
 
 
 def _shape(tensor: Tensor) -> torch.Size:

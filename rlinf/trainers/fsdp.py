@@ -1,4 +1,4 @@
-"""Training with fully sharded data parallelism (FSDP2); one process is the trivial case."""
+"""Training with fully sharded data parallelism (FSDP2). One process is the trivial case."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from rlinf.device_memory import move_to_device
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, copy_weights
 from rlinf.sharded_tensors import gather_full_tensors, local_shard
-from rlinf.trainers import optimizer, sharded_checkpoint
+from rlinf.trainers import sharded_checkpoint
 from rlinf.trainers.base import BatchLoss, merge_metrics
 from rlinf.trainers.minibatch import MinibatchTrainer, MinibatchTrainerConfig
 from rlinf.trainers.optimizer import (
     GROUP_KEY,
+    HOST_DEVICE,
     create_optimizer,
     init_optimizer_state,
+    move_optimizer_state,
     scale_gradients,
+    step_with_offload,
 )
 
 
 class FSDPConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the processes of a sharded model add up gradients."""
+    """Data type in which the processes of a sharded model reduce gradients."""
     dp_replicate: int = Field(default=1, gt=0)
-    """Copies of the model, each shared out over as many of the processes (hybrid sharding): those
-    of a copy have neighbouring ranks, on one node where they can."""
+    """Number of model replicas, each sharded over an equal number of processes (hybrid sharding,
+    HSDP). The processes of a replica have adjacent ranks, on one node where possible."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory; it comes to the device in parts."""
+    """Keep the optimizer's state in host memory and move it to the device in chunks."""
     reshard_after_forward: bool = True
     fsdp_wrap_min_mb: int = Field(default=32, ge=0)
-    """Least size of the parameters, MiB, that several processes gather at once."""
+    """Minimum size, MiB, of the parameters of an FSDP unit, which processes gather at once."""
 
 
 class FSDPTrainer(MinibatchTrainer):
@@ -97,10 +100,10 @@ class FSDPTrainer(MinibatchTrainer):
             self.policy.module.train()
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         try:
-            found = self._backward(
+            metrics = self._backward(
                 lambda: loss(self.policy, inputs), self._scaling.value, last=True
             )
-            merge_metrics(self._sums, found)
+            merge_metrics(self._sums, metrics)
         except BaseException:
             self.discard_gradients()
             raise
@@ -109,7 +112,7 @@ class FSDPTrainer(MinibatchTrainer):
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
         if self._root is not None and self._in_one:
-            # A model that is one unit is gathered and its gradients are reduced once for them all.
+            # A model of one unit is gathered and reduced once for all micro-batches.
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
         value, metrics = loss()
@@ -118,7 +121,7 @@ class FSDPTrainer(MinibatchTrainer):
 
     def discard_gradients(self) -> None:
         self._sums = None
-        # Of every lane: an attempt that failed may have left some in any of them.
+        # In every replica, because a failed attempt may have left gradients in any of them.
         for policy in self._lanes.replicas:
             for parameter in self._parameters(policy):
                 parameter.grad = None
@@ -126,13 +129,13 @@ class FSDPTrainer(MinibatchTrainer):
     def _step(self, scales: Mapping[str, float]) -> None:
         scale_gradients(self.optimizer, scales)
         if self.config.offload_optimizer:
-            optimizer.step_with_offload(self.optimizer, self.device)
+            step_with_offload(self.optimizer, self.device)
         else:
             self.optimizer.step()
 
     @torch.no_grad()
     def tensor_groups(self) -> dict[str, list[Tensor]]:
-        """What it keeps on the device, of a sharded module this rank's shards.
+        """Return the tensors on the device; of a sharded module this rank's shards.
 
         See :class:`rlinf.device_memory.Offloadable`. FSDP frees its gathered parameters for this.
         """
@@ -160,7 +163,7 @@ class FSDPTrainer(MinibatchTrainer):
 
         state = self._state()
         sharded_checkpoint.read_shards(folder, state)
-        if self._adapters is None:  # theirs are the trainer's own tensors
+        if self._adapters is None:  # adapters are read into the trainer's own tensors
             set_state_dict(
                 self.policy.module,
                 self.optimizer,
@@ -168,19 +171,17 @@ class FSDPTrainer(MinibatchTrainer):
                 optim_state_dict=state["optimizer"],
             )
         if self.config.offload_optimizer:
-            optimizer.move_optimizer_state(
-                self.optimizer, set(self._parameters(self.policy)), optimizer.HOST_DEVICE
-            )
+            move_optimizer_state(self.optimizer, set(self._parameters(self.policy)), HOST_DEVICE)
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # Asked for its state, the module lets go of what it gathered for the last pass.
+        # Requesting the module's state frees the parameters gathered for the last pass.
         copy_weights(self.policy.module, tensors)
 
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return gather_full_tensors(named)
 
     def _release(self) -> None:
-        # FSDP's modules are in cycles: what they hold goes with the next collection.
+        # FSDP's modules are in reference cycles, which the next garbage collection frees.
         self.optimizer.state.clear()
         self._root = None
 
@@ -188,13 +189,13 @@ class FSDPTrainer(MinibatchTrainer):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         if self._adapters is not None:
-            self.policy.module.state_dict()  # lets go of what is gathered
+            self.policy.module.state_dict()  # frees gathered parameters
             own = dict(self._adapters.parameters())
             for parameter in own.values():
                 init_optimizer_state(self.optimizer, parameter, self._moments)
             states = {name: self.optimizer.state[parameter] for name, parameter in own.items()}
             return {"model": own, "optimizer": {"state": states}, **self._scaling.state()}
-        # Before the first step: torch would take one of its own, which counts.
+        # Without state, torch would do a step of its own, which counts as a step.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 init_optimizer_state(self.optimizer, parameter, self._moments)
@@ -202,7 +203,7 @@ class FSDPTrainer(MinibatchTrainer):
         return {"model": model, "optimizer": optimizer, **self._scaling.state()}
 
     def _shard(self, policy: Policy) -> None:
-        # Imported by sharded trainers alone: it takes a second.
+        # Imported only for sharded trainers, because it takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from rlinf.trainers.fsdp_wrap import apply_fsdp, create_mesh, shard_coordinates
@@ -225,8 +226,9 @@ class FSDPTrainer(MinibatchTrainer):
         )
 
     def _parameters(self, policy: Policy) -> list[nn.Parameter]:
-        """Those of a lane. Of a sharded module always the shards, with the gradients: after a pass
-        without a backward one its own are still the gathered ones."""
+        """Return the parameters of a replica. Of a sharded module these are always the shards, with
+        the gradients: after a forward pass without a backward pass, its own parameters are still
+        the gathered ones."""
         if policy is not self.policy:
             return list(policy.module.parameters())
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -252,5 +254,5 @@ def _check_replicas(config: FSDPConfig, processes: int, where: str) -> None:
     if processes > 1 and processes % config.dp_replicate:
         raise ConfigError(
             f"trainer.dp_replicate: {config.dp_replicate} does not divide the {processes} "
-            f"processes of {where}; give a divisor of them, 1 for one copy of the model over all"
+            f"processes of {where}; give a divisor, or 1 for one model replica over all processes"
         )

@@ -1,4 +1,5 @@
-"""A policy's parameters shared out over processes by FSDP2, and given memory only then."""
+"""Shard a policy's parameters over processes with FSDP2. Parameters get memory only after
+sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rlinf.models.base import Policy
 
 
 def create_mesh(device: torch.device, processes: int, replicas: int) -> DeviceMesh:
-    """Processes in order; with ``replicas`` above one as a table with a copy of the model a row."""
+    """Return the device mesh: processes in order, or with ``replicas`` above one a table with one
+    model replica per row."""
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     shape, names = (replicas, processes // replicas), ("replicate", "shard")
@@ -31,10 +33,10 @@ def apply_fsdp(
     wrap_min_bytes: int,
     reshard_after_forward: bool,
 ) -> tuple[Any, bool]:
-    """Shard a policy's module; what has no memory yet gets this process's part of it.
+    """Shard a policy's module. Parameters without memory get this process's shard of it.
 
     Returns:
-        The root, and whether it is the only unit.
+        The root, and whether it is the only FSDP unit.
     """
     module = policy.module
     empty = any(parameter.is_meta for parameter in module.parameters())
@@ -42,30 +44,31 @@ def apply_fsdp(
         move_buffers(module, device)
     else:
         move_to_device(module, device)
-    # A unit of two networks would be gathered for one of them and wanted by the other.
+    # Units never span two networks, because one of them may be gathered without the other.
     units = [unit for stack in policy.block_stacks() for unit in _units(stack, wrap_min_bytes)]
     for unit in units:
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward
         )
-    # The rest is needed again as soon as the backward pass begins.
+    # The root's parameters are needed again as soon as the backward pass begins.
     root: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     if empty:
         allocate_parameters(module, device)
-        # FSDP looks at its parameters anew, and pads them, before they are filled.
+        # This makes FSDP read its parameters again and pad them, before they are loaded.
         module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
         policy.load_weights()
     return root, not units
 
 
 def shard_coordinates(mesh: DeviceMesh) -> tuple[int, int, int]:
-    """This process's copy of the model, its part of that, and the number of parts."""
+    """Return this process's replica, its shard of that, and the number of shards."""
     copy = mesh.get_local_rank(0) if mesh.ndim > 1 else 0
     return copy, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
 def _units(blocks: Sequence[nn.Module], least: int) -> list[list[nn.Module]]:
-    """Neighbouring blocks together until they have ``least`` bytes; none if all have not."""
+    """Group adjacent blocks until they have ``least`` bytes. Return no unit if all blocks together
+    have fewer."""
     units: list[list[nn.Module]] = []
     size = least
     for block in blocks:

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through PEFT: they alone are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through PEFT. Only the adapters are trained.
 
-The adapters are the trainer's. Its checkpoints hold them and their moments; whoever else takes
-weights, an engine or a policy folder, gets those of the network with the adapters merged in, by
+The adapters belong to the trainer. Its checkpoints contain them and their moments. Everybody else,
+an engine or a policy folder, receives the network's weights with the adapters merged in, under
 their usual names.
 """
 
@@ -25,22 +25,24 @@ ADAPTER_NAME = "default"
 
 
 class LoRAConfig(Section):
-    """Adapters in place of all weights."""
+    """Settings of adapters, which are trained in place of all weights."""
 
     rank: int = Field(gt=0)
     alpha: float = Field(default=16.0, gt=0)
-    """What adapters add is multiplied by ``alpha / rank``."""
+    """Numerator of the scale ``alpha / rank`` of the adapters' output."""
     target_modules: tuple[str, ...] = ()
-    """Last parts of the names of the linear layers that get one; none: all but the head."""
+    """Last parts of the names of the linear layers that get an adapter; empty: all except the
+    head."""
 
 
 class LoRAAdapters:
-    """Those of a module, which knows them by ``named_parameters`` and hides them in its state."""
+    """The adapters of a module. ``named_parameters`` contains them, and the state dict does not."""
 
     def __init__(self, policy: Policy, settings: LoRAConfig) -> None:
         """
         Raises:
-            ConfigError: a target is nowhere in the network, or the policy takes none.
+            ConfigError: a target module does not exist in the network, or the policy does not
+                support adapters.
         """
         check_lora_targets(type(policy), policy, settings)
         require_package("peft", "peft", "trainer.lora")
@@ -62,47 +64,49 @@ class LoRAAdapters:
             layer.register_state_dict_post_hook(_plain)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By name; of a sharded module this rank's rows, once its state was asked for."""
+        """Yield the adapters by name; of a sharded module this rank's rows, once its state dict was
+        requested."""
         for name, parameter in self._policy.module.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start anew; see :func:`start`."""
+        """Reset the adapters; see :func:`initial_factor`."""
         for name, parameter in self.parameters():
             begin, end = local_rows(parameter)
             local_shard(parameter).copy_(initial_factor(name, parameter.shape)[begin:end])
 
-    def weight_merger(self, whole: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-        """What merges adapters into a weight, given by its usual name, if it has one.
+    def weight_merger(self, factors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+        """Return a function that merges the adapters into a weight, given by its usual name.
 
         Args:
-            whole: the adapters.
+            whole: the adapters, unsharded.
         """
         adapted = {f"{name}.weight": name for name in self._names}
 
         def merged(name: str, weight: Tensor) -> Tensor:
             if (layer := adapted.get(name)) is None:
                 return weight
-            one, other = (whole[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
+            one, other = (factors[f"{layer}.lora_{side}.{ADAPTER_NAME}.weight"] for side in "BA")
             return (weight + self.scale * (one @ other)).to(weight.dtype)
 
         return merged
 
 
 def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAConfig) -> None:
-    """See that a policy takes adapters, every target is there, and all can be merged.
+    """Check that a policy supports adapters, that every target exists, and that all can be merged.
 
     Args:
-        policy: of the class; it may be without memory. None: its parts are not known yet.
+        policy: an instance of the class, possibly without memory. None: its modules are not known
+            yet.
 
     Raises:
         ConfigError: names the target.
     """
     if not (cls if policy is None else policy).supports_lora:
         raise ConfigError(
-            f"trainer.lora: {cls.__name__} has parts that adapters would leave as they began; "
+            f"trainer.lora: {cls.__name__} has parts that adapters would not train; "
             "train all weights (trainer.lora=null)"
         )
     if policy is None:
@@ -129,11 +133,11 @@ def check_lora_targets(cls: type[Policy], policy: Policy | None, settings: LoRAC
 
 @torch.no_grad()
 def initial_factor(name: str, shape: Sequence[int]) -> Tensor:
-    """What an adapter's factor begins with: random numbers on one side, the same in every process
-    and run, zeros on the other, so that the network is what it is without them.
+    """Return the initial value of an adapter's factor: random numbers in A, the same in every
+    process and run, and zeros in B, so that the network's output is unchanged.
 
     Returns:
-        The whole factor, float32.
+        The full factor, float32.
     """
     if ".lora_B." in name:
         return torch.zeros(*shape)
@@ -150,23 +154,23 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _linear(policy: Policy) -> list[str]:
-    """Linear layers inside the blocks, by their whole names."""
+    """Return the full names of the linear layers inside the blocks."""
     inside = {id(part) for block in policy.blocks() for part in block.modules()}
-    found = [
+    names = [
         name
         for name, part in policy.module.named_modules()
         if isinstance(part, nn.Linear) and id(part) in inside
     ]
-    if not found:
+    if not names:
         raise ConfigError(
             f"trainer.lora: {type(policy).__name__} names no blocks with linear layers; name the "
             "layers in trainer.lora.target_modules"
         )
-    return found
+    return names
 
 
 def _plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A layer's state by the names it has without an adapter."""
+    """Rename a layer's state to the names that it has without an adapter."""
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if name.startswith("base_layer."):

@@ -1,4 +1,4 @@
-"""How a minibatch is cut over processes, their lanes, and micro-batches."""
+"""Split a minibatch over processes, their threads, and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rlinf.models.base import Policy
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A minibatch cut for one lane of this rank: micro-batches of rows.
+    """The micro-batches of one thread of this rank.
 
-    All ranks run the same number of micro-batches, for collectives must match; one with fewer
-    repeats a small row with ``real`` false and weight zero. One process pads nothing.
+    All ranks run the same number of micro-batches, because collectives must match. A rank with
+    fewer repeats a small row with ``is_real`` false and weight zero. A single process adds no such
+    row.
     """
 
     batches: list[list[StepSpan]]
@@ -34,20 +35,20 @@ def split_micro_batches(
     rank: int,
     num_threads: int,
 ) -> list[MicroBatches]:
-    """The micro-batches of each lane of a rank.
+    """Return the micro-batches of each thread of a rank.
 
     Every rank computes the shares of all ranks and so knows how many micro-batches they run.
 
     Args:
-        together: rows that are to be in one micro-batch, whole; None: each may be by itself, and in
-            parts where the policy's steps stand alone. Those that share a part are then brought
-            together.
-        budget: most positions of a micro-batch.
+        row_groups: groups of rows that must be in one micro-batch, unsplit. None: rows are
+            independent, and are split into spans where the policy's steps are independent. Rows
+            that share a prompt are then placed together.
+        max_tokens: maximum number of positions of a micro-batch.
         padded: whether rows are padded to the longest of their micro-batch.
-        speeds: of the ranks, relative.
+        speeds: relative speeds of the ranks.
 
     Raises:
-        ValueError: a row is missing in ``together``, or twice there.
+        ValueError: a row is missing in ``row_groups``, or is there twice.
     """
     if row_groups is None:
         workers = [speed for speed in speeds for _ in range(num_threads)]
@@ -56,46 +57,51 @@ def split_micro_batches(
         units = [list(unit) for unit in row_groups]
     if sorted(row for unit in units for row in unit) != list(range(len(records))):
         raise ValueError("each row has to be in one micro-batch")
-    pieces, own = list[list[StepSpan]](), list[list[int]]()
+    pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
     for unit in units:
-        whole = [StepSpan(row, 0, len(records[row])) for row in unit]
-        found = _pieces(policy, records, unit, max_tokens) if row_groups is None else [whole]
-        own.append(list(range(len(pieces), len(pieces) + len(found))))
-        pieces += found
+        unsplit = [StepSpan(row, 0, len(records[row])) for row in unit]
+        unit_pieces = (
+            _pieces(policy, records, unit, max_tokens) if row_groups is None else [unsplit]
+        )
+        unit_piece_ids.append(list(range(len(pieces), len(pieces) + len(unit_pieces))))
+        pieces += unit_pieces
     widest = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
         parts = [records[row].slice_steps(start, stop) for row, start, stop in piece]
-        # Of padded ones so many times the largest cost are no less than what they take together.
+        # An upper bound of the padded size: the number of rows times the largest cost.
         size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
         costs.append(size)
-    # All of a trajectory is one process's, which says what it is to others.
-    totals = [sum(costs[piece] for piece in numbers) for numbers in own]
-    given = [
-        [piece for unit in items for piece in own[unit]]
+    # One process gets all spans of a trajectory, because it reports the outputs to others.
+    totals = [sum(costs[piece] for piece in numbers) for numbers in unit_piece_ids]
+    assigned = [
+        [piece for unit in items for piece in unit_piece_ids[unit]]
         for items in balance_costs(totals, [speed for speed in speeds for _ in range(num_threads)])
     ]
 
     def spans(batches: list[list[int]]) -> list[list[StepSpan]]:
         return [[span for item in items for span in pieces[item]] for items in batches]
 
-    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in given]
+    cuts = [pack_microbatches(costs, items, max_tokens, padded=padded) for items in assigned]
     if len(speeds) == 1:
-        return [MicroBatches(spans(mine), [True] * len(mine)) for mine in cuts]
+        return [
+            MicroBatches(spans(batches_of_rank), [True] * len(batches_of_rank))
+            for batches_of_rank in cuts
+        ]
     count = max(1, *map(len, cuts))
     out = []
-    for items in given[rank * num_threads :][:num_threads]:
-        # Ranks wait for each other at every micro-batch, so each rank's are of one size.
-        mine = even_microbatches(costs, items, count, max_tokens, padded=padded)
-        missing = count - len(mine)
+    for items in assigned[rank * num_threads :][:num_threads]:
+        # Ranks wait for each other at every micro-batch, so micro-batches are of even size.
+        batches_of_rank = even_microbatches(costs, items, count, max_tokens, padded=padded)
+        num_fillers = count - len(batches_of_rank)
         filler = [min(items, key=lambda i: costs[i])] if items else [0]
-        real = [True] * len(mine) + [False] * missing
-        out.append(MicroBatches(spans(mine + [filler] * missing), real))
+        real = [True] * len(batches_of_rank) + [False] * num_fillers
+        out.append(MicroBatches(spans(batches_of_rank + [filler] * num_fillers), real))
     return out
 
 
 def _packed(policy: Policy, records: Sequence[Record]) -> int:
-    """Positions of trajectories side by side."""
+    """Return the number of positions of trajectories in one packed sequence."""
     shared = [policy.shared_prefix(record) for record in records]
     own = sum(map(policy.num_tokens, records)) - sum(length for _, length in shared)
     return own + sum(dict(shared).values())
@@ -104,7 +110,7 @@ def _packed(policy: Policy, records: Sequence[Record]) -> int:
 def _units(
     policy: Policy, records: Sequence[Record], budget: int, workers: Sequence[float]
 ) -> list[list[int]]:
-    """Rows by themselves, or with those that share a part, as far as no worker waits for that."""
+    """Group rows that share a prompt, unless a worker would become slower by it."""
     shared = [policy.shared_prefix(record) for record in records]
     if not any(length for _, length in shared):
         return [[row] for row in range(len(records))]
@@ -130,14 +136,14 @@ def _units(
         return units
 
     def slowest(units: list[list[int]]) -> float:
-        given = balance_costs([size(unit) for unit in units], workers)
-        rows = [[row for number in numbers for row in units[number]] for numbers in given]
+        assigned = balance_costs([size(unit) for unit in units], workers)
+        rows = [[row for number in numbers for row in units[number]] for numbers in assigned]
         return max(size(mine) / speed for mine, speed in zip(rows, workers, strict=True))
 
     if len(workers) == 1:
         return split(budget)
     share = sum(map(size, groups.values())) // len(workers)
-    # Whole groups first: what a group shares is computed by each worker that has some of it.
+    # Whole groups first, because every worker with a part of a group computes the shared prompt.
     ways = [split(min(budget, most)) for most in (budget, share, share // 2, share // 4)]
     return min(ways, key=slowest)
 
@@ -145,7 +151,8 @@ def _units(
 def _pieces(
     policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
-    """What of a unit is evaluated at once: all of it, or less where its steps stand alone."""
+    """Split a unit into parts that are evaluated at once: all of it, or spans where its steps are
+    independent."""
     if len(unit) > 1 or not policy.has_independent_steps:
         return [[StepSpan(row, 0, len(records[row])) for row in unit]]
     row, length = unit[0], len(records[unit[0]])

@@ -1,8 +1,8 @@
-"""What trainers have in common, whatever shares out their weights.
+"""The common part of trainers, independent of how they shard weights.
 
-A minibatch is a list of trajectories known to every rank. Ranks take shares of it in proportion to
-their speed and cut them into micro-batches under a token budget. Because the weight of every step
-is fixed for the whole minibatch beforehand, the summed gradient is the same however it was cut.
+A minibatch is a list of trajectories that every rank knows. Ranks take shares of it in proportion
+to their speed and split them into micro-batches of limited size. The weight of every step is fixed
+for the whole minibatch in advance, so the summed gradient does not depend on the split.
 """
 
 from __future__ import annotations
@@ -52,44 +52,45 @@ def enable_gradient_checkpointing(policy: Policy) -> None:
             "activations could be computed again; set it to false"
         )
     for block in blocks:
-        # Inside the block's own call, so that hooks of what shards it run once.
+        # Inside the block's own call, so that FSDP's hooks run once.
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class MinibatchTrainerConfig(Section):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     max_tokens_per_microbatch: int = Field(default=8192, gt=0)
-    """Most padded positions in one micro-batch."""
+    """Maximum number of padded positions of one micro-batch."""
     packing: bool | None = None
-    """Rows of a micro-batch side by side, without padding between them, a prompt that several
-    answer once; none sees another. null: where the policy can."""
+    """Pack the rows of a micro-batch into one sequence without padding, with a shared prompt only
+    once; rows do not attend to each other. null: if the policy supports it."""
     cpu_threads: int = Field(default=1, gt=0)
-    """Threads of a process on CPUs. One process lets each compute micro-batches of its own; the
-    processes of a sharded model split every product. Part of the result: the order of sums."""
+    """Threads of a process on CPUs. In a single process each thread computes its own micro-batches;
+    the processes of a sharded model split every matrix product. The number affects the order of
+    sums and therefore the result's last digits."""
     python: str | None = None
-    """The interpreter of the stages that compute with it; see :mod:`rlinf.interpreters`."""
+    """Interpreter of the stages that compute with this trainer; see :mod:`rlinf.interpreters`."""
     device: DeviceName = "auto"
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of parameters in forward and backward; those that are trained stay as they are."""
+    """Data type of parameters in forward and backward passes. The optimizer's weights keep their
+    own type."""
     initial_loss_scale: float = Field(default=65536.0, ge=1)
-    """What the loss is multiplied by at first, of float16 alone; see
-    :mod:`rlinf.trainers.loss_scaler`. A power of two."""
+    """Initial loss scale of float16, a power of two; see :mod:`rlinf.trainers.loss_scaler`."""
     loss_scale_window: int = Field(default=2000, gt=0)
-    """Steps without overflow after which that is doubled."""
+    """Number of steps without overflow after which the loss scale is doubled."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of the network's blocks for the backward pass and compute the rest
-    again: less memory, a third more work."""
+    """Keep only the inputs of the network's blocks for the backward pass and recompute the rest.
+    This needs less memory and a third more computation."""
     lora: LoRAConfig | None = None
-    """Train low-rank adapters alone."""
+    """Train only low-rank adapters."""
 
 
 class MinibatchTrainer(OffloadableTensors, Trainer):
-    """Computes losses and gradients; where weights and moments are is up to its subclasses."""
+    """Computes losses and gradients. Subclasses decide where weights and moments are."""
 
     config: MinibatchTrainerConfig
     optimizer: torch.optim.Optimizer
-    """Steps in :meth:`_step`; its groups are those of :func:`create_optimizer`."""
+    """Optimizer that :meth:`_step` uses; its groups are those of :func:`create_optimizer`."""
     _lanes: ThreadedDataParallel
 
     def __init__(
@@ -101,13 +102,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     ) -> None:
         self.policy, self.config, self.world = policy, config, world
         self._sums: dict[str, Any] | None = None
-        """Metric sums of what is accumulated; None: nothing."""
+        """Sums of metrics of the accumulated gradient; None: nothing is accumulated."""
         self._spare: dict[str, Tensor] = {}
-        """A snapshot that was written."""
+        """Memory of an earlier snapshot, for the next one."""
         self._copy, self._part = 0, (world.rank, world.size)
-        """Which copy of the model it has, and which part of how many."""
+        """Model replica of this process, and its part (rank, number of parts)."""
         self._places: dict[str, sharded_checkpoint.ShardPlacement] = {}
-        """Where its parts of tensors belong, if they do not say so themselves."""
+        """Placements of this process's parts of tensors that do not know theirs."""
         self._closed = False
         alone = {
             name: clip
@@ -116,7 +117,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         }
         rest = [name for name in policy.parameter_groups if name not in alone]
         self._clips = [([name], clip) for name, clip in alone.items()]
-        """Groups whose gradients are clipped together, and to which norm."""
+        """Parameter groups whose gradients are clipped together, with the maximum norm."""
         if rest:
             self._clips.insert(0, (rest, optimizer.clip_grad))
         self._moments = MOMENT_NAMES[optimizer.name]
@@ -153,7 +154,8 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
             check_lora_targets(policy, policy.meta_from_config(model), config.lora)
 
     def _compute_by(self, lanes: int) -> None:
-        """So many threads compute micro-batches side by side, once the weights are in place."""
+        """Set the number of threads that compute micro-batches concurrently, once the weights are
+        in place."""
         self._lanes = ThreadedDataParallel(self.policy, lanes)
         if self.config.gradient_checkpointing:
             for lane in self._lanes.replicas:
@@ -167,7 +169,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def split_micro_batches(
         self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
     ) -> list[MicroBatches]:
-        """The micro-batches of each lane of this rank."""
+        """Return the micro-batches of each thread of this rank."""
         return split_micro_batches(
             self.policy,
             records,
@@ -197,15 +199,15 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                     out.append((span, step_outputs))
             return out
 
-        found: dict[int, list[StepOutputs]] = defaultdict(list)
+        outputs_of_row: dict[int, list[StepOutputs]] = defaultdict(list)
         every = (
             pair
             for part in self._lanes.map(lane, self.split_micro_batches(records))
             for pair in part
         )
         for span, outputs in sorted(every, key=lambda pair: pair[0]):
-            found[span.row].append(outputs)
-        return [(row, concat_outputs(parts)) for row, parts in found.items()]
+            outputs_of_row[span.row].append(outputs)
+        return [(row, concat_outputs(parts)) for row, parts in outputs_of_row.items()]
 
     def accumulate(
         self,
@@ -258,7 +260,9 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         }
         if check is not None:
             check(totals)
-        totals |= {name: float(held[0]) for name, held in self._scaling.state().items()}
+        totals |= {
+            name: float(scale_state[0]) for name, scale_state in self._scaling.state().items()
+        }
         shrink = scale / self._scaling.value
         norms = [shrink * self._gradient_norm(groups) for groups, _ in self._clips]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
@@ -284,21 +288,21 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
     def _outputs(
         self, policy: Policy, records: Sequence[Record], cut: MicroBatches, temperature: float
     ) -> Iterable[StepOutputs]:
-        """What a policy says of each micro-batch of a lane, without gradients."""
+        """Return step outputs of each micro-batch of a thread, without gradients."""
         for spans in cut.batches:
             yield self._evaluate(policy, self._inputs(policy, records, spans), temperature)
 
     def _gradients(
         self, policy: Policy, records: Sequence[Record], cut: MicroBatches, loss: LossFunction
     ) -> dict[str, Any]:
-        """Add the gradients of a lane's micro-batches; returns the sums of their metrics."""
+        """Add the gradients of a thread's micro-batches. Return the sums of their metrics."""
         sums: dict[str, Any] = {}
         for number, (spans, real) in enumerate(zip(cut.batches, cut.is_real, strict=True), 1):
             counted = 1.0 if real else 0.0
             inputs = self._inputs(policy, records, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
-                # Gradients are averaged over ranks; the loss is a sum over them.
+                # Gradients are averaged over ranks, but the loss is a sum over them.
                 counted * self.world.data_parallel_size * self._scaling.value,
                 last=number == len(cut.batches),
             )
@@ -306,33 +310,34 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return sums
 
     def _evaluate(self, policy: Policy, inputs: Batch, temperature: float) -> StepOutputs:
-        """What a policy says of a micro-batch, without gradients."""
+        """Return step outputs of a micro-batch, without gradients."""
         return policy.evaluate(inputs, temperature)
 
     @abstractmethod
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch's loss, times a factor, to what is accumulated.
+        """Add the gradient of a micro-batch's loss, times a factor, to the accumulated gradient.
 
         Args:
-            last: it is the last micro-batch of a lane.
+            last: whether it is the last micro-batch of a thread.
 
         Returns:
             Its metrics, with ``loss`` itself.
         """
 
     def _leave_out(self, chosen: Collection[str]) -> None:
-        """Have the coming step change these groups alone: the gradient of others is forgotten."""
+        """Restrict the next step to these groups. The gradient of other groups is discarded."""
         freeze_other_groups(self.optimizer, self._moments, chosen)
 
     @abstractmethod
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        """Of the accumulated gradient of what is chosen of some groups, the same on every rank."""
+        """Return the norm of the accumulated gradient of the chosen parameters in some groups, the
+        same on every rank."""
 
     @abstractmethod
     def _step(self, scales: Mapping[str, float]) -> None:
-        """Change the weights by the accumulated gradient, times the number of their group."""
+        """Step the optimizer on the accumulated gradient, times the factor of each group."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._take(tensors)
@@ -343,28 +348,29 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         self._reset_adapters()
 
     def _reset_adapters(self) -> None:
-        """Have adapters that change nothing, if any."""
+        """Reset the adapters, if any, so that the network's output is unchanged."""
         if self._adapters is not None:
             self._adapters.reset()
 
     @abstractmethod
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole weights by name; see :meth:`load_weights`."""
+        """Load full weights by name; see :meth:`load_weights`."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Weights and optimizer state by the names in the files, not copied: this rank's parts."""
+        """Return weights and optimizer state by their names in the files, not copied: this rank's
+        parts."""
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         if self._copy:
             return {}
-        # New memory costs far more than the copy: every page of it is cleared first.
+        # New memory costs far more than the copy, because each of its pages is zeroed first.
         spare, self._spare = self._spare, {}
         return _copied(sharded_checkpoint.named_tensors(self._state()), spare)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        # Other copies of the model have nothing that the first one has not.
+        # Other model replicas have the same state as the first.
         if not self._copy:
             state_now = self._state() if state is None else state
             sharded_checkpoint.write_shards(folder, state_now, *self._part, self._places)
@@ -395,13 +401,13 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
 
     def _like(self, name: str, tensor: Tensor) -> Tensor:
-        """Shape and type of one of the module's tensors as it is whole, without memory."""
+        """Return a meta tensor with the shape and type of one of the module's full tensors."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The module's tensors whole, one after the other; all processes take every one.
+        """Yield the module's full tensors, one after the other; all processes receive each of them.
 
-        Of trainers whose :meth:`stream` is this class's.
+        Trainers that use this class's :meth:`stream_weights` implement it.
         """
         raise NotImplementedError
 
@@ -418,7 +424,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of what else would keep the weights or the optimizer's state in memory."""
+        """Drop other references that would keep weights or optimizer state in memory."""
 
     def _inputs(
         self, policy: Policy, records: Sequence[Record], spans: Sequence[StepSpan]
@@ -429,10 +435,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _over_ranks(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Those of all processes."""
+        """Reduce metrics over all processes."""
         largest = sorted(filter(is_max_metric, metrics))
         sums = sorted(metrics.keys() - set(largest))
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for names in filter(None, (sums, largest)):
             total = torch.stack([metrics[name] for name in names])
             if self.world.size > 1:
@@ -440,14 +446,15 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
                 which = reduced.MAX if names is largest else reduced.SUM
                 torch.distributed.all_reduce(total, which)
             if names is sums:
-                # Processes of one copy of the model have the same sums.
+                # Processes of one model replica have the same sums.
                 total /= self.world.layout.model_parallel_size
-            found |= dict(zip(names, total.tolist(), strict=True))
-        return found
+            totals |= dict(zip(names, total.tolist(), strict=True))
+        return totals
 
 
 def _copied(named: Iterable[tuple[str, Tensor]], spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors on the CPU, where it fits in memory of earlier ones; of tied ones, one."""
+    """Copy tensors to the CPU, into memory of earlier copies where possible. Tied tensors get one
+    copy."""
     copies: dict[str, Tensor] = {}
     known: dict[object, Tensor] = {}
     for name, tensor in named:

@@ -1,4 +1,5 @@
-"""The optimizer of a policy, whose groups of parameters can be updated apart."""
+"""The optimizer of a policy, whose parameter groups can be updated separately, and the offload of
+its state to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rlinf.sharded_tensors import is_sharded, local_shard
 
 GROUP_KEY = "group"
 MOMENT_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What each optimizer keeps of a parameter, of its size."""
+"""Names of the state tensors that each optimizer keeps per parameter, of the parameter's size."""
 
 
 def create_optimizer(
@@ -23,17 +24,17 @@ def create_optimizer(
     settings: OptimizerSection,
     parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> Optimizer:
-    """An optimizer without any moments yet.
+    """Return an optimizer without any moments yet.
 
     Args:
-        parameters: with the groups that they are in; None: all trainable ones of the policy.
+        parameters: parameters with their groups; None: all trainable parameters of the policy.
     """
     if parameters is None:
         named = policy.module.named_parameters()
         parameters = (
             (policy.parameter_group(name), own) for name, own in named if own.requires_grad
         )
-    # Each group costs every step as much as a small network.
+    # Each group costs as much per step as a small network.
     decays = (settings.weight_decay, 0.0) if settings.weight_decay else (0.0,)
     groups: dict[tuple[float, str], dict[str, Any]] = {
         (decay, name): {GROUP_KEY: name, "weight_decay": decay, "params": []}
@@ -46,8 +47,8 @@ def create_optimizer(
     own = [group for group in groups.values() if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(own, lr=settings.lr, momentum=settings.betas[0], foreach=True)
-    # One pass over memory in place of five; it takes no sharded tensors beside others, and on a GPU
-    # it would have its counts of steps there.
+    # The fused optimizer reads memory once instead of five times. It does not support a mix of
+    # sharded and other tensors, and on a GPU it would keep step counts there.
     every = [p for group in own for p in group["params"]]
     fused = all(p.device.type == "cpu" and not is_sharded(p) for p in every)
     how = {"fused": True} if fused else {"foreach": True}
@@ -57,13 +58,13 @@ def create_optimizer(
 def select_groups_to_update(
     optimizer: Optimizer, rates: float | Mapping[str, float], only: Collection[str] | None
 ) -> set[str]:
-    """Set the learning rates of the groups that the next step is to change.
+    """Set the learning rates of the groups that the next step changes.
 
     Returns:
-        Those groups: ``only``, or all.
+        Those groups: ``only``, or all groups.
 
     Raises:
-        ValueError: there is no such group, or no rate for it.
+        ValueError: there is no such group, or no learning rate for it.
     """
     names = {group[GROUP_KEY] for group in optimizer.param_groups}
     chosen = names if only is None else set(only)
@@ -78,7 +79,7 @@ def select_groups_to_update(
 
 @torch.no_grad()
 def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
-    """Multiply the gradients of each group by its number."""
+    """Multiply the gradients of each group by its factor."""
     for group in optimizer.param_groups:
         if (scale := scales[group[GROUP_KEY]]) != 1:
             for parameter in group["params"]:
@@ -90,10 +91,10 @@ def scale_gradients(optimizer: Optimizer, scales: Mapping[str, float]) -> None:
 def freeze_other_groups(
     optimizer: Optimizer, moments: Collection[str], chosen: Collection[str]
 ) -> None:
-    """Have the next step change these groups alone.
+    """Restrict the next step to these groups.
 
-    What it will not change (others' parameters, and those that no loss depends on) has moments too
-    then, as before any step: they are part of the state.
+    Parameters that the step does not change (those of other groups, and those that no loss depends
+    on) then also have moments, as before any step, because moments are part of the state.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -104,7 +105,7 @@ def freeze_other_groups(
 
 
 def init_optimizer_state(optimizer: Optimizer, parameter: Tensor, moments: Collection[str]) -> None:
-    """Give a parameter the state it has before its first step, unless it has one."""
+    """Give a parameter the state that it has before its first step, unless it has a state."""
     if not optimizer.state[parameter]:
         start = {name: torch.zeros_like(parameter) for name in moments}
         if "exp_avg" in start:
@@ -113,16 +114,17 @@ def init_optimizer_state(optimizer: Optimizer, parameter: Tensor, moments: Colle
 
 
 OFFLOAD_CHUNK_BYTES = 256 << 20
-"""Parameters whose state is on the device at once."""
+"""Size of the parameters whose state is on the device at the same time."""
 HOST_DEVICE = torch.device("cpu")
 
 
 def step_with_offload(
     optimizer: torch.optim.Optimizer, device: torch.device, most: int = OFFLOAD_CHUNK_BYTES
 ) -> None:
-    """An optimizer step, of some parameters after the others; their state is on the host after it.
+    """Do an optimizer step chunk by chunk. The state is on the host after it.
 
-    Of an optimizer that treats each parameter by itself, which gives the same bytes as at once.
+    The optimizer must treat each parameter separately. The result is then the same, byte by byte,
+    as that of a single step.
     """
     groups = optimizer.param_groups
     every = [group["params"] for group in groups]
@@ -141,17 +143,17 @@ def step_with_offload(
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], device: torch.device
 ) -> None:
-    """Bring the state of some parameters to a device."""
+    """Move the state of some parameters to a device."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for name, tensor in state.items():
-            # Counts of steps are where the optimizer has them.
+            # Step counts (scalars) stay where the optimizer keeps them.
             if isinstance(tensor, Tensor) and tensor.dim():
                 state[name] = to_device(tensor, device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; one that is there already is not copied."""
+    """Return the tensor on a device. A tensor that is there already is not copied."""
     if not is_sharded(tensor):
         return tensor.to(device)
     from torch.distributed.tensor import DTensor

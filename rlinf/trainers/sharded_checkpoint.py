@@ -1,9 +1,9 @@
-"""The state of a trainer in files: each rank writes its parts, any number of ranks read theirs.
+"""The state of a trainer in files: each rank writes its parts, and any number of ranks read theirs.
 
-Safetensors, ``rank-R-of-N.safetensors``. A tensor that ranks share is cut into ranges of its
-elements in their order, whichever a rank has (FSDP2: rows; ZeRO: any; tensor parallel: a stretch of
-each row too); a table in each file says where its parts belong. What all ranks have alike is in the
-file of rank 0. No rank waits for another, and nothing is pickled.
+The files are safetensors, ``rank-R-of-N.safetensors``. A tensor that ranks share is split into any
+ranges of its elements, in order (FSDP2: rows; ZeRO: any range; tensor parallel: a range of each
+row). A table in each file lists the positions of its parts. Replicated tensors are in the file of
+rank 0. No rank waits for another, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,48 +31,49 @@ from rlinf.sharded_tensors import is_sharded, local_rows, local_shard, storage_k
 
 FORMAT = "rlinf-shards-2"
 OPTIONAL_TENSORS = {"loss_scale"}
-"""Of some trainers' states alone; of a state without them they stay as they are."""
+"""Tensors that only some trainers have. Reading a state without them leaves them unchanged."""
 _NAME = re.compile(r"rank-0-of-(\d+)\.safetensors")
 
 
 class StridedRange(NamedTuple):
-    """Ranges of the elements of a tensor, one after the other."""
+    """Equal ranges of the elements of a tensor at a regular distance."""
 
     start: int
     """The first element of the first range."""
     length: int
-    """Of each."""
+    """Length of each range."""
     stride: int = 0
-    """From the beginning of one to that of the next."""
+    """Distance from the beginning of one range to that of the next."""
     repeats: int = 1
-    """How many they are."""
+    """Number of ranges."""
 
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """Where the elements of a rank's part of a tensor belong in the whole."""
+    """Position of a rank's part of a tensor in the full tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the full tensor."""
     start: int
-    """Elements before the part."""
+    """Number of elements before the part."""
     strided_ranges: tuple[StridedRange, ...] = ()
-    """Where they are not all in one range: the ranges, from front to back."""
+    """The ranges of the part, from front to back, if it is not one contiguous range."""
 
     def ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """Begin and length of each range of a part of so many elements."""
+        """Yield begin and length of each range of a part of so many elements."""
         for run in self.strided_ranges or (StridedRange(self.start, size),):
             for number in range(run.repeats):
                 yield run.start + number * run.stride, run.length
 
-    def extract(self, whole: Tensor) -> Tensor:
-        """The part of a tensor, which is whole, in one dimension; for a place with runs."""
-        flat = whole.reshape(-1)
+    def extract(self, full: Tensor) -> Tensor:
+        """Return the part of a full tensor, in one dimension; for a placement with strided
+        ranges."""
+        flat = full.reshape(-1)
         return torch.cat([_view(flat, run).reshape(-1) for run in self.strided_ranges])
 
-    def insert(self, whole: Tensor, part: Tensor) -> None:
-        """Write the part into a tensor that is whole and contiguous; for a place with runs."""
-        flat, at = whole.view(-1), 0
+    def insert(self, full: Tensor, part: Tensor) -> None:
+        """Write the part into a full, contiguous tensor; for a placement with strided ranges."""
+        flat, at = full.view(-1), 0
         for run in self.strided_ranges:
             size = run.length * run.repeats
             _view(flat, run).copy_(part[at : at + size].view(run.repeats, run.length))
@@ -85,22 +86,22 @@ def _view(flat: Tensor, run: StridedRange) -> Tensor:
 
 
 def to_strided_ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[StridedRange, ...]:
-    """Ranges that follow one another in as few runs as they make, neighbours as one."""
+    """Merge ranges into as few strided ranges as possible; adjacent ranges become one."""
     ranges: list[tuple[int, int]] = []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         if ranges and sum(ranges[-1]) == start:
             ranges[-1] = (ranges[-1][0], ranges[-1][1] + length)
         else:
             ranges.append((start, length))
-    found: list[StridedRange] = []
+    strided: list[StridedRange] = []
     for start, length in ranges:
-        last = found[-1] if found else None
+        last = strided[-1] if strided else None
         step = start - (last.start + last.stride * (last.repeats - 1)) if last else 0
         if last and last.length == length and last.stride in (0, step):
-            found[-1] = StridedRange(last.start, length, step, last.repeats + 1)
+            strided[-1] = StridedRange(last.start, length, step, last.repeats + 1)
         else:
-            found.append(StridedRange(start, length))
-    return tuple(found)
+            strided.append(StridedRange(start, length))
+    return tuple(strided)
 
 
 ShardPlacements = Mapping[str, ShardPlacement]
@@ -113,12 +114,12 @@ def write_shards(
     size: int,
     places: ShardPlacements | None = None,
 ) -> None:
-    """Write this rank's part of a state; what of it is no tensor is left out.
+    """Write this rank's part of a state. Values that are not tensors are skipped.
 
     Args:
-        state: dictionaries of dictionaries of tensors, such as those of torch's ``get_state_dict``.
-        places: of tensors that are a rank's part, by their names in the files; those of FSDP2 say
-            it themselves.
+        state: nested dictionaries of tensors, such as those of torch's ``get_state_dict``.
+        places: placements of tensors that are a rank's part, by their names in the files. FSDP2's
+            tensors know their placement themselves.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own: dict[str, Tensor] = {}
@@ -147,7 +148,7 @@ def write_shards(
     save_file(own, path, metadata={"table": table})
     sync_file(path)
     if rank == 0:
-        # An attempt of another number of ranks may have ended here before.
+        # An earlier attempt with another number of ranks may have left files.
         for other in set(folder.glob("rank-*.safetensors")):
             if not other.name.endswith(f"-of-{size}.safetensors"):
                 other.unlink()
@@ -157,14 +158,14 @@ def write_shards(
 def read_shards(
     folder: Path, state: Mapping[str, Any], places: ShardPlacements | None = None
 ) -> None:
-    """Fill the tensors of a state with what is in the files, whichever trainer wrote them.
+    """Fill the tensors of a state from the files, which any trainer may have written.
 
     Args:
-        state, places: as for :func:`write`; of the same tensors, cut in any way.
+        state, places: as in :func:`write_shards`; the same tensors, with any sharding.
 
     Raises:
-        DataError: there are no such files, or they do not fit the state.
-        ArtifactError: they are committed and damaged; the state holds anything.
+        DataError: there are no such files, or they do not match the state.
+        ArtifactError: the files are committed and damaged; the state is undefined.
     """
     name = ""
     try:
@@ -182,10 +183,10 @@ def read_shards(
         raise DataError(f"{folder}: not a state of this trainer: {where}{error}") from error
 
 
-def _place(value: Tensor, given: ShardPlacement | None) -> ShardPlacement | None:
-    """Where a part belongs; None: it is the whole, which all ranks have."""
-    if given is not None or not is_sharded(value):
-        return given
+def _place(value: Tensor, placement: ShardPlacement | None) -> ShardPlacement | None:
+    """Return the placement of a part; None: it is a full tensor, which all ranks have."""
+    if placement is not None or not is_sharded(value):
+        return placement
     begin, end = local_rows(value)
     if len(local_shard(value)) != end - begin:
         raise ValueError(f"not {end - begin} of {value.shape[0]} rows")
@@ -194,7 +195,7 @@ def _place(value: Tensor, given: ShardPlacement | None) -> ShardPlacement | None
 
 @dataclass
 class _Wanted:
-    """Elements of one tensor of one file, and where they go."""
+    """Elements of one tensor of one file, and their destination."""
 
     low: int
     """The first, in the file's part."""
@@ -207,7 +208,7 @@ class _Wanted:
 
 
 class _Files:
-    """The files of a state; what is in them is read once, of those in which something is needed."""
+    """The files of a state. Each file that is needed is read once."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         sizes = [int(m[1]) for path in folder.glob("*") if (m := _NAME.fullmatch(path.name))]
@@ -227,18 +228,18 @@ class _Files:
             self._wanted.append({})
             self._same |= table["same"]
             for name, shape in file.shapes.items():
-                start, whole, *runs = table["parts"].get(name, (0, shape))
+                start, full_shape, *runs = table["parts"].get(name, (0, shape))
                 place = ShardPlacement(
-                    tuple(whole), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
+                    tuple(full_shape), start, tuple(StridedRange(*run) for run in (runs or [()])[0])
                 )
                 self._parts.setdefault(name, []).append((rank, place))
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Return whether a tensor is in the files."""
         return name in self._parts
 
     def want(self, name: str, place: ShardPlacement, part: Tensor) -> None:
-        """Have a part of a tensor filled by :meth:`fill`."""
+        """Request a part of a tensor, which :meth:`fill` reads."""
         name = self._same.get(name, name)
         if name not in self._parts:
             raise ValueError("it is not there")
@@ -257,16 +258,17 @@ class _Files:
                 own, at = own + high - at, high
 
     def _ranges(self, name: str, place: ShardPlacement) -> list[tuple[int, int, int, int]]:
-        """Of a tensor in the files: begin and length of ranges, where in which file's part."""
+        """Return the ranges of a tensor in the files: begin, length, position in the file's part,
+        and rank."""
         if name not in self._known:
-            found = []
+            ranges = []
             for rank, theirs in self._parts[name]:
                 at, size = 0, torch.Size(self._files[rank].shapes[name]).numel()
                 for start, length in theirs.ranges(size):
-                    found.append((start, length, at, rank))
+                    ranges.append((start, length, at, rank))
                     at += length
-            self._known[name] = found = sorted(one for one in found if one[1])
-            for one, other in itertools.pairwise(found):
+            self._known[name] = ranges = sorted(one for one in ranges if one[1])
+            for one, other in itertools.pairwise(ranges):
                 if sum(one[:2]) > other[0]:
                     raise ValueError(_missed(sum(one[:2]), place))
         for _, theirs in self._parts[name]:
@@ -275,7 +277,8 @@ class _Files:
         return self._known[name]
 
     def fill(self) -> None:
-        """Read the files from front to back; what is not needed only goes into the checksum."""
+        """Read the files from front to back. Elements that are not requested only enter the
+        checksum."""
         for file, wanted in zip(self._files, self._wanted, strict=True):
             if not wanted:
                 continue
@@ -292,13 +295,13 @@ def _missed(element: int, place: ShardPlacement) -> str:
 
 
 def _rows(shape: tuple[int, ...], parts: list[_Wanted]) -> tuple[int, int]:
-    """The rows of a tensor of this shape that all the parts are in."""
+    """Return the rows of a tensor of this shape that contain all the parts."""
     each = torch.Size(shape[1:]).numel()
     return min(it.low for it in parts) // each, -(-max(it.high for it in parts) // each)
 
 
 def named_tensors(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state and their names in the files."""
+    """Yield the tensors of a state with their names in the files."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value

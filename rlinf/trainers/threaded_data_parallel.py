@@ -1,8 +1,9 @@
-"""Micro-batches computed side by side by the threads of one process.
+"""Data parallelism over the threads of one process: each thread computes micro-batches of its own.
 
-A small model gains nothing from splitting each of its products over threads: waking them costs as
-much as the product. Here each thread takes whole micro-batches instead, on a copy of the module
-that shares the weights and has gradients of its own; torch leaves Python's lock during the work.
+A small model gains nothing from splitting each matrix product over threads, because waking them
+costs as much as the product. Here, each thread computes whole micro-batches instead, on a replica
+of the module that shares the weights and has its own gradients. torch releases Python's lock during
+the work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ R = TypeVar("R")
 
 
 class ThreadedDataParallel:
-    """``count`` threads, each with its view of a policy; one lane is the calling thread itself."""
+    """``count`` threads, each with its own replica of a policy. With one thread, the caller
+    computes itself."""
 
     def __init__(self, policy: Policy, count: int) -> None:
         mkl_warmup.warm_up()
@@ -36,14 +38,15 @@ class ThreadedDataParallel:
         return len(self.replicas)
 
     def map(self, work: Callable[[Policy, A], R], parts: Sequence[A]) -> list[R]:
-        """``work(policy, part)`` for each lane's part, at once; results in the order of lanes."""
+        """Return ``work(policy, part)`` of each thread's part, computed concurrently, in the order
+        of the threads."""
         if self._threads is None:
             return [work(self.replicas[0], parts[0])]
         futures = [
             self._threads.submit(work, policy, part)
             for policy, part in zip(self.replicas, parts, strict=True)
         ]
-        # After an error too, no lane may go on beside whatever comes next.
+        # After an error, too, no thread may continue beside later work.
         wait(futures)
         return [future.result() for future in futures]
 
@@ -53,7 +56,7 @@ class ThreadedDataParallel:
             self._threads.shutdown()
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of the copies to the policy's own, always in the same order."""
+        """Add the gradients of the replicas to the policy's own, always in the same order."""
         for twin in self.replicas[1:]:
             own = self.replicas[0].module.parameters()
             for parameter, other in zip(own, twin.module.parameters(), strict=True):
@@ -67,7 +70,7 @@ class ThreadedDataParallel:
 
 
 def _twin(policy: Policy) -> Policy:
-    """A policy whose module holds the same weights and buffers, not copies of them."""
+    """Return a policy whose module shares weights and buffers with the original."""
     twin = copy.copy(policy)
     twin.module = copy.deepcopy(policy.module)
     for own, other in zip(policy.module.parameters(), twin.module.parameters(), strict=True):

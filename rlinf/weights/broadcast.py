@@ -1,7 +1,7 @@
-"""Weights from the trainer to engines in other processes, by a process group of torch.distributed.
+"""Broadcast of weights from the trainer to engines in other processes, over torch.distributed.
 
-Buckets follow one another: while one is on its way, the sender packs the next and a receiver sums
-up the one before. Gloo moves tensors on CPUs; NCCL those on GPUs, whose links a broadcast shares as
+Buckets are pipelined: while one is in flight, the sender packs the next one and a receiver computes
+the checksum of the previous one. Gloo moves tensors on CPUs; NCCL moves those on GPUs, and chooses
 a tree or ring by itself.
 """
 
@@ -22,7 +22,7 @@ from rlinf.weights.buckets import BucketLayout, bucket_checksum, version_digest
 
 BUCKET_BYTES = 64 << 20
 BUCKET_TIMEOUT_S = 10.0
-"""How long one bucket may take: a peer that is gone or stopped is noticed within this time."""
+"""Timeout of one bucket: a dead or stopped peer is noticed within this time."""
 _LONGEST_LAYOUT = 256 << 20
 _MAGIC = 0x726C696E667774
 _LOOK_S = 0.0005
@@ -38,7 +38,8 @@ class BroadcastGroup(Protocol):
 
 @dataclass(frozen=True)
 class ReceivedWeights:
-    """A version that arrived whole; ``digest`` is that of :func:`rlinf.weights.buckets.version_digest`."""
+    """A complete version of the weights; ``digest`` is computed by
+    :func:`rlinf.weights.buckets.version_digest`."""
 
     version: int
     tensors: dict[str, Tensor]
@@ -46,12 +47,12 @@ class ReceivedWeights:
 
 
 class WeightBroadcast:
-    """One end of a group that weights are broadcast in; all ranks take part in every transfer.
+    """One end of a process group for weights; all ranks take part in every transfer.
 
     Args:
-        group: with a timeout of its own, so that a dead peer does not hold the others up for long.
+        group: has its own timeout, so that a dead peer does not block the others for long.
         source: rank of the sender in the group.
-        device: where buckets are while they travel; of one type in the whole group.
+        device: device of the buckets in flight; of one type in the whole group.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class WeightBroadcast:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> str:
-        """Send a state to all other ranks of the group, float32 tensors as ``dtype``.
+        """Send the weights to all other ranks of the group, float32 tensors as ``dtype``.
 
         Returns:
             The digest of what was sent.
 
         Raises:
-            WeightTransferError: another rank does not take part any more; the group cannot be used again.
+            WeightTransferError: another rank no longer takes part; the group cannot be used again.
         """
         layout = BucketLayout.from_tensors(tensors, bucket_bytes=bucket_bytes, dtype=dtype)
         text = layout.to_json().encode()
@@ -101,9 +102,8 @@ class WeightBroadcast:
         """Take part in the sender's next transfer; tensors are on the CPU.
 
         Raises:
-            WeightTransferError: something arrived damaged, and the group is in order; or another rank
-                does not take part any more, and it cannot be used again. The weights are not to be
-                served.
+            WeightTransferError: a bucket arrived damaged (the group can be used again), or another
+                rank no longer takes part (it cannot). The weights must not be served.
         """
         with self._in_time():
             head = torch.zeros(3, dtype=torch.int64, device=self._device)
@@ -120,22 +120,22 @@ class WeightBroadcast:
             self._share(sent)
         if count := int((sums != sent).sum()):
             raise WeightTransferError(
-                f"broadcast of weights: {count} of {layout.num_buckets} buckets of version {version} "
-                "arrived damaged; they are not served"
+                f"broadcast of weights: {count} of {layout.num_buckets} buckets of version "
+                f"{version} arrived damaged; they are not served"
             )
         return ReceivedWeights(
             version, layout.tensor_views(flat), version_digest(version, table, sums.tolist())
         )
 
     def close(self) -> None:
-        """Give the group up. A rank that waits in one of Gloo waits until its timeout."""
+        """Abort the group. A rank that waits in a Gloo group waits until its timeout."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
                 group.abort()
 
     def _take(self, layout: BucketLayout) -> tuple[Tensor, Tensor]:
-        """The flat state on the CPU, and the checksums of what came, on the group's device."""
+        """Return the flat state on the CPU and the checksums on the group's device."""
         on_cpu = self._device.type == "cpu"
         flat = torch.empty(layout.nbytes, dtype=torch.uint8)
         # On a CPU they come to where they stay.

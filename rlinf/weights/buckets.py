@@ -1,7 +1,7 @@
 """Named tensors as one flat run of bytes, cut into buckets of equal size.
 
-Transports move buckets, not tensors: a small one costs as much to send as a large one. A tensor may
-span several buckets. All ends agree on a :class:`Layout`, which travels as JSON.
+Transports move buckets instead of tensors, because a small transfer costs as much as a large one. A
+tensor may span several buckets. All ends agree on a :class:`BucketLayout`, which travels as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlinf.errors import WeightTransferError
 
 BUCKET_BYTES = 4 << 20
 ALIGN_BYTES = 64
-"""Tensors start, and buckets end, at multiples of this; no element is cut, whatever its type."""
+"""Alignment of tensors and buckets; no element is split, whatever its type."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -44,23 +44,23 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor's elements, in row-major order, lie in the flat state."""
+    """Position of a tensor's elements, in row-major order, in the flat state."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the flat state."""
+    """Offset in bytes from the start of the flat state."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The table of a flat state. ``ties`` maps names to the entry whose tensor they share."""
+    """Table of a flat state. ``ties`` maps names to the entry whose tensor they share."""
 
     entries: tuple[TensorEntry, ...]
     ties: dict[str, str]
@@ -74,7 +74,8 @@ class BucketLayout:
         bucket_bytes: int = BUCKET_BYTES,
         dtype: torch.dtype | None = None,
     ) -> BucketLayout:
-        """The layout of some tensors, float32 ones to be sent as ``dtype``; tied ones once.
+        """Return the layout of tensors, float32 ones to be sent as ``dtype``; tied ones appear
+        once.
 
         Raises:
             ValueError: a bucket size that is no multiple of 64.
@@ -83,9 +84,9 @@ class BucketLayout:
             raise ValueError(
                 f"bucket_bytes {bucket_bytes} is not a positive multiple of {ALIGN_BYTES}"
             )
-        kept, ties = split_tied_tensors(tensors)
+        distinct, ties = split_tied_tensors(tensors)
         entries, offset = [], 0
-        for name, tensor in kept.items():
+        for name, tensor in distinct.items():
             kind = str(transfer_dtype(tensor.dtype, dtype)).removeprefix("torch.")
             entries.append(TensorEntry(name, kind, tuple(tensor.shape), offset))
             offset += _aligned(entries[-1].nbytes)
@@ -93,44 +94,44 @@ class BucketLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the flat state."""
+        """Size of the flat state in bytes."""
         return max((_aligned(e.offset + e.nbytes) for e in self.entries), default=0)
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets; the last may be shorter."""
+        """Number of buckets; the last one may be shorter."""
         return -(-self.nbytes // self.bucket_bytes)
 
     def bucket_slice(self, bucket: int) -> slice:
-        """The bytes of the flat state that make up a bucket."""
+        """Return the bytes of the flat state that form a bucket."""
         start = bucket * self.bucket_bytes
         return slice(start, min(start + self.bucket_bytes, self.nbytes))
 
     def pack_bucket(self, bucket: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write a bucket into ``out``, uint8 and at least as long, on any device; casts."""
+        """Write a bucket into ``out`` (uint8, at least as long, any device), casting as needed."""
         for entry, elements, part in self._pieces(bucket):
             source = tensors[entry.name].detach().reshape(-1)[elements]
             out[part].view(DTYPES[entry.dtype]).copy_(source)
 
     def tensor_views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in a flat state, uint8 ``[nbytes]``, without a copy; tied names share one."""
-        kept = {
+        """Return the tensors in a flat state, uint8 ``[nbytes]``, as views."""
+        distinct = {
             e.name: flat[e.offset : e.offset + e.nbytes].view(DTYPES[e.dtype]).view(e.shape)
             for e in self.entries
         }
-        return kept | {name: kept[other] for name, other in self.ties.items()}
+        return distinct | {name: distinct[other] for name, other in self.ties.items()}
 
     def to_json(self) -> str:
-        """The layout as text."""
+        """Return the layout as JSON."""
         table = [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries]
         return json.dumps({"bucket_bytes": self.bucket_bytes, "ties": self.ties, "entries": table})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> BucketLayout:
-        """Read what :meth:`to_json` wrote.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
-            WeightTransferError: not a layout: unknown types, sizes below zero, entries that overlap.
+            WeightTransferError: not a layout (unknown types, negative sizes, overlapping entries).
         """
         try:
             values = json.loads(text)
@@ -138,7 +139,7 @@ class BucketLayout:
                 TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), int(offset))
                 for name, dtype, shape, offset in values["entries"]
             )
-            ties = {str(name): str(kept) for name, kept in values["ties"].items()}
+            ties = {str(name): str(distinct) for name, distinct in values["ties"].items()}
             layout = cls(entries, ties, int(values["bucket_bytes"]))
             end = 0
             for entry in entries:
@@ -162,7 +163,7 @@ class BucketLayout:
         return [entry.offset for entry in self.entries]
 
     def _pieces(self, bucket: int) -> Iterator[tuple[TensorEntry, slice, slice]]:
-        """What a bucket holds: entry, its elements, and their bytes within the bucket."""
+        """Yield each entry of a bucket, its elements, and their bytes within the bucket."""
         span = self.bucket_slice(bucket)
         first = max(0, bisect_right(self._offsets, span.start) - 1)
         for entry in self.entries[first:]:
@@ -177,32 +178,32 @@ class BucketLayout:
 
 
 def transfer_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The type a tensor travels in: float32 as ``wanted``, all else (statistics, counts) as is."""
+    """Return the transfer type of a tensor: ``wanted`` for float32, else its own type."""
     return wanted if wanted is not None and own == torch.float32 else own
 
 
 def split_tied_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors in order of their names, each once, and ``{left out: kept}`` for tied ones."""
-    kept: dict[str, Tensor] = {}
+    """Return distinct tensors by sorted name, and ``{tied name: distinct name}``."""
+    distinct: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
-    seen: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        first = seen.setdefault(place if tensor.numel() else name, name)
+        first = first_names.setdefault(place if tensor.numel() else name, name)
         if first == name:
-            kept[name] = tensor
+            distinct[name] = tensor
         else:
             ties[name] = first
-    return kept, ties
+    return distinct, ties
 
 
 def bucket_checksum(data: Tensor) -> Tensor:
-    """64-bit checksum of a bucket, int64 ``[1]`` on its device.
+    """Return the 64-bit checksum of a bucket, int64 ``[1]`` on its device.
 
-    On a CPU xxh3. Elsewhere the sum of words times odd numbers that differ by position, modulo
-    2^64, which sees every change of one word and needs no copy to the host. Both ends of a
-    transfer must be of one kind.
+    On a CPU it is xxh3. On other devices it is a sum of words times odd numbers that differ by
+    position, modulo 2^64, which detects every change of one word and needs no copy to the host.
+    Both ends of a transfer must use one kind.
     """
     if data.device.type == "cpu":
         digest = xxhash.xxh3_64_intdigest(data.numpy().data)
@@ -211,14 +212,14 @@ def bucket_checksum(data: Tensor) -> Tensor:
 
 
 def weighted_sum(data: Tensor) -> Tensor:
-    """See :func:`checksum`; ``data`` is uint8, its length a multiple of 8."""
+    """Return the device checksum of ``data``, uint8, its length a multiple of 8."""
     words = data.view(torch.int64)
     factors = torch.arange(1, 2 * len(words), 2, device=data.device) * _ODD
     return (words * factors).sum().reshape(1)
 
 
 def version_digest(version: int, layout: bytes, sums: Sequence[int]) -> str:
-    """Of a version that travels: its number, its table as JSON and the checksums of its buckets."""
+    """Return the digest of a version from its number, layout JSON and bucket checksums."""
     return xxhash.xxh3_128_hexdigest(repr((version, layout, list(sums))).encode())
 
 

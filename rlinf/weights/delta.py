@@ -1,9 +1,9 @@
-"""What changed between two versions of the weights, exactly, bit by bit.
+"""Exact differences between two versions of the weights.
 
-An update of reinforcement learning leaves most bfloat16 weights as they were: it is smaller than
-the distance to the next number. Of a tensor the positions of changed elements are stored as gaps,
-and their changes as differences of the bit patterns, which count steps from one representable
-number to the next and so are mostly +1 and -1. Both are then Huffman-coded.
+An update of reinforcement learning leaves most bfloat16 weights unchanged, because it is smaller
+than the distance to the next number. The positions of changed elements are stored as gaps, and the
+changes as differences of bit patterns. These count steps between representable numbers, so most are
++1 or -1. Both are Huffman-coded.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rlinf.weights.buckets import split_tied_tensors, transfer_dtype
 
 FORMAT = "rlinf-delta-2"
 _SKIP = 255
-"""In the gaps: this many elements unchanged, and the next byte goes on counting."""
+"""Gap byte for this many unchanged elements; the next byte continues the count."""
 
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """Weights of one version as they are sent, on the CPU; not to be written to."""
+    """Weights of one version as they are sent, on the CPU; read-only."""
 
     distinct: dict[str, Tensor]
-    """The distinct tensors."""
+    """The distinct tensors by name."""
     ties: dict[str, str]
-    """Names that share one of them, and which."""
+    """Names that share a distinct tensor, and its name."""
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> WeightSnapshot:
-        """That of some weights, float32 ones as ``dtype``; what need not be copied is shared."""
+        """Return a snapshot, float32 tensors cast to ``dtype``; memory is shared where possible."""
         kept, ties = split_tied_tensors(tensors)
         cast = {
             name: tensor.detach().to("cpu", transfer_dtype(tensor.dtype, dtype)).contiguous()
@@ -64,7 +64,7 @@ class WeightSnapshot:
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128, hex, of names, types, shapes and bits."""
+        """The xxh3-128, hex, of names, types, shapes and bits."""
         total = xxhash.xxh3_128(repr(sorted(self.ties.items())).encode())
         for name, tensor in sorted(self.distinct.items()):
             total.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode())
@@ -75,11 +75,11 @@ class WeightSnapshot:
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """The difference of two snapshots; ``start`` and ``end`` are their digests.
+    """The difference between two snapshots, identified by their digests.
 
-    ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) of a tensor with few
-    changes and ``whole/NAME`` of one that is new or changed too much; ``changed`` counts elements.
-    A tensor without changes is not mentioned.
+    ``tensors`` holds ``gaps/NAME`` and ``steps/NAME`` (uint8, compressed) for a tensor with few
+    changes, and ``whole/NAME`` for a new one or one with many; ``changed`` counts elements.
+    Unchanged tensors are not mentioned.
     """
 
     tensors: dict[str, Tensor]
@@ -125,7 +125,7 @@ class WeightDelta:
 
 
 def compute_delta(old: WeightSnapshot, new: WeightSnapshot) -> WeightDelta:
-    """What leads from ``old`` to ``new``."""
+    """Return the delta from ``old`` to ``new``."""
     tensors: dict[str, Tensor] = {}
     changed: dict[str, int] = {}
     for name, tensor in new.distinct.items():
@@ -138,11 +138,11 @@ def compute_delta(old: WeightSnapshot, new: WeightSnapshot) -> WeightDelta:
 
 
 def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
-    """The snapshot that ``delta`` leads to from ``old``, whose unchanged tensors it shares.
+    """Apply ``delta`` to ``old``; unchanged tensors are shared.
 
     Raises:
-        WeightTransferError: the delta does not start from ``old``, is malformed, or leads elsewhere than
-            it says.
+        WeightTransferError: the delta does not start from ``old``, is malformed, or does not lead
+            to its ``target_digest``.
     """
     if delta.base_digest != old.digest:
         raise WeightTransferError("the delta does not start from these weights")
@@ -165,10 +165,10 @@ def apply_delta(old: WeightSnapshot, delta: WeightDelta) -> WeightSnapshot:
 
 
 def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tensor]]:
-    """Number of elements changed, and the parts that are stored; none where none changed."""
-    whole = {"whole": tensor.detach().contiguous()}
+    """Return the number of changed elements and the stored parts; none if nothing changed."""
+    full = {"whole": tensor.detach().contiguous()}
     if before is None or before.dtype != tensor.dtype or before.shape != tensor.shape:
-        return tensor.numel(), whole
+        return tensor.numel(), full
     if not tensor.numel():
         return 0, {}
     was, now = _bits(before), _bits(tensor)
@@ -179,7 +179,7 @@ def _encode(before: Tensor | None, tensor: Tensor) -> tuple[int, dict[str, Tenso
     planes = np.ascontiguousarray(steps.view(np.uint8).reshape(len(steps), -1).T)
     parts = {"gaps": _compress(_gaps(positions)), "steps": _compress(planes)}
     smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
-    return len(positions), parts if smaller else whole
+    return len(positions), parts if smaller else full
 
 
 def _decode(before: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
@@ -194,13 +194,13 @@ def _decode(before: Tensor, count: int, gaps: Tensor, steps: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
-    """The elements' bit patterns as unsigned integers, sharing memory where contiguous."""
+    """Return the elements' bit patterns as unsigned integers, without a copy if contiguous."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return flat.view(f"u{tensor.dtype.itemsize}")
 
 
 def _zigzag(steps: np.ndarray) -> np.ndarray:
-    """Signed differences, as unsigned integers, so that small ones of both signs are small."""
+    """Encode signed differences as unsigned integers; small ones of both signs stay small."""
     signed = steps.view(f"i{steps.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
 
@@ -211,7 +211,7 @@ def _unzigzag(steps: np.ndarray) -> np.ndarray:
 
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
-    """How many elements to pass over before each changed one, one byte where below 255."""
+    """Return the number of unchanged elements before each changed one, one byte if below 255."""
     gaps = np.diff(positions, prepend=-1) - 1
     skips = gaps // _SKIP
     out = np.full(len(gaps) + int(skips.sum()), _SKIP, np.uint8)

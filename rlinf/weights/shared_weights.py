@@ -1,9 +1,9 @@
-"""Weights between processes of one node: one writer, many readers, shared memory.
+"""Weights in shared memory between processes of one node: one writer, many readers.
 
-Two slots take turns, so a version is written while readers use the one before. A slot is a segment
-of its own, and readers hold a shared lock on it, the writer an exclusive one while it writes: no
-reader ever sees half a version, and the kernel drops the lock of a process that dies. Readers map
-a slot read-only and use the tensors in place. A reader that waits checks buckets as they come.
+Two slots alternate, so a version is written while readers use the previous one. A slot is a segment
+of its own. Readers hold a shared lock on it, and the writer an exclusive one while it writes, so no
+reader sees a partial version, and the kernel releases the lock of a dead process. Readers map a
+slot read-only and use the tensors in place. A waiting reader verifies buckets as they arrive.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SharedWeightsWriter:
     """The writing end; the memory is freed by :meth:`close`, or when the process ends.
 
     Args:
-        name: of the shared memory, unique on the node; readers need it.
-        layout: of the state; it cannot change.
-        timeout_s: how long to wait for readers that still use the version before the last.
+        name: name of the shared memory, unique on the node; readers need it.
+        layout: layout of the weights; it cannot change.
+        timeout_s: how long to wait for readers of the version before the last.
 
     Raises:
-        WeightTransferError: no room for two states.
+        WeightTransferError: the node has no room for two copies.
     """
 
     def __init__(self, name: str, layout: BucketLayout, timeout_s: float = 60) -> None:
@@ -62,10 +62,10 @@ class SharedWeightsWriter:
             raise
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a version into the older slot; readers find it when all of it is there.
+        """Write a version into the older slot; readers see it once it is complete.
 
         Raises:
-            WeightTransferError: the version is not newer, the tensors are not those of the layout, or
+            WeightTransferError: the version is not newer, the tensors do not match the layout, or
                 readers did not release the slot.
         """
         if version <= self._newest:
@@ -151,7 +151,7 @@ class SharedWeightsView:
     _lock: int
 
     def release(self) -> None:
-        """Let the writer have the slot; the tensors must not be used any more."""
+        """Release the slot to the writer; the tensors must not be used afterwards."""
         if self._lock >= 0:
             self.tensors = {}
             os.close(self._lock)
@@ -170,10 +170,10 @@ class SharedWeightsView:
 
 
 class SharedWeightsReader:
-    """A reading end.
+    """The reading end.
 
     Raises:
-        WeightTransferError: no writer made memory of this name on this node, or it is not ours.
+        WeightTransferError: no writer of this user has created memory of this name on this node.
     """
 
     def __init__(self, name: str) -> None:
@@ -182,15 +182,15 @@ class SharedWeightsReader:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its writer has closed it: nothing comes any more, and what is mapped here takes
-        the node's memory until this is let go."""
+        """True if the writer has closed it: no version will come, and the mapped memory stays
+        allocated until it is released here."""
         return not all(slot.path.exists() for slot in self._slots)
 
     def newest(self, after: int = -1) -> SharedWeightsView | None:
-        """The newest version if it is newer than ``after``.
+        """Return the newest version if it is newer than ``after``.
 
         Raises:
-            WeightTransferError: it is damaged: a checksum differs; or its writer has ended.
+            WeightTransferError: a checksum differs, or the writer has ended.
         """
         for slot in self._slots:
             if slot.version() == -1:
@@ -249,7 +249,7 @@ class _MappedSlot:
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._sums, self._flat = _parts(self._map, self._layout)
         self.tensors = self._layout.tensor_views(self._flat)
-        self._seen, self._good = -1, 0
+        self._checked_version, self._checked_buckets = -1, 0
 
     def version(self) -> int:
         return _number(self._map, _VERSION)
@@ -257,12 +257,12 @@ class _MappedSlot:
     def check(self) -> int | None:
         """Check the buckets that came since the last look; the first damaged one."""
         version, ready = struct.unpack_from("<qq", self._map, _PROGRESS)
-        if version != self._seen:
-            self._seen, self._good = version, 0
-        for bucket in range(self._good, ready):
+        if version != self._checked_version:
+            self._checked_version, self._checked_buckets = version, 0
+        for bucket in range(self._checked_buckets, ready):
             if bucket_checksum(self._flat[self._layout.bucket_slice(bucket)]) != self._sums[bucket]:
                 return bucket
-            self._good = bucket + 1
+            self._checked_buckets = bucket + 1
         return None
 
 
@@ -280,17 +280,17 @@ def _number(buffer: memoryview | mmap.mmap, offset: int) -> int:
 
 
 def _data_start(text: int, buckets: int) -> int:
-    """Where the flat state begins: after header, text and checksums, at a page."""
+    """Return the offset of the flat state, at a page after header, text and checksums."""
     return math.ceil((_HEADER.size + text + 7 + 8 * buckets) / _PAGE) * _PAGE
 
 
 def _parts(buffer: memoryview | mmap.mmap, layout: BucketLayout) -> tuple[Tensor, Tensor]:
-    """Checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
+    """Return checksums, int64 ``[buckets]``, and flat state, uint8 ``[nbytes]``, in place."""
     *_, length = _HEADER.unpack_from(buffer)
     start = _data_start(length, layout.num_buckets)
-    whole = torch.frombuffer(buffer, dtype=torch.uint8)
-    sums = whole[start - 8 * layout.num_buckets : start].view(torch.int64)
-    return sums, whole[start : start + layout.nbytes]
+    buffer_bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+    sums = buffer_bytes[start - 8 * layout.num_buckets : start].view(torch.int64)
+    return sums, buffer_bytes[start : start + layout.nbytes]
 
 
 def _locked(descriptor: int, kind: int) -> bool:

@@ -128,8 +128,8 @@ class PoolWorker:
         self._world = ProcessGroupInfo.from_environment(run / CHANNELS_FOLDER)
         self._name = worker_name(pool, self._world.rank)
         dtype = None if uncast else weight_sync_dtype(config)
-        held = WeightDeltas(dtype) if deltas else None
-        self._resident = WorkerState(on_progress=self._progress, weight_deltas=held)
+        weight_deltas = WeightDeltas(dtype) if deltas else None
+        self._resident = WorkerState(on_progress=self._progress, weight_deltas=weight_deltas)
         self._board, self._turns, self._activity = LiveStore(), DeviceSchedule(), ActivityTracker()
         self._busy: dict[str, threading.Thread] = {}
         self._commits: set[str] = set()
@@ -163,8 +163,8 @@ class PoolWorker:
         )
         shared = (self._board, self._turns, self._resident, self._activity)
         self._desk = PolicyServer(run, config, self._name, *shared, self._stopping)
-        self._askers = PolicyClients(run / CHANNELS_FOLDER, self._name)
-        left = seconds_until_stop()
+        self._policy_clients = PolicyClients(run / CHANNELS_FOLDER, self._name)
+        remaining_s = seconds_until_stop()
         about = {
             "pool": pool,
             "rank": self._world.rank,
@@ -172,17 +172,17 @@ class PoolWorker:
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID", ""),
             "host": os.uname().nodename,
-            "ends": None if left is None else time.time() + left,
+            "ends": None if remaining_s is None else time.time() + remaining_s,
         }
         self._link = WorkerLink(run / CHANNELS_FOLDER, self._name, about)
 
     def serve(self, orphan_s: float) -> int:
         """Carry out orders; returns the exit code."""
-        code, told, commits_s = 0, 0.0, 0.0
+        code, reported_at, commits_s = 0, 0.0, 0.0
         try:
             while not self._stop.is_set():
-                if time.monotonic() - told > STATUS_INTERVAL_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at > STATUS_INTERVAL_S:
+                    reported_at = time.monotonic()
                     self._tell()
                 if self._link.silent_s > orphan_s and self._idle(orphan_s):
                     log.warning("no driver for %.0f s: leaving", orphan_s)
@@ -200,7 +200,7 @@ class PoolWorker:
                             self._desk.serve(order)
                         case AttemptEnded():
                             self._desk.end_attempt(order)
-                            self._askers.end_attempt(order)
+                            self._policy_clients.end_attempt(order)
                 # All places are taken before any stage begins: all ranks see the same order.
                 begun = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
                 for stage, thread in [(stage, self._enter(stage)) for stage in begun]:
@@ -269,8 +269,8 @@ class PoolWorker:
         with contextlib.suppress(ChannelClosed, ChannelFailed):
             self._tell_driver(ConnectionLost(worker=worker))
 
-    def _tell_driver(self, said: WorkerReport) -> None:
-        self._link.send_report(said.to_dict())
+    def _tell_driver(self, report: WorkerReport) -> None:
+        self._link.send_report(report.to_dict())
 
     def _wanted(self, order: SendOutput) -> None:
         """Other workers wait for something that is made here, or is to be passed on."""
@@ -286,7 +286,7 @@ class PoolWorker:
     def _enter(self, order: StageOrder) -> threading.Thread | None:
         """A thread for a stage that has its place in the order; None if it is under way already."""
         node = order.node
-        self._askers.update_order(order)
+        self._policy_clients.update_order(order)
         if order.receives_trajectories:
             self._tell_what_arrived(order)
         with self._lock:
@@ -316,15 +316,15 @@ class PoolWorker:
                 with turn:
                     attempt = self._attempt(order, output, turn)
                     self._activity.start(order.node, lambda: attempt.ctx.status)
-                    with self._askers.client_scope(order.node):
+                    with self._policy_clients.client_scope(order.node):
                         attempt.compute()
                     self._activity.mark_computed(order.node)
                     name = attempt.ctx.data_folder.name
                     output.mark_complete(name)
-                    made = (order.output, name, order.iteration)
-                    self._publisher.publish(*made, output.objects)
+                    version = (order.output, name, order.iteration)
+                    self._publisher.publish(*version, output.objects)
                     if WEIGHTS in output.objects:
-                        self._tell_of_weights(*made)
+                        self._tell_of_weights(*version)
                     self._board.evict_objects(2 + self._config.rollout.staleness)
                     self._commits.add(order.node)
                 time.sleep(COMMIT_DELAY_S)
@@ -346,9 +346,9 @@ class PoolWorker:
             inputs[name] = StageInput(self._run / folder, None, source, self._stopping)
 
         def sinks(channel: str) -> RecordWriter:
-            made = partial(output.available_records, channel)
+            records = partial(output.available_records, channel)
             return self._outbox.open_stream(
-                f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, made
+                f"{out}:{channel}", world.data_parallel_rank, world.data_parallel_size, records
             )
 
         now = time.time()
@@ -371,7 +371,7 @@ class PoolWorker:
             live=LiveContext(output, turn, sinks, order.num_chunks),
             worker=self._name,
             receives_trajectories=order.receives_trajectories,
-            remote_policy=self._askers.create_client(order, world.rank),
+            remote_policy=self._policy_clients.create_client(order, world.rank),
         )
 
     def _among(self, order: StageOrder) -> ProcessGroupInfo:
@@ -406,10 +406,10 @@ class PoolWorker:
 
     def _let_go(self) -> None:
         """Free what is on disk and no stage here is to read: there is no other use for it."""
-        gone = self._board.release_committed(self._committed)
-        self._outbox.drop_outputs(gone)
-        self._relays.drop_outputs(gone)
-        self._publisher.drop_subscribers(gone)
+        dropped = self._board.release_committed(self._committed)
+        self._outbox.drop_outputs(dropped)
+        self._relays.drop_outputs(dropped)
+        self._publisher.drop_subscribers(dropped)
 
     def _committed(self, folder: str) -> bool:
         try:
@@ -430,8 +430,8 @@ class PoolWorker:
         """These are on the board: claims need not wait for their commit."""
         self._tell_driver(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
-    def _tell_of_claim(self, said: WorkItemEnded) -> None:
-        self._tell_driver(said)
+    def _tell_of_claim(self, report: WorkItemEnded) -> None:
+        self._tell_driver(report)
         self._let_go()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:

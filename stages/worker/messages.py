@@ -1,8 +1,8 @@
-"""What a driver and its resident workers say to each other, and workers of weights.
+"""The messages between the driver and the pool workers, and between pool workers.
 
-Orders go to a worker, reports to the driver (:mod:`rlinf.channels.control_link`); what workers say to
-each other travels with their records (:mod:`stages.worker.weight_transfer`). All are maps, and ``what``
-says which it is.
+Orders go to a worker and reports to the driver (:mod:`rlinf.channels.control_link`). Messages
+between workers travel as the ``info`` of records (:mod:`stages.worker.weight_transfer`,
+:mod:`stages.worker.policy_client`). Each message is a mapping; its key ``type`` names its class.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class StageOrder(WorkerMessage):
 class RunStages(WorkerMessage):
     """Compute stages; all of them take their places before any begins."""
 
-    type: Literal["run"] = "run"
+    type: Literal["run_stages"] = "run_stages"
     stages: tuple[StageOrder, ...]
 
 
 class SendOutput(WorkerMessage):
     """Send what an output holds, made or still to be made, to other workers."""
 
-    type: Literal["send"] = "send"
+    type: Literal["send_output"] = "send_output"
     output: str
     channel: str
     transports: dict[str, str]
@@ -84,7 +84,7 @@ class PartialSamples(WorkerMessage):
 class GenerateStarts(WorkerMessage):
     """Generate some starts of a rollout."""
 
-    type: Literal["claim"] = "claim"
+    type: Literal["generate_starts"] = "generate_starts"
     work_item: str
     label: str
     """For people."""
@@ -102,7 +102,7 @@ class GenerateStarts(WorkerMessage):
 class ServePolicy(WorkerMessage):
     """Answer what the simulators of a stage observe, as long as they ask."""
 
-    type: Literal["answer"] = "answer"
+    type: Literal["serve_policy"] = "serve_policy"
     node: str
     stage: str
     iteration: int
@@ -120,7 +120,7 @@ class ServePolicy(WorkerMessage):
 class AttemptEnded(WorkerMessage):
     """An attempt at a stage whose policy is apart has ended, there or here: so has the rest."""
 
-    type: Literal["over"] = "over"
+    type: Literal["attempt_ended"] = "attempt_ended"
     node: str
     attempt: str
     """The newest, by which the driver knows it."""
@@ -130,7 +130,7 @@ class AttemptEnded(WorkerMessage):
 class ReassignWork(WorkerMessage):
     """Have another worker go on with a claim once little of it is left."""
 
-    type: Literal["hand_over"] = "hand_over"
+    type: Literal["reassign_work"] = "reassign_work"
     work_item: str
     successor: str
 
@@ -138,13 +138,13 @@ class ReassignWork(WorkerMessage):
 class CancelWork(WorkerMessage):
     """The claims of until now are no longer wanted."""
 
-    type: Literal["drop"] = "drop"
+    type: Literal["cancel_work"] = "cancel_work"
 
 
 class ShutDown(WorkerMessage):
     """End; what is being written may take so long."""
 
-    type: Literal["leave"] = "leave"
+    type: Literal["shut_down"] = "shut_down"
     commit_timeout_s: float = 0.0
 
 
@@ -160,7 +160,7 @@ class StageEnded(WorkerMessage):
 class CollectedPrompts(WorkerMessage):
     """The starts of a rollout whose trajectories the gatherer has already."""
 
-    type: Literal["gathered"] = "gathered"
+    type: Literal["collected_prompts"] = "collected_prompts"
     node: str
     starts: tuple[int, ...]
 
@@ -168,7 +168,7 @@ class CollectedPrompts(WorkerMessage):
 class WeightsAvailable(WorkerMessage):
     """Weights are in the worker's memory: claims need not wait for their commit."""
 
-    type: Literal["has_weights"] = "has_weights"
+    type: Literal["weights_available"] = "weights_available"
     output: str
     attempt: str
     iteration: int
@@ -177,14 +177,14 @@ class WeightsAvailable(WorkerMessage):
 class ConnectionLost(WorkerMessage):
     """Another worker no longer takes what is sent to it."""
 
-    type: Literal["cut"] = "cut"
+    type: Literal["connection_lost"] = "connection_lost"
     worker: str
 
 
 class WorkItemEnded(WorkerMessage):
     """A claim was done (exit code 0), or was not."""
 
-    type: Literal["claim_ended"] = "claim_ended"
+    type: Literal["work_item_ended"] = "work_item_ended"
     work_item: str
     host: str
     exit_code: int = 0
@@ -204,7 +204,7 @@ class WorkItemEnded(WorkerMessage):
 class WeightsInSharedMemory(WorkerMessage):
     """Weights lie in shared memory of this node."""
 
-    type: Literal["in_segment"] = "in_segment"
+    type: Literal["weights_in_shared_memory"] = "weights_in_shared_memory"
     attempt: str
     segment: str
 
@@ -212,14 +212,14 @@ class WeightsInSharedMemory(WorkerMessage):
 class WeightsStart(WorkerMessage):
     """The buckets of these weights follow; the data is their table."""
 
-    type: Literal["begins"] = "begins"
+    type: Literal["weights_start"] = "weights_start"
     attempt: str
 
 
 class WeightsBucket(WorkerMessage):
     """A part of the weights that were begun; the data is its bytes."""
 
-    type: Literal["bucket"] = "bucket"
+    type: Literal["weights_bucket"] = "weights_bucket"
     attempt: str
     checksum: str
 
@@ -227,7 +227,7 @@ class WeightsBucket(WorkerMessage):
 class WeightsEnd(WorkerMessage):
     """That was the last bucket."""
 
-    type: Literal["ends"] = "ends"
+    type: Literal["weights_end"] = "weights_end"
     attempt: str
     digest: str
 
@@ -235,7 +235,7 @@ class WeightsEnd(WorkerMessage):
 class GroupFormed(WorkerMessage):
     """These workers form a process group, the first of which sends; they meet by its name."""
 
-    type: Literal["group_forms"] = "group_forms"
+    type: Literal["group_formed"] = "group_formed"
     group: str
     members: str
     """Divided by commas."""
@@ -245,7 +245,7 @@ class GroupFormed(WorkerMessage):
 class GroupSendStarted(WorkerMessage):
     """Weights come by a group."""
 
-    type: Literal["group_sends"] = "group_sends"
+    type: Literal["group_send_started"] = "group_send_started"
     group: str
     attempt: str
 
@@ -253,7 +253,7 @@ class GroupSendStarted(WorkerMessage):
 class GroupSendDone(WorkerMessage):
     """They have arrived at all members."""
 
-    type: Literal["group_sent"] = "group_sent"
+    type: Literal["group_send_done"] = "group_send_done"
     group: str
     digest: str
 
@@ -261,34 +261,34 @@ class GroupSendDone(WorkerMessage):
 class GroupClosed(WorkerMessage):
     """Nothing more comes by a group."""
 
-    type: Literal["group_ends"] = "group_ends"
+    type: Literal["group_closed"] = "group_closed"
     group: str
 
 
 class RequestSlot(WorkerMessage):
     """Simulators are about to begin, and ask for the policy's turn."""
 
-    type: Literal["opens"] = "opens"
+    type: Literal["request_slot"] = "request_slot"
 
 
 class SlotOffered(WorkerMessage):
     """The policy has its turn, and keeps it for a moment."""
 
-    type: Literal["granted"] = "granted"
+    type: Literal["slot_offered"] = "slot_offered"
     number: int
 
 
 class SlotAccepted(WorkerMessage):
     """The simulators have their turn too."""
 
-    type: Literal["ready"] = "ready"
+    type: Literal["slot_accepted"] = "slot_accepted"
     number: int
 
 
 class SlotConfirmed(WorkerMessage):
     """Both keep their turns, until the simulators are through."""
 
-    type: Literal["answers"] = "answers"
+    type: Literal["slot_confirmed"] = "slot_confirmed"
     weights_attempt: str
     """By which attempt these were made; empty: they are newer ones, which were committed."""
     used_disk_fallback: bool = False
@@ -298,19 +298,19 @@ class SlotConfirmed(WorkerMessage):
 class SlotExpired(WorkerMessage):
     """The policy has given its turn up: ask anew."""
 
-    type: Literal["void"] = "void"
+    type: Literal["slot_expired"] = "slot_expired"
 
 
 class ReleaseSlot(WorkerMessage):
     """The simulators are through."""
 
-    type: Literal["closes"] = "closes"
+    type: Literal["release_slot"] = "release_slot"
 
 
 class SlotReleased(WorkerMessage):
     """What the policy did for them."""
 
-    type: Literal["closed"] = "closed"
+    type: Literal["slot_released"] = "slot_released"
     spans: str
     """JSON: a list of name, start and end each."""
     host: str
@@ -319,7 +319,7 @@ class SlotReleased(WorkerMessage):
 class PolicyFailure(WorkerMessage):
     """The policy's part has failed."""
 
-    type: Literal["failed"] = "failed"
+    type: Literal["policy_failure"] = "policy_failure"
     exit_code: int
     reason: str
 
@@ -355,7 +355,9 @@ _OF_WEIGHTS: TypeAdapter[WeightMessage] = TypeAdapter(
 _OF_ASKING: TypeAdapter[PolicyMessage] = TypeAdapter(
     Annotated[PolicyMessage, Field(discriminator="type")]
 )
-_SAID: TypeAdapter[WorkerReport] = TypeAdapter(Annotated[WorkerReport, Field(discriminator="type")])
+_REPORT: TypeAdapter[WorkerReport] = TypeAdapter(
+    Annotated[WorkerReport, Field(discriminator="type")]
+)
 
 
 def read_order(content: Mapping[str, Any]) -> WorkerOrder:
@@ -373,7 +375,7 @@ def read_report(content: Mapping[str, Any]) -> WorkerReport:
     Raises:
         DataError: it is none.
     """
-    return _read(_SAID, content)
+    return _read(_REPORT, content)
 
 
 def read_weight_message(content: Mapping[str, Any]) -> WeightMessage:

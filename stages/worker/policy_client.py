@@ -1,14 +1,18 @@
-"""The simulators' end of a rollout whose policy is in other workers.
+"""The client for stages whose simulators use a policy in another pool worker.
 
-What is observed goes to one of these as requests to an engine do, and its replies come back, over a
-mailbox that the other worker hosts (:mod:`stages.worker.policy_server`): encrypted and authenticated as
-all channels of a run, with both ends' signs of life.
+Observations go to the worker with the engine, and actions come back, over a mailbox that this
+worker hosts (:mod:`stages.worker.policy_server`). The mailbox is encrypted, authenticated and
+watched by heartbeats, like every channel of a run.
 
-A stage that asks needs two turns, its own here and that of its policy there, and whoever holds one
-while it waits for the other may hold up what that one waits for. So it takes both or none: it
-*opens* and waits without its turn; what answers has its turn and *grants* for a moment; if the
-simulators have theirs by then they are *ready*, and both keep theirs until they are through. If
-not, the grant is *void*, and they begin anew.
+A rollout needs two device slots: one for the simulators here and one for the policy there. To avoid
+a deadlock, neither side keeps its slot while it waits for the other:
+
+1. The client sends :class:`RequestSlot` and waits without a slot.
+2. The server acquires its slot and sends :class:`SlotOffered`, valid for a short time.
+3. The client acquires its own slot and sends :class:`SlotAccepted`.
+4. The server replies :class:`SlotConfirmed`, and both keep their slots until the client sends
+   :class:`ReleaseSlot`. If the offer has expired it replies :class:`SlotExpired`, and the client
+   starts again.
 """
 
 from __future__ import annotations
@@ -94,17 +98,18 @@ def encode_policy_message(record: Record, max_bytes: int, description: str, kind
     """A request or reply as it is sent.
 
     Args:
-        most: bytes that the other worker takes.
-        what: it is, and ``sent_as``: a request or reply, in the words of an error.
+        max_bytes: the most that the other worker accepts.
+        description: what the record holds, for the error.
+        kind: "a request to ..." or "a reply", for the error.
 
     Raises:
-        DataError: it is larger.
+        DataError: the encoded record is larger.
     """
     encoded = encode_record(record)
     if encoded.size > max_bytes:
         raise DataError(
-            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer be "
-            "simulated together (task.max_parallel_envs), or give their stage more processes"
+            f"{description} takes {encoded.size} bytes, and {kind} may have {max_bytes}: let fewer "
+            "be simulated together (task.max_parallel_envs), or give their stage more processes"
         )
     return encoded.to_bytes()
 
@@ -199,10 +204,10 @@ class PolicyClient(Channel):
     def _closed(self, ctx: StageContext) -> bool:
         if not self._words:
             return False
-        said = self._words.popleft()
-        if isinstance(said, SlotReleased):
-            about = {"worker": self._policy, "rank": ctx.world.rank, "host": said.host}
-            for name, start, end in json.loads(said.spans):
+        message = self._words.popleft()
+        if isinstance(message, SlotReleased):
+            about = {"worker": self._policy, "rank": ctx.world.rank, "host": message.host}
+            for name, start, end in json.loads(message.spans):
                 ctx.spans.append({"name": name, **about, "start": start, "end": end})
         return True
 
@@ -228,19 +233,19 @@ class PolicyClient(Channel):
             if not isinstance(granted, SlotOffered):
                 raise UpstreamFailed(f"{self._policy} does not grant its turn: {granted!r}")
             self._give(encode_message(SlotAccepted(number=granted.number)))
-            while isinstance(said := self._next(), SlotOffered):
+            while isinstance(message := self._next(), SlotOffered):
                 pass  # a later one; what became of this one comes after it
-            if isinstance(said, SlotConfirmed):
+            if isinstance(message, SlotConfirmed):
                 self._answered = True
                 entry = ctx.inputs["weights"]
-                entry.used_disk_fallback |= said.used_disk_fallback
-                if said.weights_attempt:
+                entry.used_disk_fallback |= message.used_disk_fallback
+                if message.weights_attempt:
                     # Compared with what was committed before this stage commits.
                     entry.live_output, entry.used_live = LiveOutput(), True
-                    entry.live_output.mark_complete(said.weights_attempt)
+                    entry.live_output.mark_complete(message.weights_attempt)
                 return
-            if not isinstance(said, SlotExpired):
-                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {said!r}")
+            if not isinstance(message, SlotExpired):
+                raise UpstreamFailed(f"{self._policy} neither answers nor refuses: {message!r}")
 
     def _connected(self) -> MailboxPeer:
         order = self._order
@@ -263,7 +268,8 @@ class PolicyClient(Channel):
                     )
             if time.monotonic() > deadline:
                 raise UpstreamFailed(
-                    f"{self._policy}, which has the policy, has not been there for {CONNECT_TIMEOUT_S:g} s"
+                    f"{self._policy}, which has the policy, has not been there for "
+                    f"{CONNECT_TIMEOUT_S:g} s"
                 )
             time.sleep(POLL_S / 4)
 
@@ -296,14 +302,14 @@ class PolicyClient(Channel):
                 self._replies.append(item)
                 continue
             try:
-                said = read_policy_message(item.info)
+                message = read_policy_message(item.info)
             except DataError as error:
                 raise UpstreamFailed(f"{self._policy}, which has the policy: {error}") from None
-            if isinstance(said, PolicyFailure) and said.exit_code == EXIT_REQUEUE:
-                raise UpstreamFailed(f"{self._policy}, which has the policy: {said.reason}")
-            if isinstance(said, PolicyFailure):
-                raise PolicyFailed(self._policy, said)
-            self._words.append(said)
+            if isinstance(message, PolicyFailure) and message.exit_code == EXIT_REQUEUE:
+                raise UpstreamFailed(f"{self._policy}, which has the policy: {message.reason}")
+            if isinstance(message, PolicyFailure):
+                raise PolicyFailed(self._policy, message)
+            self._words.append(message)
 
     @contextlib.contextmanager
     def _failing(self) -> Generator[None]:
@@ -326,7 +332,7 @@ class PolicyClients:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
-        self._asks: dict[str, PolicyClient] = {}
+        self._clients: dict[str, PolicyClient] = {}
         """By stage instance."""
         self._newest: dict[str, StageOrder] = {}
         """The same; of those that have not begun."""
@@ -336,8 +342,8 @@ class PolicyClients:
     def update_order(self, order: StageOrder) -> None:
         """A stage was ordered, be it under way already."""
         with self._lock:
-            if (asks := self._asks.get(order.node)) is not None:
-                asks.update_order(order)
+            if (client := self._clients.get(order.node)) is not None:
+                client.update_order(order)
             elif order.policy_workers:
                 self._newest[order.node] = order
                 evict_oldest(self._newest, MAX_REMEMBERED_ORDERS)
@@ -348,10 +354,12 @@ class PolicyClients:
             return None
         with self._lock:
             newest = self._newest.pop(order.node, order)
-            asks = self._asks[order.node] = PolicyClient(self._folder, self._name, newest, rank)
+            client = self._clients[order.node] = PolicyClient(
+                self._folder, self._name, newest, rank
+            )
             if (reason := self._over.get(newest.attempt)) is not None:
-                asks.mark_lost(reason)
-        return asks
+                client.mark_lost(reason)
+        return client
 
     @contextlib.contextmanager
     def client_scope(self, node: str) -> Iterator[None]:
@@ -361,14 +369,14 @@ class PolicyClients:
             yield
             through = True
         finally:
-            if (asks := self._asks.pop(node, None)) is not None:
-                asks.finish(completed=through)
+            if (client := self._clients.pop(node, None)) is not None:
+                client.finish(completed=through)
 
     def end_attempt(self, order: AttemptEnded) -> None:
         """Whoever was asked is known to be gone."""
         with self._lock:
-            if (asks := self._asks.get(order.node)) is not None:
-                asks.mark_lost(order.reason)
+            if (client := self._clients.get(order.node)) is not None:
+                client.mark_lost(order.reason)
             else:
                 self._over[order.attempt] = order.reason
                 evict_oldest(self._over, MAX_REMEMBERED_ORDERS)

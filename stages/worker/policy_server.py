@@ -1,8 +1,9 @@
-"""The policy's end of a rollout whose simulators are in other workers (:mod:`stages.worker.policy_client`).
+"""The server for stages whose simulators are in other pool workers.
 
-A worker that has the policy hosts one mailbox. For every attempt at a stage that asks it has a
-*service*, which has its turns at the place of that stage and answers whoever asks then: first the
-simulators of its iteration, then whatever stages of later places are to run on the same device.
+A worker with the engine hosts one mailbox (:class:`PolicyServer`). Every attempt at a stage that
+uses its policy has a :class:`PolicySession`. The session takes its device slots at the position of
+that stage and answers the clients of that attempt. See :mod:`stages.worker.policy_client` for the
+protocol.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class PolicySession:
                     self._tell(
                         session,
                         SlotConfirmed(
-                            weights_attempt=self.weights_attempt, used_disk_fallback=self._fell()
+                            weights_attempt=self.weights_attempt,
+                            used_disk_fallback=self._used_disk_fallback(),
                         ),
                     )
                 else:
@@ -172,7 +174,7 @@ class PolicySession:
             self.active_clients.pop(session.peer, None)
             self.finished_clients.add(session.client)
             self.reply_clients = {
-                n: asker for n, asker in self.reply_clients.items() if asker is not session
+                n: client for n, client in self.reply_clients.items() if client is not session
             }
             self.requests = deque(r for r in self.requests if _first(r) in self.reply_clients)
             self.condition.notify_all()
@@ -258,7 +260,7 @@ class PolicySession:
             what = f"what the policy answers {session.client} in one step of {self.order.node}"
             self.send(session, encode_policy_message(reply, self.max_reply_bytes, what, "a reply"))
 
-    def _fell(self) -> bool:
+    def _used_disk_fallback(self) -> bool:
         return self.context is not None and self.context.inputs["weights"].used_disk_fallback
 
     def _pause(self) -> None:
@@ -360,7 +362,7 @@ class PolicyServer:
             self._services[order.attempt] = service
             for session in [s for s in self._sessions.values() if s.attempt == order.attempt]:
                 for record in self._early.pop(session.peer, ()):
-                    self._given(service, session, record)
+                    self._handle_record(service, session, record)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         work = threading.Thread(target=self._work, args=(service, turn), name=key, daemon=True)
         self._threads.append(work)
@@ -391,7 +393,7 @@ class PolicyServer:
             with withdraw_on_damage(), turn:
                 self._activity.start(key, lambda: ctx.status)
                 program = import_stage_module(self._config, order.stage)
-                service.serve(ctx, program.acting)
+                service.serve(ctx, program.policy_runner)
         except ServingEnded as error:
             service.fail(EXIT_REQUEUE, str(error))
         except BaseException as error:
@@ -446,8 +448,8 @@ class PolicyServer:
         if isinstance(event, PeerJoined):
             known = self._sessions.get(event.worker)
             if known is None:
-                said = (str(event.about.get(name)) for name in ("asker", "node", "attempt"))
-                self._sessions[event.worker] = PolicyConnection(event.worker, *said)
+                values = (str(event.about.get(name)) for name in ("asker", "node", "attempt"))
+                self._sessions[event.worker] = PolicyConnection(event.worker, *values)
             return
         session = self._sessions.get(event.worker)
         if session is None:
@@ -455,7 +457,7 @@ class PolicyServer:
         service = self._services.get(session.attempt)
         if isinstance(event, PeerReport):
             if service is not None:
-                self._given(service, session, event.content)
+                self._handle_record(service, session, event.content)
             elif session.attempt in self._over:
                 reason = "it has ended what it did for this attempt"
                 self._say(
@@ -472,7 +474,9 @@ class PolicyServer:
             assert self._host is not None
             self._host.forget_peer(session.peer)
 
-    def _given(self, service: PolicySession, session: PolicyConnection, record: Record) -> None:
+    def _handle_record(
+        self, service: PolicySession, session: PolicyConnection, record: Record
+    ) -> None:
         try:
             service.handle_record(session, record)
         except (DataError, KeyError) as error:

@@ -87,8 +87,8 @@ class RecordReceiver:
             self._takers[channel](folder, replace(record, info=info))
             return
         output = self._board.output(folder)
-        if (made_of := info.pop(SOURCE_ATTEMPT, None)) is not None:
-            output.depends_on(str(made_of))
+        if (source_attempt := info.pop(SOURCE_ATTEMPT, None)) is not None:
+            output.depends_on(str(source_attempt))
         stream = output.stream(channel)
         if NUM_RANKS in info:
             stream.finish_rank(count, rank, ranks)
@@ -204,10 +204,12 @@ class RecordSender:
             tell = name not in self._parting
             self._parting.add(name)
         # Beside the stage, which need not wait until the connection has ended.
-        left = channel if keys else None
-        threading.Thread(target=self._parted, args=(name, left, tell), daemon=True).start()
+        closed_channel = channel if keys else None
+        threading.Thread(
+            target=self._close_and_report, args=(name, closed_channel, tell), daemon=True
+        ).start()
 
-    def _parted(self, name: str, channel: RecordSink | None, tell: bool) -> None:
+    def _close_and_report(self, name: str, channel: RecordSink | None, tell: bool) -> None:
         try:
             if channel is not None:
                 _leave(channel)
@@ -247,11 +249,11 @@ class StreamSender:
         num_ranks: int,
         get_records: Callable[[], list[Record]] = list,
     ) -> None:
-        self._to, self._outbox, self._made = target, sender, get_records
+        self._to, self._outbox, self._get_records = target, sender, get_records
         self._channels: dict[str, RecordSink] = {}
         # No record may come between those made before and the next one, or after the end.
         self._lock = threading.Lock()
-        self._whole = True
+        self._all_delivered = True
         self._about: dict[str, Scalar] = {
             TARGET: target,
             PRODUCER: sender.name,
@@ -269,11 +271,11 @@ class StreamSender:
                 if name in self._channels:
                     continue
                 if channel is None:
-                    self._whole = False
+                    self._all_delivered = False
                     self._outbox.disconnect(name, None)
                     continue
                 self._channels[name] = channel
-                before = [self._addressed(record) for record in self._made()]
+                before = [self._addressed(record) for record in self._get_records()]
                 self._send(name, before if self._end is None else [*before, self._end])
 
     def put(self, record: Record) -> None:
@@ -296,7 +298,7 @@ class StreamSender:
         for name, channel in list(self._channels.items()):
             with self._leaving_out(name):
                 channel.flush()
-        return self._whole
+        return self._all_delivered
 
     def _addressed(self, record: Record) -> Record:
         # What is passed on names its maker already.
@@ -319,7 +321,7 @@ class StreamSender:
             yield
         except (ChannelClosed, ChannelFailed) as error:
             log.warning("%s no longer takes records: %s", name, error)
-            self._whole = False
+            self._all_delivered = False
             self._outbox.disconnect(name, self._channels.pop(name))
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 from rlinf.artifacts import read_manifest
 from rlinf.channels.process_group import ProcessGroupInfo
@@ -83,7 +82,10 @@ class RolloutWorker:
             if not waits and work_item in self._waiting:
                 self._successors[work_item] = successor
         for order in waits:
-            self._ended(work_item, rest=order.starts)
+            starts = order.starts
+            self._report_end(
+                WorkItemEnded(work_item=work_item, host=gethostname(), unfinished_starts=starts)
+            )
 
     def cancel(self) -> None:
         """The claims of until now are no longer wanted."""
@@ -129,26 +131,29 @@ class RolloutWorker:
         if code:
             log.warning("%s: %s", name, reason)
         size = self._config.rollout.group_size
-        self._ended(
-            claim,
-            code=code,
-            reason=reason[-8000:],
-            spans=spans,
-            rest=tuple(sorted({record.identity.sample // size for record in rest})),
-            to=successor,
-            samples=len(rest) if successor else 0,
-            fell=ctx.inputs["weights"].used_disk_fallback,
+        self._report_end(
+            WorkItemEnded(
+                work_item=claim,
+                host=gethostname(),
+                exit_code=code,
+                reason=reason[-8000:],
+                spans=spans,
+                unfinished_starts=tuple(sorted({r.identity.sample // size for r in rest})),
+                successor=successor,
+                num_partial_samples=len(rest) if successor else 0,
+                used_disk_fallback=ctx.inputs["weights"].used_disk_fallback,
+            )
         )
 
-    def _ended(self, claim: str, **said: Any) -> None:
-        """Say what became of a claim that is still wanted, or that was done all the same.
+    def _report_end(self, report: WorkItemEnded) -> None:
+        """Report the end of a work item that is still wanted, or that was completed all the same.
 
-        Its last sample may end the rollout, and all claims of it, before this is said.
+        Its last sample may end the rollout, and with it all work items, before this report.
         """
-        done = not said.get("code") and bool(said.get("spans"))
-        if claim in self._waiting or done:
-            self._waiting.discard(claim)
-            self._report(WorkItemEnded(work_item=claim, host=gethostname(), **said))
+        completed = not report.exit_code and bool(report.spans)
+        if report.work_item in self._waiting or completed:
+            self._waiting.discard(report.work_item)
+            self._report(report)
 
     def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Record], str]:
         """Send trajectories to the worker that gathers them.
@@ -172,12 +177,12 @@ class RolloutWorker:
             begun = {record.identity.sample: record for record in there}
             output.drop_stream(channel)
 
-        def gives_up(left: int, of: int) -> bool:
-            return claim in self._successors and left <= REASSIGN_FRACTION * of
+        def should_abort(remaining: int, of: int) -> bool:
+            return claim in self._successors and remaining <= REASSIGN_FRACTION * of
 
         rest = []
         for done, trajectory in enumerate(
-            generate_trajectories(ctx, order.starts, begun, gives_up), 1
+            generate_trajectories(ctx, order.starts, begun, should_abort), 1
         ):
             if trajectory.info["stop_reason"] == UNFINISHED:
                 rest.append(trajectory)
@@ -218,8 +223,8 @@ class RolloutWorker:
                 return
             entry.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
-            made = f"by {attempt} " if attempt else ""
-            raise UpstreamFailed(f"weights of {folder} {made}are neither here nor committed")
+            source = f"by {attempt} " if attempt else ""
+            raise UpstreamFailed(f"weights of {folder} {source}are neither here nor committed")
         # What is withdrawn from now on is not there to be read; it is not waited for either.
         entry.known_manifest = manifest
 

@@ -103,7 +103,7 @@ class BroadcastGroups:
         self._failed: dict[tuple[str, ...], None] = {}
         self._members: dict[str, _Member] = {}
         """By name: those it takes weights in."""
-        self._left: list[_Member] = []
+        self._closing: list[_Member] = []
         """Those that are over, as long as their threads run."""
         self._closed = False
 
@@ -170,14 +170,14 @@ class BroadcastGroups:
             self._drop(group)
         for name in list(self._members):
             self._over(name)
-        for member in self._left:
+        for member in self._closing:
             member.join()
 
     def _over(self, name: str) -> None:
         with self._lock:
             if (member := self._members.pop(name, None)) is not None:
                 member.leave()
-                self._left = [left for left in [*self._left, member] if left.runs]
+                self._closing = [member for member in [*self._closing, member] if member.runs]
 
     def _form(self, group: tuple[str, ...]) -> tuple[str, _End]:
         backend, _, *workers = group
@@ -205,8 +205,8 @@ class _End:
     """This worker's end of one group; made when all members are there.
 
     Raises:
-        WeightTransferError, StageError, ConfigError, RuntimeError: it has no such backend or network, or
-            not all came.
+        WeightTransferError, StageError, ConfigError, RuntimeError: this process lacks the backend
+            or the network, or a member did not join.
     """
 
     def __init__(self, backend: str, pointer: Path, rank: int, size: int) -> None:
@@ -363,14 +363,14 @@ class WeightPublisher:
         self._lock = threading.Lock()
         self._thread = BackgroundWorker("weights", TRANSFER_ERRORS)
         self._wanted: dict[str, dict[str, str]] = {}
-        self._made: dict[str, _Version] = {}
+        self._versions: dict[str, _Version] = {}
         self._memory: _SharedSegment | None = None
 
     def subscribe(self, out: str, transports: Mapping[str, str]) -> None:
         """Workers that want the weights of an output, made or still to be made, and how."""
         with self._lock:
             self._wanted[out] = self._wanted.get(out, {}) | dict(transports)
-            if out in self._made:
+            if out in self._versions:
                 self._thread.submit(f"weights of {out}", self._send, out, dict(transports))
 
     def publish(self, out: str, attempt: str, number: int, objects: Mapping[str, Any]) -> None:
@@ -378,11 +378,11 @@ class WeightPublisher:
         if WEIGHTS not in objects:
             return
         with self._lock:
-            self._made[out] = _Version(out, attempt, number, objects[WEIGHTS])
-            while len(self._made) > MAX_VERSIONS:
-                gone = next(iter(self._made))
-                del self._made[gone]
-                self._wanted.pop(gone, None)
+            self._versions[out] = _Version(out, attempt, number, objects[WEIGHTS])
+            while len(self._versions) > MAX_VERSIONS:
+                dropped = next(iter(self._versions))
+                del self._versions[dropped]
+                self._wanted.pop(dropped, None)
             if wanted := self._wanted.get(out):
                 self._thread.submit(f"weights of {out}", self._send, out, dict(wanted))
 
@@ -421,31 +421,34 @@ class WeightPublisher:
 
     def _send(self, out: str, ways: Mapping[str, str]) -> None:
         # What waits to be sent is kept no longer than versions are: one that is late is on disk.
-        if (made := self._made.get(out)) is None:
+        if (version := self._versions.get(out)) is None:
             return
         by = {way: [w for w in ways if ways[w] == way] for way in set(ways.values())}
         far = by.get(SOCKET, [])
-        if (near := by.get(SHARED_MEMORY)) and not self._share(made, near):
+        if (near := by.get(SHARED_MEMORY)) and not self._share(version, near):
             far += near
         for backend in BACKENDS:
-            if (members := by.get(backend)) and not self.groups.send(*made, members, backend):
+            if (members := by.get(backend)) and not self.groups.send(*version, members, backend):
                 far += members
         if far:
-            self._stream(made, far)
+            self._stream(version, far)
 
-    def _share(self, made: _Version, workers: list[str]) -> bool:
-        layout, held = BucketLayout.from_tensors(made.tensors, dtype=self._dtype), self._memory
+    def _share(self, version: _Version, workers: list[str]) -> bool:
+        layout, segment = (
+            BucketLayout.from_tensors(version.tensors, dtype=self._dtype),
+            self._memory,
+        )
         try:
-            if held is None or held.holds != (made.out, made.attempt):
-                if held is None or held.layout != layout or held.number >= made.number:
-                    held = self._renew(layout)
-                held.writer.publish(made.number, made.tensors)
-                held.holds, held.number = (made.out, made.attempt), made.number
+            if segment is None or segment.holds != (version.out, version.attempt):
+                if segment is None or segment.layout != layout or segment.number >= version.number:
+                    segment = self._renew(layout)
+                segment.writer.publish(version.number, version.tensors)
+                segment.holds, segment.number = (version.out, version.attempt), version.number
         except WeightTransferError as error:
             log.warning("%s", error)
             return False
-        message = WeightsInSharedMemory(attempt=made.attempt, segment=held.name)
-        send_weight_message(self._outbox, made.out, workers, made.number, message)
+        message = WeightsInSharedMemory(attempt=version.attempt, segment=segment.name)
+        send_weight_message(self._outbox, version.out, workers, version.number, message)
         return True
 
     def _renew(self, layout: BucketLayout) -> _SharedSegment:
@@ -456,21 +459,24 @@ class WeightPublisher:
         self._memory = _SharedSegment(name, layout, SharedWeightsWriter(name, layout))
         return self._memory
 
-    def _stream(self, made: _Version, workers: list[str]) -> None:
-        layout = BucketLayout.from_tensors(made.tensors, dtype=self._dtype)
+    def _stream(self, version: _Version, workers: list[str]) -> None:
+        layout = BucketLayout.from_tensors(version.tensors, dtype=self._dtype)
         text = layout.to_json().encode()
-        to = (self._outbox, made.out, workers, made.number)
-        send_weight_message(*to, WeightsStart(attempt=made.attempt), np.frombuffer(text, np.uint8))
+        to = (self._outbox, version.out, workers, version.number)
+        send_weight_message(
+            *to, WeightsStart(attempt=version.attempt), np.frombuffer(text, np.uint8)
+        )
         sums: list[int] = []
         for bucket in range(layout.num_buckets):
             span = layout.bucket_slice(bucket)
             part = torch.zeros(span.stop - span.start, dtype=torch.uint8)
-            layout.pack_bucket(bucket, made.tensors, part)
+            layout.pack_bucket(bucket, version.tensors, part)
             sums.append(int(bucket_checksum(part)))
-            message = WeightsBucket(attempt=made.attempt, checksum=f"{sums[-1]:x}")
+            message = WeightsBucket(attempt=version.attempt, checksum=f"{sums[-1]:x}")
             send_weight_message(*to, message, part.numpy(), bucket)
         send_weight_message(
-            *to, WeightsEnd(attempt=made.attempt, digest=version_digest(made.number, text, sums))
+            *to,
+            WeightsEnd(attempt=version.attempt, digest=version_digest(version.number, text, sums)),
         )
 
 
@@ -636,9 +642,9 @@ class WeightReceiver:
             return
         self._here[number] = (out, attempt)
         while len(self._here) > self._keep:
-            gone, _ = self._here.pop(min(self._here))
-            if gone in self._board:
-                self._board.output(gone).objects.pop(WEIGHTS, None)
+            dropped, _ = self._here.pop(min(self._here))
+            if dropped in self._board:
+                self._board.output(dropped).objects.pop(WEIGHTS, None)
         output = self._board.output(out)
         output.put(attempt, WEIGHTS, tensors)
         log.info("weights of %s arrived", out)

@@ -28,7 +28,7 @@ from tests.pipeline.helpers import contents, run_here, same_samples
 pytestmark = pytest.mark.cluster
 ITERATIONS = {"segment": 40, "elastic": 40, "ranks": 40, "stage": 5}
 SHORT = ["kill_stage", "kill_driver", "cancel_job", "preempt_job", "corrupt_file"]
-REFUSED = {"segment": {"requeue_job"}, "elastic": {"requeue_job"}, "stage_ranks": {"requeue_job"}}
+REFUSED = {"segment": {"requeue_job"}, "elastic": {"requeue_job"}, "ranks": {"requeue_job"}}
 """Kinds of faults that jobs of a shape refuse: those of pools are not started again by Slurm."""
 SEED = int(os.environ.get("RLINF_CHAOS_SEED", "0"))
 POOLS: dict[str, Any] = {

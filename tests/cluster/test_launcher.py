@@ -57,7 +57,7 @@ def test_ranks_on_unlike_nodes_know_the_speeds_of_all(
         nodes=2,
         tasks_per_node=2,
         constraint="[a100*1&h100*1]",
-        shares={"h100": 2.0, "a100": 1.0},
+        speed_weights={"h100": 2.0, "a100": 1.0},
     )
     assert finish(launcher, launcher.submit(wanted)).state is JobState.DONE
     found = notes(tmp_path, ranks=4)

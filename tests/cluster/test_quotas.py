@@ -95,7 +95,7 @@ def test_the_limits_of_this_cluster_are_read(cluster: Path) -> None:
     assert quotas.default_partition == "cpu"
     needs = job(cluster, "pass").resources
     assert [quota.max_jobs for quota in quotas.quotas_for(needs)] == [7, 20000]
-    with pytest.raises(PlanError, match="61 minutes asked, account root allows 60"):
+    with pytest.raises(PlanError, match="61 minutes requested, account root allows 60"):
         quotas.check(replace(needs, time_limit_min=61), "stages.train")
 
 

@@ -43,7 +43,7 @@ def test_jobs_are_submitted_watched_and_cancelled(
     one = job(tmp_path / "one", "pass", partition="a100")
     two = job(tmp_path / "two", "pass", partition="h100")
     ranks = {"partition": "gpu", "nodes": 2, "constraint": "[a100*1&h100*1]"}
-    unlike = job(tmp_path / "unlike", "pass", shares={"h100": 2.0, "a100": 1.0}, **ranks)
+    unlike = job(tmp_path / "unlike", "pass", speed_weights={"h100": 2.0, "a100": 1.0}, **ranks)
     ids = [
         *launcher.submit_array(several(tmp_path / "array", "pass", 2)),
         *launcher.submit_hetjob([one, two]),

@@ -58,7 +58,7 @@ def part(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def speaks(name: str) -> bool:
-    return LANGUAGE_MODEL in part(name)[0].needs
+    return LANGUAGE_MODEL in part(name)[0].requires
 
 
 def served(name: str) -> bool:

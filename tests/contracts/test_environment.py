@@ -195,7 +195,7 @@ def test_a_crash_costs_one_episode(
     """Of what others do beside the policy: tasks of one prompt and one response have no such."""
     environment, play = made
     if OBSERVATIONS in environment.provides:
-        whole, worlds = play(), environment._worlds._worlds  # type: ignore[attr-defined]
+        whole, worlds = play(), environment._envs._envs  # type: ignore[attr-defined]
         step, calls = worlds[2].step, iter(range(99))
 
         def fails(action: Any) -> Any:

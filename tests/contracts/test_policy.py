@@ -220,7 +220,9 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
     """Samples of an engine of this process for policies of tokens."""
     # Those of other projects take not all of these networks.
     known = map(engines.get, engines.names())
-    cls = next(c for c in known if LANGUAGE_MODEL in c.needs and not issubclass(c, ExternalEngine))
+    cls = next(
+        c for c in known if LANGUAGE_MODEL in c.requires and not issubclass(c, ExternalEngine)
+    )
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
     contexts = [tried.record(number, 0).context for number in range(5)]

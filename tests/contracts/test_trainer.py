@@ -318,7 +318,7 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from tests.contracts.test_trainer import Halves, assert_alike, loss_with_largest, make, peer
 from tests.contracts.test_trainer import streamed, weights, LORA, LR
 from tests.rlinf.trainers.test_threaded_data_parallel import CONFIG, loss, records
@@ -327,7 +327,7 @@ name, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 root = Path(sys.argv[4])
 alone, rounding = make(peer(name), folder, policy=Halves), 1e-7 if LORA in name else 0.0
 alone.step(records(), loss, lr=LR, groups=["layers"])
-world = World(rank, 2, meeting=root / "channels" / "group-t.json")
+world = ProcessGroupInfo(rank, 2, rendezvous_file=root / "channels" / "group-t.json")
 both = make(name, folder, world=world, policy=Halves)
 assert not any(p.is_meta for p in both.policy.module.parameters())
 streamed(both, folder)
@@ -344,10 +344,10 @@ for trainer in (again, both, alone):
     trainer.step(records(), loss, lr={"layers": LR / 2, "rest": LR})
 assert_alike(weights(again), weights(alone), LR / 50)
 assert_alike(weights(both), weights(alone), LR / 50)
-if again.takes_weights:
+if again.can_load_weights:
     again.load_weights(weights(alone).items())
     assert_alike(weights(again), weights(alone))
-again.fill(folder)
+again.load_policy_folder(folder)
 assert_alike(weights(again), dict(Halves.load(folder, CONFIG).module.state_dict()))
 print("ok")
 """

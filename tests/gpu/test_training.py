@@ -98,12 +98,12 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-world = World(rank, 2, rank, meeting=folder.parent / "channels" / "group-n.json")
+world = ProcessGroupInfo(rank, 2, rank, rendezvous_file=folder.parent / "channels" / "group-n.json")
 alone = make(folder)
 both = make(folder, world, fsdp_wrap_min_mb=0, device=f"cuda:{rank}")
 assert "nccl" in dist.get_backend_config()

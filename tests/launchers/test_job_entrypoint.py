@@ -66,7 +66,7 @@ time.sleep(20)
 CALL = """
 import sys
 from launchers.job_entrypoint import ModuleCall
-ModuleCall("slow", (), tuple(sys.path), sys.argv[1], requeues=False)()
+ModuleCall("slow", (), tuple(sys.path), sys.argv[1], allow_requeue=False)()
 """
 
 

@@ -275,7 +275,7 @@ def test_a_sweep_is_submitted_in_the_same_way(
     assert "wckey" not in text
     assert "SLURM_MEM_PER_CPU" not in (slurm / "env").read_text()
     comments = [line for line in text.splitlines() if line.startswith("#SBATCH --comment=")]
-    assert len(comments) == 1, "a mark, by which the job is found"
+    assert len(comments) == 1, "a tag, by which the job is found"
     executor.update_parameters(slurm_mem_per_cpu="2G")
     with pytest.raises(PlanError, match="mem and mem_per_cpu exclude each other"):
         executor.map_array(len, ["a", "b"])
@@ -336,6 +336,6 @@ def test_the_job_of_a_sweep_whose_id_is_not_told_is_cancelled(
 def test_a_job_without_a_mark_is_not_said_to_be_gone(tmp_path: Path, slurm: Path) -> None:
     (slurm / "answer").write_text("Your job was accepted.\n")
     needs = JobResources("cpu", sbatch={"comment": "rlinf-team"})
-    with pytest.raises(SlurmError, match="has no mark to look for it by and may be queued"):
+    with pytest.raises(SlurmError, match="has no tag to find it by and may be queued"):
         submit_restarting(JobSpec("a/b", (), tmp_path / "o", tmp_path / "l", needs, "m"))
     assert not (slurm / "cancelled").exists()

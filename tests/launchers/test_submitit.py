@@ -37,7 +37,7 @@ def test_a_job_that_is_gone_is_given_up_though_the_clock_is_set_back(
     launcher = SubmititLauncher(Empty(), unknown_job_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = PendingSubmission(job, "69")
-    launcher._backlog = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
+    launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state is JobState.RUNNING
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
@@ -63,7 +63,7 @@ def test_a_controller_that_restarts_is_asked_again(
     launcher = SubmititLauncher(client, no_answer_timeout_s=0.3)
     job = JobSpec("train/0", (sys.executable,), tmp_path, tmp_path)
     launcher._watched["69"] = PendingSubmission(job, "69")
-    launcher._backlog = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
+    launcher._queue = SimpleNamespace(submit_ready=lambda queue: None)  # type: ignore[assignment]
     assert launcher.poll(["69"])["69"].state.is_active
     assert launcher.poll(["69"])["69"].state.is_active
     assert caplog.text.count("Slurm does not answer") == 1
@@ -127,7 +127,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
 
 def launcher_of(controller: Controller) -> SubmititLauncher:
     launcher = SubmititLauncher(controller, Quotas(()))
-    launcher._backlog.visibility_timeout_s = 0.2
+    launcher._queue.visibility_timeout_s = 0.2
     return launcher
 
 

@@ -326,7 +326,9 @@ def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simula
     config = validate(RunConfig, compose(experiment="cartpole_ppo"))
     evaluate = replace(on_policy.evaluate, module="stages.reward")
     flow = replace(on_policy, evaluate=evaluate)
-    with pytest.raises(PlanError, match=r"has no 'acting'.*evaluate in another pool than rollout"):
+    with pytest.raises(
+        PlanError, match=r"has no 'policy_runner'.*evaluate in another pool than rollout"
+    ):
         check_separate_policy(config, parse_plan(APART, "plan", flow))
     own = pools((["rollout"], 1), (["rollout.generate", *LATER], 1), (["evaluate"], 1))
     check_separate_policy(config, parse_plan(own, "plan", flow))

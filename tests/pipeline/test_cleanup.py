@@ -27,10 +27,10 @@ from pathlib import Path
 from rlinf.channels.record_streams import SharedMemorySink
 from rlinf.channels.record_streams import SocketSource
 from rlinf.shared_memory import new_segment_name
-from rlinf.weights.buckets import Layout
-from rlinf.weights.shared_weights import SharedWriter
+from rlinf.weights.buckets import BucketLayout
+from rlinf.weights.shared_weights import SharedWeightsWriter
 name = new_segment_name()
-writer = SharedWriter(name, Layout.of({"w": torch.zeros(100_000)}))
+writer = SharedWeightsWriter(name, BucketLayout.from_tensors({"w": torch.zeros(100_000)}))
 source = SocketSource(Path(sys.argv[1]), "x")
 channel = SharedMemorySink(Path(sys.argv[1]), "x", size=1 << 20)
 print(name, channel._segment, flush=True)
@@ -164,7 +164,7 @@ def test_a_socket_in_a_folder_of_shared_memory_has_a_path_that_can_be_bound(
 ) -> None:
     """Of a user with a long number on a machine that was up for months, as vLLM makes it."""
     monkeypatch.setattr("rlinf.shared_memory.pid_namespace", lambda: 4026533333)
-    monkeypatch.setattr("rlinf.shared_memory.own_start", lambda: 2_000_000_000)
+    monkeypatch.setattr("rlinf.shared_memory.own_start_time", lambda: 2_000_000_000)
     monkeypatch.setattr(os, "getuid", lambda: 1_867_200_512)
     monkeypatch.setattr(os, "getpid", lambda: 4_194_303)
     assert len(str(SHM_FOLDER / new_segment_name() / str(uuid.uuid4()))) <= 107

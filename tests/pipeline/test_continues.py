@@ -208,7 +208,7 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
             ["++flow=dynamic_sampling", "rollout.max_resamples=1"],
             r"task\.carry_over_episodes: flow=dynamic_sampling takes nothing from .*flow=on_policy",
         ),
-        (["task.simulator=genesis"], r"task\.carry_over_episodes: this simulator does not say"),
+        (["task.simulator=genesis"], r"task\.carry_over_episodes: this simulator cannot save"),
         (["task.carry_over_episodes=1"], r"task\.carry_over_episodes: .*boolean"),
     ],
 )

@@ -36,7 +36,7 @@ def prior(tmp_path: Path) -> Path:
         (
             "pendulum_sac",
             ["flow=offline", "algorithm.offline_data={prior}", "algorithm.offline_ratio=1.0"],
-            r"algorithm\.updates: .*flow=offline collects none",
+            r"algorithm\.gradient_steps: .*flow=offline collects none",
         ),
         (
             "pendulum_sac",

@@ -83,16 +83,16 @@ def test_processes_that_share_a_model_end_as_one_does(
         (
             "arithmetic_grpo",
             ["trainer.dp_replicate=2"],
-            r"^trainer\.replicas: 2 .* 3 .*stages\.train;",
+            r"^trainer\.dp_replicate: 2 .* 3 .*stages\.train;",
         ),
         (
             "arithmetic_grpo",
-            ["trainer.lora={rank: 2, targets: [qproj]}"],
-            r"^trainer\.lora\.targets: 'qproj' is nowhere; did you mean 'q_proj'",
+            ["trainer.lora={rank: 2, target_modules: [qproj]}"],
+            r"^trainer\.lora\.target_modules: 'qproj' is nowhere; did you mean 'q_proj'",
         ),
         (
             "arithmetic_grpo",
-            ["trainer.lora={rank: 2, targets: [embed_tokens]}"],
+            ["trainer.lora={rank: 2, target_modules: [embed_tokens]}"],
             r"embed_tokens is a Embedding; .* linear layers alone",
         ),
         (
@@ -120,7 +120,7 @@ def test_what_no_trainer_could_begin_is_refused_before_a_job_is(
     ("parts", "plan", "text"),
     [
         ([], JOBS, r"plan\.stages\.rollout\.layout\.tp: engine 'transformers' cannot .* no way"),
-        (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: say it of each"),
+        (PARTS, {"defaults": {"layout": {"tp": 2}}}, r"plan\.defaults\.layout: set it per stage"),
         (PARTS, {"stages": {"train": {"layout": {"tp": 2}}}}, r"stages\.train\.layout: tp=2 takes"),
         (PARTS, {"stages": {"reward": SHARED}}, r"reward\.layout: reward is the work of no model"),
         (PARTS, {"stages": {"train": {"layout": {"pt": 2}}}}, r"train\.layout\.pt: unknown key"),

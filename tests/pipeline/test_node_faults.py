@@ -21,15 +21,15 @@ from tests.pipeline.helpers import contents
 Compose = Callable[..., dict[str, Any]]
 DRIVER = """
 import resource, sys, yaml
-from pipeline.commands.experiment import execute
-from rlinf import threads, tree
+from pipeline.commands.experiment import run_experiment
+from rlinf import package_paths, threads
 from rlinf.errors import RlinfError
-tree.activate()
+package_paths.add_to_sys_path()
 values = yaml.safe_load(sys.stdin)
 import stages.rollout, stages.train, stages.warm_start, torch
 LIMIT
 try:
-    execute(values)
+    run_experiment(values)
 except RlinfError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

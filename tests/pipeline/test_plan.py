@@ -84,7 +84,7 @@ def test_a_stage_follows_the_defaults_in_what_it_leaves_open() -> None:
                 ],
                 "transports": {"sync -> rollout": "gloo", "sync -> evaluate": "gloo"},
             },
-            "'sync -> evaluate' cannot be gloo.*say it of 'sync -> rollout'",
+            "'sync -> evaluate' cannot be gloo.*set it for 'sync -> rollout'",
         ),
         ([], "expected a mapping"),
     ],

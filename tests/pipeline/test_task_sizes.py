@@ -132,7 +132,7 @@ def test_a_type_that_is_of_no_numbers_is_refused(
 ) -> None:
     values = compose("task=pendulum", experiment="pendulum_sac")
     values["task"]["action"].update({**bounds, "dtype": dtype})
-    with pytest.raises(ConfigError, match=r"^task\.action\.dtype: it is no type of numbers"):
+    with pytest.raises(ConfigError, match=r"^task\.action\.dtype: it is not a numeric type"):
         complete_config(validate(RunConfig, values))
 
 

@@ -11,7 +11,7 @@ from rlinf.launch import sweep_suffix_override
 def test_the_points_of_a_sweep_are_named_after_what_varies() -> None:
     words = ["-m", "optimizer.lr=1e-4,3e-4", "task.digits=[1,2]", "rollout.batch_size=choice(2,4)"]
     assert sweep_suffix_override(words) == [
-        "++run.suffix='-lr-${optimizer.lr}-batch-${rollout.batch_size}'"
+        "++run.suffix='-lr-${optimizer.lr}-batch_size-${rollout.batch_size}'"
     ]
     assert sweep_suffix_override([*words, "run.name=mine"]) == sweep_suffix_override(words)
     assert sweep_suffix_override([*words, "run.name=lr-${optimizer.lr}"]) == []

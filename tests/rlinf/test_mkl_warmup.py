@@ -24,12 +24,12 @@ VECTOR_MATHEMATICS = {
 """What torch may leave to MKL (ATen/cpu/vml.h)."""
 PROGRAM = """
 import torch
-from rlinf import first_calls
-from rlinf.trainers.threaded_data_parallel import Lanes
+from rlinf import mkl_warmup
+from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 from tests.rlinf.test_mkl_warmup import Plain
-assert not first_calls.made()
-lanes = Lanes(Plain(), 2)
-assert first_calls.made(), "before a thread of theirs can call any"
+assert not mkl_warmup.is_warmed_up()
+lanes = ThreadedDataParallel(Plain(), 2)
+assert mkl_warmup.is_warmed_up(), "before a thread of theirs can call any"
 lanes.close()
 """
 

@@ -12,8 +12,8 @@ from rlinf import process_tuning
 FAULTS = """
 import resource, sys
 if sys.argv[1] == "kept":
-    from rlinf import machine
-    machine.keep_freed()
+    from rlinf import process_tuning
+    process_tuning.retain_freed_memory()
 import torch
 for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,8 +27,8 @@ for _ in range(8):
 IN_THREADS = """
 import resource, sys, threading
 if sys.argv[1] == "kept":
-    from rlinf import machine
-    machine.keep_freed()
+    from rlinf import process_tuning
+    process_tuning.retain_freed_memory()
 over = threading.Event()
 def step(done):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -48,8 +48,8 @@ over.set()
 GAPS = """
 import sys
 if sys.argv[1] == "kept":
-    from rlinf import machine
-    machine.keep_freed()
+    from rlinf import process_tuning
+    process_tuning.retain_freed_memory()
 import psutil, torch
 before = psutil.Process().memory_info().rss
 small = []

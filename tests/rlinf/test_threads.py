@@ -22,10 +22,10 @@ from rlinf.threads import BackgroundWorker
 def test_the_process_ends_with_the_cause(raised: str, code: int, words: str) -> None:
     body = f"""
 import time
-from rlinf.threads import serve
+from rlinf.threads import start_service_thread
 def work():
     raise {raised}
-serve("listener", work)
+start_service_thread("listener", work)
 time.sleep(60)
 """
     done = subprocess.run(
@@ -52,8 +52,8 @@ def test_work_in_a_queue_goes_on_after_what_may_go_wrong(caplog: pytest.LogCaptu
 def test_and_ends_its_process_at_a_fault_of_the_program() -> None:
     body = """
 import time
-from rlinf.threads import Queue
-Queue("errands", (OSError,)).submit("a record", lambda: {}["no such key"])
+from rlinf.threads import BackgroundWorker
+BackgroundWorker("errands", (OSError,)).submit("a record", lambda: {}["no such key"])
 time.sleep(60)
 """
     done = subprocess.run(

@@ -31,7 +31,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from rlinf.errors import DataError, nearest
+from rlinf.errors import DataError, did_you_mean
 from {helper} import Base
 
 
@@ -40,7 +40,7 @@ class Part(Base):
         raise error
 
     def fail_in_library(self):
-        return nearest(3, [1, 2])
+        return did_you_mean(3, [1, 2])
 
     def fail_in_thread(self):
         with ThreadPoolExecutor(1) as pool:

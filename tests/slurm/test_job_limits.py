@@ -93,20 +93,20 @@ def test_with_several_accounts_and_none_named_nothing_is_guessed() -> None:
             {},
             {},
             {"time_limit_min": 601},
-            r"time_limit_min: 601 minutes asked, account team allows 600",
+            r"time_limit_min: 601 minutes requested, account team allows 600",
         ),
         ({}, {"max_wall_min": 60}, {"time_limit_min": 61}, "QOS normal allows 60"),
         (
             {"max_tres_per_job": {"gres/gpu": 3}},
             {},
             {"gpus_per_node": 2, "nodes": 2},
-            r"gpus: 4 asked in all, account team allows a job 3 \(gres/gpu\)",
+            r"gpus: 4 requested in all, account team allows a job 3 \(gres/gpu\)",
         ),
         (
             {"max_tres_all_jobs": {"cpu": 8}},
             {},
             {"cpus_per_task": 9},
-            r"cpus: 9 asked in all, account team allows all jobs together 8 \(cpu\)",
+            r"cpus: 9 requested in all, account team allows all jobs together 8 \(cpu\)",
         ),
         (
             {},

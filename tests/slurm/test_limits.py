@@ -28,12 +28,12 @@ CLUSTER = {
     [
         ({"partition": "a10"}, "no partition 'a10' here; did you mean 'a100'"),
         ({"partition": "a100", "gpus_per_node": 1, "gpu_type": "h100"}, "no GPU 'h100'"),
-        ({"partition": "a100", "gpus_per_node": 5}, "5 asked, nodes of partition 'a100' have 4"),
+        ({"partition": "a100", "gpus_per_node": 5}, "5 requested, nodes of .*'a100' have 4"),
         ({"partition": "cpu", "gpus_per_node": 1}, "has no GPUs"),
         ({"partition": "a100", "time_limit_min": 2000}, "allows 1440"),
-        ({"nodes": 3}, "3 asked, partition 'a100' has 2"),
-        ({"cpus_per_task": 3, "tasks_per_node": 4}, "12 asked"),
-        ({"mem_mb": 99999}, "99999 asked"),
+        ({"nodes": 3}, "3 requested, partition 'a100' has 2"),
+        ({"cpus_per_task": 3, "tasks_per_node": 4}, "12 requested"),
+        ({"mem_mb": 99999}, "99999 requested"),
         ({"partition": "old"}, r"partition 'old' is down and starts no jobs; choose another"),
         ({"partition": "leaving"}, "partition 'leaving' is drain"),
         ({"partition": "a100,hundred"}, "no partition 'hundred' here"),
@@ -87,13 +87,16 @@ def test_nodes_must_have_all_that_is_asked_at_once_in_whatever_order_they_are_to
     ):
         check_resources(JobResources(**possible), unlike, "stages.train")
     for asked, words in (
-        ({"nodes": 3, "gpus_per_node": 8}, r"3 asked with 8 GPUs, 1 CPUs on each, .* has 2 such"),
-        ({**small, "nodes": 12, "cpus_per_task": 64}, "12 asked with 4 a100, 64 CPUs on each"),
+        (
+            {"nodes": 3, "gpus_per_node": 8},
+            r"3 requested with 8 GPUs, 1 CPUs on each,.* has 2 such",
+        ),
+        ({**small, "nodes": 12, "cpus_per_task": 64}, "12 requested with 4 a100, 64 CPUs on each"),
         ({**small, "nodes": 3, "mem_mb": 300000}, r"300000 MiB on each, .*gpu' has 2 such nodes"),
         ({"gpus_per_node": 2, "gpu_type": "mig", "mem_mb": 300000}, "has 0 such nodes"),
         ({"nodes": 3, "gpus_per_node": 8}, r"2 with 8 a100, 64 CPUs, 500000 MiB"),
-        ({**small, "gpus_per_node": 9}, r"gpus: 9 asked, nodes of partition 'gpu' have 8"),
-        ({"cpus_per_task": 65}, r"cpus: 65 asked, nodes of partition 'gpu' have 64"),
+        ({**small, "gpus_per_node": 9}, r"gpus: 9 requested, nodes of partition 'gpu' have 8"),
+        ({"cpus_per_task": 65}, r"cpus: 65 requested, nodes of partition 'gpu' have 64"),
     ):
         with pytest.raises(PlanError, match=words):
             check_resources(JobResources(**asked), unlike, "stages.train")
@@ -107,7 +110,7 @@ def test_a_job_of_more_nodes_than_its_partition_allows_is_refused(
     assert partitions["gpu"].max_nodes == most
     check_resources(JobResources(nodes=2), partitions, "stages.train")
     if most is not None:
-        with pytest.raises(PlanError, match=r"nodes: 4 asked, partition 'gpu' allows a job 2"):
+        with pytest.raises(PlanError, match=r"nodes: 4 requested, partition 'gpu' allows a job 2"):
             check_resources(JobResources(nodes=4), partitions, "stages.train")
 
 

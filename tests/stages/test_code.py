@@ -231,7 +231,7 @@ def test_what_other_processes_run_by_its_name_counts(
 def test_a_judges_key_is_no_data_file(compose: Compose, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     values = compose()
-    endpoint = {"url": "http://localhost/v1", "api_key_file": str(tmp_path / "key")}
+    endpoint = {"base_url": "http://localhost/v1", "api_key_file": str(tmp_path / "key")}
     values["reward"] = {"name": "judge", "endpoint": endpoint, "model": "m", "prompt": "{response}"}
     assert CodeSnapshot.from_checkout(validate(RunConfig, values)).files == {}
 
@@ -240,7 +240,7 @@ def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_p
     (tmp_path / "prior" / "data").mkdir(parents=True)
     (tmp_path / "prior" / "data" / "one.h5").write_text("1")
     values = compose()
-    values["algorithm"]["prior"] = str(tmp_path / "prior")
+    values["algorithm"]["offline_data"] = str(tmp_path / "prior")
     config = validate(RunConfig, values)
     before = CodeSnapshot.from_checkout(config)
     assert set(before.files) == {"file:algorithm.offline_data"}
@@ -249,5 +249,5 @@ def test_prior_data_in_a_folder_count_by_what_is_in_them(compose: Compose, tmp_p
     assert after.changed_names(before) == ["file:algorithm.offline_data"]
     assert after.digest("train") != before.digest("train")
     (tmp_path / "prior").rename(tmp_path / "moved")
-    values["algorithm"]["prior"] = str(tmp_path / "moved")
+    values["algorithm"]["offline_data"] = str(tmp_path / "moved")
     assert CodeSnapshot.from_checkout(validate(RunConfig, values)) == after

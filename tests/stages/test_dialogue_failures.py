@@ -23,9 +23,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.found = dict[str, tuple[float, float]]()
-        self.faults = list[DialogueFailure]()
+        self.dialogue_failures = list[DialogueFailure]()
 
-    def metric(self, name: str, value: float, weight: float = 1.0) -> None:
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
         self.found[name] = (value, weight)
 
 

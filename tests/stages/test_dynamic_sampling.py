@@ -145,7 +145,7 @@ def test_a_cap_is_said_where_something_is_drawn_anew(
 def test_what_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
     made = compose("++flow=dynamic_sampling", "rollout.max_resamples=2", "rollout.group_size=2")
     made["algorithm"] = {"name": algorithm}
-    said = rf"rollout\.refills: algorithm '{algorithm}' keeps groups .*filter_zero_variance_groups=true"
+    said = rf"rollout\.max_resamples: algorithm '{algorithm}' keeps groups .*_variance_groups=true"
     with pytest.raises(ConfigError, match=said):
         validate_config(validate(RunConfig, made))
     made["algorithm"] = {"name": "grpo", "filter_zero_variance_groups": True}
@@ -157,6 +157,6 @@ def test_the_experiment_has_all_of_dapo(compose: Compose) -> None:
     validate_config(validate(RunConfig, made))
     assert made["algorithm"]["name"] == "dapo"
     assert made["flow"] == "dynamic_sampling"
-    assert made["rollout"]["refills"] > 0
+    assert made["rollout"]["max_resamples"] > 0
     assert made["reward"]["overlong_penalty_start"] < made["reward"]["overlong_penalty_end"]
     assert made["reward"]["overlong_penalty_end"] == made["rollout"]["horizon"]

@@ -23,7 +23,9 @@ def test_lost_episodes_have_no_weight_in_the_score(
 ) -> None:
     steps = {"actions": np.zeros(3, np.int64)}
     records = [Record(RecordId(0, sample), steps) for sample in range(2)]
-    environment: Any = SimpleNamespace(films=lambda config: (), measures=lambda records: {})
+    environment: Any = SimpleNamespace(
+        video_columns=lambda config: (), episode_metrics=lambda records: {}
+    )
     monkeypatch.setattr(stages.evaluate, "primary_rank_environment", lambda ctx: environment)
     monkeypatch.setattr(stages.evaluate, "get_engine", lambda *_: None)
     monkeypatch.setattr(stages.evaluate, "run_eval_episodes", lambda *_, **__: (records, scores))

@@ -35,10 +35,10 @@ def made(draw: st.DrawFn) -> Flow:
         back = st.builds(
             InputSource,
             st.sampled_from(names),
-            back=st.integers(1, 3),
-            otherwise=st.sampled_from([None, "start"]),
-            window=st.integers(1, 3),
-            lags=st.booleans(),
+            lag=st.integers(1, 3),
+            initial=st.sampled_from([None, "start"]),
+            history=st.integers(1, 3),
+            stale=st.booleans(),
         )
         inputs = {f"x{i}": s for i, s in enumerate([*same, *draw(st.lists(back, max_size=2))])}
         stages[name] = StageSpec(inputs, output_stream=draw(st.sampled_from([None, name])))

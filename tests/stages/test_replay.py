@@ -236,7 +236,7 @@ def test_a_reward_of_another_kind_is_refused_with_prior_transitions(
     run_experiment(sac(compose, "before", "iterations=1"))
     (folder,) = (tmp_path / "before").glob("it/0000/rollout/data-*")
     words = ["algorithm=rlpd", "model=mlp_rlpd", f"algorithm.offline_data={folder}", "reward=score"]
-    with pytest.raises(ConfigError, match=r"algorithm\.prior: .*set reward=environment"):
+    with pytest.raises(ConfigError, match=r"algorithm\.offline_data: .*set reward=environment"):
         validate_config(validate(RunConfig, sac(compose, "after", *words)))
 
 

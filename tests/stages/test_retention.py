@@ -27,7 +27,7 @@ def config_of(**retention: Any) -> RunConfig:
             **sections,
             "run": {"name": "r", "root": "/r"},
             "iterations": 99,
-            "rollout": {"batch": 1, "horizon": 1},
+            "rollout": {"batch_size": 1, "horizon": 1},
             "evaluate": EvaluateSection(every=1).model_dump(),
             "retention": CheckpointSection(**retention).model_dump(),
         }
@@ -81,7 +81,7 @@ class Made:
 def test_the_best_weights_are_always_on_disk(steps: list[tuple[int, int]], best: int) -> None:
     """Scores come up to two iterations late, as they do in pools."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Made(Path(folder), config_of(last=1, best=best))
+        made = Made(Path(folder), config_of(keep_last=1, keep_best=best))
         scores: dict[int, float] = {}
         due = [(0, 0, 1.0)]
         for iteration, (score, late) in enumerate(steps):
@@ -105,7 +105,7 @@ def test_the_best_weights_are_always_on_disk(steps: list[tuple[int, int]], best:
 
 
 def test_weights_that_were_the_best_long_ago_are_removed(tmp_path: Path) -> None:
-    made = Made(tmp_path, config_of(last=1))
+    made = Made(tmp_path, config_of(keep_last=1))
     made.publish(0)
     made.evaluate(1, 1.0)
     for iteration in range(1, 70):
@@ -119,7 +119,7 @@ def test_weights_that_were_the_best_long_ago_are_removed(tmp_path: Path) -> None
 
 
 def test_a_score_of_weights_that_were_replaced_does_not_count(tmp_path: Path) -> None:
-    made = Made(tmp_path, config_of(last=1))
+    made = Made(tmp_path, config_of(keep_last=1))
     made.publish(0)
     made.evaluate(1, 9.0)
     made.publish(1)

@@ -34,11 +34,11 @@ def left(tmp_path: Path) -> Path:
 def taken(folder: Path, world: ProcessGroupInfo) -> Any:
     ctx: Any = SimpleNamespace(
         config=SimpleNamespace(
-            task=SimpleNamespace(model_extra={"continues": True}),
-            rollout=SimpleNamespace(batch=BATCH, group_size=1),
+            task=SimpleNamespace(model_extra={"carry_over_episodes": True}),
+            rollout=SimpleNamespace(batch_size=BATCH, group_size=1),
         ),
         inputs={OPEN_EPISODES: None},
-        verified=lambda _: folder,
+        verified_folder=lambda _: folder,
         world=world,
     )
     return load_open_episodes(ctx)

@@ -26,15 +26,15 @@ class Task:
 
 
 class Policy:
-    observes = True
+    tracks_observations = True
 
     def __init__(self) -> None:
         self.seen = list[float]()
 
-    def demonstrated(self, record: Record, seed: int) -> Record:
+    def prepare_demonstration(self, record: Record, seed: int) -> Record:
         return record
 
-    def observe(self, records: Sequence[Record]) -> None:
+    def update_observation_stats(self, records: Sequence[Record]) -> None:
         self.seen += [float(record.steps["observations"][0, 0]) for record in records]
 
 
@@ -67,10 +67,10 @@ def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(warm_start, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
     return SimpleNamespace(
         config=SimpleNamespace(seed=0, warm_start=settings),
-        out=tmp_path,
+        output_folder=tmp_path,
         key="key",
         world=ProcessGroupInfo(),
-        progress=lambda *_: None,
+        report_progress=lambda *_: None,
     )
 
 

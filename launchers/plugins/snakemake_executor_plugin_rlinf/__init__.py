@@ -1,7 +1,7 @@
 """Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
 
-One queue query serves all jobs of a round, ends are seen first by the manifest, and a job runs its
-stage directly instead of a second Snakemake (docs/explanation/decisions.md).
+One query of the queue serves all jobs, the manifest shows first that a job has ended, and a job
+runs its stage directly instead of a second Snakemake (docs/explanation/decisions.md).
 """
 
 import json
@@ -32,7 +32,7 @@ from slurm.site import load_site  # noqa: E402
 class ExecutorSettings(ExecutorSettingsBase):
     """Command-line options ``--rlinf-...``."""
 
-    # Snakemake makes an argument parser from the annotation, which must be this form.
+    # Snakemake builds an argument parser from the annotation, which must have this form.
     site: Optional[Path] = field(  # noqa: UP045
         default=None,
         metadata={"help": "Site file with account, set-up lines, container of each partition"},
@@ -51,21 +51,21 @@ common_settings = CommonSettings(
 
 
 class Executor(RemoteExecutor):
-    """See the module."""
+    """Submits the rules of a workflow as Slurm jobs; see the module."""
 
     def __post_init__(self) -> None:
         self._launcher = SubmititLauncher(SlurmClient())
 
     @cached_property
     def _default(self) -> str | None:
-        """Where jobs go that name no partition: the site file may say more of it than of others."""
+        """The partition of jobs that name none, for which the site file may have settings."""
         return default_partition(self._launcher.client.partitions())
 
     def run_job(self, job: Any) -> None:
         """Submit a rule's job.
 
         Raises:
-            WorkflowError: the rule is no stage, or Slurm refused the job.
+            WorkflowError: the rule is not a stage, or Slurm refused the job.
         """
         argv = job.params.get("argv")
         if argv is None:
@@ -95,14 +95,14 @@ class Executor(RemoteExecutor):
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
     ) -> AsyncGenerator[SubmittedJobInfo, None]:
-        """One look at the queue for all active jobs."""
+        """Poll all active jobs with one query of the queue."""
         if not active_jobs:
             return
         async with self.status_rate_limiter:
             try:
                 statuses = self._launcher.poll([info.external_jobid for info in active_jobs])
             except RlinfError as error:
-                # The controller may be restarting; the next round asks again.
+                # The controller may be restarting; the next round queries again.
                 self.logger.warning(f"cannot ask Slurm: {error}")
                 statuses = {}
         for info in active_jobs:
@@ -120,10 +120,10 @@ class Executor(RemoteExecutor):
 
 
 def resources(wanted: Any, site: Path | None, default: str | None = None) -> JobResources:
-    """A rule's standard resources, with the site's settings for its partition.
+    """Return a rule's standard resources with the site's settings for its partition.
 
     Args:
-        default: the partition of a rule that names none; None: Slurm's, whatever it is.
+        default: the partition of a rule that names none; None: Slurm's default.
     """
 
     def get(name: str, default: Any = None) -> Any:

@@ -1,1 +1,1 @@
-"""The cost model: what a stage takes on GPUs, in seconds, bytes and money. Pure functions."""
+"""The cost model: seconds, bytes and prices of a stage on GPUs, as pure functions."""

@@ -1,11 +1,14 @@
-"""Communication by latency and bandwidth (Hockney's alpha and beta): sends, collectives, paths.
+"""The hardware model: links with latency and bandwidth (Hockney's alpha and beta), and GPUs in
+nodes.
 
-Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
-in MPICH" (sections 4 to 8) for the collectives; the documentation of NCCL and of nccl-tests
-(PERFORMANCE.md) for rings and for the double binary tree (Sanders, Speck and Träff 2009). The cost
-of the arithmetic in a reduction is left out: GPUs add faster than links bring.
+Sources of the collectives: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective
+communication operations in MPICH" (sections 4 to 8); the documentation of NCCL and of nccl-tests
+(PERFORMANCE.md) for rings and for the double binary tree (Sanders, Speck and Träff 2009). The
+arithmetic of a reduction is ignored, because GPUs add faster than links deliver. All functions
+accept numbers or arrays that broadcast. A group of one process costs nothing.
 
-All functions take numbers or arrays that broadcast. A group of one process costs nothing.
+Data sheets give upper limits. The share of them that programs reach is assumed here, from published
+runs; for a measured stage the measurement is used instead (:mod:`pipeline.planning.cost.rates`).
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ Numbers = Any
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A way from one process to another."""
+    """The latency and bandwidth from one process to another."""
 
     latency_s: Numbers
-    """Alpha: seconds until the first byte is there."""
+    """Alpha: seconds until the first byte arrives."""
     bytes_per_s: Numbers
-    """1 / beta: what one process gets, in one direction."""
+    """1 / beta: bandwidth of one process in one direction."""
 
     def __post_init__(self) -> None:
         if not (np.all(np.asarray(self.latency_s) >= 0) and np.all(self.bytes_per_s > 0)):
@@ -43,18 +46,18 @@ class LinkModel:
             )
 
     def send_seconds(self, size: Numbers) -> Numbers:
-        """Seconds for ``size`` bytes from one process to another."""
+        """Return the seconds for ``size`` bytes from one process to another."""
         return self.latency_s + size / self.bytes_per_s
 
 
 def path_seconds(path: Sequence[LinkModel], size: float, chunk: float | None = None) -> float:
-    """Seconds for ``size`` bytes over links one after the other: GPU to host, host to host, host to
-    GPU; or a shared filesystem.
+    """Return the seconds for ``size`` bytes over consecutive links: GPU to host, host to host, host
+    to GPU; or a shared filesystem.
 
     Args:
-        chunk: bytes passed on at once: the first chunk takes the whole way, each further one
-            follows as fast as the slowest link takes chunks. None: a link takes up the message
-            when the one before it has all of it (as with a file that is written, then read).
+        chunk: bytes that are forwarded at once: the first chunk takes the whole path, each further
+            one follows as fast as the slowest link. None: a link forwards the message when it has
+            all of it (as with a file that is written, then read).
 
     Raises:
         PlanError: the path has no links.
@@ -68,10 +71,10 @@ def path_seconds(path: Sequence[LinkModel], size: float, chunk: float | None = N
 
 
 def all_reduce_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """Seconds to sum ``size`` bytes over all processes: the quicker of ring and tree.
+    """Return the seconds to sum ``size`` bytes over all processes: the faster of ring and tree.
 
-    Ring, ``2 (p - 1) alpha + 2 (p - 1) / p n beta``: reduce-scatter, then all-gather. Tree,
-    ``2 log2(p) alpha + 2 n beta``: two binary trees, each with half of the data, up and down.
+    Ring, ``2 (p - 1) alpha + 2 (p - 1) / p n beta``: reduce-scatter, then all-gather. Tree, ``2
+    log2(p) alpha + 2 n beta``: two binary trees, each with half of the data, up and down.
     """
     ring = 2 * all_gather_seconds(link, processes, size)
     depth = np.ceil(np.log2(np.maximum(processes, 1)))
@@ -80,14 +83,15 @@ def all_reduce_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Nu
 
 
 def all_gather_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """``(p - 1) alpha + (p - 1) / p n beta`` (ring), where ``size`` is what each has in the end; a
-    reduce-scatter of ``size`` bytes takes as long."""
+    """Return ``(p - 1) alpha + (p - 1) / p n beta`` (ring), where ``size`` is the result of each
+    process; a reduce-scatter of ``size`` bytes takes as long."""
     others = np.asarray(processes) - 1
     return others * link.latency_s + others / processes * size / link.bytes_per_s
 
 
 def all_to_all_seconds(link: LinkModel, processes: Numbers, size: Numbers) -> Numbers:
-    """``(p - 1) (alpha + n / p beta)``, pair by pair; each has ``size`` bytes for all together."""
+    """Return ``(p - 1) (alpha + n / p beta)``, pair by pair; each process sends ``size`` bytes in
+    total."""
     return all_gather_seconds(link, processes, size)
 
 
@@ -97,19 +101,20 @@ LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large messages reach: nccl-tests report 235 GB/s for all-reduce
 on eight A100 with 300 GB/s of NVLink each (its PERFORMANCE.md defines the figure)."""
 NVLINK_LATENCY_S = 4e-6
-"""Per hop, launch included: chosen with published decoding over 2 to 8 A100 in view (gpt-fast)."""
+"""Latency per hop with launch: chosen to match published decoding over 2 to 8 A100 (gpt-fast)."""
 PCIE_LATENCY_S = 10e-6
 INTER_LATENCY_S = 20e-6
-"""Between nodes, per hop (assumed)."""
+"""Latency per hop between nodes (assumed)."""
 INTER_BYTES_PER_S = 12.5e9
-"""Assumed between nodes where nothing is known: one port of 100 Gbit/s."""
+"""Bandwidth between nodes if unknown: one port of 100 Gbit/s (assumed)."""
 FLOPS_EFFICIENCY: Mapping[str, float] = MappingProxyType({"a100": 0.7})
-"""Share of the peak that large matrix products reach, by family, communication and the work between
-them not counted: what brings this model nearest to LLM Foundry's tables of A100 and H100."""
+"""Share of the peak that large matrix products reach, by family, without communication and the work
+between them: the value that brings this model nearest to LLM Foundry's tables of A100 and H100."""
 OTHER_FLOPS_EFFICIENCY = 0.6
-"""Of the H100, and assumed of all others."""
+"""The same for the H100, and assumed for all others."""
 PCIE_BYTES_PER_S = {"h100": 63e9, "h200": 63e9, "b200": 63e9, "mi300x": 63e9, "v100": 15.75e9}
-"""PCIe x16 per direction by family: generation 5, and 3 of the V100; all others have 4."""
+"""Bandwidth of PCIe x16 per direction by family: generation 5, and 3 for the V100; others have
+4."""
 PCIE4_BYTES_PER_S = 31.5e9
 FABRIC: Mapping[str, tuple[float, str]] = MappingProxyType(
     {
@@ -120,52 +125,53 @@ FABRIC: Mapping[str, tuple[float, str]] = MappingProxyType(
         "mi300x": (448e9, "AMD Instinct MI300X data sheet: 7 links of 128 GB/s, both directions"),
     }
 )
-"""Links between the GPUs of a node that these always come with, bytes/s per direction."""
+"""Links between the GPUs of a node that these GPUs always have, bytes/s per direction."""
 FLOAT16_FLOPS: Mapping[str, float] = MappingProxyType({"v100-16gb": 125e12, "v100-32gb": 125e12})
-"""Of GPUs without units for bfloat16; their models must run in float16."""
+"""Peak rates of GPUs without units for bfloat16, whose models must run in float16."""
 
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """GPUs of a kind and the nodes they sit in."""
+    """The GPUs of a kind and their nodes."""
 
     name: str
     memory_bytes: float
     flops: float
     """Peak of dense matrix products in the model's precision, FLOP/s."""
     bandwidth_bytes_per_s: float
-    """Of the GPU's memory."""
+    """Bandwidth of the GPU's memory."""
     intra: LinkModel
-    """Between two GPUs of a node."""
+    """Link between two GPUs of a node."""
     inter: LinkModel
-    """Between two nodes; its bandwidth is the node's, shared by all its GPUs."""
+    """Link between two nodes; all GPUs of a node share its bandwidth."""
     host: LinkModel
-    """Between a GPU and its host's memory."""
+    """Link between a GPU and its host's memory."""
     gpus_per_node: int = 8
     flops_efficiency: float = OTHER_FLOPS_EFFICIENCY
     """Share of the peak that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
     """Share of the memory bandwidth that reading weights reaches (assumed)."""
     layer_overhead_s: float = 20e-6
-    """Seconds per layer and pass that no GPU is too fast for: launches of kernels (assumed)."""
+    """Minimum seconds per layer and pass for kernel launches (assumed)."""
     reserve_bytes: float = 1.5 * GIB
-    """Kept by the driver, its context and communication buffers (assumed)."""
+    """Memory of the driver, its context and communication buffers (assumed)."""
     fragmentation: float = 0.05
-    """Share of the memory lost to the allocator (assumed)."""
+    """Share of the memory that the allocator loses (assumed)."""
     slowdown: float = 1.0
-    """How many times longer work takes than the figures say."""
+    """Factor by which work takes longer than the figures predict."""
     sources: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({}), compare=False, repr=False
     )
-    """By field: where its number is from."""
+    """Source of each field's number."""
 
     @property
     def usable_bytes(self) -> float:
-        """What weights, states and activations may fill."""
+        """Memory that weights, states and activations may use."""
         return self.memory_bytes * (1 - self.fragmentation) - self.reserve_bytes
 
     def roofline(self, flops: Any, read_bytes: Any) -> tuple[Any, Any]:
-        """Seconds bound by arithmetic, and by memory bandwidth: the larger one, the other is 0.
+        """Return the seconds bound by arithmetic and by memory bandwidth: the larger one, the other
+        is 0.
 
         Work of ``flops`` that reads ``read_bytes`` takes the larger of the two (Williams, Waterman
         and Patterson 2009).
@@ -177,10 +183,10 @@ class GpuDevice:
         return np.where(bound, arithmetic, 0.0), np.where(bound, 0.0, memory)
 
     def group_link(self, processes: Any, stride: Any, *, pairwise: bool = False) -> LinkModel:
-        """The link of a group of ranks ``stride`` apart, ranks being counted along the nodes.
+        """Return the link of a group of ranks ``stride`` apart, with ranks counted along the nodes.
 
-        Groups side by side share the node's way out: with a ring each group leaves a node once, so
-        as many share it as groups lie interleaved; when all send to all (``pairwise``), all GPUs.
+        Adjacent groups share the node's bandwidth: in a ring each group leaves a node once, so as
+        many share it as groups interleave; if all send to all (``pairwise``), all GPUs share it.
         """
         inside = np.asarray(processes) * stride <= self.gpus_per_node
         sharers = self.gpus_per_node if pairwise else np.minimum(stride, self.gpus_per_node)
@@ -201,15 +207,15 @@ def device_from_data_sheet(
     inter_bytes_per_s: float | None = None,
     slowdown: float = 1.0,
 ) -> GpuDevice:
-    """A GPU of :data:`slurm.gpus.GPUS` in nodes of its kind.
+    """Return a GPU of :data:`slurm.gpus.GPUS` in nodes of its kind.
 
     Args:
         model: key of :data:`slurm.gpus.GPUS`.
-        name: what to call it; the model by default.
-        memory_gib: of each GPU, where the data sheet does not hold.
-        intra_bytes_per_s: between two GPUs of a node, per direction; by default what the GPU
-            always comes with (:data:`FABRIC`), else PCIe.
-        inter_bytes_per_s: between two nodes, per node and direction.
+        name: the device's name; the model by default.
+        memory_gib: memory of each GPU, if the data sheet does not apply.
+        intra_bytes_per_s: bandwidth between two GPUs of a node, per direction; by default the GPU's
+            own links (:data:`FABRIC`), else PCIe.
+        inter_bytes_per_s: bandwidth between two nodes, per node and direction.
 
     Raises:
         PlanError: the GPU is unknown.
@@ -250,7 +256,7 @@ def device_from_data_sheet(
 
 
 def device_from_node_group(name: str, group: NodeGroup) -> GpuDevice:
-    """The device that an inventory's group of like nodes describes.
+    """Return the device of a node group of an inventory.
 
     Raises:
         PlanError: the group has no GPUs, or an unknown one.

@@ -1,4 +1,4 @@
-"""Parallel layouts: tensor, pipeline, data and expert parallel, and which of them are possible.
+"""Parallel layouts: tensor, pipeline, data and expert parallelism, and the possible combinations.
 
 Ranks are counted tensor parallel first, then data (with expert) parallel, pipeline last, so that
 tensor-parallel groups stay within a node (Narayanan et al. 2021, arXiv 2104.04473, section 3.2).
@@ -22,33 +22,33 @@ Count = Any
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 ALL_REPLICAS = 64
-"""Up to here every number of replicas is tried; of more only those that leave the slowest one less
-work, since sharing states further saves next to nothing."""
+"""Up to this limit every number of replicas is tried; above it only those that reduce the work of
+the slowest one, because sharding states further saves very little."""
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """How many processes share what. All but ``pp`` may be arrays of one shape: many layouts."""
+    """One or many parallel layouts: all fields except ``pp`` may be arrays of one shape."""
 
     tp: Count = 1
     """Tensor parallel: processes that share each matrix."""
     pp: int = 1
     """Pipeline parallel: stages of consecutive layers."""
     dp: Count = 1
-    """Data parallel: replicas with samples of their own."""
+    """Data parallel: replicas with their own samples."""
     ep: Count = 1
-    """Expert parallel: of the replicas, how many share one set of routed experts."""
+    """Expert parallel: number of replicas that share one set of routed experts."""
     micro_batch: Count = 1
-    """Samples a replica takes at once."""
+    """Samples that a replica processes at once."""
     recompute: Recompute = "selective"
 
     @property
     def gpus(self) -> Count:
-        """Processes, one per GPU."""
+        """The number of processes, one per GPU."""
         return self.tp * self.pp * self.dp
 
     def select(self, where: Any) -> CandidateLayout:
-        """Those of many layouts that an index or mask picks; with one number, plain numbers."""
+        """Return the layouts that an index or mask selects; with one number, plain numbers."""
         columns = np.broadcast_arrays(self.tp, self.dp, self.ep, self.micro_batch)
         picked = [column[where] for column in columns]
         tp, dp, ep, micro = (int(c) if np.ndim(c) == 0 else c for c in picked)
@@ -63,54 +63,51 @@ class CandidateLayout:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """A model cut into pipeline stages. Of like stages one is kept, the first: ``[kinds]`` each.
+    """A model that is split into pipeline stages. Equal stages are stored once: ``[kinds]`` each.
 
-    The embedding is on the first stage; the last norm and the head on the last, with a copy of a
-    tied embedding if that is another stage.
+    The embedding is on the first stage; the last norm and the head are on the last one, with a copy
+    of a tied embedding if that is another stage.
     """
 
     number: Array
-    """Of the first such stage, int64."""
+    """Number of the first such stage, int64."""
     count: Array
-    """How many such stages there are, int64."""
+    """Number of such stages, int64."""
     layers: int
-    """Layers of each."""
+    """Layers of each stage."""
     shared: Array
-    """Parameters that every token meets."""
+    """Parameters that every token uses."""
     routed: Array
     """Parameters of routed experts."""
     flops: Array
-    """Of the layers' matrix products, per token, forward."""
+    """FLOPs of the layers' matrix products, per token, forward."""
     head: Array
     """1 where the head is, else 0."""
     sparse: Array
-    """Layers with experts."""
+    """Number of layers with experts."""
     activation_bytes: Array
-    """Kept by all layers together, per token, scores recomputed."""
+    """Bytes that all layers together keep per token, with scores recomputed."""
     largest_activation_bytes: Array
-    """Kept by the largest layer."""
+    """Bytes that the largest layer keeps."""
 
 
 @functools.lru_cache(maxsize=256)
 def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
-    """Equal numbers of layers on each of ``pp`` pipeline stages, one of like stages.
-
-    ``pp`` divides the layers.
-    """
+    """Split the layers equally into ``pp`` pipeline stages, which must divide them."""
     shared = shape.shared_parameters.reshape(pp, -1).sum(1).astype(np.float64)
     shared[0] += shape.embeddings * shape.embedding_parameters
     shared[-1] += shape.hidden + shape.head_parameters
     if shape.tied and pp > 1:
         shared[-1] += shape.embedding_parameters
-    kept = shape.activation_bytes().reshape(pp, -1)
+    activations = shape.activation_bytes().reshape(pp, -1)
     columns = [
         shared,
         shape.expert_parameters.reshape(pp, -1).sum(1),
         shape.layer_flops.reshape(pp, -1).sum(1),
         np.arange(pp) == pp - 1,
         shape.sparse.reshape(pp, -1).sum(1),
-        kept.sum(1),
-        kept.max(1),
+        activations.sum(1),
+        activations.max(1),
     ]
     table = np.stack(columns, axis=1).astype(np.float64)
     table, number, count = np.unique(table, axis=0, return_index=True, return_counts=True)
@@ -120,11 +117,12 @@ def split_pipeline(shape: ModelShape, pp: int) -> PipelineStages:
 def candidate_layouts(
     shape: ModelShape, work: Workload, gpus: int, gpus_per_node: int
 ) -> Iterator[CandidateLayout]:
-    """The layouts worth trying on up to ``gpus`` GPUs, in batches of one ``pp`` and ``recompute``.
+    """Yield the layouts worth trying on up to ``gpus`` GPUs, in batches of one ``pp`` and
+    ``recompute``.
 
-    Heads (and key-value heads, unless there are fewer than processes) divide by ``tp``, which stays
-    within a node; layers divide by ``pp``; experts and replicas divide by ``ep``. No replica is
-    without a sample. Engines that generate use no pipeline.
+    ``tp`` divides the heads (and the key-value heads, unless there are fewer than processes) and
+    stays within a node; ``pp`` divides the layers; ``ep`` divides experts and replicas. Every
+    replica has a sample. Engines that generate use no pipeline.
     """
     generates = isinstance(work, GenerationWorkload)
     for pp in [1] if generates else _divisors(shape.layers):
@@ -145,7 +143,7 @@ def _columns(
     samples: int,
     micro_batches: tuple[int, ...],
 ) -> Array:
-    """``tp``, ``dp``, ``ep`` and micro-batch of every layout: int64 ``[4, n]``."""
+    """Return ``tp``, ``dp``, ``ep`` and micro-batch of every layout: int64 ``[4, n]``."""
     replicas = _replicas(samples)
     found = [np.empty((4, 0), dtype=np.int64)]
     for tp in _divisors(shape.heads):
@@ -165,7 +163,7 @@ def _columns(
 
 
 def _replicas(samples: int) -> Array:
-    """Numbers of replicas worth trying, ascending."""
+    """Return the numbers of replicas worth trying, ascending."""
     numbers = np.arange(1, samples + 1)
     share = -(-samples // numbers)
     return numbers[(numbers <= ALL_REPLICAS) | (share < np.append(samples + 1, share[:-1]))]

@@ -1,9 +1,9 @@
-"""Bytes per GPU of a stage under a layout: does it fit, by how much not, and what would fit.
+"""Memory per GPU of a stage under a layout.
 
 Sources: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054, sections 3 and 5) for states and their
-sharing; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations with tensor and
+sharding; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations with tensor and
 sequence parallelism; Narayanan et al. 2021 (arXiv 2104.04473, section 2.2) for the micro-batches in
-flight under 1F1B; Kwon et al. 2023 (arXiv 2309.06180) for keys and values in pages.
+flight under 1F1B; Kwon et al. 2023 (arXiv 2309.06180) for the paged KV cache.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from pipeline.planning.cost.workload import (
 
 Array = np.ndarray
 Bytes = Any
-"""Bytes, a number or an array of the layouts' shape."""
+"""Bytes: a number or an array of the layouts' shape."""
 
 PREFILL_TOKENS = 8192
-"""Engines cut prompts into pieces of at most this many tokens (vLLM's default is near it)."""
+"""Maximum tokens of a prefill chunk of an engine (vLLM's default is near it)."""
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """What fills a GPU; of a pipeline the stage that needs most."""
+    """The memory of a GPU by purpose; for a pipeline, of the stage that needs most."""
 
     weights: Bytes = 0.0
     gradients: Bytes = 0.0
     optimizer: Bytes = 0.0
     activations: Bytes = 0.0
-    """Kept for the backward pass, and the logits."""
+    """Activations for the backward pass, and the logits."""
     kv_cache: Bytes = 0.0
 
     @property
     def total(self) -> Bytes:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
 
     def __str__(self) -> str:
@@ -53,10 +53,10 @@ class MemoryBreakdown:
 
 
 def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> MemoryBreakdown:
-    """Bytes per GPU, of the shape of the layouts.
+    """Return the bytes per GPU, of the shape of the layouts.
 
-    Of generation the keys and values are those of one request of the longest length, the least it
-    can run with; how many run at once follows from what is left (:func:`running_requests`).
+    For generation the KV cache is that of one request of the longest length, the minimum to run.
+    The remaining memory determines how many requests run at once (:func:`running_requests`).
     """
     if isinstance(work, TrainingWorkload):
         stages = training_memory(shape, split_pipeline(shape, layout.pp), layout, work)
@@ -69,11 +69,11 @@ def stage_memory(shape: ModelShape, layout: CandidateLayout, work: Workload) -> 
 def training_memory(
     shape: ModelShape, stages: PipelineStages, layout: CandidateLayout, work: TrainingWorkload
 ) -> MemoryBreakdown:
-    """Weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
+    """Return weights, gradients, optimizer states and activations of each stage: ``[..., stages]``.
 
-    Each of ``pp - s`` micro-batches is in flight on stage ``s``, or all if there are fewer. With
-    ZeRO stage 3 two layers are whole at a time: the one at work and the one being fetched. Of
-    optimizer states that wait in the host's memory at least those of the embedding come at once.
+    On stage ``s`` there are ``pp - s`` micro-batches in flight, or all if there are fewer. With
+    ZeRO stage 3 two layers are complete at a time: the current one and the one being fetched. Of
+    offloaded optimizer states at least those of the embedding are on the device at once.
     """
     tp, dp, ep, micro = (_column(v) for v in (layout.tp, layout.dp, layout.ep, layout.micro_batch))
     shared, routed = stages.shared / tp, stages.routed / (tp * ep)
@@ -92,7 +92,7 @@ def training_memory(
     per_token = stages.head * (shape.head_activation_bytes + FLOAT32 * shape.vocab)
     if layout.recompute == "full":
         inputs = float(shape.activation_bytes("full").max())
-        # The layer being recomputed is there in full.
+        # The layer that is recomputed is complete in memory.
         per_token = per_token + stages.largest_activation_bytes
         per_token = per_token + in_flight * stages.layers * inputs
     else:
@@ -111,7 +111,7 @@ def training_memory(
 def _inference(
     shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload
 ) -> MemoryBreakdown:
-    """Weights, one layer's activations and the logits."""
+    """Return the memory of weights, one layer's activations and the logits."""
     tp, ep, micro = (_column(value) for value in (layout.tp, layout.ep, layout.micro_batch))
     stages = split_pipeline(shape, layout.pp)
     tokens = micro * max(work.longest, work.tokens)
@@ -139,17 +139,18 @@ def _generation(
 
 
 def mean_context(work: GenerationWorkload) -> float:
-    """Tokens that a running request holds on average: its prompt and what it has so far.
+    """Return the mean tokens of a running request: its prompt and its response so far.
 
-    A response of length L is met L times as long as one token, half done on average: the mean is
-    ``E[L^2] / (2 E[L])`` (the mean age in renewal theory).
+    A response of length L is present L times as long as one token, half complete on average: the
+    mean is ``E[L^2] / (2 E[L])`` (the mean age in renewal theory).
     """
     lengths = work.lengths
     return work.prompt_tokens + float((lengths**2).mean() / (2 * lengths.mean()))
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
-    """Keys and values of one token on one GPU; with fewer heads of them than GPUs, each has one."""
+    """Return the KV cache bytes of one token on one GPU; with fewer heads than GPUs, each GPU has
+    one."""
     heads = np.maximum(shape.kv_heads / np.asarray(tp), 1.0)
     return 2.0 * shape.layers * heads * shape.head_dim * shape.dtype_bytes
 
@@ -157,8 +158,8 @@ def kv_bytes_per_token(shape: ModelShape, tp: Any) -> Any:
 def running_requests(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> Any:
-    """How many requests of mean length a replica holds at once: at least 1, at most what the engine
-    allows; 0 where not even one of the longest fits. float64 of the layouts' shape."""
+    """Return how many requests of mean length a replica runs at once: at least 1, at most the
+    engine's limit; 0 if not even one of the longest fits. float64 of the layouts' shape."""
     least = _generation(shape, layout, work)
     free = device.usable_bytes - least.weights - least.activations
     each = mean_context(work) * kv_bytes_per_token(shape, layout.tp)
@@ -167,12 +168,12 @@ def running_requests(
 
 
 def _column(value: Any) -> Array:
-    """Room for an axis of pipeline stages behind the layouts'."""
+    """Add an axis for pipeline stages after the layouts' axes."""
     return np.asarray(value)[..., None]
 
 
 def _worst_stage(stages: MemoryBreakdown) -> MemoryBreakdown:
-    """The fullest of ``[..., stages]``."""
+    """Return the stage of ``[..., stages]`` that uses most memory."""
     parts = np.broadcast_arrays(*vars(stages).values())
     worst = np.argmax(sum(parts), axis=-1)[..., None]
     return MemoryBreakdown(*(np.take_along_axis(part, worst, -1)[..., 0] for part in parts))

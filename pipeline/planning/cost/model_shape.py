@@ -1,4 +1,4 @@
-"""The shape of a causal language model, and what follows from it: parameters, FLOPs, bytes.
+"""The shape of a causal language model, and its parameters, FLOPs and bytes.
 
 Sources: Kaplan et al. 2020 (arXiv 2001.08361, table 1) and PaLM (arXiv 2204.02311, appendix B) for
 FLOPs per token; Korthikanti et al. 2022 (arXiv 2205.05198, section 4) for activations.
@@ -18,19 +18,19 @@ from rlinf.errors import ConfigError, DataError, did_you_mean
 Array = np.ndarray
 Recompute = Literal["selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
-"""What the backward pass computes again: attention scores alone (as fused attention does), or
-whole layers."""
+"""What the backward pass recomputes: only attention scores (as fused attention does), or whole
+layers."""
 
 FLOAT32 = 4
-"""Bytes of a float32: logits, router scores and softmax statistics are kept in it."""
+"""Bytes of a float32, the type of logits, router scores and softmax statistics."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder with rotary positions and RMS norms (Llama, Mistral, Mixtral, Qwen).
+    """The sizes of a decoder with rotary positions and RMS norms (Llama, Mistral, Mixtral, Qwen).
 
     Raises:
-        ConfigError: sizes that do not go together.
+        ConfigError: sizes contradict each other.
     """
 
     layers: int
@@ -42,12 +42,12 @@ class ModelShape:
     """Inner width of a dense feed-forward layer."""
     vocab: int
     tied: bool = False
-    """Whether the output head is the embedding."""
+    """True if the output head is the embedding."""
     embeddings: int = 1
-    """Networks that share the layers out among them, each with an embedding: 2 with a critic of its
-    own, which stands behind the policy as if they were one network."""
+    """Number of networks that share the layers, each with an embedding: 2 with a separate critic,
+    which follows the policy as if they were one network."""
     gated: bool = True
-    """Whether the feed-forward layer has a gate (three matrices instead of two)."""
+    """True if the feed-forward layer has a gate (three matrices instead of two)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -55,13 +55,13 @@ class ModelShape:
     experts: int = 0
     """Routed experts of a sparse layer; 0: the model is dense."""
     active_experts: int = 0
-    """Routed experts that a token visits."""
+    """Routed experts per token."""
     expert_ffn: int = 0
     """Inner width of a routed expert."""
     shared_ffn: int = 0
-    """Inner width of the expert that every token visits; 0: there is none."""
+    """Inner width of the shared expert of every token; 0: there is none."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers without experts, in a model that has some."""
+    """Numbers of the layers without experts, in a sparse model."""
     dtype_bytes: int = 2
     """Bytes of a weight, an activation, and an element of the KV cache."""
 
@@ -87,7 +87,7 @@ class ModelShape:
 
     @functools.cached_property
     def sparse(self) -> Array:
-        """Whether each layer has experts: bool ``[layers]``."""
+        """True for each layer with experts: bool ``[layers]``."""
         out = np.full(self.layers, self.experts > 0)
         out[[i for i in self.dense_layers if i < self.layers]] = False
         return out
@@ -99,22 +99,22 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys together; values have the same."""
+        """Width of all keys together; values have the same width."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding; the head has as many where it is not tied."""
+        """Parameters of the embedding; an untied head has as many."""
         return self.vocab * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of the output head beside the embedding: 0 where tied."""
+        """Parameters of an untied output head; 0 if tied."""
         return 0 if self.tied else self.embedding_parameters
 
     @functools.cached_property
     def shared_parameters(self) -> Array:
-        """Parameters of each layer that every token meets, int64 ``[layers]``."""
+        """Parameters of each layer that every token uses, int64 ``[layers]``."""
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         attention += (self.q_width + 2 * self.kv_width) * self.qkv_bias
         attention += self.hidden * self.out_bias + 2 * self.head_dim * self.qk_norm
@@ -136,7 +136,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, exact."""
+        """The exact number of all parameters."""
         layers = int(self.shared_parameters.sum() + self.expert_parameters.sum())
         ends = self.embeddings * self.embedding_parameters + self.head_parameters
         return ends + layers + self.hidden
@@ -145,7 +145,8 @@ class ModelShape:
     def layer_flops(self) -> Array:
         """FLOPs of each layer's matrix products per token, forward, float64 ``[layers]``.
 
-        Two per weight met (Kaplan et al. 2020, section 2.1); scores are counted apart.
+        There are two per used weight (Kaplan et al. 2020, section 2.1); scores are counted
+        separately.
         """
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         visited = self.active_experts * self.expert_size + self.hidden * self.experts
@@ -159,39 +160,40 @@ class ModelShape:
         return 2.0 * self.embedding_parameters
 
     def score_flops(self, context: Array | float) -> Array | float:
-        """FLOPs of one layer's attention scores and their use per token, forward.
+        """Return the FLOPs of one layer's attention scores and their use per token, forward.
 
         ``4 * heads * head_dim * context`` (PaLM appendix B has 12 for forward and backward).
 
         Args:
-            context: keys that a query meets; of a whole causal sequence half its length on average.
+            context: keys per query; for a whole causal sequence half its length on average.
         """
         return 4.0 * self.q_width * context
 
     def forward_flops(self, context: Array | float) -> Array | float:
-        """FLOPs per token, forward."""
+        """Return the FLOPs per token, forward."""
         scores = self.layers * self.score_flops(context)
         return float(self.layer_flops.sum()) + self.head_flops + scores
 
     def activation_bytes(self, recompute: Recompute = "selective") -> Array:
-        """Bytes that each layer keeps for the backward pass, per token: float64 ``[layers]``.
+        """Return the bytes that each layer keeps for the backward pass, per token: float64
+        ``[layers]``.
 
-        Item by item as in Korthikanti et al. 2022, section 4, for fused attention without dropout;
-        for their model (GELU, ``ffn = 4 hidden``, as many key-value heads as heads, 16 bits) it is
-        their ``34 hidden`` less two dropout masks of a byte each. ``full`` keeps the input of the
-        layer alone.
+        Items are as in Korthikanti et al. 2022, section 4, for fused attention without dropout; for
+        their model (GELU, ``ffn = 4 hidden``, as many key-value heads as heads, 16 bits) it is
+        their ``34 hidden`` minus two dropout masks of a byte each. ``full`` keeps only the layer's
+        input.
         """
         e, h = self.dtype_bytes, self.hidden
         if recompute == "full":
             return np.full(self.layers, float(e * h))
         norms = 2 * e * h
-        # Instead of scores fused attention keeps one number per head and query.
+        # Fused attention keeps one number per head and query instead of scores.
         attention = e * (h + 2 * self.q_width + 2 * self.kv_width) + FLOAT32 * self.heads
         if self.qk_norm:
             attention += e * (self.q_width + self.kv_width)
-        dense = e * h + self._mlp_kept(self.ffn)
-        routed = self.active_experts * (2 * e * h + self._mlp_kept(self.expert_ffn))
-        shared = self._mlp_kept(self.shared_ffn) + e * h * (self.shared_ffn > 0)
+        dense = e * h + self._mlp_activation_bytes(self.ffn)
+        routed = self.active_experts * (2 * e * h + self._mlp_activation_bytes(self.expert_ffn))
+        shared = self._mlp_activation_bytes(self.shared_ffn) + e * h * (self.shared_ffn > 0)
         sparse = e * h + FLOAT32 * self.experts + routed + shared
         return norms + attention + np.where(self.sparse, sparse, dense).astype(np.float64)
 
@@ -208,11 +210,11 @@ class ModelShape:
         biases = (width * (matrices - 1) + self.hidden) * bias
         return matrices * self.hidden * width + biases
 
-    def _mlp_kept(self, width: int) -> int:
-        """Bytes kept inside a feed-forward layer.
+    def _mlp_activation_bytes(self, width: int) -> int:
+        """Return the bytes kept inside a feed-forward layer.
 
-        Ungated: before and after the activation. Gated: gate, activated gate, the other branch,
-        and their product.
+        Ungated: before and after the activation. Gated: gate, activated gate, the other branch, and
+        their product.
         """
         return (4 if self.gated else 2) * self.dtype_bytes * width
 
@@ -222,10 +224,10 @@ _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a ``config.json`` of transformers describes.
+    """Return the shape of a ``config.json`` of transformers.
 
     Raises:
-        DataError: a family that is not known here, or a size that is missing or no whole number.
+        DataError: the family is unknown, or a size is missing or not a whole number.
     """
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
@@ -265,7 +267,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers without experts: those named, and those that are not every ``sparse_step``-th."""
+    """Return the layers without experts: the named ones, and those that are not every
+    ``sparse_step``-th."""
     step = int(config.get("decoder_sparse_step") or 1)
     named = set(config.get("mlp_only_layers") or ())
     return tuple(i for i in range(layers) if i in named or (i + 1) % step)

@@ -1,6 +1,7 @@
-"""Rates of a stage on 0 to n GPUs of a kind, with the layout for each: what the planner is given.
+"""Rate tables: the speed of a stage on 0 to n GPUs of a kind, with a layout for each number.
 
-From measured points where there are some, else from data sheets. Every number says which.
+Rates come from measured points if there are some, else from data sheets. Every number names its
+source.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Source = Literal["measured", "fitted", "extrapolated", "data sheet", "cannot"]
 SOURCES: tuple[Source, ...] = ("measured", "fitted", "extrapolated", "data sheet", "cannot")
 DATA_SHEET_SPREAD = 0.25
 """Relative standard deviation of a time from data sheets. Nine in ten published runs lie within the
-interval that this makes (docs/explanation/cost-model.md)."""
+resulting interval (docs/explanation/cost-model.md)."""
 
 
 @dataclass(frozen=True)
@@ -34,48 +35,48 @@ class RateTable:
     """Iterations per second of one stage on one kind of GPU. Arrays are ``[gpus + 1]``."""
 
     rates: Array
-    """0 where that many GPUs cannot run it; a stage works on all that its pool has."""
+    """0 if that many GPUs cannot run it; a stage works on all GPUs of its pool."""
     spread: Array
     """Relative standard deviation of each time."""
     used: Array
-    """GPUs that have work where that many are there, int64."""
+    """Number of GPUs with work if that many exist, int64."""
     source_codes: Array
     """Index of each number's source in :data:`SOURCES`, int64."""
     bound_codes: Array
-    """Index in :data:`pipeline.planning.cost.times.BOUNDS` of what takes most of the time, int64;
-    -1: not known."""
+    """Index in :data:`pipeline.planning.cost.times.BOUNDS` of the largest part of the time, int64;
+    -1: unknown."""
     memory_bytes: Array
-    """Needed of each GPU; NaN: not known. Generation fills what is left with keys and values."""
+    """Memory of each GPU; NaN: unknown. Generation fills the rest with the KV cache."""
     choices: Array
-    """Of each number's layout, its batch in ``layouts`` and its place there, int64
-    ``[gpus + 1, 2]``; -1: not known."""
+    """Layout of each number: its batch in ``layouts`` and its place there, int64 ``[gpus + 1, 2]``;
+    -1: unknown."""
     layouts: tuple[CandidateLayout, ...] = ()
-    """Batches of layouts; few objects, since there may be thousands of numbers."""
+    """Batches of layouts; few objects, because there may be thousands of numbers."""
     warnings: tuple[str, ...] = ()
 
     def source(self, gpus: int) -> Source:
-        """Where the rate on ``gpus`` GPUs is from."""
+        """Return the source of the rate on ``gpus`` GPUs."""
         return SOURCES[int(self.source_codes[gpus])]
 
     def bound(self, gpus: int) -> str:
-        """What takes most of the time on ``gpus`` GPUs: one of
+        """Return the largest part of the time on ``gpus`` GPUs: one of
         :data:`pipeline.planning.cost.times.BOUNDS`, or ``unknown``."""
         code = int(self.bound_codes[gpus])
         return BOUNDS[code] if code >= 0 else "unknown"
 
     def layout(self, gpus: int) -> CandidateLayout | None:
-        """How the stage would run on ``gpus`` GPUs."""
+        """Return the layout of the stage on ``gpus`` GPUs."""
         batch, place = self.choices[gpus]
         return self.layouts[batch].at(place) if batch >= 0 else None
 
 
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
-    """Rates from data sheets: the quickest layout that fits, for each number of GPUs.
+    """Return rates from data sheets: the fastest layout that fits, for each number of GPUs.
 
     A stage that fits nowhere has rate 0 throughout.
 
     Raises:
-        PlanError: a number of GPUs below 0.
+        PlanError: the number of GPUs is negative.
     """
     if gpus < 0:
         raise PlanError(f"{device.name}: {gpus} GPUs")
@@ -117,20 +118,21 @@ def measured_rates(
     memory_bytes: float = math.nan,
     fits: bool = True,
 ) -> RateTable:
-    """Rates from measured points, by a fit; outside what was measured flagged and spread wider.
+    """Return rates from measured points by a fit; extrapolated ones are flagged and have a wider
+    spread.
 
-    Of points too few for a fit only those measured at ``size`` are used, as they are. One process
-    of a point is one GPU.
+    If the points are too few for a fit, only those measured at ``size`` are used, unchanged. One
+    process of a point is one GPU.
 
     Args:
         size: work of one iteration, in the unit of the points.
-        runnable: bool ``[gpus + 1]``, False where memory is known not to suffice.
-        most: GPUs that there is work for; those beyond stand idle.
-        memory_bytes: most that was seen on a GPU; NaN: not known.
-        fits: False: points are used as they are, however many.
+        runnable: bool ``[gpus + 1]``, False if memory is known not to suffice.
+        most: GPUs that there is work for; more are idle.
+        memory_bytes: maximum measured memory of a GPU; NaN: unknown.
+        fits: False: use points unchanged, however many there are.
 
     Raises:
-        PlanError: a point that cannot be (:func:`pipeline.planning.cost.regression.fit_times`).
+        PlanError: a point is invalid (:func:`pipeline.planning.cost.regression.fit_times`).
     """
     counts = np.arange(gpus + 1)
     able = (counts > 0) & (True if runnable is None else np.asarray(runnable, dtype=bool))
@@ -155,7 +157,7 @@ def measured_rates(
 
 
 def _empty(gpus: int, source: Source) -> RateTable:
-    """A table of which nothing but the source is known."""
+    """Return a table in which only the source is known."""
     count = gpus + 1
     return RateTable(
         rates=np.zeros(count),
@@ -169,7 +171,7 @@ def _empty(gpus: int, source: Source) -> RateTable:
 
 
 def _only_able(table: RateTable, most: int | None = None) -> RateTable:
-    """Nothing is said of numbers that cannot run it; beyond ``most`` GPUs more stand idle."""
+    """Clear the numbers that cannot run the stage; more than ``most`` GPUs are idle."""
     first = np.minimum(np.arange(len(table.rates)), len(table.rates) if most is None else most)
     rates = table.rates[first]
     able = rates > 0

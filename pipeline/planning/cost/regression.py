@@ -1,10 +1,11 @@
-"""Measured times as a function of processes and size, with intervals, and never beyond in silence.
+"""Regression of measured times on processes and size, with intervals; extrapolation is always
+flagged.
 
 ``seconds = a + b size + c size / processes + d log2(processes) + e (processes - 1)`` with no
-negative factor: what is paid once, work that is not shared, work that is, and communication over
-trees and rings. Which of the terms are used is chosen by leaving points out. Least squares under
-these bounds is that of Lawson and Hanson 1974, chapter 23; the intervals are those of linear
-regression with Student's t on the terms that are not zero (Seber and Lee 2003, section 5.3).
+negative factor: fixed cost, unshared work, shared work, and communication over trees and rings. The
+terms are selected by leave-one-out errors. Least squares under these bounds is that of Lawson and
+Hanson 1974, chapter 23; the intervals are those of linear regression with Student's t on the
+nonzero terms (Seber and Lee 2003, section 5.3).
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ TERM_SETS = ((2,), (0, 2), (0, 1, 2), (0, 2, 3), (0, 2, 4), (0, 1, 2, 3, 4))
 """Sets of terms that are tried, simplest first."""
 MIN_POINTS = 3
 NOISE_FLOOR = 0.01
-"""Least relative standard deviation of a point: repeats within one run agree more than runs do."""
+"""Minimum relative standard deviation of a point: repeats within one run vary less than runs."""
 RICHER_MODEL_FACTOR = 0.8
-"""A richer set of terms must bring the leave-one-out error below this share of a simpler one's."""
+"""A richer set of terms must reduce the leave-one-out error below this share of a simpler one's."""
 EXTRAPOLATION_SPREAD = 0.25
-"""Relative standard deviation added per doubling beyond what was measured."""
+"""Relative standard deviation added per doubling beyond the measured range."""
 LEVEL = 0.9
-"""Share of measurements that an interval holds."""
+"""Share of measurements inside an interval."""
 Z = float(norm.ppf((1 + LEVEL) / 2))
 """Half of that interval, in standard deviations of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class TimingPoint:
-    """One measurement."""
+    """One measurement of a time."""
 
     processes: int
     size: float
-    """Work done, in samples or tokens."""
+    """Amount of work, in samples or tokens."""
     seconds: float
     """Median of the repeats."""
     spread_s: float = 0.0
@@ -56,19 +57,19 @@ class TimingPoint:
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """Predicted times; arrays of the shape that was asked about."""
+    """Predicted times; arrays of the shape of the query."""
 
     seconds: Array
     spread_s: Array
-    """Standard deviation of the normal distribution that has this interval; of few points larger
-    than the regression's own, as Student's t asks for."""
+    """Standard deviation of the normal distribution with this interval; with few points it is
+    larger than the regression's, because of Student's t."""
     low_s: Array
     high_s: Array
-    """Interval that holds the share :data:`LEVEL` of measurements."""
+    """Interval that contains the share :data:`LEVEL` of measurements."""
     measured: Array
-    """bool: exactly this was measured; its value is then the measurement."""
+    """True if exactly this was measured; its value is then the measurement."""
     extrapolated: Array
-    """bool: outside what was measured."""
+    """True outside of the measured range."""
     warnings: tuple[str, ...]
 
 
@@ -78,30 +79,30 @@ class TimeModel:
 
     points: tuple[TimingPoint, ...]
     factors: Array
-    """Of each of :data:`TERMS`, float64 ``[5]``; 0 where the term is not used."""
+    """Factor of each of :data:`TERMS`, float64 ``[5]``; 0 for an unused term."""
     covariance: Array
-    """Of the factors ``[5, 5]``; 0 for those not used."""
+    """Covariance of the factors ``[5, 5]``; 0 for unused ones."""
     degrees_of_freedom: int
-    """Points less terms used."""
+    """Number of points minus used terms."""
     relative_error: float
-    """Root mean square of the relative errors on points left out."""
+    """Root mean square of the relative errors on left-out points."""
     scatter: float
-    """How many times more the points lie off than their repeats do, at least 1."""
+    """Ratio of the points' deviation to that of their repeats, at least 1."""
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the terms used."""
+        """Names of the used terms."""
         return tuple(name for name, factor in zip(TERMS, self.factors, strict=True) if factor > 0)
 
     def predict(self, processes: Any, size: Any) -> TimePrediction:
-        """Times of ``size`` work on ``processes``, numbers or arrays that broadcast.
+        """Predict the times of ``size`` work on ``processes``, numbers or arrays that broadcast.
 
-        Inside what was measured (the convex hull in logarithms of processes and size) the interval
-        is the larger of the regression's and the error on points left out. Outside, the standard
-        deviation grows by :data:`EXTRAPOLATION_SPREAD` per doubling, and the answer says so.
+        Inside the measured range (the convex hull in logarithms of processes and size) the interval
+        is the larger of the regression's and the leave-one-out error. Outside, the standard
+        deviation grows by :data:`EXTRAPOLATION_SPREAD` per doubling, and the prediction is flagged.
 
         Raises:
-            PlanError: a number of processes or a size is not above 0.
+            PlanError: a number of processes or a size is not positive.
         """
         p, w = np.broadcast_arrays(np.asarray(processes, float), np.asarray(size, float))
         if not (np.all(p >= 1) and np.all(w > 0) and np.all(np.isfinite(w))):
@@ -120,7 +121,7 @@ class TimeModel:
             value = np.where(here, np.mean([point.seconds for point in there]), value)
             own = math.hypot(*(_sigma(point) for point in there)) / len(there)
             spread = np.where(here, own * self.scatter, spread)
-        # Of few points the scatter itself is not known well.
+        # With few points the scatter itself is uncertain.
         few = float(student.ppf((1 + LEVEL) / 2, max(self.degrees_of_freedom, 1))) / Z
         spread = few * spread
         outside = (beyond > 0) & ~measured
@@ -141,7 +142,7 @@ class TimeModel:
         return places
 
     def _doublings_beyond(self, processes: Array, size: Array) -> Array:
-        """Distance to the hull of the points in doublings; 0 inside."""
+        """Return the distance to the hull of the points in doublings; 0 inside."""
         there = np.unique(
             [(math.log2(p.processes), math.log2(p.size)) for p in self.points], axis=0
         )
@@ -162,10 +163,10 @@ class TimeModel:
 
 
 def fit_times(points: Sequence[TimingPoint]) -> TimeModel:
-    """Fit measured times.
+    """Fit a model to measured times.
 
     Raises:
-        PlanError: fewer than :data:`MIN_POINTS` different places, or a number that cannot be.
+        PlanError: fewer than :data:`MIN_POINTS` different places, or an invalid number.
     """
     points = tuple(points)
     for number, point in enumerate(points):
@@ -190,7 +191,7 @@ def fit_times(points: Sequence[TimingPoint]) -> TimeModel:
     weights = 1 / np.array([_sigma(point) for point in points])
     chosen, error = None, math.inf
     for terms in TERM_SETS:
-        # With one point left out in turn the rest must still determine the terms.
+        # With one point left out, the others must still determine the terms.
         if len(places) <= len(terms):
             continue
         missed = _leave_one_out(design, times, weights, terms)
@@ -209,21 +210,21 @@ def fit_times(points: Sequence[TimingPoint]) -> TimeModel:
 
 
 def _design(processes: Array, size: Array) -> Array:
-    """The terms' values ``[..., 5]``."""
+    """Return the terms' values ``[..., 5]``."""
     terms = [np.ones_like(size), size, size / processes, np.log2(processes), processes - 1]
     return np.stack(terms, axis=-1)
 
 
 def _sigma(point: TimingPoint) -> float:
-    """Standard deviation of a point's median."""
+    """Return the standard deviation of a point's median."""
     of_median = point.spread_s * math.sqrt(math.pi / 2 / max(point.repeats, 1))
     return max(of_median, NOISE_FLOOR * point.seconds)
 
 
 def _solve(design: Array, times: Array, weights: Array, terms: Sequence[int]) -> Array:
-    """Factors ``[5]`` by weighted least squares, none below 0."""
+    """Return factors ``[5]`` by weighted least squares, none negative."""
     columns = design[:, list(terms)] * weights[:, None]
-    # Columns of very unlike size would trouble the solver.
+    # The solver is inaccurate for columns of very different magnitude.
     scale = np.maximum(np.linalg.norm(columns, axis=0), 1e-300)
     found, _ = nnls(columns / scale, times * weights)
     out = np.zeros(len(TERMS))
@@ -232,10 +233,10 @@ def _solve(design: Array, times: Array, weights: Array, terms: Sequence[int]) ->
 
 
 def _leave_one_out(design: Array, times: Array, weights: Array, terms: Sequence[int]) -> float:
-    """Root mean square of relative errors, each place predicted from the others."""
+    """Return the root mean square of relative errors, each place predicted from the others."""
     errors = []
     for i in range(len(times)):
-        # Repeats of one place go together, or it would predict itself.
+        # All repeats of a place are left out together, or it would predict itself.
         others = np.any(design != design[i], axis=1)
         factors = _solve(design[others], times[others], weights[others], terms)
         errors.append(float(design[i] @ factors) / times[i] - 1)
@@ -243,7 +244,8 @@ def _leave_one_out(design: Array, times: Array, weights: Array, terms: Sequence[
 
 
 def _hull(points: Array) -> Array:
-    """Corners of the convex hull of points ``[n, 2]`` in order (Andrew's monotone chain)."""
+    """Return the corners of the convex hull of points ``[n, 2]`` in order (Andrew's monotone
+    chain)."""
     if len(points) < 3:
         return points
     ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
@@ -263,7 +265,8 @@ def _cross(a: Array, b: Array, c: Array) -> float:
 
 
 def _distance(points: Array, hull: Array) -> Array:
-    """Distance of points ``[..., 2]`` to a convex polygon, 0 inside; a line or point counts."""
+    """Return the distance of points ``[..., 2]`` to a convex polygon, 0 inside; a line or point
+    counts."""
     starts, ends = hull, np.roll(hull, -1, axis=0)
     edges = ends - starts
     offset = points[..., None, :] - starts

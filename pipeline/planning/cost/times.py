@@ -1,8 +1,8 @@
-"""Seconds of a stage under a layout, from data sheets, by what bounds them.
+"""Seconds of a stage under a layout, from data sheets, by their bounds.
 
-Compute by roofline, communication by links. Sources: Narayanan et al. 2021 (arXiv 2104.04473,
-sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al. 2020 (arXiv
-1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102) for
+Compute follows the roofline model, communication the links. Sources: Narayanan et al. 2021 (arXiv
+2104.04473, sections 2 and 3) for 1F1B and tensor-parallel communication; Rajbhandari et al. 2020
+(arXiv 1910.02054, section 7) for sharded data parallelism; Pope et al. 2022 (arXiv 2211.05102) for
 decoding bound by memory bandwidth.
 """
 
@@ -33,17 +33,17 @@ from pipeline.planning.cost.workload import (
 
 Array = np.ndarray
 Seconds = Any
-"""Seconds, a number or an array of the layouts' shape."""
+"""Seconds: a number or an array of the layouts' shape."""
 
 LENGTH_POINTS = 48
-"""Places at which the distribution of lengths is looked at."""
+"""Number of points at which the distribution of lengths is evaluated."""
 SYNC_CHUNK_BYTES = 64 * 2**20
-"""Weights are passed on in pieces of this size (assumed)."""
+"""Size of the pieces in which weights are forwarded (assumed)."""
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Seconds by what they are bound by; they add up."""
+    """Seconds by what bounds them; they add up."""
 
     compute_s: Seconds = 0.0
     bandwidth_s: Seconds = 0.0
@@ -56,11 +56,11 @@ class TimeBreakdown:
 
     @property
     def total(self) -> Seconds:
-        """All of it."""
+        """The sum of all parts."""
         return sum(vars(self).values())
 
     def map_parts(self, change: Callable[[Any], Any]) -> TimeBreakdown:
-        """The same function of every part."""
+        """Apply a function to every part."""
         return TimeBreakdown(*(change(part) for part in vars(self).values()))
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
@@ -70,16 +70,16 @@ class TimeBreakdown:
 
 
 BOUNDS = ("compute", "memory bandwidth", "communication", "bubble", "overhead")
-"""Names of the parts of :class:`Times`, in order."""
+"""Names of the parts of :class:`TimeBreakdown`, in order."""
 
 
 def stage_seconds(
     shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
 ) -> TimeBreakdown:
-    """Seconds of one iteration, of the shape of the layouts.
+    """Return the seconds of one iteration, of the shape of the layouts.
 
-    Memory is not looked at, but for the requests it leaves room for: generation is infinite where
-    not one fits.
+    Memory is ignored, except for the number of requests that fit: generation is infinite if none
+    fits.
     """
     if isinstance(work, TrainingWorkload):
         return _training(shape, layout, work, device)
@@ -89,13 +89,13 @@ def stage_seconds(
 
 
 class PassCounts(NamedTuple):
-    """What one micro-batch costs, in units of a forward pass; a backward pass computes two."""
+    """The cost of one micro-batch in units of a forward pass; a backward pass computes two."""
 
     compute: int
     scores: int
-    """How many more times the attention scores alone are computed."""
+    """Additional computations of only the attention scores."""
     exchanges: int
-    """Passes that communicate; a backward pass does so once."""
+    """Number of passes that communicate; a backward pass communicates once."""
 
 
 TRAINING_PASSES = {"selective": PassCounts(3, 1, 2), "full": PassCounts(4, 0, 3)}
@@ -104,9 +104,9 @@ TRAINING_PASSES = {"selective": PassCounts(3, 1, 2), "full": PassCounts(4, 0, 3)
 def _training(
     shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice
 ) -> TimeBreakdown:
-    """``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021, section 2.2, for
-    stages of unlike duration), the sends that fill and drain the pipeline, the sum of gradients
-    over replicas, and the optimizer, which is bound by memory bandwidth."""
+    """Return ``sum_s tau_s + (m - 1) max_s tau_s`` under 1F1B (Narayanan et al. 2021, section 2.2,
+    for stages of different duration), the sends that fill and drain the pipeline, the sum of
+    gradients over replicas, and the optimizer, which is bound by memory bandwidth."""
     passes = TRAINING_PASSES[layout.recompute]
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
     step = _pipeline(shape, layout, work.tokens, device, passes, micro_batches)
@@ -118,7 +118,8 @@ def _training(
 def _inference(
     shape: ModelShape, layout: CandidateLayout, work: InferenceWorkload, device: GpuDevice
 ) -> TimeBreakdown:
-    """One forward pass over all samples, micro-batch after micro-batch through the pipeline."""
+    """Return the time of one forward pass over all samples, in micro-batches through the
+    pipeline."""
     micro_batches = -(-work.samples // (layout.dp * layout.micro_batch))
     return _pipeline(shape, layout, work.tokens, device, PassCounts(1, 0, 1), micro_batches)
 
@@ -155,7 +156,7 @@ def micro_batch(
     device: GpuDevice,
     passes: PassCounts,
 ) -> TimeBreakdown:
-    """Seconds of each pipeline stage for one micro-batch: ``[..., stages]``."""
+    """Return the seconds of each pipeline stage for one micro-batch: ``[..., stages]``."""
     tp, ep, micro = (np.asarray(v)[..., None] for v in (layout.tp, layout.ep, layout.micro_batch))
     score = stages.layers * shape.score_flops(tokens / 2)
     flops = passes.compute * (stages.flops + score) + passes.scores * score
@@ -163,7 +164,7 @@ def micro_batch(
     flops = flops + min(passes.compute, 3) * stages.head * shape.head_flops
     reads = passes.compute * shape.dtype_bytes * (stages.shared / tp + stages.routed / (tp * ep))
     compute, bandwidth = device.roofline(flops * micro * tokens / tp, reads)
-    # Norms, activations and residuals between the matrix products write and read what is kept.
+    # Norms, activations and residuals between matrix products write and read kept activations.
     moved = 2 * passes.compute * stages.activation_bytes * micro * tokens / tp
     bandwidth = bandwidth + device.roofline(0.0, moved)[1]
     exchange = _layer_communication(
@@ -180,10 +181,11 @@ def micro_batch(
 def _layer_communication(
     shape: ModelShape, layers: Any, sparse: Any, tp: Any, ep: Any, tokens: Any, device: GpuDevice
 ) -> Any:
-    """Seconds of tensor- and expert-parallel communication of one forward pass of ``tokens``.
+    """Return the seconds of tensor- and expert-parallel communication of a forward pass of
+    ``tokens``.
 
-    Two all-reduces of the hidden states per layer (Narayanan et al. 2021, section 2.3), and two
-    all-to-alls per sparse layer, to the experts and back.
+    There are two all-reduces of the hidden states per layer (Narayanan et al. 2021, section 2.3),
+    and two all-to-alls per sparse layer, to the experts and back.
     """
     hidden = tokens * shape.hidden * shape.dtype_bytes
     time = 2 * layers * hardware.all_reduce_seconds(device.group_link(tp, 1), tp, hidden)
@@ -197,7 +199,7 @@ def _layer_communication(
 def _boundaries(
     shape: ModelShape, layout: CandidateLayout, tokens: int, device: GpuDevice
 ) -> Seconds:
-    """Seconds for one micro-batch's hidden states to pass all borders between pipeline stages.
+    """Return the seconds for one micro-batch's hidden states to pass all pipeline boundaries.
 
     Each tensor-parallel rank sends its share (Narayanan et al. 2021, section 4.1).
     """
@@ -215,12 +217,12 @@ def _gradient_sync(
     device: GpuDevice,
     micro_batches: Any,
 ) -> Seconds:
-    """Seconds to sum gradients over replicas, of the largest stage.
+    """Return the seconds to sum gradients over replicas, for the largest stage.
 
-    An all-reduce; with shared states a reduce-scatter and an all-gather, which take as long. With
-    ZeRO stage 3 the weights are gathered twice and gradients scattered for each micro-batch, within
-    a copy of the model where there are several; what each process has of the gradients is then
-    summed over the copies.
+    It is an all-reduce; with sharded states a reduce-scatter and an all-gather, which take as long.
+    With ZeRO stage 3 the weights are gathered twice and gradients scattered for each micro-batch,
+    within a copy of the model if there are several; the shards of the gradients are then summed
+    over the copies.
     """
     shared, routed = _largest(shape, layout)
     shards = work.shards(layout.dp) if work.zero == 3 else layout.dp
@@ -250,7 +252,7 @@ def _gradient_sync(
 def _optimizer(
     shape: ModelShape, layout: CandidateLayout, work: TrainingWorkload, device: GpuDevice
 ) -> TimeBreakdown:
-    """Seconds to read and write all states once; those that the host keeps come and go."""
+    """Return the seconds to read and write all states once; offloaded states are transferred."""
     shared, routed = _largest(shape, layout)
     if work.zero:
         shards = work.shards(layout.dp)
@@ -265,7 +267,7 @@ def _optimizer(
 
 
 def _largest(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
-    """Parameters per GPU of the largest stage, those of routed experts apart."""
+    """Return the parameters per GPU of the largest stage, with those of routed experts separate."""
     stages = split_pipeline(shape, layout.pp)
     return stages.shared.max() / layout.tp, stages.routed.max() / (layout.tp * layout.ep)
 
@@ -273,14 +275,15 @@ def _largest(shape: ModelShape, layout: CandidateLayout) -> tuple[Any, Any]:
 def _generation(
     shape: ModelShape, layout: CandidateLayout, work: GenerationWorkload, device: GpuDevice
 ) -> TimeBreakdown:
-    """Prefill, then decoding with continuous batching; infinite where no request fits.
+    """Return the time of prefill and of decoding with continuous batching; infinite if no request
+    fits.
 
-    A replica has ``R`` responses to give and room for ``C`` at once. If ``R <= C`` all start
-    together and the number still running after ``t`` steps is ``R P(L > t)``. Else the engine is
-    full until the queue is empty; what then remains of a running request is distributed as
-    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), its age then as
-    ``E[(L - t)+^2] / (2 E[(L - t)+])`` on average, and the full phase has the steps that are left
-    of the work: ``(R E[L] - C E[residual]) / C``.
+    A replica has ``R`` responses to generate and room for ``C`` at once. If ``R <= C`` all start
+    together and the number still running after ``t`` steps is ``R P(L > t)``. Otherwise the engine
+    is full until the queue is empty. Then the rest of a running request is distributed as
+    ``P(residual > t) = E[(L - t)+] / E[L]`` (the residual life of renewal theory), its mean age is
+    ``E[(L - t)+^2] / (2 E[(L - t)+])``, and the full phase has the remaining steps of the work:
+    ``(R E[L] - C E[residual]) / C``.
     """
     room = running_requests(shape, layout, work, device)
     share = np.ceil(work.samples / np.asarray(layout.dp, dtype=np.float64))
@@ -297,8 +300,8 @@ def _generation(
     full = room < share
     steps = np.where(full, np.maximum(share * mean - running * mean_residual, 0.0) / running, 0.0)
     decode = decode_step(shape, layout, running, mean_context(work), device)
-    # The last phase. With n at its start of whom each still runs with chance q, some do with chance
-    # 1 - (1 - q)^n, and then n q over that on average.
+    # The last phase: of n requests at its start each still runs with probability q, some run with
+    # probability 1 - (1 - q)^n, and then n q divided by that on average.
     chance = np.where(full[..., None], residual, alive)
     some = 1 - (1 - chance) ** running[..., None]
     left = np.where(some > 0, running[..., None] * chance / np.maximum(some, 1e-300), 1.0)
@@ -315,7 +318,8 @@ def _generation(
 
 
 def _edges(lengths: Array) -> Array:
-    """Times from 0 to the longest length, closer together where responses end: ``[points]``."""
+    """Return times from 0 to the longest length, closer together where responses end:
+    ``[points]``."""
     marks = np.quantile(lengths, np.linspace(0, 1, LENGTH_POINTS // 2))
     grid = np.linspace(0, lengths[-1], LENGTH_POINTS // 2)
     return np.unique(np.concatenate([[0.0], marks, grid]))
@@ -324,15 +328,15 @@ def _edges(lengths: Array) -> Array:
 def decode_step(
     shape: ModelShape, layout: CandidateLayout, running: Any, context: Any, device: GpuDevice
 ) -> TimeBreakdown:
-    """Seconds for one token of each of ``running`` requests that hold ``context`` tokens.
+    """Return the seconds for one token of each of ``running`` requests with ``context`` tokens.
 
-    All weights met and all keys and values are read once; of ``E`` routed experts, ``running``
-    tokens that each visit ``k`` meet ``E (1 - (1 - k / E)^running)`` on average.
+    All used weights and the whole KV cache are read once; of ``E`` routed experts, ``running``
+    tokens with ``k`` experts each use ``E (1 - (1 - k / E)^running)`` on average.
     """
     tp, ep = np.asarray(layout.tp), np.asarray(layout.ep)
     met: Any = 1.0
     if shape.experts:
-        # Tokens of all replicas that share the experts meet on them.
+        # Tokens of all replicas that share the experts use them together.
         met = 1 - (1 - shape.active_experts / shape.experts) ** (running * ep)
     shared = float(shape.shared_parameters.sum()) + shape.embedding_parameters
     routed = float(shape.expert_parameters.sum())
@@ -359,9 +363,9 @@ def _prefill(
     prompts: Any,
     device: GpuDevice,
 ) -> TimeBreakdown:
-    """Seconds to read prompts, in pieces that fill the GPU: bound by arithmetic."""
+    """Return the seconds to process prompts, in pieces that fill the GPU: bound by arithmetic."""
     tokens = prompts * work.prompt_tokens
-    # Logits are needed of the last token of each prompt alone.
+    # Only the last token of each prompt needs logits.
     flops = tokens * (shape.forward_flops(work.prompt_tokens / 2) - shape.head_flops)
     hidden = tokens * shape.hidden * shape.dtype_bytes
     reduce = hardware.all_reduce_seconds(device.group_link(layout.tp, 1), layout.tp, hidden)
@@ -371,9 +375,10 @@ def _prefill(
 def switch_seconds(
     shape: ModelShape, layout: CandidateLayout, work: Workload, device: GpuDevice
 ) -> Seconds:
-    """Seconds to bring a stage's weights and optimizer states from the host's memory and back.
+    """Return the seconds to load a stage's weights and optimizer states from the host and offload
+    them.
 
-    Each GPU has a link of its own to the host; activations, gradients and caches are dropped.
+    Each GPU has its own link to the host; activations, gradients and caches are discarded.
     """
     held = stage_memory(shape, layout, work)
     return 2 * device.host.send_seconds(held.weights + held.optimizer)
@@ -382,10 +387,10 @@ def switch_seconds(
 def sync_seconds(
     shape: ModelShape, source: GpuDevice, target: GpuDevice, relay: tuple[LinkModel, ...] = ()
 ) -> float:
-    """Seconds to bring the weights from GPUs of one kind to GPUs of another.
+    """Return the seconds to move the weights from GPUs of one kind to GPUs of another.
 
-    One node sends each byte once, over ``relay`` (hosts, a shared filesystem) if the two cannot
-    talk; the target's nodes pass pieces on to each other as they come, which costs latency alone.
+    One node sends each byte once, over ``relay`` (hosts, a shared filesystem) if the two have no
+    connection; the target's nodes forward pieces to each other, which costs only latency.
     """
     ways = (source.inter, *relay, target.inter, target.intra)
     size = float(shape.parameters * shape.dtype_bytes)

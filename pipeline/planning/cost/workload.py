@@ -1,4 +1,4 @@
-"""What a stage has to do in one iteration."""
+"""Workloads: the work of a stage in one iteration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter that training keeps: by default bfloat16 with Adam in float32."""
+    """Bytes per parameter in training: by default bfloat16 with Adam in float32."""
 
     weights: float = 2
     gradients: float = 2
@@ -31,22 +31,22 @@ class TrainingWorkload:
     tokens: int
     """Mean length of a sequence."""
     longest: int = 0
-    """Longest sequence, which memory must hold; 0: the mean."""
+    """Longest sequence, which determines the memory; 0: the mean."""
     steps: int = 1
     """Optimizer steps of one iteration."""
     zero: int = 1
-    """What data-parallel replicas share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
-    weights (FSDP)."""
+    """ZeRO stage, the states that data-parallel replicas shard: 0 none, 1 optimizer states, 2 also
+    gradients, 3 also weights (FSDP)."""
     state: StateBytes = StateBytes()
     copies: int = 1
-    """Whole copies of what is shared out, each over as many of the replicas (hybrid sharding); they
+    """Number of complete copies, each sharded over a part of the replicas (hybrid sharding); they
     divide the replicas, and one replica is one copy."""
     state_on_device: float | None = None
-    """Bytes of optimizer states that are on the device at once, at most; the others wait in the
-    host's memory. None: all stay."""
+    """Maximum bytes of optimizer states on the device at once; the others are in the host's memory.
+    None: all are on the device."""
 
     def shards(self, replicas: Array | int) -> Array:
-        """Over how many of the data-parallel replicas a copy is shared out."""
+        """Return the number of data-parallel replicas over which a copy is sharded."""
         return np.maximum(1, np.asarray(replicas) // self.copies)
 
     def __post_init__(self) -> None:
@@ -69,18 +69,18 @@ class InferenceWorkload:
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """Responses to prompts with continuous batching."""
+    """Generation of responses with continuous batching."""
 
     lengths: Array
-    """Response lengths in tokens ``[n]``, a sample of what is expected; order does not matter."""
+    """Response lengths in tokens ``[n]``, a sample of the expected ones, in any order."""
     samples: int
     """Responses of one iteration."""
     prompt_tokens: int
     """Mean length of a prompt."""
     group_size: int = 1
-    """Responses per prompt; the prompt's keys and values are computed once for them."""
+    """Responses per prompt, which share the prompt's KV cache."""
     max_running: int = 256
-    """Most requests an engine runs at once."""
+    """Maximum requests that an engine runs at once."""
 
     def __post_init__(self) -> None:
         _positive(self, "samples", "prompt_tokens", "group_size", "max_running")

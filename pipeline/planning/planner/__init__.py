@@ -1,1 +1,1 @@
-"""Choosing where stages run: a problem, a prediction for any placement, a search, a bound."""
+"""The planner: placement problems, a predictor of any placement, a search, and lower bounds."""

@@ -1,49 +1,42 @@
-"""What accounting and partitions allow this user's jobs: the check of ``rlinf run``, beforehand."""
+"""The devices that a plan may use, what jobs request on them, and what accounting allows.
+
+:class:`PartitionDevices` joins the cluster's inventory with the profile of a run.
+:class:`JobAllowance` applies the limits of accounting and partitions beforehand, as ``rlinf run``
+does. Kinds may share nodes or limits; :func:`shared_capacities` lists these.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
-from pipeline.planning.profile.device_kinds import DeviceKind
-from pipeline.resources import base_resources, check_quotas, plan_job_requests, resolve_for
-from rlinf.errors import PlanError
-from slurm.inventory import Inventory
-from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
-from slurm.jobs import JobResources
-from slurm.site import SiteConfig
-
-if TYPE_CHECKING:
-    from pipeline.planning.planner.stage_options import StageOption
-import itertools
-from collections.abc import Collection, Iterator
-
 from pipeline.planning.profile.device_kinds import (
+    DeviceKind,
     describe_excluded_nodes,
     list_kinds,
     node_group_of_kind,
 )
 from pipeline.planning.profile.schema import KindProfile, Profile
-from rlinf.errors import did_you_mean
+from pipeline.resources import base_resources, check_quotas, plan_job_requests, resolve_for
+from rlinf.errors import PlanError, did_you_mean
 from slurm import gpus
+from slurm.inventory import Inventory
+from slurm.job_limits import Quotas, SharedLimit, quotas_from_inventory
+from slurm.jobs import JobResources
+from slurm.site import SiteConfig
 
-TIME_LIMIT_FACTOR = 10
-"""Wall time asked for, in predicted times: a limit is for jobs that hang."""
-MIN_TIME_LIMIT_MIN = 10
-MEMORY_FACTOR = 1.5
-MEMORY_STEP_MB = 256
 MAX_CPUS_PER_GPU = 16
 
 
 def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
-    """What a job asks for that has so many devices of the first of these kinds.
+    """Return the request of a job with this many devices of the first kind.
 
     Args:
-        kinds: several where jobs of each of them ask for the same.
+        kinds: several if jobs on each of them request the same.
     """
     first, constraints = kinds[0], {kind.constraint for kind in kinds}
     nodes = -(-count // first.devices_per_node)
@@ -57,71 +50,40 @@ def request_for_devices(kinds: Sequence[DeviceKind], count: int) -> StagePlan:
             "gpus": values["processes"],
             "gpu_type": first.gpu_type or None,
             "constraint": first.constraint or None if len(constraints) == 1 else None,
-            "cpus": min(map(_cpus, kinds)),
+            "cpus": min(map(cpus_per_process, kinds)),
         }
-    return _plan(values)
+    return build_stage_plan(values)
 
 
-def request_for_option(option: StageOption) -> StagePlan:
-    """What a stage asks for that runs as a job of its own."""
-    first = option.devices[0].kind
-    values: dict[str, object] = {
-        "partition": first.partition or None,
-        "nodes": sum(option.nodes),
-        "processes": option.processes,
-        "time_limit_min": _minutes(option),
-    }
-    if first.gpus_per_node:
-        values |= {"gpus": option.processes if option.needs_device else 0, "cpus": _cpus(first)}
-    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
-        values["gpu_type"] = first.gpu_type
-    if first.constraint and len(option.devices) == 1:
-        values["constraint"] = first.constraint
-    if len(option.devices) > 1:
-        features = [str(own.feature) for own in option.devices]
-        nodes = zip(features, option.nodes, strict=True)
-        values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
-        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
-    if option.peak_memory_bytes and not option.devices[0].has_memory:
-        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
-        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
-        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
-    return _plan(values)
-
-
-def _plan(values: dict[str, object]) -> StagePlan:
+def build_stage_plan(values: dict[str, object]) -> StagePlan:
+    """Return the request with these keys; None leaves a key at its default."""
     return StagePlan.model_validate({k: v for k, v in values.items() if v is not None})
 
 
-def _minutes(option: StageOption) -> int:
-    minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
-    return int(min(minutes, option.limit_s / 60))
-
-
-def _cpus(kind: DeviceKind) -> int:
-    """Of a process that has a GPU."""
+def cpus_per_process(kind: DeviceKind) -> int:
+    """Return the CPUs of a process with a GPU."""
     return min(MAX_CPUS_PER_GPU, max(1, kind.cpus_per_node // kind.gpus_per_node))
 
 
 @dataclass(frozen=True)
 class JobAllowance:
-    """What is allowed in one partition, under the account and QOS of the site file."""
+    """The limits of jobs in one partition, under the account and QOS of the site file."""
 
     quotas: Quotas = field(default_factory=Quotas)
     account: str | None = None
     qos: str | None = None
     max_minutes: tuple[int, str] | None = None
-    """Minutes of a job, and who says so; None: no limit."""
+    """Maximum minutes of a job, and who sets the limit; None: no limit."""
     max_devices: int | None = None
-    """Of a job; None: all there are."""
+    """Maximum devices of a job; None: no limit."""
     refusal: str = ""
-    """Why a job has no more of them; with 0 devices why none runs."""
+    """Why a job cannot have more devices; with ``max_devices`` of 0 why none can run."""
     shared_limits: Mapping[SharedLimit, int] = field(default_factory=dict)
-    """Limits on what all jobs have together, and how much of it a device takes; of a limit on jobs
-    a job."""
+    """Limits on the total of all jobs, and how much of each a device uses; for a limit on jobs, a
+    job."""
 
     def refusal_for(self, needs: StagePlan, key: str) -> str:
-        """Why a job that asks for this never runs; "" where it may."""
+        """Return why a job with this request never runs; "" if it may run."""
         try:
             self.quotas.check(self._resources(needs), key)
         except PlanError as error:
@@ -129,7 +91,7 @@ class JobAllowance:
         return ""
 
     def for_kind(self, kind: DeviceKind) -> JobAllowance:
-        """The same, with what it comes to in jobs of a kind of device."""
+        """Return the allowance for a kind of device, with the limits in numbers of devices."""
         most, refused = kind.nodes * kind.devices_per_node, ""
         low, high = 0, most + 1
         while high - low > 1:
@@ -149,12 +111,11 @@ class JobAllowance:
         )
 
     def without_job_limits(self) -> JobAllowance:
-        """The same without what it comes to in jobs as the planner asks for them; minutes do not
-        depend on that."""
+        """Return the allowance without the limits that depend on the planner's own requests."""
         return replace(self, max_devices=None, refusal="", shared_limits={})
 
     def for_job(self, needs: StagePlan, devices: int) -> JobAllowance:
-        """The same, with how much of what jobs have together a device of a given job takes."""
+        """Return the allowance with the amounts that a device of this job uses of shared limits."""
         (shared,) = self.quotas.shared_limits(self._resources(needs))
         each = {limit: n if limit.key == "jobs" else n // devices for limit, n in shared.items()}
         return replace(self, shared_limits=each)
@@ -164,10 +125,10 @@ class JobAllowance:
 
 
 def check_quota(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Plan:
-    """A plan with what the cluster tells of it, as ``rlinf run`` has it, if accounting allows it.
+    """Return a plan with the cluster's settings, as ``rlinf run`` resolves it.
 
     Raises:
-        PlanError: it does not; names the key of the plan and the limit.
+        PlanError: accounting does not allow it; names the key of the plan and the limit.
     """
     plan = resolve_for(plan, inventory.partitions)
     check_quotas(plan, plan_job_requests(plan, cluster), quotas_from_inventory(inventory))
@@ -175,73 +136,74 @@ def check_quota(plan: Plan, cluster: ClusterConfig, inventory: Inventory) -> Pla
 
 
 def job_allowance(quotas: Quotas, site: SiteConfig, kind: DeviceKind) -> JobAllowance:
-    """What jobs on a kind of device are allowed."""
+    """Return the limits of jobs on a kind of device."""
     own = site.settings_for(kind.partition)
     return JobAllowance(quotas, own.account, own.qos).for_kind(kind)
 
 
 @dataclass(frozen=True)
 class PartitionDevices:
-    """Like devices of one partition."""
+    """The equal devices of one partition, with their profile and limits."""
 
     kind: DeviceKind
     profile: KindProfile
     features: tuple[str, ...] = ()
     price: float = 1.0
-    """Of one device for an hour, in the site's unit; 1 where the site file says nothing."""
+    """Price of a device for one hour, in the site's unit; 1 without a price in the site file."""
     has_price: bool = False
-    """Whether the site file says it."""
+    """True if the site file sets the price."""
     time_limit_min: int | None = None
     time_limit_of: str = ""
-    """Whose limit that is: ``partition h100``."""
+    """Who sets the time limit: ``partition h100``."""
     allowance: JobAllowance = field(default_factory=JobAllowance)
-    """Of accounting."""
+    """The limits of accounting."""
     max_nodes_per_job: int | None = None
-    """Of a job; None: all there are."""
+    """Maximum nodes of a job; None: no limit."""
     is_preemptible: bool = False
     interruptions_per_hour: float = 0.0
-    """Expected preemptions and failures of a job."""
+    """Expected preemptions and failures of a job, per hour."""
     better_kind: str | None = None
-    """A kind through which all of these nodes are reached too, and better."""
+    """A better kind that contains all of these nodes; None if there is none."""
     nodes: frozenset[str] = frozenset()
-    """Their names, those that are down included; empty where unknown."""
+    """Names of the nodes, down nodes included; empty if unknown."""
     down_nodes: int = 0
 
     @property
     def name(self) -> str:
-        """Of the kind."""
+        """The name of the kind."""
         return self.kind.name
 
     @property
     def per_node(self) -> int:
-        """Devices of a node."""
+        """The number of devices of a node."""
         return self.kind.devices_per_node
 
     @property
     def count(self) -> int:
-        """All of them, or as many as all jobs together may have."""
+        """The number of devices, or the maximum that all jobs together may have."""
         caps = [shared.maximum // amount for shared, amount in self.shared_limits.items()]
         return min([self.kind.nodes * self.per_node, *caps])
 
     @property
     def shared_limits(self) -> dict[SharedLimit, int]:
-        """Limits on what all jobs have together, and how much of it a device takes."""
+        """Limits on the total of all jobs, and how much of each a device uses."""
         return {
             own: n for own, n in self.allowance.shared_limits.items() if own.key != "jobs" and n
         }
 
     @property
     def feature(self) -> str | None:
-        """A feature by which sbatch finds these nodes among those of the partition."""
+        """A feature by which sbatch selects these nodes in the partition; None if there is none."""
         names = (self.kind.gpu_type, self.kind.gpu_model)
         return next((feature for feature in self.features if feature in names), None)
 
     @property
     def has_memory(self) -> bool:
-        """Whether they have memory of their own, which peaks are of; else those are of the node's.
+        """True if the devices have their own memory, to which measured peaks refer; else it is the
+        node's.
 
-        GPUs that a dev cluster only pretends to have were measured on its CPUs. Where the profile
-        does not say, GPUs have it, but for those of a known name whose model the inventory lacks.
+        Fake GPUs of a dev cluster were measured on its CPUs. If the profile does not say it, GPUs
+        have their own memory, except those with a known name whose model the inventory lacks.
         """
         kind, location = self.kind, self.profile.memory
         if location is not None or not kind.gpus_per_node:
@@ -250,7 +212,7 @@ class PartitionDevices:
 
     @property
     def max_job_nodes(self) -> int:
-        """Most nodes of a job."""
+        """Maximum nodes of a job."""
         return (
             self.kind.nodes
             if self.max_nodes_per_job is None
@@ -259,17 +221,18 @@ class PartitionDevices:
 
     @property
     def max_job_devices(self) -> int:
-        """Most devices of a job."""
+        """Maximum devices of a job."""
         most = self.max_job_nodes * self.per_node
         return most if self.allowance.max_devices is None else min(most, self.allowance.max_devices)
 
     @property
     def limit_s(self) -> float:
-        """Longest time of a job."""
+        """Maximum seconds of a job."""
         return math.inf if self.time_limit_min is None else 60.0 * self.time_limit_min
 
     def wait_s(self, nodes: int) -> float:
-        """Expected seconds in the queue; what is nearest to so many nodes, 0 if never measured."""
+        """Return the expected queue wait of a job of this many nodes: the nearest measured one,
+        else 0."""
         waits = self.waits_s
         if not waits:
             return 0.0
@@ -277,7 +240,7 @@ class PartitionDevices:
 
     @property
     def waits_s(self) -> dict[int, float]:
-        """By number of nodes: the wait that was measured."""
+        """The measured waits by number of nodes."""
         found: dict[int, float] = {}
         for wait in self.profile.waits:
             past = wait.history.q50_s if wait.history else 0.0
@@ -293,17 +256,17 @@ def select_devices(
     *,
     is_user_plan: bool = False,
 ) -> tuple[dict[str, PartitionDevices], tuple[str, ...]]:
-    """The devices to plan with, by kind, and notes on those that are left out.
+    """Return the devices to plan with, by kind, and notes on excluded ones.
 
     Nodes that were measured in another partition count as measured.
 
     Args:
-        partitions: use these alone (partitions or kinds); all that were measured by default.
-        given: for a plan by hand, which may ask for less with a device than the planner would: with
-            those whose allowance is of 0 devices.
+        partitions: use only these partitions or kinds; all measured ones by default.
+        is_user_plan: include devices on which the planner may not run jobs, because a user's plan
+            may request less per device.
 
     Raises:
-        PlanError: one of them is unknown or was not measured, or nothing of this cluster was.
+        PlanError: one of them is unknown or was not measured, or none of this cluster was measured.
     """
     kinds = list_kinds(inventory, site)
     _known(partitions, kinds, inventory)
@@ -351,10 +314,10 @@ def select_devices(
 
 
 def local_devices(profile: Profile, kind: DeviceKind) -> dict[str, PartitionDevices]:
-    """This machine alone.
+    """Return the devices of this machine.
 
     Raises:
-        PlanError: it was not measured.
+        PlanError: this machine was not measured.
     """
     measured = _measured(kind, profile)
     if measured is None:
@@ -368,10 +331,11 @@ def local_devices(profile: Profile, kind: DeviceKind) -> dict[str, PartitionDevi
 def with_counts(
     devices: Mapping[str, PartitionDevices], counts: Mapping[str, int]
 ) -> dict[str, PartitionDevices]:
-    """The same with other numbers of devices: ``{"h100": 8}``; of whatever the same nodes are in.
+    """Return the devices with other numbers, such as ``{"h100": 8}``, in all kinds that share the
+    nodes.
 
     Raises:
-        PlanError: an unknown kind, or a number that whole nodes do not give.
+        PlanError: an unknown kind, or a number that is not a multiple of a node's devices.
     """
     out = dict(devices)
     for name, count in counts.items():
@@ -398,8 +362,8 @@ def with_counts(
 def with_memory_floors(
     devices: Mapping[str, PartitionDevices], estimated: Profile
 ) -> dict[str, PartitionDevices]:
-    """The same, with what the model's shapes say cannot hold a stage as failures, below the least
-    number of processes that was tried; above it measurements alone count."""
+    """Add failures where the model's shape needs more memory than there is. They apply below the
+    smallest measured number of processes; above it only measurements count."""
     out = dict(devices)
     for name, own in devices.items():
         least: dict[str, int] = {}
@@ -460,14 +424,14 @@ def _measured(kind: DeviceKind, profile: Profile) -> KindProfile | None:
 
 
 def _named(nodes: frozenset[str], count: int, kind: str) -> frozenset[str]:
-    """So many nodes: of those there are, and of others that might be added to a kind."""
+    """Return this many node names: existing ones, then names of added nodes."""
     if not nodes:
         return nodes
     return frozenset([*sorted(nodes), *(f"{kind} + {i}" for i in range(count))][:count])
 
 
 def _allowed(own: PartitionDevices) -> str:
-    """A note on what accounting allows of a kind, where that is less than there is."""
+    """Return a note on the limits of accounting for a kind, if these are below its devices."""
     there, most = own.kind.nodes * own.per_node, own.count
     if most < there:
         tight = min(own.shared_limits.items(), key=lambda item: item[0].maximum // item[1])[0]
@@ -518,16 +482,18 @@ def _names(devices: Sequence[str] | Mapping[str, object]) -> str:
 
 
 SharedCapacity = tuple[tuple[tuple[str, ...], int], ...]
-"""Names of kinds, and how many devices they have together, or jobs."""
+"""Names of kinds, and the number of devices or jobs that they have together."""
 MAX_KINDS_FOR_SUBSETS = 6
-"""Of more kinds over the same nodes only pairs and all together are looked at."""
+"""For more kinds on the same nodes, only pairs and all of them together are considered."""
 
 
 def shared_capacities(devices: Mapping[str, PartitionDevices]) -> SharedCapacity:
-    """Kinds that share nodes, in every combination whose devices are fewer than those of each
-    added up; with all of these kept, the devices asked for can be found (Hall's theorem). And kinds
-    that a limit of accounting counts together; where they take unlike amounts of it, each as much
-    as the one that takes most."""
+    """Return kinds with shared nodes whose devices together are fewer than the sum of their
+    devices, and kinds that a limit of accounting counts together.
+
+    All such combinations are included, so requested devices that satisfy them can be found (Hall's
+    theorem). If kinds use different amounts of a limit, each counts like the largest.
+    """
     found = list(_limited(devices))
     for names in _components(devices):
         sizes = range(2, len(names) + 1) if len(names) <= MAX_KINDS_FOR_SUBSETS else (2, len(names))
@@ -539,16 +505,17 @@ def shared_capacities(devices: Mapping[str, PartitionDevices]) -> SharedCapacity
 
 
 def describe_limits(devices: Mapping[str, PartitionDevices]) -> list[str]:
-    """Limits on what all jobs have together that devices count against, in words."""
+    """Describe the limits on the total of all jobs that these devices count against."""
     found = {shared for own in devices.values() for shared in own.allowance.shared_limits}
     return [f"{s.owner} allows {s.maximum} {s.key} in all ({s.name})" for s in sorted(found)]
 
 
 def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacity:
-    """Kinds whose jobs a limit of accounting counts together, and how many it lets run at once,
-    where that is less than a job for each device.
+    """Return kinds whose jobs a limit of accounting counts together, and how many may run at once,
+    if that is less than a job for each device.
 
-    Of two and more one place is left to the driver, which ``rlinf submit`` makes a job too.
+    If the limit is two or more, one place is reserved for the driver, which ``rlinf submit`` runs
+    as a job too.
     """
     found: dict[SharedLimit, list[str]] = {}
     for name, own in devices.items():
@@ -563,7 +530,7 @@ def job_count_limits(devices: Mapping[str, PartitionDevices]) -> SharedCapacity:
 
 
 def _limited(devices: Mapping[str, PartitionDevices]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Kinds that limits of accounting count together, and how many devices they allow of them."""
+    """Yield kinds that a limit of accounting counts together, and how many devices it allows."""
     limits = dict.fromkeys(shared for own in devices.values() for shared in own.shared_limits)
     for shared in limits:
         names = tuple(name for name, own in devices.items() if shared in own.shared_limits)
@@ -573,7 +540,7 @@ def _limited(devices: Mapping[str, PartitionDevices]) -> Iterator[tuple[tuple[st
 
 
 def _components(devices: Mapping[str, PartitionDevices]) -> Iterator[list[str]]:
-    """Names of kinds that share nodes, also by way of others; several each."""
+    """Yield groups of kinds that share nodes, directly or through other kinds."""
     left = [name for name, own in devices.items() if own.nodes]
     while left:
         names = [left.pop(0)]
@@ -586,7 +553,7 @@ def _components(devices: Mapping[str, PartitionDevices]) -> Iterator[list[str]]:
 
 
 def _together(some: list[PartitionDevices]) -> int:
-    """Devices of several kinds; nodes that are down may be others in each."""
+    """Return the devices of several kinds together; their down nodes may differ."""
     nodes = len(frozenset[str]().union(*(own.nodes for own in some)))
     usable = nodes - sum(own.down_nodes for own in some)
     per_node = max(own.per_node for own in some)

@@ -1,10 +1,17 @@
-"""The best any placement of one grouping could do, by a linear program.
+"""Lower bounds of the iteration time of groupings: by prices for all at once, and by a linear
+program for one.
 
-Everything in :mod:`pipeline.planning.planner.predictor` but the measured speeds is linear: an
-iteration is a longest path through starts and ends. So give up whole GPUs, and replace each
-measured speed by the least concave curve above it. The time of a stage is then a convex function of
-the GPUs, bounded from below by tangents. What is left is a linear program whose value no placement
-of the grouping goes below, and whose fractional GPUs are a good place to start looking.
+The linear program: everything in :mod:`pipeline.planning.planner.predictor` except the measured
+speeds is linear, because an iteration is a longest path through starts and ends. The program allows
+fractional GPUs and replaces each measured speed by the smallest concave curve above it. The time of
+a stage is then a convex function of the GPUs, bounded from below by tangents. No placement of the
+grouping has a smaller value, and the fractional GPUs are a good start for the search.
+
+The prices: each kind of GPU gets a price such that all GPUs together cost 1. In ``T`` seconds a
+pool does its stages one after the other, for which it needs GPUs of some minimum price. If the
+prices of a grouping's pools exceed 1, none of its placements ends in ``T``. The price is bounded
+from below by letting each stage of a pool spend all of it on the GPUs that suit the stage best.
+Waiting between stages of different pools is ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +28,12 @@ from pipeline.planning.planner.problem import PoolStages, pools_of_jobs, pools_o
 Array = np.ndarray
 
 MAX_SPEED_LINES = 6
-"""Lines that bound the speed of a stage on a kind of GPU from above."""
+"""Number of lines that bound the speed of a stage on a kind of GPU from above."""
 INITIAL_TANGENTS = 24
-"""Tangents that bound the time of a stage from below, before any is added: with so many, programs
-are hardly ever solved again."""
+"""Number of initial tangents that bound the time of a stage from below: with so many, programs are
+rarely solved again."""
 TOLERANCE = 0.01
-"""Tangents are added until the program's times are this near to the true ones, relative."""
+"""Tangents are added until the program's times are this close to the true ones, relative."""
 MAX_ROUNDS = 3
 
 
@@ -35,13 +42,13 @@ class RelaxedSolution:
     """The optimum of the relaxation."""
 
     bound_s: float
-    """No placement of the grouping has a shorter iteration; infinite where there is none."""
+    """No placement of the grouping has a shorter iteration; infinite if there is none."""
     gpus: Array
     """Fractional GPUs, float64 ``[pools, kinds]``."""
 
 
 class LinearRelaxation:
-    """Relaxations of one problem; what does not depend on the grouping is made once."""
+    """Solves relaxations of one problem; parts independent of the grouping are built once."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -62,10 +69,10 @@ class LinearRelaxation:
         chunks: Sequence[int] | None = None,
         enough_s: float = float("inf"),
     ) -> RelaxedSolution:
-        """The relaxation of a grouping of stages into pools, over some grains (default: all).
+        """Return the relaxation of a grouping, over some numbers of chunks (default: all).
 
-        The more they differ the looser it is: each is granted the least overhead of all, and the
-        shortest pieces. A bound above ``enough_s`` is not made better.
+        The more these differ, the looser the bound: each gets the smallest overhead of all, and the
+        shortest pieces. A bound above ``enough_s`` is not improved.
         """
         kinds, stages = len(self.problem.kinds), len(self.problem.stages)
         if not np.all(np.isfinite(self._least)):
@@ -92,8 +99,8 @@ class LinearRelaxation:
 
 
 def concave_hull(rates: Array) -> list[int]:
-    """Numbers of GPUs, ascending, that are corners of the least concave curve above rates
-    ``[gpus + 1]``, which never fall."""
+    """Return the numbers of GPUs, ascending, at the corners of the smallest concave curve above
+    rates ``[gpus + 1]``, which never fall."""
     points = np.flatnonzero(np.diff(rates, prepend=-1.0) > 0)
     points = np.unique(np.concatenate([[0], points, [len(rates) - 1]]))
     corners: list[int] = []
@@ -108,7 +115,8 @@ def concave_hull(rates: Array) -> list[int]:
 
 
 def upper_lines(rates: Array) -> Array:
-    """Lines ``[n, 2]`` (slope, height at zero) on or above rates ``[gpus + 1]``; at most LINES."""
+    """Return lines ``[n, 2]`` (slope, height at zero) on or above rates ``[gpus + 1]``, at most
+    :data:`MAX_SPEED_LINES`."""
     corners = concave_hull(rates)
     if len(corners) == 1:
         return np.array([[0.0, rates[0]]])
@@ -157,7 +165,7 @@ class _Program:
         self._flow(pools, chunks)
 
     def run(self) -> tuple[float, Array | None]:
-        """The optimum in seconds, and where it is."""
+        """Return the optimum in seconds, and its location."""
         cost = np.zeros(self.size)
         cost[self.total] = 1.0
         solved = linprog(cost, A_ub=np.array(self.rows), b_ub=self.limits, method="highs-ds")
@@ -200,7 +208,7 @@ class _Program:
                     self._add(row, height)
             # speed <= sum of the parts; and, since a mixture keeps a share m of the sum unless one
             # kind alone is quicker, speed <= m sum + (1 - m) (the quickest kind alone).
-            # What does not mix at all is a share of 0.
+            # A stage that does not mix has a share of 0.
             problem = self._of.problem
             mixing = problem.mixing if problem.stages[s].divisible else 0.0
             alone = max(float(table[-1]) for table in self._of.predictor.best[s])
@@ -212,7 +220,7 @@ class _Program:
                 self._add(row, (1 - share) * alone)
 
     def _flow(self, pools: PoolStages, chunks: Sequence[int]) -> None:
-        """The longest path of :meth:`Predictor.predict_batch`, each ``max`` as several rows."""
+        """Add the longest path of :meth:`Predictor.predict_batch`, each ``max`` as several rows."""
         problem, predictor = self._of.problem, self._of.predictor
         index = {stage.name: s for s, stage in enumerate(problem.stages)}
         groups = {s: group for group in predictor.groups for s in group}
@@ -226,7 +234,7 @@ class _Program:
         }
         free: dict[int, int] = {}
         for group in predictor.groups:
-            # One stage stands for its group: they begin and end together.
+            # One stage represents its group, because they begin and end together.
             head = group[0]
             for terms in self._group_times(group):
                 self._after(self.start, head, terms, head, self.end, slow[head])
@@ -260,7 +268,7 @@ class _Program:
             self._after(self.end, group[0], [], 0, self.total, last)
 
     def _least_lead(self, group: Sequence[int], chunks: Sequence[int]) -> float:
-        """The least share of a group's time until its first micro-batch is ready."""
+        """Return the minimum share of a group's time until its first micro-batch is ready."""
         stage = self._of.problem.stages[group[0]]
         if is_time_shared(group, self.home):
             return 1 / max(chunks)
@@ -272,7 +280,7 @@ class _Program:
     def _group_times(
         self, group: Sequence[int], part: float = 1.0
     ) -> list[list[tuple[int, float]]]:
-        """Weighted sums of stage times, the largest of which is a part of the time of a group."""
+        """Return weighted sums of stage times, the largest of which is a part of a group's time."""
         if len(group) == 1:
             return [[(group[0], part)]]
         share = 1 / (2 * self._of.problem.cycle_steps)
@@ -291,7 +299,7 @@ class _Program:
         target_span: slice,
         more: float,
     ) -> None:
-        """``target >= source + weighted times + more``."""
+        """Add the row ``target >= source + weighted times + more``."""
         row = np.zeros(self.size)
         row[source_span.start + source] += 1.0
         for s, weight in times:
@@ -302,14 +310,14 @@ class _Program:
 
 
 NUM_BUDGETS, MIN_BUDGET = 256, 1 / 512
-"""How many prices of a pool are looked at, and the least of them."""
+"""Number of budgets of a pool, and the smallest one."""
 NUM_TIMES = 200
 EXPENSIVE_KIND_SHARE = 0.8
-"""Share of all prices that falls on a kind that is made dear."""
+"""Share of all prices that falls on a kind that is made expensive."""
 
 
 def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array:
-    """Seconds that no placement of each grouping goes below, float64 ``[groupings]``."""
+    """Return seconds that no placement of each grouping goes below, float64 ``[groupings]``."""
     stages, sizes = predictor.problem.stages, [kind.gpus for kind in predictor.problem.kinds]
     everything = np.array(sizes)[:, None]
     least = np.array(
@@ -320,7 +328,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         return found
     members = np.arange(1 << len(stages))[:, None] >> np.arange(len(stages)) & 1
     switches = np.array([_switches(predictor, np.flatnonzero(row)) for row in members])
-    # The empty pool fills up those of few pools; it costs nothing.
+    # The empty pool pads groupings with few pools; it costs nothing.
     every = [
         (n, less) for n, grouping in enumerate(groupings) for less in _without_overlap(grouping)
     ]
@@ -334,7 +342,7 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
         needed = members @ spent + switches[:, None]
         costs = np.zeros((len(members), NUM_TIMES))
         for row, seconds in zip(costs[1:], needed[1:], strict=True):
-            # The first budget that suffices; what the pool needs is more than the one before.
+            # The first sufficient budget: the pool needs more than the previous one.
             first = np.searchsorted(-seconds, -times * (1 + 1e-9))
             row[:] = np.where(first < len(budgets), budgets[np.maximum(first, 1) - 1], 2.0)
         enough = np.sum([costs[pools[:, p]] for p in range(len(stages))], axis=0) <= 1
@@ -344,8 +352,8 @@ def price_bounds(predictor: Predictor, groupings: Sequence[PoolStages]) -> Array
 
 
 def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
-    """What needs no more than pools that overlap: without the stages that are in several of them,
-    and with one pool of each job alone, as if the stages beside it needed nothing."""
+    """Yield groupings that need no more than one with overlapping pools: without the stages that
+    are in several pools, and with one pool of each job alone."""
     together = pools_of_jobs(pools)
     if len(together) == len(pools):
         yield pools
@@ -357,8 +365,8 @@ def _without_overlap(pools: PoolStages) -> Iterator[PoolStages]:
 
 
 def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
-    """Prices of one GPU of each kind ``[kinds]``: all alike, by what they are worth to a stage or
-    to all, and each kind dear in turn."""
+    """Yield prices of one GPU of each kind ``[kinds]``: equal ones, by the value for a stage or for
+    all, and each kind expensive in turn."""
     kinds = predictor.problem.kinds
     value = np.array([[table[-1] for table in row] for row in predictor.best]) * least[:, None]
     shares = [
@@ -373,7 +381,8 @@ def _prices(predictor: Predictor, least: Array) -> Iterator[Array]:
 
 
 def _seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) -> Array:
-    """Least seconds of a stage for each budget, on whatever (fractions of) GPUs serve it best."""
+    """Return the minimum seconds of a stage for each budget, on the (fractional) GPUs that suit it
+    best."""
     pieces = []
     for price, rates in zip(prices, predictor.best[stage], strict=True):
         corners = concave_hull(rates)
@@ -386,7 +395,7 @@ def _seconds(predictor: Predictor, stage: int, prices: Array, budgets: Array) ->
 
 
 def _switches(predictor: Predictor, pool: Array) -> float:
-    """Least seconds that a pool of these stages changes between them."""
+    """Return the minimum seconds in which a pool of these stages changes between them."""
     members = [int(s) for s in pool]
     here = [[s for s in group if s in members] for group in predictor.groups]
     return sum(predictor.min_switch_s(group, members) for group in here if group)

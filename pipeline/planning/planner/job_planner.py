@@ -1,4 +1,5 @@
-"""Proposals of grain ``stage``: a job for each stage."""
+"""Planner for the execution ``stage``: every stage is a job; also the assessment of a user's
+plan."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 from pipeline.plan import Forecast, Plan, StagePlan
 from pipeline.planning.planner import job_search
-from pipeline.planning.planner.available_devices import PartitionDevices, request_for_option
+from pipeline.planning.planner.available_devices import PartitionDevices
 from pipeline.planning.planner.proposal import (
     AlternativePlan,
     PlanProposal,
@@ -25,6 +26,7 @@ from pipeline.planning.planner.stage_options import (
     mixed_kind_option,
     num_work_items,
     q10_q90_interval,
+    request_for_option,
     single_kind_option,
 )
 from pipeline.planning.profile.schema import Profile
@@ -41,20 +43,22 @@ def evaluate_stage_plan(
     config: RunConfig,
     where: str,
 ) -> StageOption:
-    """What a plan says of a stage, with the time it is expected to take.
+    """Return the option that a plan describes for a stage, with its expected time.
 
     Raises:
-        PlanError: it cannot be; names the key and the limit.
+        PlanError: the option is impossible; names the key and the limit.
     """
     wanted, at = plan.stage_plan(stage), f"{where}: stages.{stage}"
     chosen = _devices(wanted, devices, at)
     nodes = _nodes(wanted, chosen, at)
     for own, mine in zip(chosen, nodes, strict=True):
         if mine > own.kind.nodes:
-            raise PlanError(f"{at}.nodes: {mine} asked of {own.name}, which has {own.kind.nodes}")
+            raise PlanError(
+                f"{at}.nodes: {mine} requested of {own.name}, which has {own.kind.nodes}"
+            )
         if own.max_nodes_per_job is not None and sum(nodes) > own.max_nodes_per_job:
             raise PlanError(
-                f"{at}.nodes: {sum(nodes)} asked of {own.name}, where a job has at most "
+                f"{at}.nodes: {sum(nodes)} requested of {own.name}, where a job has at most "
                 f"{own.max_nodes_per_job} (MaxNodes of the partition)"
             )
         if wanted.processes > own.per_node:
@@ -157,7 +161,7 @@ def _check_time(option: StageOption, wanted: StagePlan, at: str) -> None:
     most = tight.limit_s / 60
     if wanted.time_limit_min and wanted.time_limit_min > most:
         raise PlanError(
-            f"{at}.time_limit_min: {wanted.time_limit_min} asked, {tight.time_limit_of} allows "
+            f"{at}.time_limit_min: {wanted.time_limit_min} requested, {tight.time_limit_of} allows "
             f"{most:g}"
         )
     minutes = min(wanted.time_limit_min or math.inf, most)
@@ -169,10 +173,10 @@ def _check_time(option: StageOption, wanted: StagePlan, at: str) -> None:
 
 
 def propose_jobs(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
-    """The best plan of grain ``stage``.
+    """Return the best plan in which every stage is a job.
 
     Raises:
-        PlanError: a stage fits nowhere, or what was asked makes no sense.
+        PlanError: a stage fits nowhere, or the request is inconsistent.
     """
     goal = request.get_objective()
     best, *others = job_search.choose_assignments(
@@ -186,13 +190,13 @@ def propose_jobs(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
 def assess_jobs(
     request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
-    """What a given plan would take, with the best one among its alternatives.
+    """Forecast a user's plan, with the best plan among its alternatives.
 
     Args:
-        where: what to call the plan in errors.
+        where: the plan's name in errors.
 
     Raises:
-        PlanError: it cannot be; names the key and the limit.
+        PlanError: the plan is impossible; names the key and the limit.
     """
     plan = request.validate_plan(plan)
     goal, after, priced = (
@@ -292,12 +296,14 @@ def _forecast(
 
 
 def build_plan(options: Sequence[StageOption], flow: Flow) -> Plan:
-    """The plan that runs each stage as its option says; seldom ones are like others."""
+    """Return the plan that runs each stage as its option; offline stages use resources of
+    others."""
     return Plan(stages=with_offline_stages({o.stage: request_for_option(o) for o in options}, flow))
 
 
 def with_offline_stages(stages: Mapping[str, StagePlan], flow: Flow) -> dict[str, StagePlan]:
-    """Resources of all stages: those that are no part of an iteration get what others have."""
+    """Return the resources of all stages; a stage outside of iterations uses those of another
+    stage."""
     seldom = {
         name: stage.colocate_with
         for name, stage in flow.all_stages.items()
@@ -320,7 +326,7 @@ def _alternative(
 
 
 def _why(own: StageOption, its: StageOption) -> str:
-    """What the other option spends more on, time, money or waiting; or what it saves."""
+    """Describe where the other option spends more time, money or waiting, or what it saves."""
     if its.seconds > own.seconds:
         part = max(its.parts, key=lambda name: its.parts[name].mean - _part_seconds(own, name))
         theirs, ours = _part_seconds(its, part), _part_seconds(own, part)

@@ -1,4 +1,5 @@
-"""``rlinf plan`` and ``rlinf replan``: make a plan, explain it, write it and its page."""
+"""The commands ``rlinf plan`` and ``rlinf replan``: make a plan, explain it, and write it with its
+page."""
 
 from __future__ import annotations
 
@@ -56,13 +57,13 @@ from stages.layout import PLAN_FILE
 
 
 def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
-    """The best plan for a request.
+    """Return the best plan for a request.
 
     Args:
         what_ifs: clusters to compare with, such as ``h100=8``.
 
     Raises:
-        PlanError: a stage fits nowhere, or what was asked makes no sense.
+        PlanError: a stage fits nowhere, or the request is inconsistent.
     """
     make = job_planner.propose_jobs if request.execution == "stage" else pool_planner.propose_pools
     return make(request.with_price_note(), what_ifs)
@@ -71,24 +72,24 @@ def propose_plan(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProp
 def assess_plan(
     request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
-    """What a given plan would take, with the best one of its grain among its alternatives.
+    """Forecast a user's plan, with the best plan of the same execution among its alternatives.
 
     Args:
-        where: what to call the plan in errors.
+        where: the plan's name in errors.
 
     Raises:
-        PlanError: it cannot be; names the key and the limit.
+        PlanError: the plan is impossible; names the key and the limit.
     """
     make = job_planner.assess_jobs if plan.execution == "stage" else pool_planner.assess_pools
     return make(request.with_price_note(), plan, where, what_ifs)
 
 
 PART_SHADES = (0.3, 0.42, 0.54, 0.66, 1.0)
-"""Opacity of the parts of a stage, the last of which is its work."""
+"""Opacity of the parts of a stage; the last part is its work."""
 
 
 def render_page(proposal: PlanProposal, title: str) -> str:
-    """The page as text."""
+    """Render the plan's page as HTML."""
     forecast = proposal.forecast
     sections = [("gantt", "Predicted iteration", gantt_chart(proposal))]
     if proposal.what_ifs:
@@ -118,13 +119,14 @@ def render_page(proposal: PlanProposal, title: str) -> str:
 
 
 def gantt_chart(proposal: PlanProposal) -> Figure:
-    """Each stage on its lane, its parts in shades; the whisker is the 10 % to 90 % interval."""
+    """Draw the stages on lanes, with their parts in shades; the whisker is the 10 % to 90 %
+    interval."""
     lanes, shown = assign_lanes(proposal.rows), stage_colours(row.stage for row in proposal.rows)
     figure, axis = plt.subplots(figsize=(10, 0.55 * len(lanes) + 1.4))
     for at, row in ((at, row) for at, lane in enumerate(lanes) for row in lane):
         start = row.start_s
-        opacity = [*PART_SHADES[: len(row.parts_s) - 1], PART_SHADES[-1]]
-        for (name, length), shade in zip(row.parts_s.items(), opacity, strict=False):
+        opacity = [*PART_SHADES[: len(row.breakdown_s) - 1], PART_SHADES[-1]]
+        for (name, length), shade in zip(row.breakdown_s.items(), opacity, strict=False):
             axis.barh(at, length, 0.6, start, color=shown[row.stage], alpha=shade, label=name)
             start += length
         axis.errorbar(
@@ -139,7 +141,7 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
     axis.set(xlabel="seconds", xlim=(0, None), ylim=(len(lanes) - 0.4, -0.6))
     axis.grid(axis="y", visible=False)
     handles = [Patch(color=shown[row.stage], label=row.stage) for row in proposal.rows]
-    names = max((list(row.parts_s) for row in proposal.rows), key=len)
+    names = max((list(row.breakdown_s) for row in proposal.rows), key=len)
     shades = [
         Patch(color="#24292f", alpha=shade, label=name)
         for name, shade in zip(names, [*PART_SHADES[: len(names) - 1], 1.0], strict=True)
@@ -157,7 +159,7 @@ def gantt_chart(proposal: PlanProposal) -> Figure:
 
 
 def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows by place and size; those that run side by side are on lanes of their own."""
+    """Group rows by place and size; rows that run at the same time get different lanes."""
     lanes: list[list[PlanRow]] = []
     for row in rows:
         for lane in lanes:
@@ -172,7 +174,7 @@ def assign_lanes(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
 
 def what_if_chart(proposal: PlanProposal) -> Figure:
-    """Iteration times of the best plans of clusters that differ."""
+    """Draw the iteration times of the best plans of different clusters."""
     cases = [case for case in proposal.what_ifs if math.isfinite(case.seconds)]
     names = ["as it is", *(case.what for case in cases)]
     values = np.array([proposal.forecast.iteration_s, *(case.seconds for case in cases)])
@@ -211,10 +213,10 @@ def build_request(
     *,
     is_user_plan: bool = False,
 ) -> PlanRequest:
-    """Gather what the planner needs.
+    """Collect the planner's input.
 
     Args:
-        given: to assess a plan by hand.
+        is_user_plan: the request assesses a plan that the user wrote.
 
     Raises:
         PlanError: a file is missing or wrong, or the profile is of another run.
@@ -240,7 +242,7 @@ def build_request(
         sited = cluster.model_copy(update={"site": site})
         door = partial(check_quota, cluster=sited, inventory=inventory)
         if not profile.estimated:
-            # Without data sheets, or of another sort of model, measurements alone say what fits.
+            # Without data sheets or formulas of the model, only measurements show what fits.
             with suppress(PlanError, DataError):
                 devices = with_memory_floors(devices, estimate_profile(config, inventory, known))
     elif profile is not None:
@@ -265,7 +267,7 @@ def build_request(
 
 
 def write_proposal(proposal: PlanProposal, out: Path, title: str) -> Path:
-    """Write the plan, beside it its page, and of pools the problem; returns the page's path.
+    """Write the plan, its page and, for pools, the placement problem. Returns the page's path.
 
     Raises:
         InputError: a file cannot be written.
@@ -303,7 +305,7 @@ def print_proposal(proposal: PlanProposal) -> None:
 
 
 def describe_optimality(proposal: PlanProposal) -> str:
-    """How near the best the plan is, in words."""
+    """Describe how near the plan is to the optimum."""
     if proposal.exact:
         return "no plan is better under these predictions"
     if proposal.alternatives and proposal.alternatives[0].cost < proposal.forecast.cost:
@@ -313,7 +315,7 @@ def describe_optimality(proposal: PlanProposal) -> str:
 
 
 def plan_table(proposal: PlanProposal) -> Table:
-    """A row for each stage; the size is nodes x devices of each."""
+    """Return the table of stages; the size is nodes x devices of each node."""
     out = Table(
         title=f"plan: {proposal.mode}, for the least {proposal.objective}",
         title_justify="left",
@@ -328,7 +330,7 @@ def plan_table(proposal: PlanProposal) -> Table:
         out.add_column(heading, justify="right", no_wrap=True)
     out.add_column("bound by", no_wrap=True)
     for row in proposal.rows:
-        share = row.parts_s[row.bound_by] / row.seconds if row.seconds else 0.0
+        share = row.breakdown_s[row.bound_by] / row.seconds if row.seconds else 0.0
         out.add_row(
             row.stage,
             row.place,
@@ -342,7 +344,7 @@ def plan_table(proposal: PlanProposal) -> Table:
 
 
 def alternatives_table(proposal: PlanProposal) -> Table:
-    """The best other plans and why each loses."""
+    """Return the table of the best other plans and why each is worse."""
     out = Table(
         title="alternatives",
         title_justify="left",
@@ -361,7 +363,7 @@ def alternatives_table(proposal: PlanProposal) -> Table:
 
 
 def choices_table(proposal: PlanProposal) -> Table:
-    """What the plan uses of what it could, and what that brings or would."""
+    """Return the table of optional features of the plan and the time that they save."""
     out = Table(
         title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -376,7 +378,7 @@ def choices_table(proposal: PlanProposal) -> Table:
 
 
 def what_if_table(proposal: PlanProposal) -> Table:
-    """The best plans of clusters that differ."""
+    """Return the table of the best plans of different clusters."""
     out = Table(
         title="what if", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
@@ -392,13 +394,13 @@ def what_if_table(proposal: PlanProposal) -> Table:
 
 
 def format_seconds(value: float) -> str:
-    """A duration with three digits."""
+    """Format a duration with three digits."""
     unit, factor = _unit(value)
     return f"{_digits(value * factor)} {unit}"
 
 
 def format_interval(low: float, high: float) -> str:
-    """Two durations, in the unit of the longer one."""
+    """Format two durations in the unit of the longer one."""
     unit, factor = _unit(high)
     return f"{_digits(low * factor)} - {_digits(high * factor)} {unit}"
 
@@ -422,7 +424,7 @@ def run_plan(
     user_plan: Path | None = None,
     execution: Execution = "stage",
 ) -> None:
-    """``rlinf plan``: plan, print, write; or assess a given plan, which is left as it is."""
+    """Run ``rlinf plan``: plan, print and write; or assess a user's plan, which is not changed."""
     request = build_request(
         config, sources, objective, execution, is_user_plan=user_plan is not None
     )
@@ -432,7 +434,7 @@ def run_plan(
         )
         return
     proposal = propose_plan(request, what_ifs)
-    # The files first: the reader of what is printed may close its end.
+    # Files are written first, because the reader of the output may close the pipe.
     beside = write_proposal(proposal, out, config.run.name)
     print_proposal(proposal)
     create_console().print(f"plan: {out}\npage: {beside}", soft_wrap=True)
@@ -441,11 +443,12 @@ def run_plan(
 def run_replan(
     run: Run, sources: PlanningSources | None, objective: str | None, *, apply: bool
 ) -> None:
-    """``rlinf replan``: predicted against actual, then a plan that knows what the run has taught.
+    """Run ``rlinf replan``: compare forecast and measurement, then make a plan with the run's
+    corrections.
 
     Args:
-        sources: instead of those of the run's plan.
-        apply: put it in the place of the run's plan, for the next start of a driver.
+        sources: used instead of those of the run's plan.
+        apply: replace the run's plan for the next start of a driver.
 
     Raises:
         PlanError: the plan was not made by ``rlinf plan``, or no iteration counts yet.
@@ -464,7 +467,7 @@ def run_replan(
         run.config, sources, objective or plan.forecast.objective, plan.execution
     )
     same = plan.forecast.sources is None or sources.profile == plan.forecast.sources.profile
-    # Corrections are those of one profile; another one has measured anew.
+    # Corrections belong to one profile and do not apply to another one.
     known = compute_corrections(plan, measure_times(run), request) if same else {}
     proposal = propose_plan(replace(request, corrections=known))
     if proposal.plan.forecast is not None:
@@ -486,9 +489,9 @@ def run_replan(
 def compute_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
 ) -> dict[tuple[str, str], Correction]:
-    """How much longer than the profile says each stage takes, for the kinds it ran on.
+    """Return how much longer than the profile each stage takes, for the kinds it ran on.
 
-    The plan's prediction may already hold what an earlier run taught.
+    The plan's forecast may already contain corrections of an earlier run.
     """
     assert plan.forecast is not None
     learnt = {
@@ -511,7 +514,7 @@ def compute_corrections(
 def pool_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes]
 ) -> dict[tuple[str, str], Correction]:
-    """Of stages in pools: what they computed beside what was predicted."""
+    """Return the corrections of stages in pools: measured over predicted work."""
     assert plan.forecast is not None
     found = {}
     for pool in plan.pools:
@@ -530,7 +533,8 @@ def pool_corrections(
 def job_corrections(
     plan: Plan, times: Mapping[str, MeasuredTimes], request: PlanRequest
 ) -> dict[tuple[str, str], Correction]:
-    """Of stages in jobs of their own: start and imports, and all that comes after these."""
+    """Return the corrections of stages in jobs: of start and imports, and of everything after
+    these."""
     assert plan.forecast is not None
     found = {}
     for stage, forecast in plan.forecast.stages.items():
@@ -553,7 +557,7 @@ def job_corrections(
 
 
 def actual_table(lines: Sequence[ForecastComparison]) -> Table:
-    """Predicted against actual."""
+    """Return the table of forecast and measurement."""
     out = Table(
         title="predicted against actual",
         title_justify="left",

@@ -1,4 +1,4 @@
-"""Proposals of grain ``segment``: pools that hold their devices over many iterations."""
+"""Planner for the execution ``segment``: pools that keep their devices over many iterations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALTERNATIVES = 4
 
 
 def propose_pools(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanProposal:
-    """The best division of the stages over pools.
+    """Return the best division of the stages over pools.
 
     Raises:
         PlanError: the stages fit nowhere.
@@ -60,13 +60,13 @@ def propose_pools(request: PlanRequest, what_ifs: Sequence[str] = ()) -> PlanPro
 def assess_pools(
     request: PlanRequest, plan: Plan, where: str, what_ifs: Sequence[str] = ()
 ) -> PlanProposal:
-    """What a given plan would take, with the best one among its alternatives.
+    """Forecast a user's plan, with the best plan among its alternatives.
 
     Args:
-        where: what to call the plan in errors.
+        where: the plan's name in errors.
 
     Raises:
-        PlanError: it cannot be; names the key and the limit.
+        PlanError: the plan is impossible; names the key and the limit.
     """
     check_separate_policy(request.config, plan)
     plan = request.validate_plan(plan)
@@ -94,7 +94,7 @@ def assess_pools(
 def _solve(
     request: PlanRequest, problem: PlacementProblem, alternatives: int = 1
 ) -> list[PlacementSolution]:
-    """See :func:`solve`; where no placement fits, names the limits of accounting too."""
+    """Solve the problem; if no placement fits, the error also names the limits of accounting."""
     try:
         return solve(problem, request.get_objective(), alternatives)
     except PlanError as error:
@@ -104,11 +104,11 @@ def _solve(
 
 
 def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
-    """The placement that a plan describes.
+    """Return the placement of a plan.
 
     Raises:
-        PlanError: it holds what is not there, more than there is, or a stage cannot run on its
-            pool; or it is of a sort that is not predicted.
+        PlanError: the plan uses devices that do not exist, or too many; a stage cannot run on its
+            pool; or the plan is of a form that cannot be predicted.
     """
     stages = [stage.name for stage in problem.stages]
     for part in plan.flow.separate_policy:
@@ -130,19 +130,19 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         for kind in problem.kinds if pool.workers is None else ():
             if (count := pool.gpus.get(kind.name, 0)) > (kind.job_gpus or count):
                 raise PlanError(
-                    f"{where}: pools[{i}].gpus: {count} {kind.name} asked, its jobs have at most "
-                    f"{kind.job_gpus} (MaxNodes of the partition)"
+                    f"{where}: pools[{i}].gpus: {count} {kind.name} requested, its jobs have at "
+                    f"most {kind.job_gpus} (MaxNodes of the partition)"
                 )
     for k, kind in enumerate(problem.kinds):
         count = sum(gpus[k] for gpus in placement.gpus)
         if count > kind.gpus:
-            raise PlanError(f"{where}: pools: {count} {kind.name} asked, there are {kind.gpus}")
+            raise PlanError(f"{where}: pools: {count} {kind.name} requested, there are {kind.gpus}")
     for together, most in problem.shared:
         own = [k for k, kind in enumerate(problem.kinds) if kind.name in together]
         count = sum(gpus[k] for gpus in placement.gpus for k in own)
         if count > most:
             raise PlanError(
-                f"{where}: pools: {count} {' and '.join(together)} asked, which have {most} "
+                f"{where}: pools: {count} {' and '.join(together)} requested, which have {most} "
                 "together (they share nodes)"
             )
     predictor = Predictor(problem)
@@ -254,8 +254,7 @@ def _rows(
 
 
 def _place(problem: PlacementProblem, placement: Placement, stage: int) -> tuple[str, str, int]:
-    """Kinds, pool and number of devices that a stage works on; ``4 of 8`` where others have the
-    rest of the pool."""
+    """Return kinds, pool and number of devices of a stage; ``4 of 8`` if others use the rest."""
     number, job = next(
         (n, job) for n, job in enumerate(placement.jobs, 1) if stage in placement.stages_of(job)
     )
@@ -282,7 +281,7 @@ def _plan(request: PlanRequest, problem: PlacementProblem, placement: Placement)
 
 
 def _pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
-    """One job where it can be; otherwise one for each device, which only generators can be."""
+    """Return a pool as one job if possible; otherwise as a job per device, for generators only."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
     held = np.array(placement.gpus)[list(job)].sum(0)
     gpus = {kind.name: int(n) for kind, n in zip(problem.kinds, held, strict=True) if n}
@@ -301,7 +300,7 @@ def _pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...])
 
 
 def _resources(pool: PoolPlan, request: PlanRequest) -> StagePlan:
-    """What a job of the pool asks for; workers of several kinds ask for the same."""
+    """Return the request of a job of the pool; workers of several kinds request the same."""
     count = 1 if pool.workers else next(iter(pool.gpus.values()))
     return request_for_devices([request.devices[name].kind for name in pool.gpus], count)
 
@@ -319,7 +318,7 @@ def _alternative(
 
 
 def _described(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> str:
-    """``rollout on 3 + reward on 1, then train, of 4 a100``."""
+    """Describe a pool: ``rollout on 3 + reward on 1, then train, of 4 a100``."""
     home = pools_of_stages(placement.pools)
 
     def names(stages: Iterable[int]) -> str:
@@ -338,7 +337,7 @@ def _described(problem: PlacementProblem, placement: Placement, job: tuple[int, 
 
 
 def _why(problem: PlacementProblem, own: PlacementPrediction, its: PlacementPrediction) -> str:
-    """The stage whose work grew most; if none did, what is waited for."""
+    """Return the stage whose work grew most; if none did, the reason for waiting."""
     if float(its.total_s) <= float(own.total_s):
         return "it holds more devices"
     more = its.busy_s - own.busy_s

@@ -1,4 +1,11 @@
-"""The problem of grain ``segment``: pools of devices held over many iterations, from a profile."""
+"""The placement problem of pools, built from a profile.
+
+A rollout passes its samples on in chunks. A process decodes as many samples at once as its engine
+has rows, and a finished sample leaves its row to the next one. A step costs ``c0``, and each sample
+in it ``c1``. The chunks of a batch always contain the same samples, so the first of ``m`` is ready
+when the longest of the first ``1 / m`` has ended: long after ``1 / m`` of the time if lengths have
+a tail, and only at the end if all are equal.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +40,11 @@ from stages.flow import flow_of
 
 Array = np.ndarray
 MIN_SAMPLED_LENGTHS = 16384
-"""Samples that are drawn at least."""
+"""Minimum number of sampled lengths."""
 BATCH_DRAWS = (2, 256)
-"""Batches that are drawn, at least and at most."""
+"""Minimum and maximum number of sampled batches."""
 MAX_LENGTH_STEPS = 512
-"""The longest sample counts so many at most: others are rounded to what one of them is then."""
+"""Maximum steps of the longest sample; other lengths are rounded to the same scale."""
 
 
 def first_chunk_shares(
@@ -49,14 +56,15 @@ def first_chunk_shares(
     fixed: float,
     seed: int = 0,
 ) -> dict[int, dict[int, float]]:
-    """By number of parts, then of processes: after what share of the rollout the first is ready.
+    """Return the share of the rollout after which the first chunk is ready, by number of chunks and
+    then of processes.
 
     Args:
-        lengths: steps of samples, as they were seen.
-        samples: of a batch.
-        rows: that a process decodes at once; None: all.
+        lengths: measured steps of samples.
+        samples: samples of a batch.
+        rows: samples that a process decodes at once; None: all.
         fixed: share of the time of one process that half of the batch would take as well.
-        seed: of the drawn batches; the same seed gives the same answer.
+        seed: seed of the sampled batches; the same seed gives the same result.
     """
     known = np.asarray(lengths, np.float64)
     known = np.maximum(1, np.rint(known / max(1.0, known.max() / MAX_LENGTH_STEPS))).astype(
@@ -66,7 +74,7 @@ def first_chunk_shares(
     draws = min(max(MIN_SAMPLED_LENGTHS // samples, BATCH_DRAWS[0]), BATCH_DRAWS[1])
     half, whole = (_decoded(rng.choice(known, (draws, n)), rows) for n in (samples // 2, samples))
     steps, tokens = whole[1].max(1).mean(), samples * float(known.mean())
-    # Of the steps those of the tail are there however small the batch is.
+    # The steps of the tail do not shrink with the batch.
     tail = 2 * half[1].max(1).mean() - steps if samples > 1 else steps
     c0 = min(fixed / max(tail, 1e-9), 1 / steps)
     c1 = (1 - c0 * steps) / tokens
@@ -85,7 +93,8 @@ def first_chunk_shares(
 
 
 def _decoded(lengths: Array, rows: int | None) -> tuple[Array, Array]:
-    """Steps at which samples ``[processes, n]`` begin and end, in the order that they are asked."""
+    """Return the steps at which samples ``[processes, n]`` begin and end, in the order of
+    requests."""
     processes, count = lengths.shape
     begins, ends = np.zeros_like(lengths), lengths.copy()
     if rows is None or count <= rows:
@@ -100,7 +109,7 @@ def _decoded(lengths: Array, rows: int | None) -> tuple[Array, Array]:
 
 
 def _spent(begins: Array, ends: Array, c0: float, c1: float) -> Array:
-    """Time ``[processes, steps + 1]`` until each step has ended."""
+    """Return the time ``[processes, steps + 1]`` until each step has ended."""
     processes, steps = len(ends), int(ends.max())
     change = np.zeros((processes, steps + 1))
     every = np.repeat(np.arange(processes), ends.shape[1])
@@ -118,10 +127,10 @@ CHUNK_CHOICES = (1, 2, 4, 8, 16, 32)
 def build_pool_problem(
     request: PlanRequest, named: Collection[str] = ()
 ) -> tuple[PlacementProblem, Tables]:
-    """The planner's problem, and where its rates come from.
+    """Build the placement problem, and the tables from which its rates come.
 
     Args:
-        named: kinds that are looked at even if their nodes have a better name.
+        named: kinds to include even if a better kind contains their nodes.
 
     Raises:
         PlanError: a stage can run on none of the devices.
@@ -156,7 +165,7 @@ def build_pool_problem(
                 **parts,
             )
         )
-    # A job has like devices; generators are jobs of one device each.
+    # A job has equal devices; generators are jobs of one device each.
     generators = tables.get(flow.elastic_stage or "", {})
     alike = len({devices[kind].kind.gpus_per_node > 0 for kind in generators}) == 1
     problem = PlacementProblem(
@@ -188,8 +197,8 @@ def build_pool_problem(
 def _considered_devices(
     request: PlanRequest, named: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Every node once; again under a worse name that a pin wants, or that allows longer or larger
-    jobs, or more of them."""
+    """Return every node once; again under a worse kind if a pin names it, or if it allows longer,
+    larger or more jobs."""
     priced = request.priced_devices()
     wanted = {*named, *_pinned(request)}
 
@@ -204,7 +213,7 @@ def _considered_devices(
 
 
 def _pinned(request: PlanRequest) -> set[str]:
-    """Worse names of nodes that a stage is pinned to and not to the better one."""
+    """Return the worse kinds to which a stage is pinned, and not to the better kind."""
     return {
         name
         for kinds in request.pins.values()
@@ -216,7 +225,7 @@ def _pinned(request: PlanRequest) -> set[str]:
 def _needed(
     devices: Mapping[str, PartitionDevices], tables: Tables, wanted: Collection[str]
 ) -> dict[str, PartitionDevices]:
-    """Without the worse names of nodes under which no stage can do what it cannot otherwise."""
+    """Remove worse kinds under which no stage gains anything."""
 
     def gains(name: str, better: str) -> bool:
         for found in tables.values():
@@ -237,10 +246,10 @@ def _needed(
 def _works(
     request: PlanRequest, stage: str, devices: Mapping[str, PartitionDevices]
 ) -> dict[str, tuple[StageTimes, RateTable]]:
-    """By kind: a stage's work there, and its rates.
+    """Return the times and rates of a stage, by kind.
 
     Raises:
-        PlanError: it can run on none of them.
+        PlanError: the stage can run on none of the kinds.
     """
     found, reasons = dict[str, tuple[StageTimes, RateTable]](), []
     for kind, own in devices.items():
@@ -257,7 +266,7 @@ def _works(
 
 
 def _mixing(works: Sequence[StageTimes]) -> float:
-    """Of generators of several kinds what the worst pair keeps of their summed speed."""
+    """Return the efficiency of the worst pair of kinds of generators."""
     return min(
         (mixing_efficiency(pair) for pair in combinations(works, 2)),
         default=DEFAULT_MIXING_EFFICIENCY,
@@ -267,9 +276,9 @@ def _mixing(works: Sequence[StageTimes]) -> float:
 def _parts(
     request: PlanRequest, works: Sequence[StageTimes], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """What is known of a rollout that is passed on in parts."""
+    """Return the parameters of a rollout that passes its samples on in chunks."""
     lines = [work.time_line(min(point.processes for point in work.measured)) for work in works]
-    # Of unlike kinds the mean.
+    # The mean over different kinds.
     fixed = statistics.fmean(max(0.0, a) / max(1e-9, a + b) for a, b in lines)
     config, profile = request.config, request.profile
     most = min(config.rollout.batch_size, sum(work.devices.count for work in works))
@@ -283,13 +292,14 @@ def _parts(
 def _with_gpus(
     found: Mapping[str, RateTable], devices: Mapping[str, PartitionDevices]
 ) -> dict[str, RateTable]:
-    """Where GPUs can generate, kinds without any do not: jobs of one pool ask for the same."""
+    """If GPUs can generate, exclude kinds without GPUs, because jobs of one pool request the
+    same."""
     some = {kind: table for kind, table in found.items() if devices[kind].kind.gpus_per_node}
     return some or dict(found)
 
 
 def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
-    """On 0 to all devices of the kind, everything loaded."""
+    """Return the rates on 0 to all devices of the kind, with everything loaded."""
     count = work.devices.count
     counts = np.arange(count + 1)
     table = measured_rates(
@@ -318,7 +328,7 @@ def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
         )
     limit = work.devices.time_limit_min
     if limit is not None:
-        # A job that ends before any stage of it does would begin with the same one for ever.
+        # A job that ends before its first stage does would repeat that stage forever.
         starts = sum(part.mean for part in work.overheads(1).values())
         quickest = starts + 1 / rates.max()
         rates = np.where(rates * (60 * limit - starts) >= 1, rates, 0.0)
@@ -331,7 +341,7 @@ def _rates(work: StageTimes, request: PlanRequest) -> RateTable:
 
 
 def _switches(devices: Mapping[str, PartitionDevices]) -> dict[str, float]:
-    """Bringing the trainer out and in again where devices have a memory of their own."""
+    """Return the seconds to offload and load the trainer, for devices with their own memory."""
     return {
         name: sum(own.profile.overhead_s(part, 1) for part in ("offload", "onload")) / 2
         for name, own in devices.items()
@@ -342,7 +352,7 @@ def _switches(devices: Mapping[str, PartitionDevices]) -> dict[str, float]:
 def _transfers(
     devices: Mapping[str, PartitionDevices], profile: Profile
 ) -> dict[tuple[str, str], float]:
-    """New weights from a pool of one kind to a pool of another: by network, or through files."""
+    """Return the seconds of new weights between pools of two kinds: by network or through files."""
     return {
         (source, target): min(transfer_seconds(a, b, profile).values())
         for source, a in devices.items()
@@ -353,8 +363,8 @@ def _transfers(
 def transfer_seconds(
     a: PartitionDevices, b: PartitionDevices, profile: Profile
 ) -> dict[str, float]:
-    """Seconds that new weights take from a pool of one kind to one of another, by each way that
-    was measured: files always, and the links between their nodes."""
+    """Return the seconds of new weights from one kind to another, by each measured way: always
+    files, and the links between their nodes."""
     files = a.profile.overhead_s("publish", 1) + b.profile.overhead_s("weight_load", 1)
     ways = {"file": files}
     for link in measured_links(profile, a, b):
@@ -366,7 +376,7 @@ def transfer_seconds(
 def measured_links(
     profile: Profile, a: PartitionDevices, b: PartitionDevices
 ) -> list[MeasuredLink]:
-    """Measured ways between nodes of two kinds."""
+    """Return the measured links between nodes of two kinds."""
     ends = {a.profile.partition, b.profile.partition}
     return [
         link

@@ -1,24 +1,23 @@
-"""How long an iteration takes under a placement. Exact for the model below, and vectorised.
+"""The predictor of iteration times: exact for the model below, and vectorised.
 
-An iteration is passed on in ``m`` equal micro-batches. A stage of duration ``t`` (alone, on its
-pool) takes ``t / m`` for each. It starts when its first input is there and its pool is free, works
-at a constant rate, and waits where its input comes slower. Since stages only ever slow down on the
-way (the gaps between their outputs never shrink), the last output is bound either by the start or
-by the last input:
+An iteration is divided into ``m`` equal micro-batches. A stage of duration ``t`` (alone, on its
+pool) takes ``t / m`` for each. It starts when its first input exists and its pool is free, works at
+a constant rate, and waits if its input is slower. Because stages only slow down along the way (the
+gaps between their outputs never shrink), the last output is bound either by the start or by the
+last input: finish = max(start + t, finish of the last input + t / m).
 
-    finish = max(start + t, finish of the last input + t / m)
+A stage without inputs may be ready with its first micro-batch later than that
+(``PlacementStage.lead``): samples that are decoded together end with the longest of them. If it
+shares its pool, it produces micro-batches one after another, so more of them take longer
+(``PlacementStage.again``).
 
-A stage that takes nothing may be ready with its first micro-batch later than that (``Stage.lead``):
-samples that are decoded side by side end when the longest of them does. One that shares its pool
-makes micro-batches one after another, so more of them take longer (``Stage.again``).
+A stage in several pools begins when all of them are free. Stages that share a pool with it pass
+their output on as a whole.
 
-A stage that is in several pools begins when all of them are free. What it shares a pool with passes
-nothing on to it in parts.
+An iteration ends when all stages are done and the new weights have arrived; then the next one
+begins in all pools at once. A pool that changes to a stage loads it as soon as the pool is free.
 
-An iteration ends when all stages are done and the new weights have arrived; the next one then
-begins in all pools at once. A pool that changes to a stage brings it in as soon as it is free.
-
-The test of this module checks that against the recurrence over all micro-batches.
+The test of this module compares it with the recurrence over all micro-batches.
 """
 
 from __future__ import annotations
@@ -38,27 +37,28 @@ from pipeline.planning.planner.problem import (
 
 Array = np.ndarray
 STEADY_ITERATIONS = 32
-"""Iterations until the time between them counts, and so many that it is the mean of."""
+"""Number of iterations before the time between iterations is measured, and over which it is
+averaged."""
 
 
 @dataclass(frozen=True)
 class PlacementPrediction:
-    """What a placement gives; every array has the shape of the allocations asked about."""
+    """The predicted times of placements; every array has the shape of the allocations."""
 
     total_s: Array
-    """Duration of an iteration; infinite where a stage cannot run."""
+    """Duration of an iteration; infinite if a stage cannot run."""
     start_s: Array
-    """``[stages, ...]`` when each stage begins."""
+    """Start of each stage, ``[stages, ...]``."""
     finish_s: Array
-    """``[stages, ...]`` when each stage ends."""
+    """End of each stage, ``[stages, ...]``."""
     busy_s: Array
-    """``[stages, ...]`` how long each stage computes."""
+    """Seconds of work of each stage, ``[stages, ...]``."""
     sync_s: Array
-    """Bringing the weights over."""
+    """Seconds to transfer the weights."""
 
 
 class Predictor:
-    """Predictions for one problem; tables are made once."""
+    """Predicts times for one problem, with tables that are built once."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
@@ -68,20 +68,20 @@ class Predictor:
         self.tables = [
             [problem.rate_table(stage, k) for k in range(len(kinds))] for stage in problem.stages
         ]
-        """By stage and kind: rates ``[gpus + 1]``."""
+        """Rates ``[gpus + 1]`` by stage and kind."""
         self.best = [[np.maximum.accumulate(table) for table in row] for row in self.tables]
-        """By stage and kind: the most that any number of GPUs up to ``[gpus + 1]`` gives."""
+        """Best rate of any number of GPUs up to ``[gpus + 1]``, by stage and kind."""
         self.groups = lockstep_groups(problem)
-        """Stage numbers that work in lockstep, in order; most groups hold one stage."""
+        """Stage numbers that work in lockstep, in order; most groups have one stage."""
         self._edges = [
             (self._index[name], s) for s, stage in enumerate(problem.stages) for name in stage.after
         ]
         ends = problem.sync
         known = ends is not None and all(name in self._index for name in ends)
         self.source = self._index[ends[0]] if ends and known else None
-        """The stage that makes the weights; None where none are moved."""
+        """The stage that produces the weights; None if no weights move."""
         self.target = self._index[ends[1]] if ends and known else None
-        """The stage that takes them in."""
+        """The stage that loads the weights."""
         self._switch = np.array(
             [[stage.switch_s.get(kind.name, 0.0) for kind in kinds] for stage in problem.stages]
         )
@@ -90,7 +90,7 @@ class Predictor:
         )
 
     def predict(self, placement: Placement) -> PlacementPrediction:
-        """The prediction for a placement, with arrays of shape ``[]`` and ``[stages]``."""
+        """Return the prediction for one placement, with arrays of shape ``[]`` and ``[stages]``."""
         gpus = [np.array(pool)[:, None] for pool in placement.gpus]
         many = self.predict_batch(placement.pools, gpus, placement.num_chunks)
         return PlacementPrediction(*(value[..., 0] for value in vars(many).values()))
@@ -104,17 +104,17 @@ class Predictor:
         free: Sequence[Array] | None = None,
         weights_s: float = 0.0,
     ) -> PlacementPrediction:
-        """Predictions for many allocations of the same pools.
+        """Return predictions for many allocations of the same pools.
 
         Args:
             pools: stage numbers of each pool.
-            gpus: by pool int ``[kinds, n]``.
+            gpus: GPUs by pool, int ``[kinds, n]``.
             chunks: micro-batches per iteration, one number or int ``[n]``.
-            held: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count, and
-                that must be of one kind where pools do not mix; all by default. With fewer than
+            counted_gpus: by pool int ``[kinds, n]``, the GPUs whose switching and transfers count,
+                and that must be of one kind if pools do not mix; all by default. With fewer than
                 ``gpus`` the prediction is a lower bound for every allocation between the two.
-            free: by pool ``[n]``, when it is free of what came before; at 0 by default.
-            weights_s: when the weights are there that the stage takes in to which they move.
+            free: time ``[n]`` at which each pool is free; 0 by default.
+            weights_s: time at which the weights arrive at the stage that loads them.
         """
         problem, count = self.problem, gpus[0].shape[1]
         counted_gpus = gpus if counted_gpus is None else counted_gpus
@@ -153,7 +153,7 @@ class Predictor:
             ahead: float | Array = 1 / chunks
             if stages[group[0]].lead and not shared:
                 most, own = on[home[group[0]]]
-                # Fewer GPUs may be ready with their first part earlier; none before its share.
+                # Fewer GPUs may finish their first part earlier, but none before its share.
                 is_fixed = (most == own).all(0)
                 ahead = np.where(
                     is_fixed, stages[group[0]].first_chunk_share(chunks, own.sum(0)), ahead
@@ -166,7 +166,7 @@ class Predictor:
         moved = self._moving(home, counted_gpus)
         total = finish.max(0)
         if self.source is not None:
-            # Weights move as soon as they are trained, beside stages that end later.
+            # Weights move as soon as they are trained, while other stages may still run.
             total = np.maximum(total, finish[self.source] + moved)
         for job in pools_of_jobs(pools):
             if not problem.may_mix([s for p in job for s in pools[p]]):
@@ -181,12 +181,11 @@ class Predictor:
         return PlacementPrediction(total, start, finish, busy, moved)
 
     def steady_period_s(self, placement: Placement, stale: int) -> float:
-        """Seconds from one iteration to the next where the stage that takes weights in has those
-        of ``stale`` iterations before the newest, and every pool begins with the next iteration as
-        soon as it is free.
+        """Return the seconds per iteration if rollouts use weights that are ``stale`` iterations
+        old, and every pool begins the next iteration as soon as it is free.
 
-        A pool finishes one iteration before it turns to the next, so what it waits for in one is
-        not filled with another.
+        A pool finishes one iteration before it starts the next, so waiting in one is not filled
+        with work of another.
         """
         pools, arrived = placement.pools, list[float]()
         gpus = [np.array(pool)[:, None] for pool in placement.gpus]
@@ -204,11 +203,11 @@ class Predictor:
     def _together(
         self, places: Sequence[int], gpus: Sequence[Array], held: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """The GPUs of some pools, and those of them that are held ``[kinds, n]`` each."""
+        """Return the GPUs of some pools, and the counted ones among them, ``[kinds, n]`` each."""
         if len(places) == 1:
             return gpus[places[0]], held[places[0]]
         own = np.sum([held[p] for p in places], axis=0)
-        # What is not settled yet may have been promised to each.
+        # GPUs that are not assigned yet may be counted for several pools.
         return np.minimum(
             np.sum([gpus[p] for p in places], axis=0), np.maximum(own, self._most)
         ), own
@@ -216,10 +215,10 @@ class Predictor:
     def num_transfers(
         self, group: Sequence[int], home: Mapping[int, Sequence[int]], chunks: int | Array
     ) -> int | Array:
-        """Micro-batches that a group takes from or gives to other pools.
+        """Return the number of micro-batches that a group exchanges with other pools.
 
-        ``chunks`` where it streams, 1 where it only hands over the whole, 0 where all that it
-        takes and gives stays in its pool.
+        It is ``chunks`` if the group streams, 1 if it only passes on the whole, and 0 if all its
+        inputs and outputs stay in its pool.
         """
         passed = [
             (a, b)
@@ -231,9 +230,9 @@ class Predictor:
         return min(1, len(passed))
 
     def duration(self, stage: int, gpus: Array, held: Array | None = None) -> Array:
-        """Seconds of a stage alone on GPUs ``[kinds, n]``; infinite where it cannot run.
+        """Return the seconds of a stage alone on GPUs ``[kinds, n]``; infinite if it cannot run.
 
-        With fewer ``held``: not more than on any number of GPUs of each kind between the two.
+        With fewer ``held`` GPUs it is a lower bound for any number of each kind between the two.
         """
         held = gpus if held is None else held
         parts = self.rates(stage, gpus, held)
@@ -242,20 +241,21 @@ class Predictor:
             rate = fastest
         else:
             mixed = rate * np.where((parts > 0).sum(0) > 1, self.problem.mixing, 1.0)
-            # All of a pool work; of what is not settled yet a kind could be left out.
+            # All GPUs of a pool work; of unassigned ones a kind may be left out.
             rate = np.where((gpus == held).all(0), mixed, np.maximum(mixed, fastest))
             rate = np.where(((held > 0) & (parts == 0)).any(0), 0.0, rate)
         with np.errstate(divide="ignore"):
             return 1.0 / rate
 
     def rates(self, stage: int, gpus: Array, held: Array) -> Array:
-        """Iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with fewer
-        ``held`` the most that a number up to ``gpus`` gives."""
+        """Return iterations per second of a stage on its GPUs of each kind ``[kinds, n]``; with
+        fewer ``held`` GPUs the best rate of any number up to ``gpus``."""
         kinds = zip(self.tables[stage], self.best[stage], gpus, held, strict=True)
         return np.stack([np.where(n == own, t[n], best[n]) for t, best, n, own in kinds])
 
     def min_switch_s(self, group: Sequence[int], pool: Sequence[int]) -> float:
-        """Seconds that a pool needs at least to change to a group; 0 if it holds nothing else."""
+        """Return the minimum seconds in which a pool changes to a group; 0 if it has no other
+        stages."""
         if set(pool) <= set(group):
             return 0.0
         mine = [s for s in group if s in pool]
@@ -267,7 +267,7 @@ class Predictor:
         return float(min((self._switch[mine, k].sum() for k in usable), default=0.0))
 
     def min_sync_s(self, pools: PoolStages) -> float:
-        """Seconds that bringing the weights over takes at least."""
+        """Return the minimum seconds to transfer the weights."""
         ends = self._sync_ends(pools_of_stages(pools))
         if ends is None:
             return 0.0
@@ -280,10 +280,11 @@ class Predictor:
     def _group_time(
         self, group: Sequence[int], home: Mapping[int, tuple[int, ...]], busy: Array
     ) -> Array:
-        """A cycle in one pool takes turns; over pools, two halves of each micro-batch swap places.
+        """Return the time of a cycle: in one pool its stages take turns; over pools, two halves of
+        each micro-batch alternate.
 
-        A step then takes as long as the slowest side, or as both halves need for their way through
-        all sides, two at a time. Once per micro-batch a half has nothing to overlap with.
+        A step then takes as long as the slowest side, or as both halves need for all sides, two at
+        a time. Once per micro-batch a half has nothing to overlap with.
         """
         if len(group) == 1:
             return busy[group[0]]
@@ -322,20 +323,20 @@ class Predictor:
 
 
 def in_separate_pools(home: Mapping[int, Sequence[int]], a: int, b: int) -> bool:
-    """Whether two stages share no pool."""
+    """Return True if two stages share no pool."""
     return not set(home[a]) & set(home[b])
 
 
 def is_time_shared(group: Sequence[int], home: Mapping[int, Sequence[int]]) -> bool:
-    """Whether others have turns between the parts of a group: those of its pools, but for stages
-    that have all of its job, which come after all parts."""
+    """Return True if other stages of its pools run between the parts of a group. Stages that use
+    the whole job do not count, because they run after all parts."""
     here = {place for member in group for place in home[member]}
     others = [places for s, places in home.items() if s not in group and here & set(places)]
     return any(len(places) <= max(len(home[s]) for s in group) for places in others)
 
 
 def lockstep_groups(problem: PlacementProblem) -> list[tuple[int, ...]]:
-    """Stage numbers by cycle: neighbours of the same cycle together, all others alone."""
+    """Return stage numbers by cycle: neighbours of the same cycle together, all others alone."""
     groups: list[tuple[int, ...]] = []
     for s, stage in enumerate(problem.stages):
         if groups and stage.cycle is not None:

@@ -1,13 +1,13 @@
-"""What the planner is asked: stages with measured speeds, kinds of GPUs, and what links them.
+"""The placement problem: stages with measured speeds, kinds of GPUs, objectives, and its YAML file.
 
 A placement divides the GPU stages over *pools*. The stages of a pool take turns on all its GPUs
-(collocated); pools run side by side and pass on micro-batches as they are done (disaggregated).
-One pool is the purely collocated plan, a pool for each stage the purely disaggregated one, all
-else hybrid. A pool may hold GPUs of several kinds; each then takes a share of the samples in
-proportion to its speed.
+(collocated); pools run at the same time and pass micro-batches to each other (disaggregated). One
+pool is the purely collocated plan, a pool for each stage the purely disaggregated one, all others
+are hybrid. A pool may contain GPUs of several kinds; each kind then processes a share of the
+samples in proportion to its speed.
 
-Pools may overlap: a stage that is in several works on the GPUs of all of them together. Such pools
-are one job (``pools[].ranks`` of a plan), whose other stages run side by side before.
+Pools may overlap: a stage in several pools works on the GPUs of all of them. Such pools are one job
+(``pools[].stage_ranks`` of a plan), whose other stages run at the same time before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PoolStages = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class GpuKind:
-    """Like GPUs: those of one partition that do not differ."""
+    """The equal GPUs of one partition."""
 
     name: str
     gpus: int
@@ -47,15 +47,15 @@ class GpuKind:
     interruptions_per_hour: float = 0.0
     """Expected preemptions and node failures of a pool, per hour."""
     per_node: int = 0
-    """GPUs of a node, where jobs have as many on each of their nodes; 0: any number is fine."""
+    """GPUs of a node, if jobs must use as many on each of their nodes; 0: any number is allowed."""
     waits_s: tuple[tuple[int, float], ...] = ()
-    """Numbers of nodes and the waits of jobs of so many, where those differ from ``wait_s``."""
+    """Numbers of nodes and the waits of such jobs, where they differ from ``wait_s``."""
     job_gpus: int = 0
-    """GPUs of a job, at most; 0: all there are."""
+    """Maximum GPUs of a job; 0: no limit."""
 
     def queue_wait_s(self, gpus: np.ndarray) -> np.ndarray:
-        """The wait of jobs of so many GPUs, float64 like ``gpus``; 0 of none. What is known of the
-        nearest number of nodes counts, and more nodes never wait less."""
+        """Return the wait of jobs of this many GPUs, float64 like ``gpus``; 0 without GPUs. The
+        nearest measured number of nodes counts, and more nodes never wait less."""
         if not self.waits_s:
             return np.where(gpus > 0, self.wait_s, 0.0)
         nodes, waits = np.array(sorted(self.waits_s)).T
@@ -65,7 +65,7 @@ class GpuKind:
         return np.where(gpus > 0, known, 0.0)
 
     def round_to_job_size(self, gpus: np.ndarray) -> np.ndarray:
-        """How many of so many GPUs a job can have."""
+        """Return how many of these GPUs a job can have."""
         if self.job_gpus:
             gpus = np.minimum(gpus, self.job_gpus)
         if not self.per_node:
@@ -75,37 +75,40 @@ class GpuKind:
 
 @dataclass(frozen=True)
 class PlacementStage:
-    """One stage and its measured speed."""
+    """A stage with its measured speed."""
 
     name: str
     rates: Mapping[str, np.ndarray]
-    """By kind: iterations per second on 0, 1, ... GPUs, float64 ``[gpus + 1]``; 0 where that many
-    cannot run it (memory, divisibility). A kind that is left out cannot run it at all."""
+    """Iterations per second by kind on 0, 1, ... GPUs, float64 ``[gpus + 1]``; 0 if that many
+    cannot run the stage (memory, divisibility). A missing kind cannot run it at all."""
     after: tuple[str, ...] = ()
-    """Stages whose output it takes."""
+    """Stages whose output this stage consumes."""
     streams: bool = True
-    """Whether it can begin on a part of its input."""
+    """True if the stage can start on a part of its input."""
     divisible: bool = True
-    """Whether unlike GPUs add up, all of its pool; otherwise the quickest kind does all."""
+    """True if the speeds of different GPUs in the pool add up; otherwise the fastest kind does
+    all."""
     chunk_s: float = 0.0
     """Overhead of each micro-batch passed between pools, seconds."""
     lead: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Of one that takes nothing and has its pool to itself, by number of micro-batches and then of
-    GPUs: after what share of its time the first is ready; ``1 / m`` where nothing is said. Numbers
-    of GPUs in between are as the next lower one. The others follow evenly."""
+    """Share of the stage's time after which its first micro-batch is ready, by number of
+    micro-batches and of GPUs, for a stage without inputs that has its pool to itself; ``1 / m`` by
+    default. Numbers of GPUs in between use the next lower entry. The other micro-batches follow
+    evenly."""
     again: float = 0.0
-    """Of one that takes nothing and shares its pool: it makes micro-batches one after another, and
-    each after the first takes so much of its time once more."""
+    """For a stage without inputs that shares its pool: it produces micro-batches one after another,
+    and each after the first repeats this share of its time."""
     switch_s: Mapping[str, float] = field(default_factory=dict)
-    """By kind: seconds to bring it in and out where it shares a pool; 0 when all fits at once."""
+    """Seconds to load and offload the stage by kind, if it shares a pool; 0 if all stages fit at
+    once."""
     cycle: str | None = None
-    """Stages of one cycle (simulate, generate) work in lockstep; they stand next to each other."""
+    """Name of a cycle (simulate, generate), whose adjacent stages work in lockstep."""
     beside: bool = False
-    """Whether it may have some GPUs of its job while other stages have the rest."""
+    """True if it may use some GPUs of its job while other stages use the rest."""
 
     def first_chunk_share(self, chunks: int | np.ndarray, gpus: np.ndarray) -> np.ndarray:
-        """After what share of its time the first of ``chunks`` micro-batches is ready, where it has
-        its pool of ``gpus`` GPUs to itself; float64 like ``gpus``."""
+        """Return the share of the stage's time after which the first of ``chunks`` micro-batches is
+        ready if it has its pool of ``gpus`` GPUs to itself; float64 like ``gpus``."""
         found = np.broadcast_to(1.0 / np.asarray(chunks), np.shape(gpus))
         for parts, shares in self.lead.items():
             numbers = sorted(shares)
@@ -117,30 +120,30 @@ class PlacementStage:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Stages in topological order, kinds, and the choices allowed."""
+    """Stages in topological order, kinds of GPUs, and the allowed choices."""
 
     stages: Sequence[PlacementStage]
     kinds: Sequence[GpuKind]
     chunks: Sequence[int] = (1, 2, 4, 8, 16, 32)
-    """Micro-batches an iteration may be passed on in."""
+    """Allowed numbers of micro-batches of an iteration."""
     sync: tuple[str, str] | None = ("train", "rollout")
-    """Source and target of the weights."""
+    """Source and target stage of the weights."""
     sync_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Seconds to bring new weights from one kind's pool to another pool; 0 within a pool."""
+    """Seconds to transfer new weights from a pool of one kind to a pool of another; 0 within a
+    pool."""
     mixing: float = 1.0
-    """Share of the summed speed that unlike GPUs keep when they work on one stage."""
+    """Share of the summed speed that different GPUs keep when they work on one stage."""
     cycle_steps: int = 1
     """Steps of a cycle per iteration."""
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By stage: the only kinds it may use (pins)."""
+    """The only kinds that a stage may use (pins), by stage."""
     mixes: frozenset[str] | None = None
-    """Stages whose pools need not be one job, if they hold no other stage: such a pool may have
-    several kinds, and any number of GPUs. None: all may share any pool."""
+    """Stages whose pools need not be one job if they contain no other stage: such a pool may have
+    several kinds and any number of GPUs. None: all stages may share any pool."""
     shared: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Kinds that are partly the same GPUs, or that a limit counts together, and how many they have
-    together."""
+    """Kinds that share GPUs or a limit, and how many GPUs they have together."""
     most_jobs: Sequence[tuple[tuple[str, ...], int]] = ()
-    """Kinds whose jobs a limit counts together, and how many run at once."""
+    """Kinds whose jobs a limit counts together, and how many jobs may run at once."""
 
     def __post_init__(self) -> None:
         if not 0 < self.mixing <= 1:
@@ -195,10 +198,10 @@ class PlacementProblem:
                     raise PlanError(f"{where}: speeds must be given for 0 (none) to all GPUs")
 
     def _numbers(self) -> None:
-        """See that every number is one that can be.
+        """Check that every number is finite and not too small.
 
         Raises:
-            PlanError: a negative one, or one that is not finite; names it.
+            PlanError: a number is negative or not finite; names it.
         """
         numbers: dict[str, float] = {"cycle_steps": self.cycle_steps}
         numbers |= {f"micro_batches[{i}]": n for i, n in enumerate(self.chunks)}
@@ -220,17 +223,17 @@ class PlacementProblem:
                 )
 
     def may_mix(self, pool: Sequence[int]) -> bool:
-        """Whether a pool of these stages may hold several kinds, and any number of GPUs."""
+        """Return True if a pool of these stages may have several kinds and any number of GPUs."""
         return self.mixes is None or self.mixes >= {self.stages[s].name for s in pool}
 
     def is_single_job(self, gpus: np.ndarray) -> np.ndarray:
-        """Whether GPUs of each kind ``[kinds, ...]`` can be those of one job: of one kind, on whole
-        nodes, no more than its jobs may have."""
+        """Return where GPUs of each kind ``[kinds, ...]`` can form one job: of one kind, on whole
+        nodes, within the limit of a job."""
         whole = [kind.round_to_job_size(n) == n for kind, n in zip(self.kinds, gpus, strict=True)]
         return ((gpus > 0).sum(0) <= 1) & np.all(whole, axis=0)
 
     def exceeds_shared_gpus(self, held: np.ndarray) -> np.ndarray:
-        """Where GPUs of each kind ``[kinds, ...]`` are more than those that share them have."""
+        """Return where GPUs of each kind ``[kinds, ...]`` exceed the GPUs that kinds share."""
         found = np.zeros(held.shape[1:], dtype=bool)
         for names, most in self.shared:
             own = [k for k, kind in enumerate(self.kinds) if kind.name in names]
@@ -238,8 +241,8 @@ class PlacementProblem:
         return found
 
     def exceeds_job_limits(self, pools: PoolStages, held: Sequence[np.ndarray]) -> np.ndarray:
-        """Where the jobs of pools, which hold GPUs ``[kinds, n]`` each, are more than run at once;
-        a pool that is no one job has one for each GPU."""
+        """Return where the jobs of pools with GPUs ``[kinds, n]`` exceed the number that may run at
+        once; a pool that is not one job has a job for each GPU."""
         found = np.zeros(held[0].shape[1], dtype=bool)
         for names, most in self.most_jobs:
             own, count = [k for k, kind in enumerate(self.kinds) if kind.name in names], found * 0
@@ -251,10 +254,10 @@ class PlacementProblem:
         return found
 
     def rate_table(self, stage: PlacementStage, kind: int) -> np.ndarray:
-        """Rates ``[gpus + 1]`` of a stage on a kind; pins are applied here.
+        """Return the rates ``[gpus + 1]`` of a stage on a kind, with pins applied.
 
-        A stage works on all GPUs of its pool, so a number on which it cannot run, or is slower than
-        on fewer, counts as such.
+        A stage works on all GPUs of its pool, so a number of GPUs on which it cannot run, or is
+        slower than on fewer, is not improved.
         """
         entry = self.kinds[kind]
         allowed = self.allowed.get(stage.name)
@@ -266,14 +269,15 @@ class PlacementProblem:
 
 @dataclass(frozen=True)
 class Placement:
-    """A choice: which pools each stage belongs to, the GPUs of each pool, the grain."""
+    """A placement: the pools of each stage, the GPUs of each pool, and the number of micro-
+    batches."""
 
     pools: PoolStages
     """Stage numbers of each pool, ascending; pools in order of their first stage."""
     gpus: tuple[tuple[int, ...], ...]
-    """By pool: GPUs of each kind."""
+    """GPUs of each kind, by pool."""
     num_chunks: int
-    """Micro-batches an iteration is passed on in."""
+    """Number of micro-batches of an iteration."""
 
     @property
     def mode(self) -> str:
@@ -285,29 +289,29 @@ class Placement:
 
     @property
     def jobs(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the pools that are one job each."""
+        """Numbers of the pools that form one job each."""
         return pools_of_jobs(self.pools)
 
     def stages_of(self, job: Sequence[int]) -> tuple[int, ...]:
-        """Stage numbers of a job, ascending."""
+        """Return the stage numbers of a job, ascending."""
         return tuple(sorted({s for p in job for s in self.pools[p]}))
 
     def gpus_of(self, stage: int) -> tuple[int, ...]:
-        """By kind, the GPUs that a stage works on."""
+        """Return the GPUs of each kind that a stage works on."""
         held = [gpus for pool, gpus in zip(self.pools, self.gpus, strict=True) if stage in pool]
         return tuple(map(sum, zip(*held, strict=True)))
 
 
 @functools.lru_cache(4096)
 def pools_of_stages(pools: PoolStages) -> Mapping[int, tuple[int, ...]]:
-    """By stage: the numbers of the pools that it works on, together."""
+    """Return the numbers of the pools that each stage works on, by stage."""
     stages = sorted({s for pool in pools for s in pool})
     return {s: tuple(p for p, pool in enumerate(pools) if s in pool) for s in stages}
 
 
 @functools.lru_cache(4096)
 def pools_of_jobs(pools: PoolStages) -> tuple[tuple[int, ...], ...]:
-    """Numbers of the pools that are one job each, for they share a stage."""
+    """Return the numbers of the pools that form one job each, because they share a stage."""
     found: list[tuple[int, ...]] = []
     for home in sorted(set(pools_of_stages(pools).values()), key=len, reverse=True):
         if not any(set(home) & set(other) for other in found):
@@ -316,7 +320,7 @@ def pools_of_jobs(pools: PoolStages) -> tuple[tuple[int, ...], ...]:
 
 
 class KindSection(Section):
-    """GPUs of a kind, as in :class:`~pipeline.planning.planner.problem.GpuKind`."""
+    """A :class:`GpuKind` in a problem file."""
 
     gpus: PositiveInt
     price: float = Field(default=1.0, ge=0)
@@ -324,11 +328,11 @@ class KindSection(Section):
     interruptions_per_hour: float = Field(default=0.0, ge=0)
     per_node: int = Field(default=0, ge=0)
     waits_s: dict[PositiveInt, Annotated[float, Field(ge=0)]] = {}
-    """By number of nodes; ``wait_s`` where nothing is said."""
+    """Waits by number of nodes; ``wait_s`` by default."""
     job_gpus: int = Field(default=0, ge=0)
 
     def to_kind(self, name: str) -> GpuKind:
-        """As the planner has it."""
+        """Return the kind as the planner's object."""
         values = dict(self)
         return GpuKind(name, **values | {"waits_s": tuple(self.waits_s.items())})
 
@@ -337,8 +341,8 @@ class StageSection(Section):
     """A :class:`PlacementStage` with durations instead of rates."""
 
     seconds: dict[str, dict[PositiveInt, PositiveFloat | None]]
-    """By kind and number of GPUs: seconds of one iteration; null: it cannot run on so many. Numbers
-    in between are as the next lower one that is given; below the lowest it cannot run."""
+    """Seconds of one iteration by kind and number of GPUs; null: that many cannot run it. Missing
+    numbers use the next lower entry; below the lowest entry the stage cannot run."""
     after: tuple[str, ...] = ()
     streams: bool = True
     divisible: bool = True
@@ -351,11 +355,11 @@ class StageSection(Section):
 
 
 class SharedGpusSection(Section):
-    """Kinds that are partly the same GPUs, or that a limit counts together."""
+    """Kinds that share GPUs or a limit."""
 
     kinds: tuple[str, ...] = Field(min_length=2)
     gpus: PositiveInt
-    """That they have together."""
+    """GPUs of all these kinds together."""
 
 
 class JobLimitSection(Section):
@@ -363,20 +367,20 @@ class JobLimitSection(Section):
 
     kinds: tuple[str, ...] = Field(min_length=1)
     jobs: PositiveInt
-    """That run at once."""
+    """Jobs that may run at once."""
 
 
 class ProblemFile(Section):
-    """A whole file; ``pools`` is a placement, where one is given."""
+    """A problem file; ``pools`` is an optional placement."""
 
     kinds: dict[str, KindSection] = Field(min_length=1)
     stages: dict[str, StageSection] = Field(min_length=1)
-    """In topological order."""
+    """Stages in topological order."""
     micro_batches: tuple[PositiveInt, ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
-    """What a placement may choose from."""
+    """Allowed numbers of micro-batches."""
     sync: tuple[str, str] | None = ("train", "rollout")
     sync_s: dict[str, dict[str, float]] = {}
-    """By kind of the source, then of the target."""
+    """Seconds by kind of the source, then of the target."""
     mixing: float = 1.0
     cycle_steps: PositiveInt = 1
     allowed: dict[str, frozenset[str]] = {}
@@ -384,13 +388,13 @@ class ProblemFile(Section):
     shared: tuple[SharedGpusSection, ...] = ()
     most_jobs: tuple[JobLimitSection, ...] = ()
     pools: tuple[PoolPlan, ...] = ()
-    chunks: PositiveInt = 1
+    num_chunks: PositiveInt = 1
 
     def to_problem(self) -> PlacementProblem:
-        """What the planner is asked.
+        """Return the problem of the file.
 
         Raises:
-            PlanError: parts do not go together.
+            PlanError: parts of the file contradict each other.
         """
         return PlacementProblem(
             [self._stage(name, section) for name, section in self.stages.items()],
@@ -432,13 +436,16 @@ class ProblemFile(Section):
         return PlacementStage(name, rates, **rest)
 
 
-def dump_problem(problem: PlacementProblem, pools: Sequence[PoolPlan] = (), chunks: int = 1) -> str:
-    """A problem as text that :func:`read_problem` reads, with a placement where pools are given."""
+def dump_problem(
+    problem: PlacementProblem, pools: Sequence[PoolPlan] = (), num_chunks: int = 1
+) -> str:
+    """Return a problem as text that :func:`read_problem` reads, with a placement if pools are
+    passed."""
     stages = {}
     for s, stage in enumerate(problem.stages):
         seconds = {}
         for k, kind in enumerate(problem.kinds):
-            # Pins are in the table; in between the next lower number stands.
+            # The table has pins applied; missing numbers use the next lower entry.
             rates = problem.rate_table(problem.stages[s], k)
             steps = np.flatnonzero(np.diff(rates, prepend=0.0))
             if len(steps):
@@ -470,7 +477,7 @@ def dump_problem(problem: PlacementProblem, pools: Sequence[PoolPlan] = (), chun
         "cycle_steps": problem.cycle_steps,
         "mixes": None if problem.mixes is None else sorted(problem.mixes),
         "pools": [pool.model_dump(mode="json") for pool in pools],
-        "chunks": chunks,
+        "num_chunks": num_chunks,
     }
     if problem.shared:
         values["shared"] = [{"kinds": [*names], "gpus": most} for names, most in problem.shared]
@@ -485,10 +492,10 @@ def _dumped(kind: GpuKind) -> dict[str, Any]:
 
 
 def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
-    """A problem and, where the file gives pools, a placement.
+    """Read a problem and, if the file has pools, a placement.
 
     Raises:
-        PlanError: missing, not YAML, or invalid; names the key.
+        PlanError: the file is missing, not YAML, or invalid; names the key.
     """
     values = read_yaml(path, "problem", PlanError)
     if not isinstance(values, Mapping):
@@ -497,7 +504,7 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
         file = validate(ProblemFile, values, str(path))
         problem = file.to_problem()
         return problem, placement_from_pools(
-            problem, file.pools, file.chunks
+            problem, file.pools, file.num_chunks
         ) if file.pools else None
     except ConfigError as error:
         raise PlanError(str(error)) from None
@@ -506,17 +513,20 @@ def read_problem(path: Path) -> tuple[PlacementProblem, Placement | None]:
 
 
 def placement_from_pools(
-    problem: PlacementProblem, pools: Sequence[PoolPlan], chunks: int, seldom: Collection[str] = ()
+    problem: PlacementProblem,
+    pools: Sequence[PoolPlan],
+    num_chunks: int,
+    seldom: Collection[str] = (),
 ) -> Placement:
-    """The placement that the pools of a plan describe.
+    """Return the placement of a plan's pools.
 
     Args:
-        seldom: stages that are no part of every iteration, such as evaluations, and are left out;
-            so is a pool of these alone.
+        seldom: stages that are not part of every iteration, such as evaluations; they are ignored,
+            as is a pool of only these.
 
     Raises:
-        PlanError: an unknown stage or kind, a stage that is in no pool or in two, or processes of a
-            pool that stages share out as is not predicted.
+        PlanError: an unknown stage or kind, a stage in no pool or in two, or a division of a pool's
+            processes between stages that cannot be predicted.
     """
     stages = [stage.name for stage in problem.stages]
     kinds = [kind.name for kind in problem.kinds]
@@ -535,20 +545,20 @@ def placement_from_pools(
         if placed.count(s) != 1:
             raise PlanError(f"pools: stage {name!r} must be in one pool (is in {placed.count(s)})")
     found.sort()
-    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), chunks)
+    return Placement(tuple(own for own, _ in found), tuple(gpus for _, gpus in found), num_chunks)
 
 
 def _parts(
     problem: PlacementProblem, pool: PoolPlan, where: str
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Stages and GPUs of a pool, or of each of its parts where stages have some of the processes.
+    """Return stages and GPUs of a pool, or of each part if stages use only some of its processes.
 
     Raises:
-        PlanError: parts overlap, or stages have all processes before others have some.
+        PlanError: parts overlap, or a stage on all processes comes before one on some of them.
     """
     numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
-    # The processes count on from one kind to the next.
+    # Process numbers continue from one kind to the next.
     kind_of = [kinds.index(kind) for kind, count in pool.gpus.items() for _ in range(count)]
     every = tuple(range(len(kind_of)))
     ranks = {s: pool.stage_ranks.get(name, every) for name, s in numbers.items()}
@@ -557,14 +567,14 @@ def _parts(
     for a, b in itertools.combinations(sides, 2):
         if set(a) & set(b):
             raise PlanError(
-                f"{where}.ranks: {list(a)} and {list(b)} have some processes in common; what this "
-                "brings is not predicted, give stages the same ones or others"
+                f"{where}.stage_ranks: {list(a)} and {list(b)} have some processes in common; what "
+                "this brings is not predicted, give stages the same ones or others"
             )
     for name, s in numbers.items():
         if ranks[s] != every and whole and s > min(whole):
             raise PlanError(
-                f"{where}.ranks.{name}: {problem.stages[min(whole)].name} has all processes before "
-                "it; what this brings is not predicted"
+                f"{where}.stage_ranks.{name}: {problem.stages[min(whole)].name} has all processes "
+                "before it; what this brings is not predicted"
             )
     if not sides:
         return [(tuple(sorted(numbers.values())), tuple(pool.gpus.get(kind, 0) for kind in kinds))]
@@ -582,34 +592,34 @@ Array = np.ndarray
 
 
 class Objective(ABC):
-    """A cost that grows with the time of an iteration and never falls with the GPUs held."""
+    """A cost that grows with the time of an iteration and never falls with the number of GPUs."""
 
     unit = "s"
 
     @abstractmethod
     def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
-        """Costs ``[n]``.
+        """Return the costs ``[n]``.
 
         Args:
-            problem: the kinds and their prices, waits and losses.
+            problem: the kinds with their prices, waits and interruptions.
             total_s: seconds of an iteration ``[n]``.
-            gpus: by pool int ``[kinds, n]``, the GPUs held.
+            gpus: allocated GPUs by pool, int ``[kinds, n]``.
         """
 
     @abstractmethod
     def job_cost(
         self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
     ) -> float:
-        """What a stage that is a job of its own adds to the cost."""
+        """Return the cost that a stage adds which is its own job."""
 
     @abstractmethod
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """What no placement whose iteration takes at least ``total_s`` seconds goes below."""
+        """Return a lower bound of the cost if an iteration takes at least ``total_s`` seconds."""
 
 
 @dataclass(frozen=True)
 class IterationTime(Objective):
-    """Seconds of one iteration."""
+    """The seconds of one iteration."""
 
     def cost(self, problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]) -> Array:
         return total_s
@@ -625,7 +635,7 @@ class IterationTime(Objective):
 
 @dataclass(frozen=True)
 class MonetaryCost(Objective):
-    """Price of one iteration: all GPUs held, for its whole duration.
+    """The price of one iteration: all allocated GPUs for its whole duration.
 
     With all prices 1 these are GPU-hours.
     """
@@ -642,7 +652,7 @@ class MonetaryCost(Objective):
         return seconds * price_per_hour / 3600
 
     def lower_bound(self, problem: PlacementProblem, total_s: float) -> float:
-        """Each stage at its cheapest: an hour of a kind does at most its best rate per GPU."""
+        """Return the cost with each stage at its cheapest: a kind at its best rate per GPU."""
         whole = 0.0
         for stage in problem.stages:
             each = [np.inf]
@@ -657,11 +667,11 @@ class MonetaryCost(Objective):
 
 @dataclass(frozen=True)
 class TimeToFinish(Objective):
-    """Seconds until some iterations are done, the queue and expected losses included.
+    """The seconds until all iterations are done, with queue waits and expected interruptions.
 
-    The run starts when the slowest of its pools has started. A pool that is lost comes back after
-    the wait of its kind, and half an iteration is done again on average. Waits are those of as many
-    nodes as the pool takes of the kind.
+    The run starts when its slowest pool has started. An interrupted pool returns after the wait of
+    its kind, and half an iteration is repeated on average. Waits are those of as many nodes as the
+    pool uses of the kind.
     """
 
     iterations: int
@@ -674,7 +684,8 @@ class TimeToFinish(Objective):
     def job_cost(
         self, seconds: float, price_per_hour: float, wait_s: float, losses_per_hour: float
     ) -> float:
-        """Every job waits; one that is lost waits again, and half of it was in vain on average."""
+        """Return the cost of a job that waits, and waits again when it is interrupted, with half of
+        its work lost on average."""
         lost = losses_per_hour / 3600 * seconds * (wait_s + seconds / 2)
         return self.iterations * (wait_s + seconds + lost)
 
@@ -685,10 +696,10 @@ class TimeToFinish(Objective):
 def interruption_overhead(
     problem: PlacementProblem, total_s: Array, gpus: Sequence[Array]
 ) -> Array:
-    """Seconds expected to be lost by preemption and failures per second of work ``[n]``.
+    """Return the expected seconds lost to preemption and failures per second of work ``[n]``.
 
-    A pool that is lost comes back after the wait of its kind, and half an iteration is done again
-    on average. Arguments as of :meth:`Objective.cost`.
+    An interrupted pool returns after the wait of its kind, and half an iteration is repeated on
+    average. Arguments are those of :meth:`Objective.cost`.
     """
     losses = np.array([kind.interruptions_per_hour for kind in problem.kinds])[:, None] / 3600
     each = [losses * (_waits(problem, pool) + total_s / 2) * (pool > 0) for pool in gpus]
@@ -696,5 +707,5 @@ def interruption_overhead(
 
 
 def _waits(problem: PlacementProblem, pool: Array) -> Array:
-    """Of each kind ``[kinds, n]``: the wait for so many GPUs of it."""
+    """Return the wait for this many GPUs of each kind, ``[kinds, n]``."""
     return np.stack([kind.queue_wait_s(n) for kind, n in zip(problem.kinds, pool, strict=True)])

@@ -1,4 +1,4 @@
-"""What the planner answers: a plan, what is expected of it, and what else was possible."""
+"""The planner's output: a plan, its forecast, and the alternatives."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rlinf.errors import PlanError
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One stage of the plan."""
+    """The forecast of one stage of the plan, as a row of a table."""
 
     stage: str
     place: str
     size: str
-    """Nodes by devices of each."""
+    """Nodes x devices of each node."""
     devices: int
     start_s: float
     seconds: float
     low_s: float
     high_s: float
-    parts_s: Mapping[str, float]
+    breakdown_s: Mapping[str, float]
     bound_by: str
 
 
 @dataclass(frozen=True)
 class AlternativePlan:
-    """Another plan, worse by the objective."""
+    """Another plan, which is worse by the objective."""
 
     what: str
     seconds: float
@@ -41,7 +41,7 @@ class AlternativePlan:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best plan if something were different."""
+    """The best plan of a different cluster."""
 
     what: str
     seconds: float
@@ -50,7 +50,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class PlanProposal:
-    """A plan and its reasons."""
+    """A plan with its forecast, alternatives and notes."""
 
     plan: Plan
     mode: str
@@ -58,17 +58,17 @@ class PlanProposal:
     objective: str
     unit: str
     bound: float
-    """No plan costs less, in the unit of the objective."""
+    """No plan costs less than this, in the unit of the objective."""
     exact: bool
     alternatives: tuple[AlternativePlan, ...] = ()
     what_ifs: tuple[WhatIf, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
-    """Of pools: what they were chosen for, as a file that ``rlinf simulate`` reads."""
+    """For pools: the placement problem, as a file that ``rlinf simulate`` reads."""
 
     @property
     def forecast(self) -> Forecast:
-        """What is predicted of the plan."""
+        """The forecast of the plan."""
         assert self.plan.forecast is not None
         return self.plan.forecast
 
@@ -78,10 +78,11 @@ def evaluate_what_ifs(
     what_ifs: Sequence[str],
     best: Callable[[PlanRequest], tuple[float, float]],
 ) -> list[WhatIf]:
-    """The best plans of clusters that differ: as asked, and each kind twice, or without.
+    """Return the best plans of different clusters: those asked for, and each kind doubled or
+    removed.
 
     Args:
-        best: seconds and cost of the best plan of a request.
+        best: returns seconds and cost of the best plan of a request.
     """
     cases = [(text, parse_counts([text])) for text in what_ifs]
     own_nodes = {name: own for name, own in request.devices.items() if own.better_kind is None}
@@ -103,13 +104,13 @@ def evaluate_what_ifs(
 
 
 def stage_forecasts(rows: Sequence[PlanRow]) -> dict[str, StageForecast]:
-    """By stage, what a plan's file keeps of its rows."""
+    """Return the stage forecasts that a plan's file stores."""
     return {
         row.stage: StageForecast(
             seconds=row.seconds,
             low_s=row.low_s,
             high_s=row.high_s,
-            breakdown_s=dict(row.parts_s),
+            breakdown_s=dict(row.breakdown_s),
             bound_by=row.bound_by,
             start_s=row.start_s,
         )

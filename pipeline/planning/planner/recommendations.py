@@ -1,5 +1,5 @@
-"""What else a plan of pools could use: staleness, elastic rollouts, helpers, transports; each with
-what it is predicted to bring in an iteration, or why it is not chosen."""
+"""Recommendations for a plan of pools: staleness, elastic rollouts, helpers and transports, each
+with the predicted saving or the reason against it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSIDERED_STALENESS = 1
 def recommend(
     request: PlanRequest, problem: PlacementProblem, plan: Plan, best: PlacementSolution
 ) -> tuple[Recommendation, ...]:
-    """Of each what is chosen and what not, for a plan of pools."""
+    """Return all recommendations for a plan of pools."""
     return (
         recommend_staleness(request, problem, best),
         recommend_elastic(request, problem, plan, best, request.get_objective()),
@@ -44,7 +44,7 @@ def _choice(what: str, chosen: bool, why: str, saved_s: float | None = None) -> 
 def recommend_staleness(
     request: PlanRequest, problem: PlacementProblem, best: PlacementSolution
 ) -> Recommendation:
-    """Rollouts with weights that are an iteration older run beside training."""
+    """Recommend rollouts with weights that are one iteration older, beside training."""
     what = f"rollout.staleness={CONSIDERED_STALENESS}"
     now = float(best.prediction.total_s)
     own = request.config.rollout.staleness
@@ -70,7 +70,7 @@ def recommend_elastic(
     best: PlacementSolution,
     goal: Objective,
 ) -> Recommendation:
-    """A pool of single generators that come and go, of several kinds or any number."""
+    """Recommend a pool of single generators that come and go, of several kinds or any number."""
     what, generates = "elastic rollouts (workers)", flow_of(request.config).elastic_stage
     later = "; max_workers is not predicted: a run finds out whether more of them pay"
     if not generates:
@@ -93,7 +93,7 @@ def recommend_elastic(
 def recommend_helpers(
     problem: PlacementProblem, plan: Plan, best: PlacementSolution
 ) -> Recommendation:
-    """Workers of another pool that generate until nothing is left to give out."""
+    """Recommend that workers of another pool generate until no prompts are left."""
     what = "also_generates"
     first = next((i for i, pool in enumerate(plan.pools) if pool.workers), None)
     if first is None:
@@ -123,7 +123,7 @@ def _helped(
     pool: PoolPlan,
     stages: Sequence[str],
 ) -> float:
-    """Seconds that a pool could save at most, by what it generates before it has other work."""
+    """Return the maximum seconds that a pool could save by generating before its own work."""
     stage = problem.stages[rollout]
     rates = [
         problem.rate_table(stage, k)[pool.gpus.get(kind.name, 0)]
@@ -137,7 +137,7 @@ def _helped(
 def recommend_transports(
     request: PlanRequest, problem: PlacementProblem, plan: Plan, placement: Placement
 ) -> Iterator[Recommendation]:
-    """How new weights get from pool to pool, and what that takes."""
+    """Recommend how new weights move from pool to pool, with the time of each way."""
     if problem.sync is None:
         return
     names = [stage.name for stage in problem.stages]

@@ -1,4 +1,4 @@
-"""What the planner is asked: a run, its measurements, the devices, and what to make small."""
+"""The planner's input: a run, its profile, the devices, the objective and the pins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECTIVES = ("time", "gpu-hours", "money", "time-to-end")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned."""
+    """A request for a plan: the run, its measurements, the devices and the objective."""
 
     config: RunConfig
     profile: Profile
@@ -27,16 +27,16 @@ class PlanRequest:
     objective: str = "time"
     execution: Execution = "stage"
     pins: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By stage: the only kinds it may use."""
+    """The only kinds that a stage may use, by stage."""
     notes: tuple[str, ...] = ()
     corrections: Mapping[tuple[str, str], Correction] = field(default_factory=dict)
-    """By stage and kind."""
+    """Corrections that earlier runs measured, by stage and kind."""
     sources: PlanningSources | None = None
     plan_validator: Callable[[Plan], Plan] | None = None
-    """What a plan must pass before it is run, and what is then run; None: nothing."""
+    """Checks a plan before it is run and returns the plan that is run; None: no check."""
 
     def validate_plan(self, plan: Plan) -> Plan:
-        """See that a plan may be run; returns it with what the cluster tells.
+        """Check that a plan may be run, and return it with the cluster's settings.
 
         Raises:
             PlanError: accounting does not allow its jobs; names the limit.
@@ -46,13 +46,13 @@ class PlanRequest:
         return self.plan_validator(parse_plan(plan.to_dict(), "plan", flow_of(self.config)))
 
     def for_planner(self) -> PlanRequest:
-        """The same, for the planner's own plans: without what is closed to them."""
+        """Return the request for the planner's own plans, without devices that are closed to it."""
         found = {n: own for n, own in self.devices.items() if own.allowance.max_devices != 0}
         return replace(self, devices=found)
 
     def for_user_plan(self) -> PlanRequest:
-        """The same, for a plan that is given: limits of accounting count by its own numbers, not by
-        what the planner would ask for."""
+        """Return the request for a user's plan, whose own numbers count against the limits of
+        accounting instead of the planner's."""
         found = {
             name: replace(own, allowance=own.allowance.without_job_limits())
             for name, own in self.devices.items()
@@ -60,10 +60,10 @@ class PlanRequest:
         return replace(self, devices=found)
 
     def get_objective(self) -> Objective:
-        """The objective.
+        """Return the objective.
 
         Raises:
-            PlanError: unknown.
+            PlanError: the objective is unknown.
         """
         if self.objective == "time":
             return IterationTime()
@@ -77,13 +77,14 @@ class PlanRequest:
         )
 
     def priced_devices(self) -> dict[str, PartitionDevices]:
-        """The devices; for GPU-hours all cost the same."""
+        """Return the devices; for GPU-hours all have the same price."""
         if self.objective != "gpu-hours":
             return dict(self.devices)
         return {name: replace(own, price=1.0) for name, own in self.devices.items()}
 
     def with_price_note(self) -> PlanRequest:
-        """The same, with a note on devices without a price beside others that have one."""
+        """Return the request with a note on devices that have no price beside others that have
+        one."""
         lacking = [name for name, own in self.devices.items() if not own.has_price]
         if self.objective != "money" or not lacking or len(lacking) == len(self.devices):
             return self
@@ -95,7 +96,7 @@ class PlanRequest:
         return replace(self, notes=(*self.notes, note))
 
     def stage_dependencies(self) -> dict[str, tuple[str, ...]]:
-        """By stage: those of the same iteration that it waits for."""
+        """Return the stages of the same iteration that each stage waits for."""
         stages = flow_of(self.config).stages
 
         def sources(stage: str) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class PlanRequest:
         return {stage: sources(stage) for stage in stages}
 
     def learned_corrections(self) -> tuple[TimingCorrection, ...]:
-        """The corrections, for the plan."""
+        """Return the corrections as the plan stores them."""
         return tuple(
             TimingCorrection(
                 stage=stage,
@@ -119,7 +120,7 @@ class PlanRequest:
         )
 
     def stage_options(self) -> dict[str, list[StageOption]]:
-        """All ways to run each stage as a job."""
+        """Return all ways to run each stage as a job."""
         priced, found = self.priced_devices(), {}
         for stage in flow_of(self.config).stages:
             every = stage_options(stage, priced, self.profile, self.config, self.pins.get(stage))
@@ -130,10 +131,10 @@ class PlanRequest:
 def parse_pins(
     pins: Sequence[str], devices: Mapping[str, PartitionDevices], flow: Flow
 ) -> dict[str, frozenset[str]]:
-    """``["train=h100"]`` as kinds by stage; a partition stands for all its kinds.
+    """Parse ``["train=h100"]`` into kinds by stage; a partition stands for all its kinds.
 
     Raises:
-        PlanError: not of this form, or an unknown stage or kind.
+        PlanError: a pin has another form, or an unknown stage or kind.
     """
     found: dict[str, frozenset[str]] = {}
     for pin in pins:
@@ -158,10 +159,10 @@ def parse_pins(
 
 
 def parse_counts(values: Sequence[str]) -> dict[str, int]:
-    """``["h100=8"]`` as devices by kind.
+    """Parse ``["h100=8"]`` into numbers of devices by kind.
 
     Raises:
-        PlanError: not of this form.
+        PlanError: a value has another form.
     """
     found = {}
     for value in values:

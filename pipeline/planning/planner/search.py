@@ -1,11 +1,11 @@
-"""Finding the best placement: every grouping of stages into pools, every division of the GPUs.
+"""Search for the best placement: every grouping of stages into pools, every division of the GPUs.
 
-Every grouping has a quick bound (:mod:`pipeline.planning.planner.bounds`) that nothing in it goes
-below. The promising ones are relaxed to a linear program (:mod:`pipeline.planning.planner.bounds`):
-a better bound, and a fractional division to start from. One whose bound is above what has been
-found is left out; of seven stages and more there are more groupings than are looked at. A division
-is improved by moving GPUs between pools. Small problems are then counted out, branch by branch, so
-that their answer is exact; for the others the least bound tells how far it can be from the best.
+Every grouping has a fast lower bound, and promising ones are relaxed to a linear program
+(:mod:`pipeline.planning.planner.bounds`), which gives a better bound and a fractional division to
+start from. A grouping whose bound is above the best placement is skipped; from seven stages on
+there are more groupings than can be explored. A division is improved by moving GPUs between pools.
+Small problems are then enumerated, branch by branch, so that their result is exact; for others the
+smallest bound limits the distance from the optimum.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Array = np.ndarray
 
 
 def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
-    """All ways to divide the stages over pools, fewest pools first; then those where pools overlap:
-    the first stages of a job, if they may, have a part of its GPUs each."""
+    """Return all ways to divide the stages over pools, fewest pools first; then those with
+    overlapping pools, in which the first stages of a job use a part of its GPUs each."""
     most = sum(kind.gpus for kind in problem.kinds)
     separate = list(_divided(range(len(problem.stages))))
     overlapping = {
@@ -51,7 +51,7 @@ def enumerate_groupings(problem: PlacementProblem) -> list[PoolStages]:
 
 
 def _divided(stages: Sequence[int]) -> Iterator[PoolStages]:
-    """All ways to divide some stages, fewest pools first."""
+    """Yield all ways to divide some stages, fewest pools first."""
     codes: list[tuple[int, ...]] = [(0,)]
     for _ in stages[1:]:
         codes = [(*code, i) for code in codes for i in range(max(code) + 2)]
@@ -63,7 +63,7 @@ def _divided(stages: Sequence[int]) -> Iterator[PoolStages]:
 
 
 def _split(problem: PlacementProblem, pool: tuple[int, ...]) -> Iterator[PoolStages]:
-    """The ways to have the first stages of a pool side by side, and the others on all of it."""
+    """Yield the ways to run the first stages of a pool side by side and the others on all of it."""
     cycle = [problem.stages[s].cycle for s in pool]
     for cut in range(1, len(pool)):
         if not problem.stages[pool[cut - 1]].beside:
@@ -74,7 +74,7 @@ def _split(problem: PlacementProblem, pool: tuple[int, ...]) -> Iterator[PoolSta
 
 
 class GroupingNeighbors:
-    """Which groupings are the same but for the pool of one stage."""
+    """Finds the groupings that differ only in the pool of one stage."""
 
     def __init__(self, every: Sequence[PoolStages]) -> None:
         self._every = list(every)
@@ -93,30 +93,32 @@ class GroupingNeighbors:
         self._places = {pools: place for place, pools in enumerate(self._every)}
 
     def neighbors_of(self, pools: PoolStages) -> list[PoolStages]:
-        """In the order of all."""
+        """Return the neighbours of a grouping, in the order of all groupings."""
         difference = self._codes ^ self._codes[self._places[pools]]
         near = ((difference[:, None] & ~self._of_stage) == 0).any(1)
         return [self._every[place] for place in np.flatnonzero(near & (difference != 0))]
 
 
 def enumerate_divisions(total: int, counts: Sequence[Array], idle: bool) -> Array:
-    """All ways to give ``total`` GPUs to pools: int ``[n, pools]``; some to none if ``idle``.
+    """Return all ways to give ``total`` GPUs to pools, int ``[n, pools]``; with unused ones if
+    ``idle``.
 
     Args:
-        counts: by pool, the numbers that it can have.
+        counts: the numbers that each pool can have.
     """
     out = np.zeros((1, 0), np.int64)
-    for able in counts:
+    for possible_counts in counts:
         left = total - out.sum(1)
-        row, column = np.nonzero(able[None] <= left[:, None])
-        out = np.concatenate([out[row], able[column][:, None]], axis=1)
+        row, column = np.nonzero(possible_counts[None] <= left[:, None])
+        out = np.concatenate([out[row], possible_counts[column][:, None]], axis=1)
     return out if idle else out[out.sum(1) == total]
 
 
 def gpu_moves(pools: int, sizes: Array, *, idle: bool) -> Array:
-    """Changes of a division ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
+    """Return changes of a division, ``[moves, pools, kinds]``: GPUs of a kind from pool to pool.
 
-    With idle GPUs allowed also from and to none; and a GPU of one kind for one of another.
+    With ``idle``, GPUs may also become unused or used. A GPU of one kind may be exchanged for one
+    of another.
 
     Args:
         sizes: GPUs of each kind.
@@ -143,15 +145,15 @@ def gpu_moves(pools: int, sizes: Array, *, idle: bool) -> Array:
 
 
 def move_sizes(most: int) -> list[int]:
-    """How many GPUs are moved at once: few, and ever larger jumps."""
+    """Return how many GPUs are moved at once: small numbers, then growing steps."""
     sizes = {1, 2, 3, 4, 5, 6, 7, *(2**i for i in range(3, 13)), *(3 * 2**i for i in range(2, 11))}
     return sorted(size for size in sizes if size <= most)
 
 
 def divisions_without_kind(state: Array) -> Array:
-    """The division without a kind, in one pool or in all: ``[n, pools, kinds]``.
+    """Return the division without a kind, in one pool or in all: ``[n, pools, kinds]``.
 
-    A queue or losses may be worth avoiding, but only altogether.
+    Avoiding a queue or interruptions only helps if a kind is not used at all.
     """
     out = []
     for k in np.flatnonzero(state.any(0)):
@@ -163,49 +165,49 @@ def divisions_without_kind(state: Array) -> Array:
 
 
 EXACT_GPUS, EXACT_GROUPINGS = 16, 52
-"""Problems up to this size, and of up to five stages, are always counted out."""
+"""Problems up to this size, and of up to five stages, are always enumerated."""
 EXACT_DIVISIONS = 200_000
-"""Others are when there are no more divisions of the largest grouping than this; of more groupings
-fewer."""
+"""Other problems are enumerated if the largest grouping has at most this many divisions; with more
+groupings fewer."""
 MAX_RELAXED_GROUPINGS = 250
-"""Groupings that are relaxed: all of six stages."""
+"""Maximum number of relaxed groupings: all of six stages."""
 MAX_KIND_ASSIGNMENTS = 4096
-"""Ways to give pools a kind each that are looked at; of more so many drawn ones."""
+"""Maximum number of assignments of kinds to pools that are tried; if there are more, a sample."""
 SINGLE_KIND_STARTS = 8
-"""Divisions that are improved where pools must be of one kind."""
+"""Number of divisions that are improved if pools must be of one kind."""
 PROMISING_FACTOR, STARTS_PER_GROUPING, FINAL_GROUPINGS = 1.05, 16, 2
-"""Where pools may mix, divisions that give each a kind are improved if they cost less than so many
-times the best found, so many over the number of kinds of each grouping; and in the end once more
-those of so many groupings."""
+"""If pools may mix kinds, single-kind divisions are improved if they cost less than this factor of
+the best one, this number divided by the number of kinds for each grouping, and at the end for this
+many groupings again."""
 BATCH_SIZE = 8192
-"""Divisions looked at at once."""
+"""Number of divisions that are evaluated at once."""
 EQUAL_COST_FACTOR = 1 + 1e-9
-"""Costs nearer than this are the same."""
+"""Costs within this factor count as equal."""
 
 
 @dataclass(frozen=True)
 class PlacementSolution:
-    """The best placement found of one grouping."""
+    """The best placement of one grouping, with its prediction and bound."""
 
     placement: Placement
     prediction: PlacementPrediction
     cost: float
-    """In the unit of the objective."""
+    """Cost in the unit of the objective."""
     bound: float
-    """No placement of the whole problem costs less."""
+    """No placement of the whole problem costs less than this."""
     exact: bool
-    """Whether it is proven that none costs less than the best solution."""
+    """True if it is proven that no placement costs less than the best solution."""
 
     @property
     def gap(self) -> float:
-        """How much more than the bound it costs, relative."""
+        """The relative difference between cost and bound."""
         return self.cost / self.bound - 1 if self.bound > 0 else 0.0
 
 
 def solve(
     problem: PlacementProblem, objective: Objective | None = None, alternatives: int = 1
 ) -> list[PlacementSolution]:
-    """The best placements, best first; each with another grouping of the stages.
+    """Return the best placements, best first, each with another grouping of the stages.
 
     Raises:
         PlanError: a stage can run nowhere, or the stages cannot be placed together.
@@ -215,14 +217,14 @@ def solve(
     every = enumerate_groupings(problem)
     quick = price_bounds(search.predictor, every)
     bounds = {p: search.bound(float(b)) for p, b in zip(every, quick, strict=True)}
-    found, relaxed = search.look(bounds, alternatives)
+    found, relaxed = search.explore(bounds, alternatives)
     exact = search.is_small(len(every))
     if found and not exact:
-        search.part_kinds(found)
+        search.split_by_kind(found)
     if exact:
         for pools in sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools)):
             if bounds[pools] <= _worst(found, 1):
-                search.count_out(pools, found)
+                search.enumerate_exact(pools, found)
     if not found:
         raise PlanError(
             "no placement fits: the stages need more GPUs together than there are; "
@@ -230,7 +232,7 @@ def solve(
         )
     best = sorted(found.items(), key=lambda item: (item[1].cost, len(item[0]), item[0]))
     least = best[0][1].cost
-    bound = least if exact else search.tighten(bounds, relaxed, least)
+    bound = least if exact else search.tighten_bound(bounds, relaxed, least)
     return [search.solution(pools, f, bound, exact) for pools, f in best[:alternatives]]
 
 
@@ -238,12 +240,12 @@ def solve(
 class _Found:
     cost: float
     gpus: Array
-    """Int ``[pools, kinds]``."""
+    """Integers ``[pools, kinds]``."""
     chunks: int
 
 
 def _worst(found: dict[PoolStages, _Found], wanted: int) -> float:
-    """The cost a new grouping must stay below to be of interest."""
+    """Return the cost that a new grouping must stay below."""
     costs = sorted(f.cost for f in found.values())
     return costs[wanted - 1] if len(costs) >= wanted else math.inf
 
@@ -257,7 +259,7 @@ class _Search:
         self._sizes = np.array([kind.gpus for kind in problem.kinds])
         tables = [table for row in self.predictor.tables for table in row]
         several = len(problem.kinds) > 1
-        # Where more GPUs make no stage slower, leaving some idle helps if they cost something.
+        # If more GPUs never slow a stage down, idle ones only help if GPUs have a cost.
         self._idle = (
             not isinstance(objective, IterationTime)
             or problem.mixes is not None
@@ -277,17 +279,17 @@ class _Search:
             else math.inf
         )
 
-    def look(
+    def explore(
         self, bounds: dict[PoolStages, float], alternatives: int
     ) -> tuple[dict[PoolStages, _Found], set[PoolStages]]:
-        """What is found in the groupings that could be good, whose ``bounds`` are made better.
+        """Explore the promising groupings and improve their ``bounds``.
 
-        The next one is the most promising of those that differ from the best so far in the pool of
-        one stage, else of all. Those that cannot be among the wanted ones are left out; of many
-        stages there are more than can be looked at.
+        The next grouping is the most promising neighbour of the best one, else the most promising
+        of all. Groupings that cannot be among the best are skipped; with many stages there are more
+        than can be explored.
 
         Returns:
-            The best of each grouping, and the groupings that were relaxed.
+            The best division of each grouping, and the groupings that were relaxed.
         """
         found: dict[PoolStages, _Found] = {}
         order = sorted(bounds, key=lambda pools: (bounds[pools], len(pools), pools))
@@ -313,7 +315,7 @@ class _Search:
         return found, seen
 
     def is_small(self, groupings: int) -> bool:
-        """Whether the problem, with so many groupings, is counted out."""
+        """Return True if a problem with this many groupings is enumerated."""
         if int(self._sizes.sum()) <= EXACT_GPUS and groupings <= EXACT_GROUPINGS:
             return True
         divisions = 1.0
@@ -327,25 +329,30 @@ class _Search:
         return divisions * max(1.0, groupings / EXACT_GROUPINGS) <= EXACT_DIVISIONS
 
     def counts(self, stages: tuple[int, ...], kind: int, *, whole: bool) -> Array:
-        """Numbers of GPUs of a kind that a pool can have, ascending; 0 too.
+        """Return the numbers of GPUs of a kind that a pool can have, ascending, with 0.
 
         Args:
-            stages: that work on them alone.
+            stages: the stages that work on them alone.
             whole: whether it is a job of its own, which has whole nodes.
         """
         key = (stages, kind, whole)
         if key not in self._counts:
-            entry, able = self.problem.kinds[kind], np.arange(self._sizes[kind] + 1)
+            entry, possible_counts = self.problem.kinds[kind], np.arange(self._sizes[kind] + 1)
             for s in stages:
                 if self.problem.stages[s].divisible:
-                    able = able[(able == 0) | (self.predictor.tables[s][kind][able] > 0)]
+                    possible_counts = possible_counts[
+                        (possible_counts == 0)
+                        | (self.predictor.tables[s][kind][possible_counts] > 0)
+                    ]
             if whole and not self.problem.may_mix(stages):
-                able = able[entry.round_to_job_size(able) == able]
-            self._counts[key] = able
+                possible_counts = possible_counts[
+                    entry.round_to_job_size(possible_counts) == possible_counts
+                ]
+            self._counts[key] = possible_counts
         return self._counts[key]
 
-    def able(self, pools: PoolStages, kind: int) -> list[Array]:
-        """By pool: numbers of GPUs of a kind that it can have."""
+    def possible_counts(self, pools: PoolStages, kind: int) -> list[Array]:
+        """Return the numbers of GPUs of a kind that each pool can have."""
         home = pools_of_stages(pools)
         own = [tuple(s for s in pool if len(home[s]) == 1) for pool in pools]
         return [self.counts(o, kind, whole=o == pool) for o, pool in zip(own, pools, strict=True)]
@@ -370,40 +377,40 @@ class _Search:
     def best_chunks(
         self, pools: PoolStages, gpus: Sequence[Array], held: Sequence[Array]
     ) -> tuple[Array, Array]:
-        """The least costs over all grains ``[n]``, and the grains ``[n]``."""
+        """Return the lowest costs over all numbers of chunks ``[n]``, and these numbers ``[n]``."""
         options = self._chunks(pools)
         count = gpus[0].shape[1]
         many = [np.tile(pool, len(options)) for pool in gpus]
         also = [np.tile(pool, len(options)) for pool in held]
-        grains = np.repeat(options, count)
-        costs = self.costs(pools, many, grains, also).reshape(len(options), count)
+        chunk_counts = np.repeat(options, count)
+        costs = self.costs(pools, many, chunk_counts, also).reshape(len(options), count)
         least = costs.argmin(0)
         return costs[least, np.arange(count)], options[least]
 
-    def tighten(
+    def tighten_bound(
         self, bounds: dict[PoolStages, float], relaxed: set[PoolStages], least: float
     ) -> float:
-        """The least bound of all groupings; the ``relaxed`` ones that decide are bounded grain by
-        grain."""
+        """Return the smallest bound of all groupings; decisive ``relaxed`` ones are bounded
+        separately for each number of chunks."""
         tight = min([least, *(loose for pools, loose in bounds.items() if pools not in relaxed)])
         for pools in sorted(relaxed, key=lambda pools: bounds[pools]):
             each = [loose := bounds[pools]]
             if loose < tight and len(pools) > 1:
-                grains = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
-                each.append(min(self.bound(relaxed.bound_s) for relaxed in grains))
+                chunk_counts = (self.relaxation.solve(pools, (m,)) for m in self.problem.chunks)
+                each.append(min(self.bound(relaxed.bound_s) for relaxed in chunk_counts))
             tight = min(tight, max(each))
         return tight
 
     def improve(
         self, pools: PoolStages, relaxed: RelaxedSolution, found: dict[PoolStages, _Found]
     ) -> None:
-        """Steepest descent from near the relaxation, by moves of GPUs between two pools."""
+        """Descend from near the relaxation by moves of GPUs between two pools."""
         for start in self._starts(pools, relaxed.gpus, _worst(found, 1)):
             self._improve(pools, start, found)
 
-    def part_kinds(self, found: dict[PoolStages, _Found]) -> None:
-        """Once more for the best groupings, from divisions that give all pools, or all but one, a
-        kind each: where pools may mix, moves from the relaxation seldom lead there."""
+    def split_by_kind(self, found: dict[PoolStages, _Found]) -> None:
+        """Improve the best groupings again from divisions that give all pools, or all but one, a
+        single kind: if pools may mix, moves from the relaxation rarely lead there."""
         for pools in sorted(found, key=lambda pools: found[pools].cost)[:FINAL_GROUPINGS]:
             if len(self._sizes) == 1 or not all(map(self.problem.may_mix, pools)):
                 continue
@@ -415,22 +422,22 @@ class _Search:
                 self._improve(pools, state, found)
 
     def _improve(self, pools: PoolStages, state: Array, found: dict[PoolStages, _Found]) -> None:
-        grains, cost = None, math.inf
+        chunks, cost = None, math.inf
         while True:
             here = [pool[:, None] for pool in state]
             costs, chosen = self.best_chunks(pools, here, here)
-            if grains is not None and (chosen[0] == grains or not costs[0] < cost):
+            if chunks is not None and (chosen[0] == chunks or not costs[0] < cost):
                 break
-            grains, cost = int(chosen[0]), float(costs[0])
-            state, cost = self._descend(pools, state, grains, cost)
+            chunks, cost = int(chosen[0]), float(costs[0])
+            state, cost = self._descend(pools, state, chunks, cost)
         if math.isfinite(cost):
-            self._keep(pools, _Found(cost, state, int(grains or 1)), found)
+            self._keep(pools, _Found(cost, state, int(chunks or 1)), found)
 
-    def count_out(self, pools: PoolStages, found: dict[PoolStages, _Found]) -> None:
-        """Look at every division, kind by kind, leaving out branches that cannot be better.
+    def enumerate_exact(self, pools: PoolStages, found: dict[PoolStages, _Found]) -> None:
+        """Enumerate every division, kind by kind, and skip branches that cannot be better.
 
-        A branch has some kinds divided. It is judged with all GPUs of the other kinds given to
-        every pool at once, and nothing charged for them.
+        A branch has divided some kinds. It is bounded with all GPUs of the other kinds given to
+        every pool at once and free of charge.
         """
         order = np.argsort(-self._sizes, kind="stable")
         count = len(pools)
@@ -446,7 +453,9 @@ class _Search:
     ) -> None:
         kind = order[depth]
         last = depth + 1 == len(order)
-        parts = enumerate_divisions(int(self._sizes[kind]), self.able(pools, int(kind)), self._idle)
+        parts = enumerate_divisions(
+            int(self._sizes[kind]), self.possible_counts(pools, int(kind)), self._idle
+        )
         if not len(parts):
             return
         rest = np.zeros(len(order), np.int64)
@@ -495,26 +504,26 @@ class _Search:
         return np.array(self.problem.chunks if len(pools) > 1 else (1,))
 
     def _starts(self, pools: PoolStages, gpus: Array, least: float) -> Sequence[Array]:
-        """Divisions ``[pools, kinds]`` to begin with.
+        """Return initial divisions ``[pools, kinds]``.
 
-        Where pools must be of one kind: the best of all ways to give each a kind of its own, shared
-        by the pools of that kind, and by those that may mix, as the relaxation shares all GPUs.
+        If pools must be of one kind: the best ways to give each a kind, which pools of that kind
+        and mixing pools share as the relaxation shares all GPUs.
         """
         every = pools_of_jobs(pools)
         like = [job for job in every if not self._may_mix(pools, job)]
         near = self._round(pools, gpus)
         one = self._of_one_kind(pools, gpus, like or every)
         if like:
-            # Some cannot run as they are, but are few moves from others that can.
+            # Some cannot run, but are only a few moves away from others that can.
             return [*(state for _, state in one), near]
-        # A descent takes the longer the more kinds there are.
+        # A descent takes longer with more kinds.
         some = one[: max(1, STARTS_PER_GROUPING // len(self._sizes))]
         return [near, *(state for cost, state in some if cost < PROMISING_FACTOR * least)]
 
     def _of_one_kind(
         self, pools: PoolStages, gpus: Array, like: Sequence[tuple[int, ...]]
     ) -> list[tuple[float, Array]]:
-        """The best divisions in which each of the jobs ``like`` has a kind of its own, with their
+        """Return the best divisions in which each job of ``like`` has a single kind, with their
         costs."""
         gpus, kinds = np.maximum(gpus, 0.0), len(self._sizes)
         if kinds ** len(like) <= MAX_KIND_ASSIGNMENTS:
@@ -530,14 +539,14 @@ class _Search:
         states = np.floor(shares * self._sizes + 1e-6).astype(np.int64)
         states = np.maximum(states, parts > 0)
         for k in range(len(self._sizes)):
-            for p, counts in enumerate(self.able(pools, k)):
+            for p, counts in enumerate(self.possible_counts(pools, k)):
                 states[:, p, k] = counts[np.searchsorted(counts, states[:, p, k], "right") - 1]
         over = np.maximum(states.sum(1) - self._sizes, 0)
         largest = states.argmax(1)
         for k in range(len(self._sizes)):
             states[np.arange(len(choices)), largest[:, k], k] -= over[:, k]
             for job in (job for job in like if len(job) > 1 and not self._may_mix(pools, job)):
-                # Its pools have whole nodes together.
+                # The pools of a job have whole nodes together.
                 held, most = states[:, job, k].sum(1), np.array(job)[states[:, job, k].argmax(1)]
                 states[np.arange(len(choices)), most, k] -= held - self.problem.kinds[
                     k
@@ -549,16 +558,17 @@ class _Search:
         return [(float(costs[i]), states[i]) for i in best]
 
     def _round(self, pools: PoolStages, gpus: Array) -> Array:
-        """Possible numbers near fractional GPUs ``[pools, kinds]``; each kind used as far."""
+        """Round fractional GPUs ``[pools, kinds]`` to possible numbers; each kind is used as
+        far."""
         gpus = np.maximum(gpus, 0.0)
         out = np.zeros(gpus.shape, np.int64)
         for k, most in enumerate(self._sizes):
-            counts = self.able(pools, k)
+            counts = self.possible_counts(pools, k)
             at = [
-                int(np.searchsorted(able, n + 1e-6, "right")) - 1
-                for able, n in zip(counts, gpus[:, k], strict=True)
+                int(np.searchsorted(possible_counts, n + 1e-6, "right")) - 1
+                for possible_counts, n in zip(counts, gpus[:, k], strict=True)
             ]
-            out[:, k] = [able[i] for able, i in zip(counts, at, strict=True)]
+            out[:, k] = [possible_counts[i] for possible_counts, i in zip(counts, at, strict=True)]
             aim = round(float(gpus[:, k].sum())) if self._idle else int(most)
             spare = min(aim, int(most)) - int(out[:, k].sum())
             for p in np.argsort(out[:, k] - gpus[:, k], kind="stable"):
@@ -574,7 +584,7 @@ class _Search:
 
 
 def gpus_by_job(pools: PoolStages, gpus: Sequence[Array]) -> list[Array]:
-    """By job int ``[kinds, n]``: the GPUs of its pools, of which those that overlap are one."""
+    """Return the GPUs of each job, int ``[kinds, n]``; overlapping pools are one job."""
     together = pools_of_jobs(pools)
     if len(together) == len(pools):
         return list(gpus)

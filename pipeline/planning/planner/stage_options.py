@@ -1,4 +1,8 @@
-"""How a stage could run as a job of its own, with what each way is expected to take."""
+"""The ways to run a stage as its own job, with the expected times of each.
+
+:class:`StageTimes` reads the times of a stage on a kind of device from the profile.
+:class:`StageOption` is one way to run it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.plan import StagePlan
 from pipeline.planning.cost.regression import MIN_POINTS, TimeModel, TimingPoint, fit_times
-from pipeline.planning.planner.available_devices import PartitionDevices, request_for_option
+from pipeline.planning.planner.available_devices import (
+    PartitionDevices,
+    build_stage_plan,
+    cpus_per_process,
+)
 from pipeline.planning.profile import schema
 from pipeline.planning.profile.schema import Profile
 from rlinf.config import RunConfig
@@ -23,31 +32,31 @@ LOAD_OVERHEADS: Mapping[str, schema.OverheadName] = {
     "trainer": "trainer_load",
 }
 SINGLE_MEASUREMENT_SPREAD, DATA_SHEET_PROFILE_SPREAD = 0.1, 0.8
-"""Relative standard deviation of what was measured once, and of what data sheets say of programs
-that were never run there: eight in ten within a factor of two (assumed)."""
+"""Relative standard deviations: of a single measurement, and of data sheets for programs that never
+ran there: eight in ten within a factor of two (assumed)."""
 DEVIATIONS_TO_Q90 = 1.2816
-"""Standard deviations to the 10 % and 90 % quantiles of a normal distribution."""
+"""Standard deviations from the mean to the 10 % and 90 % quantiles of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """An expected time."""
+    """An expected time with its standard deviation."""
 
     mean: float
     spread: float = 0.0
-    """Standard deviation."""
+    """Standard deviation, seconds."""
 
 
 def q10_q90_interval(seconds: float, spread: float) -> tuple[float, float]:
-    """The 10 % and 90 % quantiles of a normal distribution."""
+    """Return the 10 % and 90 % quantiles of a normal distribution."""
     return max(0.0, seconds - DEVIATIONS_TO_Q90 * spread), seconds + DEVIATIONS_TO_Q90 * spread
 
 
 class StageTimes:
-    """A stage on a kind of device.
+    """The times of a stage on a kind of device, from the profile.
 
     Raises:
-        PlanError: no measurement of it succeeded there, or none says what the whole batch takes.
+        PlanError: no measurement of the stage succeeded there, or none is of the whole batch.
     """
 
     def __init__(
@@ -67,10 +76,10 @@ class StageTimes:
             for name, other in (mixture.kinds, mixture.kinds[::-1])
             if mixture.stage == stage and name in mine
         }
-        """By the profile's name of another kind: what was measured of both in one job, and which of
-        its two kinds this one is."""
+        """By the profile's name of another kind: the measured mixture, and which of its two kinds
+        this is."""
         self.measured_as = frozenset(mine)
-        """Names in the profile of the kind that was measured."""
+        """Names of the measured kind in the profile."""
         self._loads, self._single = (
             spec.holds,
             DATA_SHEET_PROFILE_SPREAD if profile.estimated else SINGLE_MEASUREMENT_SPREAD,
@@ -81,7 +90,7 @@ class StageTimes:
             why = points[0].failure if points else "it was not measured"
             raise PlanError(f"no measurement of stage {stage!r} succeeded ({why})")
         self.peak_memory_bytes = max(p.peak_memory_bytes or 0 for p in ran)
-        """Of a process."""
+        """Peak memory of a process."""
         self._tried = _tried(points, profile)
         self._cold = {
             p.processes: p.cold.median_s - p.time.median_s
@@ -95,7 +104,7 @@ class StageTimes:
             for count in [len(p.time.seconds)]
         ]
         places = {(p.processes, p.size) for p in self.measured}
-        # Formulas say it of each number of processes, and jump where a job leaves its node.
+        # Formulas give each number of processes, with a step where a job exceeds its node.
         self.fits = not profile.estimated
         enough = self.fits and len(places) >= MIN_POINTS
         self._fit: TimeModel | None = fit_times(self.measured) if enough else None
@@ -107,11 +116,11 @@ class StageTimes:
             )
 
     def refusal_for(self, count: int) -> str:
-        """Why so many processes cannot run it; "" where they can, as far as is known.
+        """Return why this many processes cannot run the stage; "" if they can, as far as known.
 
-        What failed once fails again. A number that was not tried is as the next lower one that
-        was: processes that share a node need more of it the more there are. Below all that was
-        tried it is as the next higher one: fewer devices each hold more.
+        A failure is assumed to repeat. An unmeasured number behaves like the next lower measured
+        one, because more processes on a node need more memory. Below all measured numbers it
+        behaves like the next higher one, because fewer devices each need more memory.
         """
         lower = [tried for tried in self._tried if tried <= count]
         near = max(lower) if lower else min(self._tried)
@@ -126,18 +135,18 @@ class StageTimes:
         )
 
     def can_run(self, counts: Array) -> Array:
-        """Which numbers of processes can run it, bool ``[n]``."""
+        """Return which numbers of processes can run the stage, bool ``[n]``."""
         return np.array([not self.refusal_for(int(count)) for count in counts], dtype=bool)
 
     def times(self, counts: Array, share: float = 1.0) -> tuple[Array, Array, Array]:
-        """Seconds, their standard deviations, and whether they were extrapolated.
+        """Return seconds, their standard deviations, and whether they are extrapolated.
 
         Args:
             counts: numbers of processes ``[n]``.
-            share: of the batch.
+            share: share of the batch.
 
         Returns:
-            Three arrays ``[n]``; infinite seconds where nothing is known.
+            Three arrays ``[n]``; infinite seconds if unknown.
         """
         if self._fit is not None:
             answer = self._fit.predict(counts, share * self.samples)
@@ -148,20 +157,20 @@ class StageTimes:
         return seconds, spread, np.full(len(counts), share != 1)
 
     def time_line(self, count: int) -> tuple[float, float]:
-        """Seconds as a line in the share of the batch: at 0, and the rise to the whole."""
+        """Return the time as a line in the share of the batch: the value at 0 and the slope."""
         half, whole = (float(self.times(np.array([count]), share)[0][0]) for share in (0.5, 1.0))
         rise = 2 * (whole - half)
         return whole - rise, rise
 
     def overheads(self, processes: int) -> dict[str, TimeEstimate]:
-        """What a job of its own costs before and beside the work, in order.
+        """Return the overheads of a job before and beside its work, in order.
 
-        Where jobs on their own were measured, on one process, they say what a stage's own imports
-        and loading take; more processes cost more as the profile of loaded stages has it.
+        If separate stage jobs were measured on one process, they give the stage's imports and
+        loading; more processes cost as much more as in the profile of loaded stages.
         """
         dispatch = self._overhead("dispatch", 1)
         steps = [self._overhead(name, processes) for name in ("submission", "startup")]
-        # Of the job before, whose end starts this one.
+        # The completion of the previous job starts this one.
         steps.append(self._overhead("completion", processes))
         parts = {"start": dispatch if dispatch.mean else _sum(*steps)}
         parts["imports"] = self._overhead("imports", processes)
@@ -175,7 +184,7 @@ class StageTimes:
         return parts
 
     def _load(self, processes: int) -> TimeEstimate:
-        """Loading, and what the first work of a process costs more."""
+        """Return the time of loading and the extra time of a process's first work."""
         parts = [self._overhead(LOAD_OVERHEADS[self._loads], processes)] if self._loads else []
         if self._cold:
             near = min(self._cold, key=lambda count: abs(math.log(count / processes)))
@@ -183,10 +192,10 @@ class StageTimes:
         return _sum(*parts)
 
     def max_per_node(self) -> int:
-        """Most processes of a node: one per device, and of those without memory of their own as
-        many as fit the node's.
+        """Return the maximum processes per node: one per device and, without device memory, as many
+        as fit the node's memory.
 
-        On GPUs a process that ran once runs again.
+        On GPUs, a process that ran once is assumed to run again.
         """
         kind = self.devices.kind
         if self.devices.has_memory or not self.peak_memory_bytes or not kind.mem_mb_per_node:
@@ -208,7 +217,8 @@ class StageTimes:
 
 
 def num_work_items(stage: str, config: RunConfig) -> int:
-    """Pieces of work that processes can share; more processes would stand idle."""
+    """Return the number of pieces of work that processes can share; more processes would be
+    idle."""
     flow = flow_of(config)
     if not flow.all_stages[stage].uses_device:
         return 1
@@ -218,9 +228,9 @@ def num_work_items(stage: str, config: RunConfig) -> int:
 
 
 def _tried(points: list[schema.ProfilePoint], profile: Profile) -> dict[int, str]:
-    """By number of processes: how it failed there, "" where the run's own work was done.
+    """Return how the stage failed by number of processes; "" if the run's own work succeeded.
 
-    What fails of less work, or in smaller micro-batches, fails of the run's own too.
+    A failure with less work, or in smaller micro-batches, is also a failure of the run's own work.
     """
     own = profile.token_budget or math.inf
     tried = {p.processes: "" for p in points if p.succeeded and p.token_budget in (None, own)}
@@ -237,55 +247,62 @@ def _sum(*parts: TimeEstimate) -> TimeEstimate:
 
 
 DEFAULT_MIXING_EFFICIENCY = 0.95
-"""Share of the summed speed that unlike devices keep on one stage, where that was not measured: the
+"""Share of the summed speed that different devices keep on one stage, if it was not measured: the
 goal of the benchmark ``hetero_efficiency``."""
+TIME_LIMIT_FACTOR = 10
+"""Requested wall time in predicted times: the limit is for jobs that hang."""
+MIN_TIME_LIMIT_MIN = 10
+MEMORY_FACTOR = 1.5
+MEMORY_STEP_MB = 256
 MIN_BATCH_SHARE = 0.02
-"""Of the batch, for the slower of two kinds."""
+"""Minimum share of the batch for the slower of two kinds."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """How much longer than predicted something took in a run."""
+    """Factors by which a run took longer than predicted."""
 
     startup_factor: float = 1.0
-    """Start and imports of a job."""
+    """Factor of the start and imports of a job."""
     work_factor: float = 1.0
-    """Loading and work."""
+    """Factor of loading and work."""
     spread: float = math.inf
-    """Relative standard deviation that is left at most: a run measures what was only estimated."""
+    """Maximum relative standard deviation that remains, because the run has measured an
+    estimate."""
 
 
 @dataclass(frozen=True)
 class StageOption:
-    """A way to run one stage."""
+    """One way to run a stage as a job."""
 
     stage: str
     devices: tuple[PartitionDevices, ...]
-    """Several: nodes of each take a share by their speed."""
+    """If there are several, the nodes of each process a share of the batch by their speed."""
     nodes: tuple[int, ...]
-    """Of each of ``devices``."""
+    """Number of nodes of each of ``devices``."""
     processes: int
-    """Per node; each has a device of its own."""
+    """Processes per node; each has its own device."""
     parts: Mapping[str, TimeEstimate]
-    """Of the job, in order: start, imports, load, warm-up, work."""
+    """Expected times of the job's parts, in order: start, imports, load, warm-up, work."""
     speeds: tuple[float, ...] = ()
-    """Of a process on each of ``devices``, where there are several."""
+    """Relative speed of a process on each of ``devices``, if there are several."""
     peak_memory_bytes: int = 0
-    """Of a process."""
+    """Peak memory of a process."""
     extrapolated: bool = False
     needs_device: bool = True
-    """Whether it takes GPUs where there are some."""
+    """True if the stage uses GPUs where they exist."""
 
     @property
     def seconds(self) -> float:
-        """All parts."""
+        """The sum of all parts."""
         return sum(part.mean for part in self.parts.values())
 
     @property
     def conservative_s(self) -> float:
-        """What plans are compared by: beyond what was measured the upper end of the interval.
+        """The time by which plans are compared: beyond measured numbers the upper end of the
+        interval.
 
-        Devices that share a network or a node are slower together than any fit of fewer foresees.
+        Devices that share a network or a node are slower together than a fit of fewer predicts.
         """
         return (
             q10_q90_interval(self.seconds, self.spread_s)[1] if self.extrapolated else self.seconds
@@ -293,11 +310,12 @@ class StageOption:
 
     @property
     def spread_s(self) -> float:
-        """Standard deviation; the parts' errors are taken as independent."""
+        """The standard deviation; errors of the parts count as independent."""
         return math.sqrt(sum(part.spread**2 for part in self.parts.values()))
 
     def with_corrections(self, known: Mapping[tuple[str, str], Correction]) -> StageOption:
-        """With what a run has taught, by stage and kind; of several kinds the one worst off."""
+        """Return the option with a run's corrections by stage and kind; of several kinds the
+        largest."""
         mine = [known[key] for own in self.devices if (key := (self.stage, own.name)) in known]
         if not mine:
             return self
@@ -313,17 +331,18 @@ class StageOption:
 
     @property
     def bound_by(self) -> str:
-        """The largest part."""
+        """The name of the largest part."""
         return max(self.parts, key=lambda name: self.parts[name].mean)
 
     @property
     def count(self) -> int:
-        """Processes, each of which could have a device."""
+        """The number of processes, each of which could have a device."""
         return sum(self.nodes) * self.processes
 
     @property
     def num_devices(self) -> tuple[int, ...]:
-        """Of each of ``devices``, how many it holds: what needs none takes no GPU."""
+        """The number of devices of each of ``devices``; a stage without need for a device uses no
+        GPU."""
         return tuple(
             nodes * self.processes if self.needs_device or not own.kind.gpus_per_node else 0
             for own, nodes in zip(self.devices, self.nodes, strict=True)
@@ -331,32 +350,32 @@ class StageOption:
 
     @property
     def price_per_hour(self) -> float:
-        """Of all devices held."""
+        """The price of all devices for one hour."""
         return sum(own.price * n for own, n in zip(self.devices, self.num_devices, strict=True))
 
     @property
     def wait_s(self) -> float:
-        """Expected time in the queue."""
+        """The expected time in the queue."""
         return max(own.wait_s(sum(self.nodes)) for own in self.devices)
 
     @property
     def interruptions_per_hour(self) -> float:
-        """Expected preemptions and failures."""
+        """Expected preemptions and failures per hour."""
         return max(own.interruptions_per_hour for own in self.devices)
 
     @property
     def limit_s(self) -> float:
-        """Longest time of a job there."""
+        """The maximum seconds of a job there."""
         return min(own.limit_s for own in self.devices)
 
     @property
     def fits_time_limit(self) -> bool:
-        """Whether it is known how long it takes, and a job may last that long."""
+        """True if the time is known and within the time limit."""
         return math.isfinite(self.seconds) and self.seconds <= self.limit_s
 
     @property
     def place(self) -> str:
-        """Where, in a word: ``h100``, ``gpu: a100+h100``."""
+        """The place in a word: ``h100``, ``gpu: a100+h100``."""
         if len(self.devices) == 1:
             return self.devices[0].name
         kinds = "+".join(own.kind.gpu_type for own in self.devices)
@@ -364,9 +383,44 @@ class StageOption:
 
     @property
     def size(self) -> str:
-        """How much of it: ``2x4``, nodes by devices of each."""
+        """The size: ``2x4``, nodes by devices of each."""
         nodes = "+".join(map(str, self.nodes))
         return f"{nodes}x{self.processes}"
+
+
+def request_for_option(option: StageOption) -> StagePlan:
+    """Return the request of a stage that runs as its own job."""
+    first = option.devices[0].kind
+    values: dict[str, object] = {
+        "partition": first.partition or None,
+        "nodes": sum(option.nodes),
+        "processes": option.processes,
+        "time_limit_min": _minutes(option),
+    }
+    if first.gpus_per_node:
+        values |= {
+            "gpus": option.processes if option.needs_device else 0,
+            "cpus": cpus_per_process(first),
+        }
+    if values.get("gpus") and first.gpu_type and len(option.devices) == 1:
+        values["gpu_type"] = first.gpu_type
+    if first.constraint and len(option.devices) == 1:
+        values["constraint"] = first.constraint
+    if len(option.devices) > 1:
+        features = [str(own.feature) for own in option.devices]
+        nodes = zip(features, option.nodes, strict=True)
+        values["speed_weights"] = dict(zip(features, option.speeds, strict=True))
+        values["constraint"] = f"[{'&'.join(f'{name}*{n}' for name, n in nodes)}]"
+    if option.peak_memory_bytes and not option.devices[0].has_memory:
+        need = MEMORY_FACTOR * option.processes * option.peak_memory_bytes / 2**20
+        rounded = math.ceil(need / MEMORY_STEP_MB) * MEMORY_STEP_MB
+        values["mem_mb"] = min(rounded, first.mem_mb_per_node) if first.partition else rounded
+    return build_stage_plan(values)
+
+
+def _minutes(option: StageOption) -> int:
+    minutes = max(MIN_TIME_LIMIT_MIN, math.ceil(TIME_LIMIT_FACTOR * option.seconds / 60))
+    return int(min(minutes, option.limit_s / 60))
 
 
 def stage_options(
@@ -376,13 +430,13 @@ def stage_options(
     config: RunConfig,
     allowed: Collection[str] | None = None,
 ) -> list[StageOption]:
-    """All ways to run a stage.
+    """Return all ways to run a stage.
 
     Args:
-        allowed: the only kinds it may use.
+        allowed: the only kinds that it may use.
 
     Raises:
-        PlanError: it cannot run anywhere; says why on each kind.
+        PlanError: the stage cannot run anywhere; names the reason for each kind.
     """
     usable = {n: own for n, own in devices.items() if allowed is None or n in allowed}
     found: list[StageOption] = []
@@ -398,7 +452,7 @@ def stage_options(
         except PlanError as error:
             reasons.append(f"{name}: {error}")
     for name, shapes in every.items():
-        # Of the same nodes the better name, but for jobs that are too long or large for it.
+        # The same nodes count under the better kind, except for jobs too long or large for it.
         same = usable[name].better_kind or ""
         limit_s = usable[same].limit_s if same in usable else 0.0
         others = every.get(same, {})
@@ -419,7 +473,7 @@ def stage_options(
             f"{quickest.seconds / 60:.1f} minutes, {limit.time_limit_of} allows "
             f"{limit.limit_s / 60:g}"
         )
-    # A job that its time ends is requeued for ever.
+    # A job that its time limit ends would be requeued forever.
     found = [option for option in found if option.seconds <= option.limit_s]
     if not found:
         raise PlanError(
@@ -429,10 +483,10 @@ def stage_options(
 
 
 def _allowed(found: Sequence[StageOption], *, refuse: bool = True) -> list[StageOption]:
-    """Those whose job accounting allows.
+    """Return the options whose jobs accounting allows.
 
     Raises:
-        PlanError: none, and ``refuse``; names the limit on the smallest.
+        PlanError: it allows none, and ``refuse``; names the limit for the smallest job.
     """
     late = [option for option in found if not option.fits_time_limit]  # left out for their time
     in_time = [option for option in found if option.fits_time_limit]
@@ -449,7 +503,7 @@ def _allowed(found: Sequence[StageOption], *, refuse: bool = True) -> list[Stage
 
 
 def single_kind_option(work: StageTimes, nodes: int, processes: int) -> StageOption:
-    """A stage on nodes of one kind; infinite seconds where nothing is known of that many."""
+    """Return a stage's option on nodes of one kind; infinite seconds if its time is unknown."""
     seconds, spread, beyond = work.times(np.array([nodes * processes]))
     return StageOption(
         work.stage,
@@ -469,16 +523,16 @@ def single_kind_option(work: StageTimes, nodes: int, processes: int) -> StageOpt
 def mixed_kind_option(
     works: tuple[StageTimes, StageTimes], nodes: tuple[int, ...], processes: int
 ) -> StageOption:
-    """A stage on nodes of two kinds in one job, as many processes on each node.
+    """Return a stage's option on nodes of two kinds in one job, with equal processes per node.
 
-    The batch is divided so that both end together; times are linear in their part of it.
+    The batch is divided so that both kinds end together; times are linear in their share of it.
     """
     counts = [count * processes for count in nodes]
     lines = [work.time_line(count) for work, count in zip(works, counts, strict=True)]
     (fixed_a, rate_a), (fixed_b, rate_b) = lines
     rise = rate_a + rate_b
     first = (fixed_b + rate_b - fixed_a) / rise if rise > 0 else math.nan
-    # Where times do not depend on the size, or nothing is known of them, all do as much.
+    # If times are unknown or independent of the size, all processes do the same amount.
     first = first if math.isfinite(first) else counts[0] / sum(counts)
     first = min(max(first, MIN_BATCH_SHARE), 1 - MIN_BATCH_SHARE)
     parts = [
@@ -507,8 +561,8 @@ def mixed_kind_option(
 
 
 def mixing_efficiency(works: tuple[StageTimes, StageTimes]) -> float:
-    """Share of the summed speed that a stage keeps on devices of two kinds: what either was
-    measured to take for its part of the batch, beside what both took for all of it."""
+    """Return the share of the summed speed that a stage keeps on devices of two kinds, from the
+    measured times of each for its part of the batch and of both for the whole batch."""
     for name, (mixture, place) in works[0].mixtures.items():
         if name not in works[1].measured_as:
             continue
@@ -521,15 +575,15 @@ def mixing_efficiency(works: tuple[StageTimes, StageTimes]) -> float:
 
 
 def can_share_job(a: PartitionDevices, b: PartitionDevices) -> bool:
-    """Whether one job can have nodes of both: one partition, told apart by a feature."""
+    """Return True if one job can have nodes of both: one partition, and distinct features."""
     are_distinct = a.feature is not None and b.feature is not None and a.feature != b.feature
-    # The feature of the GPU's name does not find those of one size.
+    # The feature with the GPU's name does not select one memory size.
     alike = not (a.kind.constraint or b.kind.constraint)
     return a.kind.partition == b.kind.partition and are_distinct and alike
 
 
 def _shapes(work: StageTimes, most: int) -> Iterator[tuple[int, int]]:
-    """Nodes and processes of each, for every number of processes the fewest nodes that give it."""
+    """Yield nodes and processes per node: for every number of processes the fewest nodes."""
     per_node = work.max_per_node()
     if not per_node:
         raise PlanError(
@@ -551,7 +605,7 @@ def _shared_shapes(
     for processes in range(1, min(work.max_per_node() for work in works) + 1):
         for nodes in itertools.product(*(_some(work.devices.max_job_nodes) for work in works)):
             count = sum(nodes) * processes
-            # Both are of one partition, whose limit holds for the job.
+            # Both kinds are in one partition, whose limit applies to the job.
             if any(sum(nodes) > (work.devices.max_nodes_per_job or sum(nodes)) for work in works):
                 continue
             if count <= most and not any(work.refusal_for(count) for work in works):
@@ -559,6 +613,6 @@ def _shared_shapes(
 
 
 def _some(count: int) -> Sequence[int]:
-    """All small numbers, then powers of two, and all there are."""
+    """Return all small numbers, then powers of two, and the maximum."""
     powers = {2**i for i in range(3, count.bit_length())}
     return sorted({*range(1, min(count, 8) + 1), *powers, count})

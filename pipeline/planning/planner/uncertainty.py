@@ -1,7 +1,8 @@
-"""What a placement gives when speeds are known only so well: time as a distribution, and the rest.
+"""The forecast of a placement when speeds are uncertain: a distribution of times, and what it
+depends on.
 
-The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`. Here the
-speeds that go into them are drawn many times.
+The formulas of an iteration are those of :mod:`pipeline.planning.planner.predictor`, with speeds
+that are sampled many times.
 """
 
 from __future__ import annotations
@@ -25,45 +26,46 @@ from rlinf.errors import PlanError
 
 Array = np.ndarray
 Tables = Mapping[str, Mapping[str, RateTable]]
-"""By stage and kind: where the problem's rates came from."""
+"""Source of the problem's rates, by stage and kind."""
 
 DRAWS = 1024
 IMPROVEMENT = 0.1
-"""Share by which a number is made smaller to see what it is worth."""
+"""Relative improvement of a quantity in the sensitivity analysis."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What it would bring if one number were better by :data:`IMPROVEMENT`."""
+    """The time saved if one quantity improves by :data:`IMPROVEMENT`."""
 
     quantity: str
-    """``train on h100: seconds``."""
+    """Name of the quantity: ``train on h100: seconds``."""
     saved_s: float
-    """By how much the iteration would be shorter."""
+    """Seconds by which the iteration would be shorter."""
 
 
 @dataclass(frozen=True)
 class PlacementForecast:
-    """What is expected of a placement."""
+    """The forecast of a placement."""
 
     nominal_s: float
-    """Seconds of an iteration if every speed is as the problem says."""
+    """Seconds of an iteration with the problem's speeds."""
     mean_s: float
     q10_s: float
     q50_s: float
     q90_s: float
     idle_shares: tuple[float, ...]
-    """By job: share of an iteration that a GPU does no stage's work, on average over its GPUs."""
+    """Share of an iteration in which a GPU of each job does no work, averaged over its GPUs."""
     memory_bytes: tuple[Mapping[str, float], ...]
-    """By pool and kind: most that a GPU holds at once; NaN where a stage's need is not known."""
+    """Maximum memory of a GPU by pool and kind; NaN if a stage's memory is unknown."""
     gpu_hours: float
-    """Of one iteration, idle ones included."""
+    """GPU-hours of one iteration, idle ones included."""
     interruption_s: float
-    """Expected loss by preemption and failures, per iteration; not part of the other times."""
+    """Expected seconds lost to preemption and failures per iteration; not part of the other
+    times."""
     sensitivities: tuple[Sensitivity, ...]
-    """Numbers that go into it, the one that dominates first."""
+    """Quantities with their effect, the largest first."""
     unmeasured: tuple[str, ...]
-    """Speeds that were extrapolated or are from data sheets: ``train on h100: extrapolated``."""
+    """Speeds that are extrapolated or from data sheets: ``train on h100: extrapolated``."""
 
 
 def forecast_placement(
@@ -74,20 +76,20 @@ def forecast_placement(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> PlacementForecast:
-    """What is expected of a placement.
+    """Return the forecast of a placement.
 
-    The time of each stage on each kind is drawn from a log-normal distribution whose mean is the
-    table's time and whose relative standard deviation is the table's spread; one factor for a stage
-    and kind, since what makes a prediction wrong makes it wrong for all of its GPUs. Draws are
+    The time of each stage on each kind is sampled from a log-normal distribution whose mean is the
+    table's time and whose relative standard deviation is the table's spread. There is one factor
+    per stage and kind, because a wrong prediction is wrong for all of its GPUs. Samples are
     stratified (Latin hypercube, McKay, Beckman and Conover 1979), so few suffice.
 
     Args:
-        tables: spreads, sources and memory; of every stage and kind that the placement uses.
-        draws: how many times speeds are drawn.
-        seed: of the draws; the same seed gives the same answer.
+        tables: spreads, sources and memory of every stage and kind that the placement uses.
+        draws: number of samples.
+        seed: seed of the samples; the same seed gives the same result.
 
     Raises:
-        PlanError: the placement does not go with the problem, cannot run, or a table is missing.
+        PlanError: the placement does not fit the problem, cannot run, or a table is missing.
     """
     _check(problem, placement)
     exact = Predictor(problem)
@@ -131,7 +133,7 @@ def forecast_placement(
 
 
 class _Drawn(Predictor):
-    """A predictor with other speeds in each draw: its allocations are the draws."""
+    """A predictor with other speeds in each sample: its allocations are the samples."""
 
     def __init__(
         self, problem: PlacementProblem, spread: Array, draws: int, rng: np.random.Generator
@@ -142,13 +144,13 @@ class _Drawn(Predictor):
         normal = norm.ppf((strata + rng.random(strata.shape)) / draws)
         sigma = np.sqrt(np.log1p(spread**2))[..., None]
         self._factors = np.exp(sigma * normal - sigma**2 / 2)
-        """Of the times: ``[stages, kinds, draws]``, of mean 1."""
+        """Factors of the times, ``[stages, kinds, draws]``, with mean 1."""
 
     def rates(self, stage: int, gpus: Array, held: Array) -> Array:
         return super().rates(stage, gpus, held) / self._factors[stage]
 
     def total_s(self, placement: Placement) -> Array:
-        """Seconds of an iteration ``[draws]``."""
+        """Return the seconds of an iteration ``[draws]``."""
         gpus = [np.tile(np.array(pool)[:, None], self._draws) for pool in placement.gpus]
         return self.predict_batch(placement.pools, gpus, placement.num_chunks).total_s
 
@@ -168,7 +170,7 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
 def _used(
     problem: PlacementProblem, placement: Placement, predictor: Predictor
 ) -> Iterator[tuple[int, int, int]]:
-    """Stage, kind and GPUs of every speed that matters."""
+    """Yield stage, kind and GPUs of every speed that the placement uses."""
     for s in range(len(problem.stages)):
         for k, number in enumerate(placement.gpus_of(s)):
             if predictor.tables[s][k][number] > 0:
@@ -196,7 +198,8 @@ def _memory(
     used: list[tuple[int, int, int]],
     pool: int,
 ) -> dict[str, float]:
-    """Stages that are switched in and out hold a GPU one at a time, all others together."""
+    """Return the memory of a GPU by kind: stages that are offloaded use it one at a time, all
+    others together."""
     staying: dict[str, float] = {}
     switched: dict[str, float] = {}
     for s, k, gpus in used:
@@ -230,7 +233,8 @@ def _influences(
 def _better(
     problem: PlacementProblem, used: list[tuple[int, int, int]]
 ) -> Iterator[tuple[str, PlacementProblem]]:
-    """Every number that the placement's time depends on, and the problem with it improved."""
+    """Yield every quantity that the placement's time depends on, and the problem with it
+    improved."""
     less = 1 - IMPROVEMENT
 
     def with_stage(s: int, stage: PlacementStage) -> PlacementProblem:

@@ -1,1 +1,1 @@
-"""The profile: what the stages of an experiment cost on each kind of device, measured."""
+"""The profile: measured costs of an experiment's stages on each kind of device."""

@@ -10,12 +10,12 @@ from pathlib import Path  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    """Measure what the task file says; returns the exit code (see ``rlinf.errors``)."""
+    """Run the task file. Returns the exit code (see ``rlinf.errors``)."""
     from rlinf import process_tuning
     from rlinf.errors import RlinfError
 
     process_tuning.tune_process()
-    # What a stage's process imports before its work begins.
+    # The imports of a stage's process before its work.
     import stages.rollout
     import stages.runner
     import stages.train  # noqa: F401

@@ -1,4 +1,4 @@
-"""From trials to a profile: repeats become medians with intervals, failures stay failures."""
+"""Build a profile from trials: repeats become medians with intervals, failures stay failures."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def build_kind_profile(
     alone: Sequence[Overhead] = (),
     flow: Flow = on_policy,
 ) -> KindProfile:
-    """What the trials of a kind say together; at least one has a sample.
+    """Build the profile of a kind from its trials, of which at least one has a sample.
 
     Args:
-        alone: measured of jobs on their own.
+        alone: overheads that were measured with separate stage jobs.
     """
     return KindProfile(
         partition=kind.partition,
@@ -55,13 +55,13 @@ def build_kind_profile(
 
 
 def memory_location(trials: Sequence[Trial]) -> MemoryLocation | None:
-    """What the peaks of a kind's trials are of: its devices', where any process used one."""
+    """Return where a kind's memory peaks were measured: on the device if any process used one."""
     locations = {trial.memory for trial in trials} - {None}
     return "device" if "device" in locations else next(iter(locations), None)
 
 
 def points(trial: Trial, flow: Flow = on_policy) -> list[ProfilePoint]:
-    """The points of a trial; of stages that are one process always, only where it is one."""
+    """Return the measured points of a trial; single-process stages only if it has one process."""
     groups: dict[tuple[str, int, int | None], list[StageTiming]] = defaultdict(list)
     for sample in trial.samples:
         if trial.processes == 1 or not flow.all_stages[sample.stage].single_process:
@@ -76,13 +76,13 @@ def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
         "nodes": trial.nodes,
         "processes": trial.processes,
         "samples": first.samples,
-        "max_tokens_per_microbatch": first.token_budget,
+        "token_budget": first.token_budget,
     }
     ran = [sample for sample in group if not sample.failure]
     if not ran:
         return ProfilePoint(tokens=0, failure=first.failure, **shared)
     cold = [sample for sample in ran if sample.cold]
-    # A stage that ran once only has no warm time; its cold one is then the best that is known.
+    # A stage that ran only once has no warm time, so its cold time is used.
     warm = [sample for sample in ran if not sample.cold] or cold
     names = {name for sample in warm for name in sample.parts_s}
     return ProfilePoint(
@@ -99,7 +99,8 @@ def _point(trial: Trial, group: Sequence[StageTiming]) -> ProfilePoint:
 
 
 def overheads(trials: Sequence[Trial]) -> list[Overhead]:
-    """Of a submission only the quickest counts: what is above it was waiting for nodes."""
+    """Return the overheads of trials. Of a submission only the fastest counts, because others
+    waited for nodes."""
     found = []
     for trial in trials:
         for name, seconds in trial.overheads_s.items():
@@ -110,7 +111,7 @@ def overheads(trials: Sequence[Trial]) -> list[Overhead]:
 
 
 def links(trials: Sequence[Trial]) -> list[MeasuredLink]:
-    """One link of each sort: that measured by the fewest processes."""
+    """Return one link of each path: the one measured with the fewest processes."""
     found: dict[str, MeasuredLink] = {}
     for trial in sorted(trials, key=lambda trial: (trial.nodes, trial.processes)):
         for link in trial.links:
@@ -119,7 +120,8 @@ def links(trials: Sequence[Trial]) -> list[MeasuredLink]:
 
 
 def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
-    """Response lengths of the trial that has most; None where no rollout of the full batch ran."""
+    """Return the response lengths of the trial with the most; None if no full batch was rolled
+    out."""
     best = max(trials, key=lambda trial: len(trial.lengths), default=None)
     if best is None or not best.lengths:
         return None
@@ -138,7 +140,7 @@ def lengths(trials: Iterable[Trial], horizon: int) -> ResponseLengths | None:
 def build_queue_wait(
     nodes: int, expected_s: float | None, past: Sequence[tuple[int, float]]
 ) -> QueueWait:
-    """Of past jobs those count that had up to twice as many nodes, or half as many."""
+    """Return the expected wait, from past jobs with half to twice as many nodes."""
     like = [seconds for size, seconds in past if nodes <= 2 * size and size <= 2 * nodes]
     history = None
     if like:

@@ -1,9 +1,8 @@
-"""What a profile would say, from data sheets and the model's shape: for plans before any
-measurement.
+"""A profile from data sheets and the model's shape, for plans before any measurement.
 
-The formulas are those of :mod:`pipeline.planning.cost`; what a job costs besides its work is
-assumed, and says so below. The points are laid out as measured ones, so that all that reads a
-profile reads this too; ``estimated`` makes its intervals wide.
+The formulas are those of :mod:`pipeline.planning.cost`; other costs of a job are assumed below. The
+points have the layout of measured ones, so that every reader of a profile can use them;
+``estimated`` makes their intervals wide.
 """
 
 from __future__ import annotations
@@ -51,22 +50,22 @@ from stages.factory import create_algorithm, engine_max_batch, environment_class
 from stages.flow import flow_of
 
 FLOAT32_SHARE = 1 / 16
-"""Of the bfloat16 rate, in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet), 67
-of 989 (H100)."""
+"""Share of the bfloat16 rate in float32 without TF32: 19.5 of 312 TFLOP/s (NVIDIA A100 data sheet),
+67 of 989 (H100)."""
 TRAINER_STATE = StateBytes(weights=4, gradients=4, optimizer=8)
-"""Bytes per parameter of the trainers here: all of it float32."""
+"""Bytes per parameter of our trainers, all in float32."""
 READS_BYTES_PER_S = 1e9
-"""A shared filesystem (assumed)."""
+"""Read rate of a shared filesystem (assumed)."""
 START_S, IMPORTS_S, LOADS_S, REWARD_S = 5.0, 15.0, 5.0, 1e-3
-"""Of a job, of its imports, of an engine or trainer besides reading weights; of judging a sample
-(all assumed)."""
+"""Seconds of a job's start, of its imports, of loading an engine or trainer besides reading
+weights, and of the reward of a sample (all assumed)."""
 
 
 def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) -> Profile:
-    """A profile of all kinds of GPUs whose data sheets are known.
+    """Return a profile of all kinds of GPUs with known data sheets.
 
     Raises:
-        PlanError: there is no such kind, or the model is none that the formulas know.
+        PlanError: there is no such kind, or the formulas do not support the model.
         DataError: its config.json cannot be used.
     """
     job = _Job.of(config)
@@ -117,38 +116,38 @@ def estimate_profile(config: RunConfig, inventory: Inventory, site: SiteConfig) 
 
 @dataclass(frozen=True)
 class _Job:
-    """What an iteration of a run has to do."""
+    """The work of an iteration of a run."""
 
     shape: ModelShape
     trained: ModelShape
-    """What the trainer has: with the critic that there is one of."""
+    """The trainer's networks: with the critic if there is one."""
     samples: int
     prompt: int
     lengths: np.ndarray
-    """Of responses: even, up to the horizon (assumed)."""
+    """Lengths of responses, uniform up to the horizon (assumed)."""
     horizon: int
     steps: int
-    """Optimizer steps."""
+    """Optimizer steps per iteration."""
     token_budget: int | None
     generates_in: int
     """Bytes of an element in the engine."""
     trains_in: int
-    """The same in the trainer."""
+    """Bytes of an element in the trainer."""
     max_rows: int
     group_size: int
     stages: Mapping[str, str | None]
-    """What each stage of the flow loads."""
+    """What each stage of the flow holds."""
     trains: str
     publishes: str
     recompute: Recompute
-    """What of the forward pass the backward pass computes again."""
+    """Part of the forward pass that the backward pass recomputes."""
     zero: int
-    """What processes of the trainer share out; see :class:`TrainingWorkload`."""
+    """ZeRO stage of the trainer; see :class:`TrainingWorkload`."""
     state: StateBytes
     """Bytes per parameter of the trainer."""
     copies: int
     state_on_device: float | None
-    """See :class:`TrainingWorkload`."""
+    """Optimizer bytes on the device; see :class:`TrainingWorkload`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> _Job:
@@ -201,7 +200,8 @@ class _Job:
         return self.prompt + self.horizon
 
     def work(self, stage: str, samples: int) -> tuple[Workload, ModelShape, float]:
-        """What a stage has to do of so many samples, its shape, and its share of the peak rate."""
+        """Return a stage's work for this many samples, its shape, and its share of the peak
+        rate."""
         mean = self.prompt + round(float(self.lengths.mean()))
         width = self.generates_in if self.stages[stage] == "engine" else self.trains_in
         generates = self.stages[stage] == "engine"
@@ -230,7 +230,7 @@ class _Job:
 
 
 def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
-    """What processes share out; FSDP everything."""
+    """Return the ZeRO stage: what processes shard; FSDP shards everything."""
     if trainer == "deepspeed":
         return int(settings.get("zero_stage", 2))
     if trainer == "megatron":
@@ -239,8 +239,8 @@ def _zero(trainer: str, settings: Mapping[str, Any]) -> int:
 
 
 def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
-    """Bytes of the optimizer's state that come to the device at once; None: it stays there. With
-    DeepSpeed the host makes the step."""
+    """Return the optimizer bytes that are on the device at once; None if all stay there. With
+    DeepSpeed the host runs the step."""
     if not settings.get("offload_optimizer"):
         return None
     return (
@@ -251,7 +251,7 @@ def _state_on_device(trainer: str, settings: Mapping[str, Any]) -> float | None:
 
 
 def with_critic(shape: ModelShape) -> ModelShape:
-    """A policy and a network like it that values states: what one has of layers, twice."""
+    """Return the shape of a policy with a separate critic: twice the layers."""
     behind = tuple(number + shape.layers for number in shape.dense_layers)
     return replace(
         shape,
@@ -262,8 +262,8 @@ def with_critic(shape: ModelShape) -> ModelShape:
 
 
 def _state(shape: ModelShape, lora: Mapping[str, Any] | None) -> StateBytes:
-    """Of all parameters, or where adapters alone have gradients and moments. Those are taken to be
-    at all linear layers of the blocks."""
+    """Return the bytes per parameter of a trainer; with LoRA only adapters have gradients and
+    moments. Adapters are assumed at all linear layers of the blocks."""
     if not lora:
         return TRAINER_STATE
     ends = [shape.hidden + shape.q_width] * 2 + [shape.hidden + shape.kv_width] * 2
@@ -302,7 +302,8 @@ def _shape(options: Any, spec: Mapping[str, Any]) -> ModelShape:
 
 
 def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator[ProfilePoint]:
-    """Of each stage on one device, powers of two of a node's, whole nodes; half the batch too."""
+    """Yield points of each stage on powers of two of a node's devices and on whole nodes, for the
+    batch and half of it."""
     inside = [1 << n for n in range(per_node.bit_length()) if 1 << n <= per_node]
     counts = sorted({*inside, *(per_node * n for n in _some(nodes))})
     sizes = sorted({job.samples, max(job.group_size, job.samples // 2)})
@@ -319,7 +320,7 @@ def _points(job: _Job, device: GpuDevice, nodes: int, per_node: int) -> Iterator
 
 
 def _some(nodes: int) -> list[int]:
-    """Up to 8 each, then powers of two and all."""
+    """Return up to 8 one by one, then powers of two and the maximum."""
     few, powers = range(1, min(nodes, 8) + 1), (1 << n for n in range(nodes.bit_length()))
     return sorted({*few, *powers, nodes})
 

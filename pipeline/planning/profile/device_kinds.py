@@ -1,4 +1,4 @@
-"""Kinds of devices: the like GPUs of a partition, or processes where there are none."""
+"""Kinds of devices: the equal GPUs of a partition, or processes if it has no GPUs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from slurm.inventory import Inventory, NodeGroup
 from slurm.site import SiteConfig
 
 LOCAL_KIND = "local"
-"""Name of the kind that this machine is."""
+"""Name of the kind of this machine."""
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Like devices of one partition."""
+    """The equal devices of one partition."""
 
     name: str
-    """``partition``, or ``partition:gpu_type`` where the partition has several types."""
+    """``partition``, or ``partition:gpu_type`` if the partition has several types."""
     partition: str
-    """"" on a machine without Slurm."""
+    """Name of the partition; "" on a machine without Slurm."""
     nodes: int
-    """Nodes that are not down."""
+    """Number of nodes that are not down."""
     cpus_per_node: int
     mem_mb_per_node: int
     gpus_per_node: int = 0
@@ -32,19 +32,20 @@ class DeviceKind:
     gpu_model: str = ""
     duty_cycle: float = 1.0
     constraint: str = ""
-    """What sbatch needs besides the GPU's name to find these nodes: the feature that tells them
-    from others of the partition, whose GPUs are called the same (``a100`` of 40 and 80 GB)."""
+    """Constraint that sbatch needs besides the GPU's name: the feature that distinguishes these
+    nodes from others of the partition with the same GPU name (``a100`` of 40 and 80 GB)."""
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs of a node, or its CPUs."""
+        """The number of GPUs of a node, or of its CPUs."""
         return self.gpus_per_node or max(1, self.cpus_per_node)
 
 
 def list_kinds(inventory: Inventory, site: SiteConfig) -> dict[str, DeviceKind]:
-    """All kinds of a cluster, by name; partitions that are closed or have no nodes are left out.
+    """Return all kinds of a cluster by name, without closed and empty partitions.
 
-    Of groups of a partition with one type of GPU the larger is the kind; see :func:`left_out`.
+    If several groups of a partition have one type of GPU, the larger is the kind; see
+    :func:`describe_excluded_nodes`.
 
     Raises:
         PlanError: no node can be used now.
@@ -83,15 +84,16 @@ def list_kinds(inventory: Inventory, site: SiteConfig) -> dict[str, DeviceKind]:
 
 
 def node_group_of_kind(kind: DeviceKind, inventory: Inventory) -> NodeGroup | None:
-    """The largest group of nodes of a kind; None: none of them can be used."""
+    """Return the largest node group of a kind; None if no node can be used."""
     groups = inventory.partitions[kind.partition].groups
     mine = [g for g in groups if g.gpu_type == kind.gpu_type and g.usable_nodes]
-    # Of equals the last, as list_kinds has it.
+    # Among equals the last one, as in list_kinds.
     return max(reversed(mine), key=lambda group: group.usable_nodes, default=None)
 
 
 def describe_excluded_nodes(kind: DeviceKind, inventory: Inventory) -> str:
-    """Which nodes with the same GPUs by name are not among those of a kind; "": none."""
+    """Describe the nodes with the same GPU name that do not belong to a kind; "" if there are
+    none."""
     own = node_group_of_kind(kind, inventory)
     others = [
         group
@@ -112,8 +114,8 @@ def _gpu(group: NodeGroup) -> tuple[object, ...]:
 
 
 def _telling(group: NodeGroup, groups: Sequence[NodeGroup], given: str | None) -> str:
-    """The feature of a group that no other with the same name for another GPU has, with the
-    constraint that a site file gives all jobs there; "" where it is not needed, or none tells."""
+    """Return the constraint for a group whose GPU name is ambiguous: its distinguishing feature,
+    combined with the site file's constraint; "" if not needed or if no feature distinguishes it."""
     others = [g for g in groups if g.gpu_type == group.gpu_type and _gpu(g) != _gpu(group)]
     if not group.gpus_per_node or not others:
         return ""
@@ -126,12 +128,12 @@ def _telling(group: NodeGroup, groups: Sequence[NodeGroup], given: str | None) -
 
 
 def _lesser(group: NodeGroup, types: set[str]) -> bool:
-    """Whether these are nodes without GPUs in a partition that has some with."""
+    """Return True for nodes without GPUs in a partition with GPUs."""
     return bool(types) and not group.gpus_per_node
 
 
 def local_kind() -> DeviceKind:
-    """This machine: its GPUs, or the CPUs this process may use."""
+    """Return the kind of this machine: its GPUs, or the CPUs that this process may use."""
     import psutil
     import torch
 
@@ -148,10 +150,10 @@ def local_kind() -> DeviceKind:
 
 
 def select_kinds(kinds: dict[str, DeviceKind], partitions: Sequence[str]) -> list[DeviceKind]:
-    """The kinds of some partitions; a kind's own name is understood too.
+    """Return the kinds of some partitions; names of kinds are accepted too.
 
     Raises:
-        PlanError: there is no such partition, or no node of it is up.
+        PlanError: there is no such partition, or none of its nodes is up.
     """
     chosen = []
     for wanted in partitions:

@@ -1,4 +1,4 @@
-"""How quickly bytes move: between two processes, and through the shared filesystem."""
+"""Measuring links: between two processes, and through the shared filesystem."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pipeline.planning.profile.schema import CONFIDENCE, ConfidenceInterval, Mea
 
 SIZES_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 REPEATS = 4
-"""Of each size; the first is not counted."""
+"""Repeats of each size; the first is not counted."""
 MAX_BANDWIDTH_FACTOR = 100.0
-"""How many times above its estimate the bandwidth's upper limit may be where nothing limits it."""
+"""Maximum factor of the bandwidth's upper limit above its estimate, if nothing limits it."""
 
 
 def fit_link(
     seconds: Sequence[Sequence[float]], sizes: Sequence[int], **which: Any
 ) -> MeasuredLink:
-    """``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
+    """Fit ``latency + n / bandwidth`` by least squares on relative errors, with 95 % intervals.
 
     Args:
         seconds: repeats of each size.
 
     Dividing ``t = a + b n`` by ``t`` gives ordinary least squares with equal errors (Seber and Lee
-    2003, section 3.10); the intervals are those of its two factors by Student's t.
+    2003, section 3.10); the intervals of its two factors are by Student's t.
     """
     rows = [(n, max(t, 1e-9)) for n, times in zip(sizes, seconds, strict=True) for t in times]
     size, time_s = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
     design = np.stack([1 / time_s, size / time_s], axis=1)
-    # Sizes are large numbers: scaled, or the two columns would differ by many orders.
+    # Sizes are large numbers, so the columns are scaled to the same magnitude.
     scale = np.linalg.norm(design, axis=0)
     factors, *_ = np.linalg.lstsq(design / scale, np.ones(len(rows)), rcond=None)
     factors = factors / scale
@@ -67,9 +67,9 @@ def fit_link(
 def measure_peer_link(
     path: str, between: tuple[str, ...], rank: int, other: int, device: Any
 ) -> MeasuredLink | None:
-    """A link of the default process group: messages there and back between ranks 0 and ``other``.
+    """Measure a link of the default process group by messages between ranks 0 and ``other``.
 
-    Called by both; rank 0 gets the link, the other None.
+    Both ranks call this; rank 0 gets the link, the other None.
     """
     import torch
     import torch.distributed as dist
@@ -97,7 +97,8 @@ def measure_peer_link(
 
 
 def measure_storage_links(folder: Path, kind: str) -> list[MeasuredLink]:
-    """Writing (synced) and reading (page cache dropped) through the filesystem of ``folder``."""
+    """Measure writing (synced) and reading (page cache dropped) through the filesystem of
+    ``folder``."""
     path = folder / "bandwidth"
 
     def write(data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""What a profiling job is asked to do, and what it has measured so far: two small files.
+"""The task of a profiling job and its measurements so far, in two small files.
 
-The job adds to its trial after every iteration, so that the next job goes on where it ended.
+The job updates its trial after every iteration, so that the next job continues there.
 """
 
 from __future__ import annotations
@@ -24,68 +24,68 @@ from rlinf.artifacts import write_atomic
 from rlinf.config import Section
 
 MIN_REPEATS = 3
-"""Least repeats of a point that was not the first of its process."""
+"""Minimum repeats of a measurement that was not the first of its process."""
 RUN_SIZE_TURNS = 3
-"""Of the run's own size for each of another one."""
+"""Turns of the run's own size for each turn of another size."""
 CONVERGED_SHARE = 0.05
-"""Measuring ends where intervals are narrower to either side than this share of the mean,"""
+"""Measuring ends if the interval is narrower on either side than this share of the mean."""
 CONVERGED_S = 0.005
-"""or than this."""
+"""Measuring also ends if the interval is narrower than these seconds."""
 
 
 class ProfileCase(Section):
-    """A size of the work: what one repeat runs the stages of an iteration on."""
+    """A size of the work of one repeat, which runs all stages of an iteration."""
 
     starts: int = Field(gt=0)
-    """Prompts or environments."""
+    """Number of prompts or environments."""
     token_budget: int | None = None
 
     def covers(self, other: ProfileCase) -> bool:
-        """Whether this is at least as much in every respect."""
+        """Return True if this case is at least as large in every respect."""
         budgets = self.token_budget or 0, other.token_budget or 0
         return self.starts >= other.starts and budgets[0] >= budgets[1]
 
 
 class ProfileTask(Section):
-    """What a job is asked to measure."""
+    """The task of a profiling job."""
 
     config: Path
     """Frozen configuration of the run."""
     initial: Path
-    """Committed output of its warm start."""
+    """Committed output of the run's warm start."""
     key: str
     kinds: tuple[str, ...]
-    """The kind of device it runs on; both, for a link between two jobs."""
+    """The kind of device of the job; both kinds for a link between two jobs."""
     folder: Path
-    """Holds this file, the trial and what the stages write while they are measured."""
+    """Folder of this file, of the trial and of the measured stages' output."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
-    """Ranks that take part; the job may have more."""
+    """Number of ranks that measure; the job may have more."""
     cases: tuple[ProfileCase, ...] = ()
-    """The first is the run's own; none: only the link to another job is measured."""
+    """Sizes to measure, the run's own first; if empty, only the link to another job is measured."""
     seconds: float = Field(gt=0)
-    """Time to measure for, once all is imported."""
+    """Seconds of measuring after the imports."""
     submitted: float
     """Seconds since the epoch."""
     first: bool = True
-    """Whether no other job had to end before this one could start."""
+    """True if the job did not have to wait for another job."""
     rank: int | None = None
-    """Of this job in a group of two jobs of one process each."""
+    """Rank of this job in a group of two jobs with one process each."""
 
     @property
     def trial(self) -> Path:
-        """File of what was measured."""
+        """The file of the measurements."""
         return self.folder / "trial.json"
 
 
 class StageTiming(Section):
-    """One repeat of one stage, or its failure."""
+    """One repeat of a stage, or its failure."""
 
     stage: str
     samples: int = Field(gt=0)
     token_budget: int | None = None
     cold: bool = False
-    """Whether it was the first of its stage in its process."""
+    """True for the first run of the stage in its process."""
     seconds: Seconds = 0.0
     tokens: int = Field(default=0, ge=0)
     parts_s: dict[str, Seconds] = {}
@@ -94,7 +94,7 @@ class StageTiming(Section):
 
 
 class RunningCase(Section):
-    """What is being run; a job that is gone died of it."""
+    """The stage and case that are running; if the job dies, they caused it."""
 
     stage: str
     case: ProfileCase
@@ -103,7 +103,7 @@ class RunningCase(Section):
 
 
 class CaseRepeats(Section):
-    """Times of whole iterations of a case, each process's first left out."""
+    """Times of whole iterations of a case, without each process's first one."""
 
     case: ProfileCase
     seconds: tuple[Seconds, ...] = ()
@@ -111,7 +111,7 @@ class CaseRepeats(Section):
 
     @property
     def has_converged(self) -> bool:
-        """Whether more repeats would say little more."""
+        """True if more repeats would hardly change the result."""
         if self.failed or len(self.seconds) < MIN_REPEATS:
             return self.failed
         measured = Measurement.of(self.seconds)
@@ -122,16 +122,16 @@ class CaseRepeats(Section):
 
 
 class Trial(Section):
-    """What one job (a number of nodes and processes of a kind) has measured so far."""
+    """The measurements of one job (a number of nodes and processes of a kind) so far."""
 
     schema_version: Literal[1] = SCHEMA
     key: str
-    """What it was measured for; see :func:`pipeline.planning.profile.profile_identity.kind_key`."""
+    """Key of the measured work; see :func:`pipeline.planning.profile.profile_identity.kind_key`."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
     hosts: tuple[str, ...] = ()
     iterations: int = Field(default=0, ge=0)
-    """Run so far, by all jobs."""
+    """Iterations so far, of all jobs."""
     running: RunningCase | None = None
     repeats: tuple[CaseRepeats, ...] = ()
     samples: tuple[StageTiming, ...] = ()
@@ -142,32 +142,32 @@ class Trial(Section):
     truncated: int = Field(default=0, ge=0)
     weights_bytes: int = Field(default=0, ge=0)
     memory: MemoryLocation | None = None
-    """What the peaks of its samples are of; None: none was taken."""
+    """Where the samples' memory peaks were measured; None: unknown."""
 
     @property
     def start_s(self) -> float | None:
-        """What the last job took until its first iteration was under way, the queue apart."""
+        """Seconds from the start of the last job to its first iteration, without the queue."""
         names = ("startup", "imports", "engine_load", "trainer_load")
         known = [self.overheads_s[name][-1] for name in names if name in self.overheads_s]
         return sum(known) if "imports" in self.overheads_s else None
 
     def repeats_of(self, case: ProfileCase) -> CaseRepeats:
-        """The repeats of a case."""
+        """Return the repeats of a case."""
         return next((r for r in self.repeats if r.case == case), CaseRepeats(case=case))
 
     def with_repeat(self, case: ProfileCase, seconds: float | None) -> Trial:
-        """With one more repeat of a case, or with its failure."""
+        """Return the trial with another repeat of a case, or with its failure."""
         old = self.repeats_of(case)
         change = {"failed": True} if seconds is None else {"seconds": (*old.seconds, seconds)}
         rest = tuple(r for r in self.repeats if r.case != case)
         return self.model_copy(update={"repeats": (*rest, old.model_copy(update=change))})
 
     def next_case(self, cases: Sequence[ProfileCase]) -> ProfileCase | None:
-        """What to run next: each case a few times in turn, then the one that is least settled.
+        """Return the next case: each a few times in turn, then the one with the fewest repeats.
 
-        The first case is the run's own, which every prediction begins with: it has more turns,
-        and the first ones. A case at least as large as one that failed is left out. None: all are
-        settled.
+        The first case is the run's own, the basis of every prediction; it has more turns and the
+        first ones. Cases at least as large as a failed one are skipped. None: all cases have
+        converged.
         """
         failed = [r.case for r in self.repeats if r.failed]
         able = [c for c in cases if not any(c.covers(bad) for bad in failed)]
@@ -181,14 +181,14 @@ class Trial(Section):
         return min(open_, key=turn, default=None)
 
     def with_overhead(self, name: str, seconds: float) -> Trial:
-        """With one more measurement of an overhead."""
+        """Return the trial with another measurement of an overhead."""
         known = self.overheads_s
-        # Clocks of two machines may differ by more than something quick takes.
+        # Clocks of two machines may differ by more than a short duration.
         more = {**known, name: (*known.get(name, ()), max(0.0, seconds))}
         return self.model_copy(update={"overheads_s": more})
 
     def with_crash(self, reason: str) -> Trial:
-        """With what was being run as a failure; for a job that died of it."""
+        """Return the trial with the running case as a failure, for a job that died of it."""
         if self.running is None:
             return self
         failed = StageTiming(
@@ -201,15 +201,15 @@ class Trial(Section):
         return self.model_copy(update=update).with_repeat(self.running.case, None)
 
     def save(self, path: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the trial atomically."""
         write_atomic(path, self.model_dump_json(exclude_defaults=True) + "\n")
 
 
 def load_trial(path: Path) -> Trial | None:
-    """Read a trial; None when there is none yet.
+    """Read a trial; None if it does not exist yet.
 
     Raises:
-        PlanError: it is damaged; names the file and the key.
+        PlanError: the file is damaged; names the file and the key.
     """
     try:
         path.stat()

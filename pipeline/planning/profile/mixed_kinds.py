@@ -1,4 +1,4 @@
-"""What unlike devices do together in one job: which of them can, and what was measured of it."""
+"""Mixtures of two kinds of devices in one job: which are possible, and what was measured."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class KindPair:
     kinds: tuple[DeviceKind, DeviceKind]
     partition: str
     features: tuple[str, str]
-    """By which sbatch tells their nodes apart there."""
+    """Features by which sbatch distinguishes their nodes in the partition."""
 
     def request_resources(self, stage_plan: StagePlan, speeds: Sequence[float]) -> StagePlan:
-        """A node of each, with one process, which gets work by its speed.
+        """Return the request of a job with a node of each kind, one process each, and work by
+        speed.
 
         Args:
-            asked: of a job on two nodes of the first kind.
+            stage_plan: request of a job on two nodes of the first kind.
         """
         values = stage_plan.model_dump(exclude_unset=True)
         values |= {
@@ -40,7 +41,8 @@ class KindPair:
 
 
 def mixable_pairs(kinds: Sequence[DeviceKind], inventory: Inventory) -> list[KindPair]:
-    """The pairs of kinds that one job can have nodes of, each with the first partition that can."""
+    """Return the pairs of kinds that one job can have, each with the first partition that allows
+    it."""
     found = []
     for pair in combinations(kinds, 2):
         for name, partition in inventory.partitions.items():
@@ -53,7 +55,7 @@ def mixable_pairs(kinds: Sequence[DeviceKind], inventory: Inventory) -> list[Kin
 
 
 def _like(kind: DeviceKind, groups: Sequence[NodeGroup]) -> NodeGroup | None:
-    """The nodes of a kind, as they are in a partition."""
+    """Return the node group of a kind in a partition."""
     same = (kind.gpu_type, kind.gpus_per_node, kind.cpus_per_node)
     for group in groups:
         if (group.gpu_type, group.gpus_per_node, group.cpus_per_node) == same:
@@ -67,9 +69,9 @@ def _feature(group: NodeGroup) -> str | None:
 
 
 def relative_speeds(times: Sequence[float]) -> tuple[float, ...]:
-    """Relative speeds of processes that take so many seconds for the same work.
+    """Return relative speeds of processes by their seconds for the same work.
 
-    Rounded, so that a pass that goes on finds what one before measured with them.
+    They are rounded, so that a continued pass finds the measurements of an earlier one.
     """
     return tuple(round(max(times) / seconds, 1) for seconds in times)
 
@@ -77,7 +79,7 @@ def relative_speeds(times: Sequence[float]) -> tuple[float, ...]:
 def build_mixtures(
     pair: KindPair, given: Sequence[float], samples: int, trial: Trial
 ) -> list[Mixture]:
-    """What a trial says of each stage that ran there on the whole batch."""
+    """Return the mixture of each stage that ran on the whole batch in a trial."""
     found = []
     for stage in dict.fromkeys(sample.stage for sample in trial.samples):
         ran = [s for s in trial.samples if s.stage == stage and s.samples == samples]

@@ -1,4 +1,4 @@
-"""What a profile belongs to: costs measured for one model, configuration and code fit no other."""
+"""The identity of a profile: costs are valid for one model, configuration and code only."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from stages.identity import program_version
 COST_SECTIONS = (
     *("task", "model", "algorithm", "reward", "engine", "optimizer", "trainer", "rollout", "flow"),
 )
-"""Sections of the configuration that a stage's time may depend on."""
+"""Sections of the configuration on which a stage's time may depend."""
 LENGTH_SECTIONS = ("warm_start",)
-"""Sections that change what the policy says, and so how long its responses are."""
+"""Sections that change the policy's output, and so the length of its responses."""
 
 
 class ProfileIdentity(Section):
-    """Digests; profiles with equal ones measure the same work."""
+    """The digests of a profile; equal ones mean the same work."""
 
     model: str = Field(min_length=1)
-    """Of the model's settings and, for a checkpoint, of its files' names and sizes."""
+    """Digest of the model's settings and, for a checkpoint, of its files' names and sizes."""
     config: str = Field(min_length=1)
-    """Of the sections that stages' times depend on."""
+    """Digest of the sections on which stages' times depend."""
     code: str = Field(min_length=1)
     """Version of the program and of its file formats."""
 
     @classmethod
     def of(cls, config: RunConfig) -> ProfileIdentity:
-        """The identity of a run's costs."""
+        """Return the identity of a run's costs."""
         semantic = config.semantic_values()
-        # A run that begins fills it in; what is measured for it goes for its like.
+        # A starting run sets this value, on which measurements do not depend.
         semantic["optimizer"] |= {"lr_decay_iterations": None}
         return cls(
             model=json_digest([semantic["model"], _files(semantic["model"])]),
@@ -45,7 +45,7 @@ class ProfileIdentity(Section):
 
 
 def _files(model: dict[str, Any]) -> list[tuple[str, int]]:
-    """Names and sizes of a checkpoint's files; the folder may hold another model one day."""
+    """Return names and sizes of a checkpoint's files, because the folder's content may change."""
     if not model.get("path"):
         return []
     folder = Path(model["path"]).expanduser()
@@ -53,6 +53,6 @@ def _files(model: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def kind_key(identity: ProfileIdentity, kind: DeviceKind) -> str:
-    """Digest that the measurements on a kind are kept under."""
+    """Return the digest under which the measurements of a kind are cached."""
     hardware = [kind.name, kind.gpu_type, kind.gpu_model, kind.duty_cycle]
     return json_digest([identity.model_dump(), hardware])

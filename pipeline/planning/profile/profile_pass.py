@@ -1,8 +1,8 @@
-"""The profile pass: short jobs on one kind of device after the other, then one file.
+"""The profile pass: short jobs on one kind of device after the other, then one profile file.
 
-Jobs never run side by side, for neighbours would slow each other down. What they measured stays in
-the cache beside the runs, so that a pass that was interrupted goes on, and a second one of the same
-work is done at once.
+Jobs never run side by side, because neighbours would slow each other down. Their measurements are
+cached beside the runs, so that an interrupted pass continues and a second pass over the same work
+ends at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ INTERRUPTED_STATES = frozenset(
 
 
 def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
-    """Note how late the end of a job was noticed, or keep a failure for want of memory as data.
+    """Record how late the end of a job was noticed, or record an out-of-memory failure as data.
 
     Raises:
         InputError, StageError: the job failed for another reason.
@@ -99,7 +99,7 @@ def record_job_outcome(task: ProfileTask, status: JobStatus) -> None:
 
 
 def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
-    """The run's own size, smaller batches, and other token budgets."""
+    """Return the run's own size, smaller batches, and other token budgets."""
     budget, batch = trainer_token_budget(config), config.rollout.batch_size
     minibatches = create_algorithm(config).minibatches
     found = [ProfileCase(starts=batch, token_budget=budget)]
@@ -115,7 +115,7 @@ def profile_cases(config: RunConfig, processes: int) -> tuple[ProfileCase, ...]:
 
 
 def trainer_token_budget(config: RunConfig) -> int | None:
-    """That of the run's trainer; None where it has none."""
+    """Return the token budget of the run's trainer; None without one."""
     options = config.trainer.validate_options(trainers.get(config.trainer.name).Config, "trainer")
     budget = getattr(options, "max_tokens_per_microbatch", None)
     return None if budget is None else int(budget)
@@ -124,32 +124,32 @@ def trainer_token_budget(config: RunConfig) -> int | None:
 log = logging.getLogger("rlinf")
 
 CACHE_DIR = ".profiles"
-"""Folder beside the runs."""
+"""Folder of the cache beside the runs."""
 STAGE_JOB_LIMIT_MIN = 5
-"""Limit of each of the jobs on their own, minutes."""
+"""Time limit of each separate stage job, minutes."""
 STAGE_JOBS_SHARE, MIN_STAGE_JOBS_S, LINKS_SHARE, MIXTURE_SHARE = 0.5, 60.0, 0.1, 0.15
-"""Shares of the time that the jobs on their own may take, for which they need so many seconds, that
-is kept for links between kinds, and for each pair of kinds in one job."""
+"""Share of the time for separate stage jobs, the seconds that they need, and the shares for links
+between kinds and for each pair of kinds in one job."""
 MIN_MEASURING_S = 1.0
-"""A job that could measure for less is not started, unless nothing is known yet."""
+"""A job with less time to measure is not started, unless nothing is known yet."""
 DEFAULT_START_S = 8.0
-"""Set aside for the start of a job until one was measured."""
+"""Seconds reserved for the start of a job until a start was measured."""
 MIN_RESTART_S = 15.0
-"""A job is not started again for less than this."""
+"""A job is not restarted for less than this."""
 MAX_ROUNDS = 6
-"""Most times that the jobs of a kind are started: what dies of too little memory goes on without
-what it died of."""
+"""Maximum starts of the jobs of a kind: after an out-of-memory death a job continues without the
+case that caused it."""
 MIN_QUEUE_WAIT_S = 60.0
-"""Least time that jobs wait for nodes."""
+"""Minimum seconds that jobs wait for nodes."""
 MAX_CPU_PROCESSES = 4
-"""Most processes per node where CPUs are the devices."""
+"""Maximum processes per node if CPUs are the devices."""
 ARRAY_LIMIT_REASON = "JobArrayTaskLimit"
-"""Slurm's reason why a task of an array waits for the one before."""
+"""Slurm's reason for an array task that waits for the previous one."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to measure; see ``rlinf profile --help``."""
+    """Options of ``rlinf profile``; see its ``--help``."""
 
     partitions: tuple[str, ...] = ()
     minutes: float = 10.0
@@ -158,15 +158,15 @@ class ProfileOptions:
 
 
 def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], None]) -> Profile:
-    """Measure a run's stages, after its warm start.
+    """Measure a run's stages after its warm start, and return the profile.
 
     Args:
-        warm_start: runs the stages before the first iteration, unless that is done.
+        warm_start: runs the stages before the first iteration, unless they are done.
 
     Raises:
         PlanError: no such partition, or a damaged file of an earlier pass.
         InputError: the stages cannot run as configured, or nothing could be measured.
-        StageError: a job failed, and not for want of memory.
+        StageError: a job failed for another reason than memory.
         SlurmError: Slurm does not answer.
     """
     cluster = validate(ClusterConfig, run.config.cluster, "cluster")
@@ -203,8 +203,8 @@ def profile_run(run: Run, options: ProfileOptions, warm_start: Callable[[Run], N
 def _kinds(
     cluster: ClusterConfig, plan: Plan, flow: Flow, wanted: Sequence[str]
 ) -> list[DeviceKind]:
-    """The kinds of the partitions asked for, else of those that the plan names, else of the
-    cluster's default one."""
+    """Return the kinds of the requested partitions, else of those in the plan, else of the default
+    partition."""
     if cluster.launcher != "slurm":
         return select_kinds({"local": local_kind()}, wanted or ("local",))
     inventory = load_or_survey(None, cluster.site)
@@ -236,17 +236,17 @@ class ProfilePass:
     identity: ProfileIdentity
     options: ProfileOptions
     tasks: dict[str, list[ProfileTask]] = field(default_factory=dict)
-    """By kind."""
+    """Tasks by kind."""
     stage_job_overheads: dict[str, list[Overhead]] = field(default_factory=dict)
-    """By kind."""
+    """Overheads of separate stage jobs, by kind."""
 
     @property
     def flow(self) -> Flow:
-        """Of the run."""
+        """The flow of the run."""
         return flow_of(self.run.config)
 
     def measure_kind(self, kind: DeviceKind, seconds: float) -> None:
-        """Run jobs on a kind until all is settled or the time is used up."""
+        """Run jobs on a kind until all cases have converged or the time is used up."""
         folder = self.cache_folder(kind_key(self.identity, kind))
         if self.options.fresh:
             shutil.rmtree(folder, ignore_errors=True)
@@ -270,7 +270,7 @@ class ProfilePass:
             if not todo or (number and self.share_s(tasks, end, len(todo)) < MIN_RESTART_S):
                 break
             while todo := self.tasks_in_time(tasks, todo, end):
-                # The tasks of an array are of one size; on one machine each is for itself.
+                # Tasks of an array have one size; on one machine each task runs alone.
                 group = [task for task in todo if task.nodes == todo[0].nodes]
                 group = group if kind.partition else group[:1]
                 share = max(MIN_MEASURING_S, self.share_s(tasks, end, len(todo)))
@@ -281,9 +281,10 @@ class ProfilePass:
     def tasks_in_time(
         self, tasks: Sequence[ProfileTask], todo: list[ProfileTask], end: float
     ) -> list[ProfileTask]:
-        """Those of some tasks, smallest first, that there is time for; one where nothing is known.
+        """Return the tasks, smallest first, for which there is time; at least one if nothing is
+        known.
 
-        What is left out is measured by a pass that is given more time.
+        The others are measured by a pass with more time.
         """
         kept = list(todo)
         least = 0 if any(load_trial(task.trial) for task in tasks) else 1
@@ -297,13 +298,14 @@ class ProfilePass:
         return kept
 
     def share_s(self, tasks: Sequence[ProfileTask], end: float, jobs: int) -> float:
-        """Time to measure that is left for each of some jobs, their starts taken off."""
+        """Return the measuring time of each of some jobs, without their starts."""
         known = [trial.start_s for task in tasks if (trial := load_trial(task.trial))]
         start_s = max((s for s in known if s is not None), default=DEFAULT_START_S)
         return (end - time.time()) / jobs - start_s
 
     def new_tasks(self, kind: DeviceKind, folder: Path) -> list[ProfileTask]:
-        """One for each number of processes: powers of two on a node, all of it, all of two."""
+        """Return a task for each number of processes: powers of two on a node, a full node, two
+        full nodes."""
         most = (
             kind.devices_per_node
             if kind.gpus_per_node
@@ -316,7 +318,7 @@ class ProfilePass:
         return [self.task(kind, folder, nodes, count) for nodes, count in shapes]
 
     def task(self, kind: DeviceKind, folder: Path, nodes: int, processes: int) -> ProfileTask:
-        """That of one job, with all cases."""
+        """Return the task of one job, with all cases."""
         return ProfileTask(
             config=self.run.folder / CONFIG_FILE,
             initial=offline_folder(self.run.folder, self.flow.initial_stage),
@@ -337,8 +339,9 @@ class ProfilePass:
         seconds: float,
         changed: Callable[[StagePlan], StagePlan] = lambda stage_plan: stage_plan,
     ) -> dict[str, ProfileTask]:
-        """Start one job for each task, as an array where there are several; by their ids."""
-        # All jobs of an array ask for what the largest needs.
+        """Start one job for each task, as an array if there are several. Returns the tasks by job
+        id."""
+        # All jobs of an array request what the largest needs.
         per_node = max(task.processes // task.nodes for task in group)
         minutes = 5 + round((seconds + DEFAULT_START_S) / 60)
         stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
@@ -371,7 +374,8 @@ class ProfilePass:
     def stage_plan(
         self, kind: DeviceKind, nodes: int, per_node: int, time_limit_min: int
     ) -> StagePlan:
-        """Resources on a kind; what it does not settle is as the plan has it for training."""
+        """Return the resources on a kind; what the kind does not define is as in the plan for
+        training."""
         train = self.plan.stage_plan(self.flow.train_stage)
         return StagePlan(
             partition=kind.partition or None,
@@ -388,14 +392,14 @@ class ProfilePass:
     def wait_for_jobs(self, jobs: dict[str, ProfileTask], end: float) -> None:
         """Wait until jobs have ended; those that have not started by ``end`` are cancelled.
 
-        Where nothing is known yet they wait a minute at least.
+        If nothing is known yet, they wait a minute at least.
         """
         open_ = dict(jobs)
         if not any(load_trial(task.trial) for task in jobs.values()):
             end = max(end, time.time() + MIN_QUEUE_WAIT_S)
         while open_:
             for identity, status in self.launcher.poll(list(open_)).items():
-                # The next of an array has its turn as soon as the one before has ended.
+                # The next task of an array starts as soon as the previous one has ended.
                 waits = status.state is JobState.PENDING and status.reason != ARRAY_LIMIT_REASON
                 late = waits and time.time() > end
                 if late:
@@ -409,8 +413,8 @@ class ProfilePass:
                 time.sleep(self.launcher.poll_interval_s)
 
     def measure_links(self, kinds: Sequence[DeviceKind], end: float) -> list[MeasuredLink]:
-        """Links between kinds, each measured by a job on either; those without two are left out,
-        and those whose jobs could not start before ``end``."""
+        """Return the links between kinds, each measured by a job on either; without links that were
+        not measured and whose jobs could not start before ``end``."""
         found: list[MeasuredLink] = []
         for pair in combinations(kinds, 2):
             key = json_digest([kind_key(self.identity, kind) for kind in pair])
@@ -432,8 +436,8 @@ class ProfilePass:
         return found
 
     def measure_mixture(self, pair: KindPair, end: float) -> list[Mixture]:
-        """Iterations of one job with a node of either kind; nothing where there is no time, or
-        training alone on either was not measured."""
+        """Measure iterations of one job with a node of either kind; returns nothing if there is no
+        time, or if training was not measured on each kind."""
         times = [self.train_s(kind) for kind in pair.kinds]
         if None in times:
             return []
@@ -466,7 +470,7 @@ class ProfilePass:
         return mixed_kinds.build_mixtures(pair, speeds, samples, trial) if trial is not None else []
 
     def train_s(self, kind: DeviceKind) -> float | None:
-        """What training on the whole batch takes on one process of a kind."""
+        """Return the seconds of training on the whole batch on one process of a kind."""
         samples = self.run.config.rollout.batch_size * self.run.config.rollout.group_size
         one = [t for task in self.tasks[kind.name] if task.processes == 1 for t in [task.trial]]
         trials = [trial for path in one if (trial := load_trial(path)) is not None]
@@ -482,7 +486,7 @@ class ProfilePass:
     def link_task(
         self, pair: Sequence[DeviceKind], key: str, folder: Path, rank: int
     ) -> ProfileTask:
-        """The task of one of two jobs that meet."""
+        """Return the task of one of two jobs that measure their link."""
         update = {
             "kinds": tuple(kind.name for kind in pair),
             "folder": folder / str(rank),
@@ -499,7 +503,7 @@ class ProfilePass:
         mixed: Sequence[Mixture],
         client: SlurmClient | None,
     ) -> Profile:
-        """All that was measured.
+        """Return the profile of all measurements.
 
         Raises:
             InputError: nothing was measured on a kind.
@@ -537,7 +541,7 @@ class ProfilePass:
         )
 
     def queue_waits(self, kind: DeviceKind, client: SlurmClient) -> list[QueueWait]:
-        """How long jobs of one node and of more would wait."""
+        """Return the expected queue waits of jobs of one node and of more."""
         past = past_waits_s(client, kind.partition)
         site = job_resources(StagePlan(partition=kind.partition), self.cluster)
         given = [
@@ -558,11 +562,11 @@ class ProfilePass:
         return found
 
     def cache_folder(self, key: str) -> Path:
-        """Folder of the trials of a key."""
+        """Return the folder of the trials of a key."""
         return self.run.folder.parent / CACHE_DIR / key
 
 
 def is_finished(task: ProfileTask) -> bool:
-    """Whether a task needs no more jobs."""
+    """Return True if a task needs no more jobs."""
     trial = load_trial(task.trial)
     return trial is not None and trial.key == task.key and trial.next_case(task.cases) is None

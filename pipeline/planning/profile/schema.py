@@ -1,4 +1,5 @@
-"""The profile file: measured costs of an experiment on each kind of device, units in the keys."""
+"""The profile file: measured costs of an experiment on each kind of device, with units in the
+keys."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ SCHEMA: Literal[1] = 1
 CONFIDENCE = 0.95
 Seconds = Annotated[float, Field(ge=0)]
 MemoryLocation = Literal["device", "host"]
-"""Whose memory a peak was measured in: a GPU's own, or that of the node."""
+"""Where a memory peak was measured: in the GPU or on the host."""
 SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Measurement(Section):
-    """Repeats of one measurement. The interval is that of the mean, by Student's t."""
+    """Repeats of one measurement, with the confidence interval of their mean by Student's t."""
 
     seconds: tuple[Seconds, ...] = Field(min_length=1)
     median_s: Seconds
@@ -47,17 +48,17 @@ class Measurement(Section):
 
     @classmethod
     def of(cls, seconds: Sequence[float], **more: Any) -> Self:
-        """The summary of repeats, with the further fields of a subclass."""
+        """Summarise repeats, with the additional fields of a subclass."""
         return cls(seconds=tuple(seconds), **_summary(seconds), **more)
 
     @property
     def spread_s(self) -> float:
-        """Standard deviation of the repeats; 0 for a single one."""
+        """The standard deviation of the repeats; 0 for a single one."""
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
 
 def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Median, and the interval ``mean ± t(0.975, n - 1) s / sqrt(n)`` of the mean.
+    """Return the median, and the interval ``mean ± t(0.975, n - 1) s / sqrt(n)`` of the mean.
 
     Source: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2.
     """
@@ -71,29 +72,30 @@ def _summary(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 class ProfilePoint(Section):
-    """A stage on so many processes with so much to do."""
+    """The measurement of a stage with one number of processes and one amount of work."""
 
     stage: str
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
-    """Of all nodes together: devices used, and the data-parallel size."""
+    """Processes of all nodes together: devices used, and the data-parallel size."""
     samples: int = Field(gt=0)
-    """Given to the stage, of all processes together; for ``sync`` those of the iteration."""
+    """Samples of the stage, of all processes together; for ``sync`` those of the iteration."""
     tokens: int = Field(ge=0)
-    """Mean number: steps of the responses (rollout, reward), or positions evaluated, prompts
-    included and samples left out by the algorithm not (inference, train); 0 for ``sync``."""
+    """Mean tokens: steps of the responses (rollout, reward), or evaluated positions with prompts
+    and without samples that the algorithm skips (inference, train); 0 for ``sync``."""
     token_budget: int | None = Field(default=None, gt=0)
-    """Most positions of a micro-batch; None where the stage or trainer has none."""
+    """Maximum positions of a micro-batch; None if the stage or trainer has no limit."""
     time: Measurement | None = None
-    """Work of one iteration: without the start of a job, imports and loading; None: it failed."""
+    """Time of the work of one iteration, without job start, imports and loading; None: it
+    failed."""
     cold: Measurement | None = None
-    """The same as the first work of its process, where that was measured."""
+    """The same for the first work of a process, if it was measured."""
     parts_s: dict[str, Seconds] = {}
-    """Medians of what the stage itself timed, loading left out."""
+    """Medians of the parts that the stage itself timed, without loading."""
     peak_memory_bytes: int | None = Field(default=None, ge=0)
-    """Largest over repeats and processes: of the GPU, or resident where there is none."""
+    """Maximum over repeats and processes: GPU memory, or resident memory without a GPU."""
     failure: str = ""
-    """Why it could not run; out of memory, as a rule."""
+    """Why the stage could not run, usually because of memory."""
 
     @model_validator(mode="after")
     def _known(self) -> ProfilePoint:
@@ -103,7 +105,7 @@ class ProfilePoint(Section):
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ran."""
+        """True if the stage ran."""
         return self.time is not None
 
 
@@ -124,31 +126,32 @@ OverheadName = Literal[
 
 
 class Overhead(Measurement):
-    """What comes on top of the work of a stage, for one number of processes."""
+    """The time that a stage takes besides its work, for one number of processes."""
 
     name: OverheadName
     """``submission``: until the job runs, on free nodes. ``startup``: from there to the first line
-    of our code. ``imports``: from there until a stage could begin, with what is imported when first
-    needed. ``completion``: from the end of the work until the driver knows. ``dispatch``: in a run
-    of jobs, from the end of what a stage waits for to its first line. ``alone``: in such a run,
-    from the beginning of ``stage`` to its commit. ``engine_load``: a new engine with weights.
-    ``trainer_load``: a new trainer with weights and optimizer, the forming of its process group
-    included. ``weight_load``: other weights into a loaded engine. ``publish``: writing weights.
-    ``offload``, ``onload``: weights and optimizer state from the device into the host's memory and
-    back."""
+    of our code. ``imports``: from there until a stage could begin, with imports on first use.
+    ``completion``: from the end of the work until the driver knows. ``dispatch``: in a run of jobs,
+    from the end of a stage's inputs to its first line. ``alone``: in such a run, from the beginning
+    of ``stage`` to its commit. ``engine_load``: a new engine with weights. ``trainer_load``: a new
+    trainer with weights and optimizer, including its process group. ``weight_load``: other weights
+    into a loaded engine. ``publish``: writing weights. ``offload``, ``onload``: weights and
+    optimizer state from the device into the host's memory and back."""
     stage: str = ""
-    """Of ``alone``, and of imports of one stage; "" where it is the same for all."""
+    """The stage of ``alone`` and of its own imports; "" if the overhead is the same for all
+    stages."""
     nodes: int = Field(gt=0)
     processes: int = Field(gt=0)
 
 
 class Mixture(Measurement):
-    """A stage on the whole batch, in one job with one process on a node of either of two kinds."""
+    """The time of a stage on the whole batch, in one job with a process on a node of each of two
+    kinds."""
 
     kinds: tuple[str, str]
     stage: str
     batch_share: tuple[float, float]
-    """What each kind was given, by its speed."""
+    """Share of the batch of each kind, by its speed."""
 
 
 class ConfidenceInterval(Section):
@@ -166,18 +169,19 @@ class ConfidenceInterval(Section):
 
 
 class MeasuredLink(Section):
-    """Time to move ``n`` bytes: ``latency_s + n / bandwidth``, fitted to several sizes."""
+    """The measured time to move ``n`` bytes, ``latency_s + n / bandwidth``, fitted to several
+    sizes."""
 
     path: Literal["intra_node", "inter_node", "inter_partition", "write", "read"]
     """``write`` and ``read``: through the shared filesystem, synced, page cache dropped."""
     backend: Literal["gloo", "nccl", "file"]
     between: tuple[str, ...]
-    """Kinds at its ends; one where both are the same."""
+    """Kinds at both ends; one if they are the same."""
     sizes_bytes: tuple[int, ...] = Field(min_length=2)
     median_s: tuple[Seconds, ...]
     """Medians for ``sizes_bytes``."""
     repeats: int = Field(gt=0)
-    """Measurements of all sizes together."""
+    """Number of measurements of all sizes."""
     latency_s: ConfidenceInterval
     bandwidth_bytes_per_s: ConfidenceInterval
 
@@ -191,7 +195,7 @@ class MeasuredLink(Section):
 
 
 class WaitHistory(Section):
-    """Waits of past jobs."""
+    """The queue waits of past jobs."""
 
     jobs: int = Field(gt=0)
     q10_s: Seconds
@@ -200,24 +204,24 @@ class WaitHistory(Section):
 
 
 class QueueWait(Section):
-    """How long a job of so many nodes would wait in the queue."""
+    """The expected queue wait of a job with this many nodes."""
 
     nodes: int = Field(gt=0)
     test_only_s: Seconds | None = None
-    """What Slurm's scheduler expected (``sbatch --test-only``); None: it did not say."""
+    """Wait expected by Slurm's scheduler (``sbatch --test-only``); None: unknown."""
     history: WaitHistory | None = None
-    """Of jobs that this user could see in accounting; None: there are none."""
+    """Waits of the jobs that this user can see in accounting; None: there are none."""
 
 
 class ResponseLengths(Section):
     """Response lengths in steps, sampled by rollouts of the run's full batch."""
 
     samples: tuple[int, ...] = Field(min_length=1)
-    """Ascending; of many samples evenly spaced ranks, the shortest and the longest included."""
+    """Lengths, ascending; of many, evenly spaced ranks with the shortest and the longest."""
     count: int = Field(gt=0)
-    """How many there were."""
+    """Number of measured lengths."""
     truncated_share: float = Field(ge=0, le=1)
-    """Cut off at the horizon."""
+    """Share of responses that were truncated at the horizon."""
     horizon: int = Field(gt=0)
 
     @model_validator(mode="after")
@@ -230,27 +234,28 @@ class ResponseLengths(Section):
 
 
 class KindProfile(Section):
-    """Measurements of one kind of device."""
+    """The measurements of one kind of device."""
 
     partition: str
-    """"" on a machine without Slurm."""
+    """Name of the partition; "" on a machine without Slurm."""
     gpu_type: str = ""
-    """As in GRES; "" where processes are the devices."""
+    """Name in GRES; "" if processes are the devices."""
     devices_per_node: int = Field(gt=0)
     duty_cycle: float = Field(default=1.0, gt=0, le=1)
     hosts: tuple[str, ...] = ()
-    """Where the first processes ran."""
+    """Hosts of the first processes."""
     memory: MemoryLocation | None = None
-    """What peaks of memory are of; None: it was not kept."""
+    """Where memory peaks were measured; None: unknown."""
     points: tuple[ProfilePoint, ...] = Field(min_length=1)
     overheads: tuple[Overhead, ...]
     links: tuple[MeasuredLink, ...] = ()
     waits: tuple[QueueWait, ...] = ()
 
     def overhead_s(self, name: OverheadName, processes: int) -> float:
-        """Median of an overhead at the measured number of processes nearest to ``processes``.
+        """Return the median of an overhead at the measured number of processes nearest to
+        ``processes``.
 
-        0 where it was not measured: a machine without Slurm has no submission.
+        It is 0 if it was not measured: a machine without Slurm has no submission.
         """
         known = [entry for entry in self.overheads if entry.name == name and not entry.stage]
         if not known:
@@ -259,7 +264,7 @@ class KindProfile(Section):
 
 
 class Profile(Section):
-    """What an experiment costs, by kind of device."""
+    """The costs of an experiment by kind of device."""
 
     schema_version: Literal[1]
     created_at: AwareDatetime
@@ -268,21 +273,21 @@ class Profile(Section):
     :mod:`pipeline.planning.profile.data_sheet_profile` makes them."""
     identity: ProfileIdentity
     samples: int = Field(gt=0)
-    """Of one iteration of the run: starts times group size."""
+    """Samples of one iteration of the run: prompts times group size."""
     token_budget: int | None = Field(default=None, gt=0)
-    """Of the run's trainer."""
+    """Token budget of the run's trainer."""
     weights_bytes: int = Field(gt=0)
-    """Published by ``sync``."""
+    """Bytes that ``sync`` publishes."""
     lengths: ResponseLengths
     kinds: dict[str, KindProfile] = Field(min_length=1)
-    """By ``partition``, or ``partition:gpu_type`` where a partition has several."""
+    """Measurements by ``partition``, or ``partition:gpu_type`` if a partition has several types."""
     links: tuple[MeasuredLink, ...] = ()
-    """Between kinds of different partitions."""
+    """Links between kinds of different partitions."""
     mixtures: tuple[Mixture, ...] = ()
-    """Of kinds that one job can have nodes of."""
+    """Mixtures of kinds whose nodes one job can have."""
 
     def check_identity(self, identity: ProfileIdentity, kinds: Sequence[str], where: str) -> None:
-        """See that this profile serves a run on some kinds.
+        """Check that this profile fits a run on some kinds.
 
         Raises:
             PlanError: it is of another model, configuration or code, or lacks a kind.
@@ -298,10 +303,10 @@ class Profile(Section):
                 raise PlanError(f"{where}: {_lacks(kind, self.kinds)}")
 
     def check_stages(self, stages: Collection[str], where: str) -> None:
-        """See that it tells of stages of a flow alone.
+        """Check that it contains only stages of a flow.
 
         Raises:
-            PlanError: names the key of the first that is none, and the nearest that is.
+            PlanError: names the key of the first unknown stage and the most similar one.
         """
         for name, kind in self.kinds.items():
             named = [(f"points[{i}]", p.stage) for i, p in enumerate(kind.points)]
@@ -314,11 +319,11 @@ class Profile(Section):
                     )
 
     def to_json(self) -> str:
-        """As text that :func:`load_profile` reads."""
+        """Return the profile as text that :func:`load_profile` reads."""
         return self.model_dump_json(indent=1) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all.
+        """Write the profile as JSON, atomically.
 
         Raises:
             InputError: the file cannot be written.
@@ -340,8 +345,8 @@ def load_profile(path: Path) -> Profile:
     """Read a profile.
 
     Raises:
-        PlanError: missing, not JSON, of another schema, or a key is missing or wrong (negative,
-            not a number, empty); names the file and the key.
+        PlanError: the file is missing, not JSON or of another schema, or a key is missing or wrong
+            (negative, not a number, empty); names the file and the key.
     """
     values = read_json(path, f"no file {path}; make one with: rlinf profile")
     version = values.get("schema_version", SCHEMA)
@@ -354,10 +359,10 @@ def load_profile(path: Path) -> Profile:
 
 
 def read_json(path: Path, missing: str) -> dict[str, Any]:
-    """The JSON object in a file of measurements.
+    """Return the JSON object of a measurement file.
 
     Raises:
-        PlanError: there is none; ``missing`` is the message where the file is not there.
+        PlanError: there is no valid file; ``missing`` is the message if it does not exist.
     """
     try:
         values = json.loads(path.expanduser().read_text(encoding="utf-8"))
@@ -375,10 +380,10 @@ def read_json(path: Path, missing: str) -> dict[str, Any]:
 
 
 def validate_section(section: type[SectionT], values: Mapping[str, Any], path: Path) -> SectionT:
-    """``values`` of a file as a section.
+    """Validate the ``values`` of a file as a section.
 
     Raises:
-        PlanError: names the file and the key.
+        PlanError: a value is invalid; names the file and the key.
     """
     try:
         return validate(section, values)

@@ -1,7 +1,7 @@
-"""Measuring inside a job: the run's own stages, iteration after iteration, on this job's ranks.
+"""Measuring inside a profiling job: the run's own stages, iteration after iteration, on its ranks.
 
-The stages run as in a run whose learning rate is too small to change a weight, so that every
-repeat, and every number of processes, does the same work.
+The stages run with a learning rate too small to change a weight, so that every repeat, and every
+number of processes, does the same work.
 """
 
 from __future__ import annotations
@@ -49,22 +49,27 @@ from stages.layout import CHANNELS_FOLDER, CONFIG_FILE, stage_folder
 from stages.runner import StageCall, load_config, run_stage
 from stages.worker_state import WorkerState
 
-FROZEN_OPTIMIZER = {"lr": 1e-30, "group_lr": {}, "lr_warmup_iterations": 0, "schedule": "constant"}
-"""Optimizer settings under which weights stay as they are."""
+FROZEN_OPTIMIZER = {
+    "lr": 1e-30,
+    "group_lr": {},
+    "lr_warmup_iterations": 0,
+    "lr_scheduler_type": "constant",
+}
+"""Optimizer settings that leave the weights unchanged."""
 JOB_STARTED_VARIABLE = "RLINF_JOB_STARTED"
-"""Environment variable: when the batch script began, seconds since the epoch."""
+"""Environment variable with the start of the batch script, seconds since the epoch."""
 MAX_LENGTH_ROLLOUTS = 4
-"""Rollouts of the full batch whose response lengths are kept."""
+"""Maximum rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
-"""Repeats of offloading and loading again."""
+"""Repeats of offloading and loading."""
 RENDEZVOUS_DIR = "meeting"
-"""Folder where two jobs find each other; made anew for each pair."""
+"""Folder in which two jobs find each other; created for each pair."""
 RENDEZVOUS_TIMEOUT_S = 120.0
-"""How long a job waits for the other end of a link."""
+"""Seconds that a job waits for the other end of a link."""
 
 
 def run_task(path: Path, first_line: float, imported: float) -> None:
-    """Do what a task file says; leave a manifest with the time when it was done."""
+    """Run a task file, and write a manifest with the end time."""
     task = validate_section(ProfileTask, read_json(path, f"no file {path}"), path)
     os.environ["WORLD_SIZE"] = str(task.processes)
     if int(os.environ.get("RANK", "0")) >= task.processes:
@@ -88,7 +93,7 @@ def run_task(path: Path, first_line: float, imported: float) -> None:
 
 @dataclass
 class StageBench:
-    """What one rank knows of the measuring; rank 0 keeps the trial."""
+    """The state of measuring on one rank; rank 0 writes the trial."""
 
     task: ProfileTask
     config: RunConfig
@@ -116,7 +121,7 @@ class StageBench:
             torch.cuda.set_device(self.device)
 
     def record_startup(self, first_line: float) -> None:
-        """Note what the start of this job cost; forms the process group."""
+        """Record the cost of this job's start, and create the process group."""
         begun = float(os.environ.get(JOB_STARTED_VARIABLE, self.task.submitted))
         if JOB_STARTED_VARIABLE in os.environ and self.task.first:
             self.overhead("submission", begun - self.task.submitted)
@@ -126,7 +131,7 @@ class StageBench:
         if self.world.size > 1:
             self.world.init_process_group(self.device.type)
         self.connect_s = time.perf_counter() - start
-        # Packages that are imported when first needed: told apart from loading by loading twice.
+        # Packages that are imported on first use are separated from loading by loading twice.
         start = time.perf_counter()
         policy, options = policy_class(self.config)
         weights = read_manifest(self.task.initial)
@@ -137,9 +142,9 @@ class StageBench:
         self.update_trial(hosts=tuple(sorted(set(hosts))))
 
     def run(self, deadline: float) -> None:
-        """Measure links once, then iterations until all cases are settled or time is up.
+        """Measure links once, then iterations until all cases have converged or time is up.
 
-        Every process runs the first case twice, whatever the time: cold, then warm.
+        Every process runs the first case twice, cold and warm, even without time.
         """
         if self.world.rank == 0:
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -165,7 +170,7 @@ class StageBench:
                     self.measure_offload()
 
     def run_iteration(self, case: ProfileCase, stopping: Callable[[], bool]) -> None:
-        """All stages of one iteration."""
+        """Run all stages of one iteration."""
         config = config_for_case(self.config, case)
         budget = case.token_budget
         for trainer in (self._trainer(), self.resident.reference):
@@ -181,12 +186,12 @@ class StageBench:
             )
             node = StageNode(stage, self.num_iterations)
             inputs = {name: self.folder(n) for name, n in self.graph.inputs(node).items()}
-            # The configuration's folder is the run's: old outputs there are pruned by sync.
+            # The configuration is in the run's folder, whose old outputs sync prunes.
             call = StageCall(
                 stage, self.scratch / CONFIG_FILE, self.folder(node), self.trial.iterations, inputs
             )
             _forget_peak()
-            # All begin together, whatever rank 0 had to write down meanwhile.
+            # All ranks begin together, even if rank 0 had to write files meanwhile.
             self.broadcast_number(0)
             manifest = run_stage(
                 call, config=config, worker_state=self.resident, should_stop=stopping
@@ -209,7 +214,8 @@ class StageBench:
         self.num_iterations += 1
 
     def folder(self, node: StageNode) -> Path:
-        """Where a node's output is: what is made once is the run's, all else is thrown away."""
+        """Return the folder of a node's output: offline stages use the run's, all others a scratch
+        folder."""
         if node.stage in self.graph.flow.offline:
             return self.task.initial.with_name(node.stage)
         return stage_folder(self.scratch, node.stage, node.iteration)
@@ -217,14 +223,15 @@ class StageBench:
     def record_stage(
         self, manifest: Manifest, samples: int, budget: int | None, peak_bytes: int
     ) -> float:
-        """Add what a stage did to the trial; returns its seconds, loading and moving left out."""
+        """Add a stage's measurement to the trial. Returns its seconds without loading and
+        offloading."""
         stage, folder = (
             manifest.stage,
             stage_folder(self.scratch, manifest.stage, self.num_iterations),
         )
         parts, flow = span_seconds(manifest), self.graph.flow
         load = parts.pop("load", 0.0)
-        # What it moves depends on who shares the device: a plan counts that by itself.
+        # Offloading depends on what shares the device, so a plan counts it separately.
         moved = parts.pop("offload", 0.0) + parts.pop("onload", 0.0)
         seconds = max(0.0, manifest.timing["end"] - manifest.timing["start"] - load - moved)
         if load and flow.all_stages[stage].holds == "engine":
@@ -258,12 +265,13 @@ class StageBench:
         return seconds
 
     def has_token_budget(self, stage: str) -> bool:
-        """Whether a stage packs micro-batches up to a number of tokens."""
+        """Return True if a stage packs micro-batches up to a token budget."""
         spec = self.graph.flow.all_stages[stage]
         return spec.uses_device and spec.holds == "trainer"
 
     def tokens(self, stage: str) -> int:
-        """Steps of the responses that count, or positions the trainer evaluates."""
+        """Return the tokens of a stage: response steps with loss, or positions that the trainer
+        evaluates."""
         flow = self.graph.flow
         if stage in (flow.producer_of("trajectories"), flow.producer_of("rewards")):
             return sum(self.lengths())
@@ -279,11 +287,11 @@ class StageBench:
         return sum(policy.num_tokens(record) for record in chosen)
 
     def lengths(self) -> list[int]:
-        """Steps that count of each response of the last rollout; what tools said is none."""
+        """Return the length of each response of the last rollout, without the output of tools."""
         return [int(loss_mask(record).sum()) for record in self.records]
 
     def record_lengths(self) -> None:
-        """Remember the response lengths of the last rollout."""
+        """Record the response lengths of the last rollout."""
         if len(self.trial.lengths) < MAX_LENGTH_ROLLOUTS:
             cut = sum(record.info["stop_reason"] == "length" for record in self.records)
             lengths = tuple(sorted(self.lengths()))
@@ -292,7 +300,7 @@ class StageBench:
             )
 
     def measure_links(self) -> None:
-        """To a neighbour on this node and on the next, and through the filesystem."""
+        """Measure links to a neighbour on this node and on the next, and through the filesystem."""
         found: list[MeasuredLink | None] = []
         between = self.task.kinds
         per_node = self.world.size // self.task.nodes
@@ -309,7 +317,7 @@ class StageBench:
         self.update_trial(links=tuple(link for link in found if link is not None))
 
     def record_imports(self) -> None:
-        """Note what importing cost: what the first load took longer than the next ones."""
+        """Record the cost of imports: the extra time of the first load."""
         known = self.trial.overheads_s
         loads = [known[name][-1] for name in ("engine_load", "trainer_load") if name in known]
         late = max(0.0, self.first_load_s - min(loads, default=self.first_load_s))
@@ -333,7 +341,7 @@ class StageBench:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Time something as an overhead."""
+        """Time a block as an overhead."""
         start = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -345,17 +353,17 @@ class StageBench:
         self.trial = self.trial.with_overhead(name, seconds)
 
     def update_trial(self, **change: Any) -> None:
-        """Change the trial; rank 0 writes it."""
+        """Update the trial; rank 0 writes it."""
         self.trial = self.trial.model_copy(update=change)
         if self.world.rank == 0:
             self.trial.save(self.task.trial)
 
     def broadcast_number(self, number: int) -> int:
-        """What rank 0 says."""
+        """Return the number of rank 0."""
         return self._reduced(number if self.world.rank == 0 else 0, dist.ReduceOp.SUM)
 
     def max_across_ranks(self, number: int) -> int:
-        """The largest number of all ranks."""
+        """Return the largest number of all ranks."""
         return self._reduced(number, dist.ReduceOp.MAX)
 
     def _reduced(self, number: int, how: Any) -> int:
@@ -367,7 +375,7 @@ class StageBench:
 
 
 def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
-    """The run's configuration with the size of a case, and weights that stay as they are."""
+    """Return the run's configuration with the size of a case and weights that do not change."""
 
     def named(part: Any, **change: Any) -> Any:
         return type(part)(**{**part.model_dump(), **change})
@@ -383,7 +391,7 @@ def config_for_case(config: RunConfig, case: ProfileCase) -> RunConfig:
 
 
 def span_seconds(manifest: Manifest) -> dict[str, float]:
-    """Seconds of each part that a stage timed itself, of the rank that took longest."""
+    """Return the seconds of each part that a stage timed itself, of its slowest rank."""
     sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in manifest.timing["spans"]:
         if span["name"] != manifest.stage:
@@ -413,7 +421,7 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _on_gpu() -> bool:
-    """Whether this process has used a GPU."""
+    """Return True if this process has used a GPU."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -421,7 +429,7 @@ def _forget_peak() -> None:
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
-        # proc(5): 5 resets the peak of the resident set. Without the right to it the peak stays.
+        # proc(5): 5 resets the peak of the resident set; without permission the peak stays.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""Stages as jobs of their own, one after another, as a run of grain ``stage`` has them."""
+"""Measuring stages as separate jobs, one after another, as in a run of the execution ``stage``."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from stages.layout import offline_folder
 log = logging.getLogger("rlinf")
 
 MEASURED_ITERATIONS = 3
-"""The first has no checkpoint to load: of it only dispatches count."""
+"""Number of iterations. The first has no checkpoint to load, so only its dispatches count."""
 QUEUED_DISPATCH_FACTOR = 3.0
-"""A dispatch that took so many times longer than the quickest was waiting for nodes."""
+"""A dispatch that took this many times longer than the fastest was waiting for nodes."""
 
 
 def measure_stage_jobs(
     run: Run, cluster: ClusterConfig, resources: StagePlan, folder: Path, deadline: float
 ) -> list[Overhead]:
-    """Drive a few iterations of a run, each stage a job of one process, in a folder of their own.
+    """Run a few iterations, each stage as a job of one process, in a separate run folder.
 
-    What was done before is not done again.
+    Finished work is not repeated.
 
     Args:
-        end: when to give up, in seconds since the epoch; what is finished by then counts.
+        deadline: when to stop, in seconds since the epoch; what is finished by then counts.
 
     Raises:
         StageError: a stage failed.
@@ -63,7 +63,7 @@ def measure_stage_jobs(
 
 
 def stage_job_overheads(run: Run) -> list[Overhead]:
-    """Dispatch of all stages together; of each its imports, and what came after."""
+    """Return the dispatch times of all stages together, and imports and work of each stage."""
     graph = Graph(run.config)
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for node in graph.nodes():
@@ -81,8 +81,8 @@ def stage_job_overheads(run: Run) -> list[Overhead]:
             found["alone", node.stage].append(end - start)
     if found:
         quickest = min(found["dispatch", ""])
-        kept = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
-        found["dispatch", ""] = kept or [quickest]
+        on_free_nodes = [s for s in found["dispatch", ""] if s <= QUEUED_DISPATCH_FACTOR * quickest]
+        found["dispatch", ""] = on_free_nodes or [quickest]
     return [
         Overhead.of([max(0.0, s) for s in seconds], name=name, stage=stage, nodes=1, processes=1)
         for (name, stage), seconds in found.items()
@@ -90,7 +90,8 @@ def stage_job_overheads(run: Run) -> list[Overhead]:
 
 
 def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> Run:
-    """A run of the same work under another plan, warm-started already, hardly evaluated."""
+    """Create a run of the same work under another plan, with the warm start done and little
+    evaluation."""
     config = run.config.model_copy(
         update={
             "run": RunSection(name=name, root=root),
@@ -99,21 +100,21 @@ def clone_run(run: Run, plan: Plan, root: Path, name: str, iterations: int) -> R
             "plan": None,
         }
     )
-    made = create_run(config, plan.to_dict())
+    clone = create_run(config, plan.to_dict())
     for stage in flow_of(config).offline:
-        source, target = (offline_folder(one.folder, stage) for one in (run, made))
+        source, target = (offline_folder(one.folder, stage) for one in (run, clone))
         if target.exists():
             continue
         partly = target.with_name(f"{target.name}.part")
         shutil.rmtree(partly, ignore_errors=True)
-        # The manifest must not be there before the files.
+        # The manifest must not exist before the files.
         shutil.copytree(source, partly, copy_function=os.link)
         manifest = read_manifest(source)
         if manifest is not None:
-            # It was evaluated on more samples, and is to count all the same.
+            # It was evaluated on more samples, and must count nevertheless.
             (partly / MANIFEST).unlink()
-            code = CodeSnapshot.from_checkout(made.config, stage).digest(stage)
-            key = stage_key(made.config, stage, 0, manifest.inputs, code)
+            code = CodeSnapshot.from_checkout(clone.config, stage).digest(stage)
+            key = stage_key(clone.config, stage, 0, manifest.inputs, code)
             commit_output(partly, replace(manifest, key=key))
         partly.rename(target)
-    return made
+    return clone

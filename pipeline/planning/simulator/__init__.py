@@ -1,7 +1,7 @@
-"""A discrete-event simulator: any placement on any GPUs, with all that goes wrong in practice.
+"""A discrete-event simulator of placements on any GPUs, with queues, failures and stragglers.
 
-``simulate`` (``simulation.py``) runs a ``Placement`` of a ``Problem`` under a ``Scenario`` and
-gives a ``SimulationTrace``.
+``simulate`` (``simulation.py``) runs a ``Placement`` of a ``PlacementProblem`` under a ``Scenario``
+and returns a ``SimulationTrace``.
 """
 
 from pipeline.planning.simulator.scenario import Scenario

@@ -1,4 +1,4 @@
-"""A simulation as a picture: what each pool did, and when."""
+"""Charts of a simulation: the activity of each pool over time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from pipeline.planning.simulator.scenario import Scenario
-from pipeline.planning.simulator.simulate_command import pool_table, summary_tiles
-from pipeline.planning.simulator.trace import SimulationTrace
+from pipeline.planning.simulator.trace import SimulationTrace, pool_table, summary_tiles
 from pipeline.report.chart_style import inline_svg
 from pipeline.report.theme import STAGE_COLOURS, render_template, stage_colours
 from rlinf.artifacts import write_user_file
@@ -23,11 +22,11 @@ OTHER_COLOURS = {
     "queue": "#efe3c2",
     "down": "#d8a0a0",
 }
-"""Of stages that are not those of a language task."""
+"""Colours of activities that are not stages of a language task."""
 
 
 def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
-    """Spans of the last iterations, a lane for each pool, and the idle share of each below."""
+    """Draw the spans of the last iterations, on a lane for each pool."""
     pools = len(trace.placement.pools)
     since = trace.iteration_starts[max(0, len(trace.iteration_starts) - 1 - newest)]
     colours = _stage_colours(trace)
@@ -43,7 +42,7 @@ def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
                 bars.setdefault(name, []).append((start - since, span.end - start))
         for name, spans in bars.items():
             shown.add(name)
-            # Weights move beside what else the pool does.
+            # Weights move while the pool does other work.
             y, thick = (pool + 0.26, 0.14) if name == "sync" else (pool - 0.36, 0.6)
             edge = "white" if len(spans) <= 120 else "none"
             axis.broken_barh(spans, (y, thick), facecolors=colours[name], edgecolor=edge, lw=0.3)
@@ -67,7 +66,7 @@ def gantt_chart(trace: SimulationTrace, newest: int = 3) -> Figure:
 
 
 def write_png(trace: SimulationTrace, path: Path) -> None:
-    """The chart as a picture."""
+    """Write the chart as a PNG."""
     figure = gantt_chart(trace)
     figure.savefig(path, format="png", dpi=110)
     plt.close(figure)
@@ -76,7 +75,7 @@ def write_png(trace: SimulationTrace, path: Path) -> None:
 def write_html(
     trace: SimulationTrace, path: Path, title: str, called: str, scenario: Scenario, seed: int
 ) -> None:
-    """What was simulated, its figures, the chart and the table, in one file.
+    """Write an HTML page with the scenario, the figures, the chart and the table.
 
     Args:
         called: the name or the file of the scenario.

@@ -1,8 +1,8 @@
-"""When the samples of a decoding stage are done, with continuous batching and unequal lengths.
+"""End times of the samples of a decoding stage, with continuous batching and unequal lengths.
 
 A worker has ``c`` slots. A decoding step of ``b`` running samples takes ``fixed + b * each``; a
-sample that is done leaves its slot to the next. So ``ends``, counted in steps, follow from the
-lengths alone, and the time between the ``j``-th and the next end is their distance in steps times
+finished sample leaves its slot to the next one. So the ends, counted in steps, follow from the
+lengths alone. The time between the ``j``-th and the next end is their distance in steps times
 ``fixed + min(c, n - j) * each``, because slots only stay empty when no sample waits.
 """
 
@@ -20,7 +20,7 @@ CALIBRATION_DRAWS = 8
 
 
 def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> Array:
-    """Lengths ``[count]``, float64, with an expected value of 1."""
+    """Return lengths ``[count]``, float64, with an expected value of 1."""
     if lengths.empirical:
         known = np.asarray(lengths.empirical, dtype=np.float64)
         return rng.choice(known, count) / known.mean()
@@ -31,10 +31,10 @@ def relative_lengths(lengths: LengthDistribution, count: int, rng: np.random.Gen
 
 
 def _location(sigma: float, longest: float) -> float:
-    """``mu`` for which ``min(lognormal(mu, sigma), longest)`` has mean 1, by bisection.
+    """Return ``mu`` for which ``min(lognormal(mu, sigma), longest)`` has mean 1, by bisection.
 
-    Its mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with
-    ``a = (log(longest) - mu) / sigma``.
+    Its mean is ``exp(mu + sigma^2/2) P(z < a - sigma) + longest P(z > a)`` with ``a = (log(longest)
+    - mu) / sigma``.
     """
 
     def below(x: float) -> float:
@@ -50,13 +50,13 @@ def _location(sigma: float, longest: float) -> float:
 
 
 def completion_times(lengths: Array, slots: int, fixed: float, each: float) -> Array:
-    """Times ``[workers, n]`` at which each worker has finished 1, 2, ... n samples.
+    """Return the times ``[workers, n]`` at which each worker has finished 1, 2, ... n samples.
 
     Args:
-        lengths: steps of each sample ``[workers, n]`` in the order they are begun; zeros (padding)
+        lengths: steps of each sample ``[workers, n]`` in the order of their start; zeros (padding)
             take no time.
-        slots: samples a worker runs at once.
-        fixed: time of a step that does not depend on the samples running.
+        slots: samples that a worker runs at once.
+        fixed: time of a step that does not depend on the running samples.
         each: time of a step per running sample.
     """
     workers, count = lengths.shape
@@ -80,15 +80,16 @@ class DecodingWorkers:
 
     workers: int
     gpus: int
-    """Per worker."""
+    """GPUs per worker."""
     slots: int
     fixed_share: float
     samples: int
-    """Of an iteration, for all of them."""
+    """Samples of an iteration, for all workers of the kind."""
 
 
 class DecodingStage:
-    """Durations of a decoding stage on one pool, whose equal-length duration is ``seconds``."""
+    """Samples durations of a decoding stage on one pool, whose duration for equal lengths is
+    ``seconds``."""
 
     def __init__(
         self, lengths: LengthDistribution, parts: list[DecodingWorkers], seconds: float, seed: int
@@ -104,18 +105,19 @@ class DecodingStage:
             self._scale = seconds * seconds / float(np.mean(last))
 
     def iteration(self, rng: np.random.Generator, cut: int) -> tuple[Array, Array]:
-        """One iteration's work.
+        """Return the work of one iteration.
 
         Returns:
-            seconds ``[cut]`` from one micro-batch of finished samples to the next; and seconds
-            ``[gpus]`` each GPU works, in the order of the parts.
+            seconds ``[cut]`` from one micro-batch of finished samples to the next; and seconds of
+                work of each GPU ``[gpus]``, in the order of the parts.
         """
         done, busy = self._draw(rng)
         last = np.ceil(np.arange(1, cut + 1) * len(done) / cut).astype(np.int64) - 1
         return np.diff(done[last], prepend=0.0), busy
 
     def _draw(self, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Sorted times ``[samples]`` when samples are done, and seconds each GPU works."""
+        """Return the sorted end times of samples ``[samples]``, and the seconds of work of each
+        GPU."""
         lengths = relative_lengths(self._lengths, self._samples, rng)
         done, busy, assigned = [], [], 0
         for part in self._parts:
@@ -126,7 +128,7 @@ class DecodingStage:
             assigned += part.samples
             each_worker = -(-part.samples // part.workers)
             padded = np.zeros(part.workers * each_worker)
-            # Dealt like cards; a worker that gets one sample less has a zero in front.
+            # Samples are dealt like cards; a worker with one sample less has a leading zero.
             padded[padded.size - part.samples :] = mine
             table = padded.reshape(each_worker, part.workers).T
             # Scaled so that equal lengths take one unit of time.
@@ -139,6 +141,6 @@ class DecodingStage:
 
 
 def _real(times: Array, table: Array) -> Array:
-    """The times of samples, without those of padding (which are the first of their worker)."""
+    """Return the times of samples without padding, which comes first on a worker."""
     padding = (table == 0).sum(1, keepdims=True)
     return times[np.arange(times.shape[1])[None] >= padding]

@@ -1,4 +1,4 @@
-"""What a simulation adds to a plan's plain work; all of it is off by default."""
+"""Scenarios: disturbances that a simulation adds to a plan; all are off by default."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class DecodingReplica(Section):
     gpus: int = Field(default=1, ge=1)
     """GPUs of one worker (tensor parallel)."""
     slots: int = Field(default=256, ge=1)
-    """Samples it runs at once; the others wait for a slot."""
+    """Samples that run at once; others wait for a slot."""
     fixed_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of a decoding step with all slots in use that does not shrink with fewer of them:
-    reading the weights, launching kernels."""
+    """Share of a decoding step with full slots that does not shrink with fewer samples: reading the
+    weights, launching kernels."""
 
 
 class LengthDistribution(Section):
-    """Samples of unequal length: the workers of a stage do not finish together.
+    """Samples of unequal length, because of which the workers of a stage do not finish together.
 
-    Relative lengths have mean 1, from a lognormal distribution cut at ``longest``, or drawn from
-    the measured ones in ``empirical``.
+    Relative lengths have mean 1. They come from a lognormal distribution cut at ``longest``, or
+    from the measured lengths in ``empirical``.
     """
 
     stage: str = "rollout"
@@ -43,58 +43,59 @@ class LengthDistribution(Section):
     longest: float = Field(default=4.0, gt=1, allow_inf_nan=False)
     """The limit on new tokens, in mean lengths."""
     empirical: tuple[Positive, ...] = ()
-    """Measured lengths in any unit, instead of the lognormal ones; without those of nothing."""
+    """Measured lengths in any unit, instead of lognormal ones; without zeros."""
     replicas: dict[str, DecodingReplica] = {}
-    """By kind of GPU; the defaults of ``DecodingReplica`` for a kind that is left out."""
+    """Workers by kind of GPU; a missing kind uses the defaults of ``DecodingReplica``."""
     profiled: bool = True
-    """Whether the measured speed of the stage includes its tail already. Then times are scaled so
-    that the mean duration is the measured one; otherwise, so that equal lengths take it."""
+    """True if the measured speed of the stage includes its tail: times are then scaled so that the
+    mean duration is the measured one, otherwise so that equal lengths take it."""
 
 
 class Stragglers(Section):
-    """GPUs that are slower for a while."""
+    """GPUs that are slow for a while."""
 
     per_gpu_hour: float = Field(gt=0)
-    """How often a GPU begins to be slow."""
+    """How often a GPU becomes slow, per hour."""
     factor: float = Field(default=2.0, ge=1)
-    """How many times longer its work takes."""
+    """Factor by which its work takes longer."""
     mean_s: float = Field(default=600.0, gt=0)
-    """Mean of how long it stays slow (exponential)."""
+    """Mean duration of being slow (exponential)."""
     balanced: frozenset[str] = frozenset({"rollout"})
-    """Stages whose workers take samples as they get done; in others the slowest GPU sets the
-    pace of all."""
+    """Stages whose workers fetch samples when they are free; in others the slowest GPU determines
+    the speed."""
 
 
 class QueueWaits(Section):
-    """Waits before a job starts; without it jobs start at once."""
+    """Queue waits before a job starts; without them jobs start at once."""
 
     spread: Literal["none", "exponential"] = "exponential"
-    """``none``: every wait is that of its kind; ``exponential``: that is the mean."""
+    """``none``: every wait is that of its kind; ``exponential``: the wait of the kind is the
+    mean."""
 
 
 class JobInterruptions(Section):
-    """Preemption and node failures: a Poisson process for each job, by kind of GPU.
+    """Preemptions and node failures: a Poisson process for each job, by kind of GPU.
 
-    The job waits in the queue again (``Queue``) and its pool stands still meanwhile.
+    The job waits in the queue again (``QueueWaits``), and its pool is idle meanwhile.
     """
 
     per_hour: dict[str, NotNegative] = {}
-    """By kind, instead of the ``interruptions_per_hour`` of the problem."""
+    """Interruptions by kind, instead of the ``interruptions_per_hour`` of the problem."""
     redo: Literal["micro-batch", "iteration"] = "micro-batch"
-    """What is done again after a loss during work: the micro-batch, or the whole iteration in all
+    """The work that is repeated after an interruption: the micro-batch, or the iteration in all
     pools."""
 
 
 class Walltime(Section):
-    """Jobs end after a limit and are followed by new ones.
+    """A time limit of jobs, which are followed by new ones.
 
     A pool begins no micro-batch that would not end within its lease.
     """
 
     limit_s: float = Field(gt=0)
     lead_s: float = Field(default=0.0, ge=0)
-    """How long before the end the next job is submitted; 0: once the old one has ended. For some
-    time both may be held."""
+    """Seconds before the end at which the next job is submitted; 0: after the end of the old job.
+    Both may be allocated for some time."""
 
     @model_validator(mode="after")
     def _ends(self) -> Walltime:
@@ -106,28 +107,28 @@ class Walltime(Section):
 class NetworkModel(Section):
     """Transfers that take time and share the network; without it only ``sync_s`` counts.
 
-    A flow of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``; flows at the same time
-    share what the GPUs of their pools and the fabric can carry, max-min fairly.
+    A flow of ``n`` bytes takes ``latency_s`` and then ``n / bandwidth``. Concurrent flows share the
+    bandwidth of their pools' GPUs and of the fabric, max-min fairly.
     """
 
     latency_s: float = Field(default=10e-6, ge=0)
     gpu_bytes_per_s: dict[str, Positive]
-    """By kind: what one GPU's network card carries, in each direction."""
+    """Bandwidth of one GPU's network card by kind, in each direction."""
     fabric_bytes_per_s: float | None = Field(default=None, gt=0)
-    """What all flows together cannot exceed (bisection bandwidth); None: no limit."""
+    """Maximum of all flows together (bisection bandwidth); None: no limit."""
     payload: dict[str, dict[str, NotNegative]] = {}
-    """``payload[source][target]``: bytes of one iteration from stage to stage; 0 if left out."""
+    """Bytes of one iteration from stage to stage, ``payload[source][target]``; 0 if missing."""
     weights_bytes: float | None = Field(default=None, ge=0)
-    """Bytes of new weights that the target pool takes in; None: ``sync_s`` of the problem."""
+    """Bytes of new weights that the target pool loads; None: use ``sync_s`` of the problem."""
 
 
 class Scenario(Section):
-    """Everything off: pools work at their measured speed and nothing is lost or late."""
+    """A scenario. With the defaults, pools work at their measured speed without disturbances."""
 
     capacity: int | None = Field(default=None, ge=1)
-    """Micro-batches a channel between pools holds before the sender waits; None: any number."""
+    """Maximum micro-batches in a channel between pools before the sender waits; None: no limit."""
     startup_s: float = Field(default=0.0, ge=0)
-    """From the start of a job to its first work: processes, weights, compilation."""
+    """Seconds from the start of a job to its first work: processes, weights, compilation."""
     lengths: LengthDistribution | None = None
     stragglers: Stragglers | None = None
     queue: QueueWaits | None = None
@@ -137,10 +138,10 @@ class Scenario(Section):
 
 
 def check_scenario(scenario: Scenario, stages: Collection[str], kinds: Collection[str]) -> None:
-    """See that a scenario speaks of stages and kinds of a problem alone.
+    """Check that a scenario names only stages and kinds of a problem.
 
     Raises:
-        PlanError: names the key of the first that is none, and the nearest that is.
+        PlanError: names the key of the first unknown name and the most similar known one.
     """
     for key, what, name in _named(scenario):
         known = stages if what == "stage" else kinds
@@ -149,7 +150,7 @@ def check_scenario(scenario: Scenario, stages: Collection[str], kinds: Collectio
 
 
 def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
-    """Keys, and the stages and kinds that they name."""
+    """Yield keys with the stages and kinds that they name."""
     if scenario.lengths is not None:
         yield "lengths.stage", "stage", scenario.lengths.stage
         yield from (("lengths.replicas", "kind", kind) for kind in scenario.lengths.replicas)
@@ -168,5 +169,5 @@ def _named(scenario: Scenario) -> Iterator[tuple[str, str, str]]:
 
 
 def random_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Random numbers of one purpose and thing, the same whatever else happens."""
+    """Return a random generator for one purpose and object, independent of all others."""
     return np.random.default_rng(np.random.SeedSequence([seed, PURPOSES.index(purpose), *ids]))

@@ -1,16 +1,15 @@
-"""``rlinf simulate``: what to simulate, by name or from files, and its table."""
+"""The command ``rlinf simulate``: load a problem by name or from files, simulate it, and print a
+table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 from rich.table import Table
 
-from pipeline.console import create_console, format_duration
+from pipeline.console import create_console
 from pipeline.plan import read_plan
-from pipeline.planning.planner.predictor import Predictor
 from pipeline.planning.planner.problem import (
     Placement,
     PlacementProblem,
@@ -21,19 +20,18 @@ from pipeline.planning.planner.search import solve
 from pipeline.planning.simulator import studies
 from pipeline.planning.simulator.scenario import Scenario
 from pipeline.planning.simulator.simulation import simulate
-from pipeline.planning.simulator.trace import SimulationTrace
+from pipeline.planning.simulator.trace import pool_table, summary
 from rlinf.config import validate
 from rlinf.errors import ConfigError, PlanError, did_you_mean
 from rlinf.yaml_file import read_yaml
 
-MAX_WAITS_SHOWN = 2
-
 
 def load_problem(what: str, plan: Path | None) -> tuple[PlacementProblem, Placement]:
-    """The problem of a study or file, and the placement of the plan, of the file, or the best.
+    """Return the problem of a study or file, and the placement of the plan, of the file, or the
+    best.
 
     Raises:
-        PlanError: no such study or file, or it is invalid.
+        PlanError: the study or file does not exist, or is invalid.
     """
     placement = None
     if what in studies.STUDIES:
@@ -52,10 +50,10 @@ def load_problem(what: str, plan: Path | None) -> tuple[PlacementProblem, Placem
 
 
 def load_scenario(what: str, scenario: str | None) -> Scenario:
-    """A scenario file, or for a study one by name; everything off without one.
+    """Return the scenario of a file, or by name for a study; everything is off without one.
 
     Raises:
-        ConfigError: missing, not YAML, or invalid; names the key.
+        ConfigError: the file is missing, not YAML, or invalid; names the key.
     """
     if scenario is None:
         return Scenario()
@@ -80,7 +78,7 @@ def run_simulate(
     png: Path | None,
     page: Path | None,
 ) -> None:
-    """Simulate, print the table, and write the pictures asked for."""
+    """Simulate, print the table, and write the requested charts."""
     problem, placement = load_problem(what, plan)
     goes_wrong = load_scenario(what, scenario)
     trace = simulate(problem, placement, goes_wrong, iterations, seed)
@@ -99,65 +97,3 @@ def run_simulate(
         if page is not None:
             called = scenario or "none"
             charts.write_html(trace, page, what, called, goes_wrong, seed)
-
-
-def summary(trace: SimulationTrace) -> str:
-    """The figures of a whole simulation."""
-    seconds = trace.iteration_s
-    low, high = np.quantile(seconds, [0.1, 0.9])
-    lines = [
-        f"{trace.placement.mode}, {trace.placement.num_chunks} micro-batches",
-        f"iteration: {seconds.mean():.1f} s (q10 {low:.1f}, q90 {high:.1f}); "
-        f"predicted {_predicted_s(trace):.1f}",
-        f"{len(seconds)} iterations: {format_duration(trace.total_s)} from submission to end, "
-        f"{trace.gpu_hours:,.1f} GPU-hours, price {trace.cost:,.1f}",
-    ]
-    if trace.interruptions or trace.renewals:
-        lines.append(
-            f"{len(trace.interruptions)} losses, {trace.repeated_iterations} iterations done "
-            f"again, {trace.renewals} jobs renewed"
-        )
-    return "\n".join(lines)
-
-
-def summary_tiles(trace: SimulationTrace, seed: int) -> list[tuple[str, str]]:
-    """The same, and what was simulated, as labels and values."""
-    seconds = trace.iteration_s
-    low, high = np.quantile(seconds, [0.1, 0.9])
-    mean, predicted = float(seconds.mean()), _predicted_s(trace)
-    found = [
-        ("iteration, simulated", f"{mean:.1f} s"),
-        ("80 % of iterations", f"{low:.1f} - {high:.1f} s"),
-        ("iteration, predicted", f"{predicted:.1f} s ({predicted / mean - 1:+.1%})"),
-        (f"price of {len(seconds)} iterations", f"{trace.cost:,.1f}"),
-        ("GPU-hours", f"{trace.gpu_hours:,.1f}"),
-        ("from submission to end", format_duration(trace.total_s)),
-        ("placement", f"{trace.placement.mode}, {trace.placement.num_chunks} micro-batches"),
-        ("seed", str(seed)),
-    ]
-    if trace.interruptions or trace.renewals:
-        found.append(
-            (
-                "losses, iterations done again",
-                f"{len(trace.interruptions)}, {trace.repeated_iterations}",
-            )
-        )
-        found.append(("jobs renewed", str(trace.renewals)))
-    return found
-
-
-def _predicted_s(trace: SimulationTrace) -> float:
-    """What the planner's formula says of an iteration, without disturbances."""
-    return float(Predictor(trace.problem).predict(trace.placement).total_s)
-
-
-def pool_table(trace: SimulationTrace) -> list[tuple[str, ...]]:
-    """A table by pool, its head first."""
-    out: list[tuple[str, ...]] = [("pool", "GPUs", "idle", "waits for")]
-    for pool in range(len(trace.placement.pools)):
-        stages, gpus = trace.label(pool)
-        waits = [
-            f"{what} {share:.0%}" for what, share in trace.longest_waits(pool) if share >= 0.005
-        ]
-        out.append((stages, gpus, f"{trace.idle(pool):.0%}", ", ".join(waits[:MAX_WAITS_SHOWN])))
-    return out

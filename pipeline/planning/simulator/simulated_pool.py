@@ -1,4 +1,4 @@
-"""A pool: jobs that wait, start, are lost, run out of time; and the work they do meanwhile."""
+"""A simulated pool: jobs that wait, start, are interrupted or reach their limit, and their work."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from rlinf.errors import PlanError
 
 Process = Generator[Any, Any, Any]
 INTERRUPTED = "lost"
-"""Cause of the interrupt that a loss means for the process at work."""
+"""Cause of the interrupt that the working process receives."""
 MAX_RENEWALS = 10_000
-"""Of jobs in a row without any work between them."""
+"""Maximum renewals of jobs in a row without work between them."""
 MAX_SPEED_CHANGES = 100_000
-"""Of the pace of a pool, during one micro-batch."""
+"""Maximum speed changes of a pool during one micro-batch."""
 MAX_INTERRUPTIONS = 1000
-"""In a row of one micro-batch."""
+"""Maximum interruptions in a row of one micro-batch."""
 
 
 class StragglerSpeed:
-    """How fast a pool is at any time: 1, or less while some of its GPUs are slow.
+    """The speed of a pool over time: 1, or less while some of its GPUs are slow.
 
-    Times asked about must not fall.
+    Times of calls must not decrease.
     """
 
     def __init__(self, model: Stragglers | None, gpus: int, rng: np.random.Generator) -> None:
@@ -49,10 +49,10 @@ class StragglerSpeed:
         return now + float(self._rng.exponential(1 / rate))
 
     def finish(self, start: float, seconds: float, *, balanced: bool) -> float:
-        """When work that takes ``seconds`` at full pace ends.
+        """Return the end of work that takes ``seconds`` at full speed.
 
         Raises:
-            PlanError: GPUs become slow so often that it cannot be followed.
+            PlanError: GPUs become slow too often to be simulated.
         """
         if self._model is None:
             return start + seconds
@@ -81,20 +81,20 @@ class StragglerSpeed:
 
 
 class SimulatedJob:
-    """One Slurm job after the other that holds a pool's GPUs of one kind."""
+    """A sequence of Slurm jobs that allocate a pool's GPUs of one kind."""
 
     def __init__(self, pool: int, kind: GpuKind, gpus: int, scenario: Scenario, seed: int, k: int):
         self.pool, self.kind, self.gpus = pool, kind, gpus
         self._scenario = scenario
         self._waits = random_generator(seed, "waits", pool, k)
         self.losses = random_generator(seed, "losses", pool, k)
-        self.held_since = self.wait()
-        self.up_at = self.held_since + scenario.startup_s
-        """When it can work (again)."""
-        self.holds: list[GpuAllocation] = []
+        self.allocated_since = self.wait()
+        self.up_at = self.allocated_since + scenario.startup_s
+        """Time at which it can work (again)."""
+        self.allocations: list[GpuAllocation] = []
 
     def wait(self) -> float:
-        """Seconds in the queue."""
+        """Return the seconds in the queue."""
         queue = self._scenario.queue
         expected = float(self.kind.queue_wait_s(np.array(self.gpus)))
         if queue is None or not expected:
@@ -105,41 +105,41 @@ class SimulatedJob:
 
     @property
     def lease_end(self) -> float:
-        """When the wall-time limit ends it."""
+        """The end of the job by its time limit."""
         walltime = self._scenario.walltime
-        return math.inf if walltime is None else self.held_since + walltime.limit_s
+        return math.inf if walltime is None else self.allocated_since + walltime.limit_s
 
     def close(self, now: float) -> None:
-        """The job ends, or did so at its limit."""
+        """End the job, or record its end at the time limit."""
         end = min(now, self.lease_end)
-        if end > self.held_since:
-            self.holds.append(
-                GpuAllocation(self.pool, self.kind.name, self.gpus, self.held_since, end)
+        if end > self.allocated_since:
+            self.allocations.append(
+                GpuAllocation(self.pool, self.kind.name, self.gpus, self.allocated_since, end)
             )
 
     def lose(self, now: float) -> None:
-        """Preempted or failed: it waits in the queue again."""
+        """Interrupt the job, which then waits in the queue again."""
         self.close(now)
-        self.held_since = now + self.wait()
-        self.up_at = self.held_since + self._scenario.startup_s
+        self.allocated_since = now + self.wait()
+        self.up_at = self.allocated_since + self._scenario.startup_s
 
     def renew(self, now: float) -> None:
-        """Give way to the next job, which may have been submitted before."""
+        """Replace the job by the next one, which may have been submitted before."""
         walltime = self._scenario.walltime
         assert walltime is not None
-        submitted = max(self.held_since, min(now, self.lease_end - walltime.lead_s))
+        submitted = max(self.allocated_since, min(now, self.lease_end - walltime.lead_s))
         started = submitted + self.wait()
         ready = started + self._scenario.startup_s
         if walltime.lead_s:
-            # The old job is there until the new one can work, but not beyond its limit.
+            # The old job stays until the new one can work, but not beyond its limit.
             self.close(max(now, ready))
         else:
             self.close(now)
-        self.held_since, self.up_at = started, ready
+        self.allocated_since, self.up_at = started, ready
 
 
 class SimulatedPool:
-    """GPUs that work as one, with their jobs."""
+    """GPUs that work together, with their jobs."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class SimulatedPool:
             if n
         ]
         self.turn = simpy.Resource(env)
-        """Held by who works, where several want to (the halves of a cycle)."""
+        """Held by the working process, if several compete (the halves of a cycle)."""
         total = sum(job.gpus for job in self.jobs)
         self._pace = StragglerSpeed(
             scenario.stragglers, total, random_generator(seed, "stragglers", number)
@@ -181,10 +181,10 @@ class SimulatedPool:
             yield self._env.timeout(up - self._env.now)
 
     def close(self) -> list[GpuAllocation]:
-        """All jobs end; when they held what."""
+        """End all jobs, and return their allocations."""
         for job in self.jobs:
             job.close(self._env.now)
-        return [hold for job in self.jobs for hold in job.holds]
+        return [hold for job in self.jobs for hold in job.allocations]
 
     def work(
         self,
@@ -195,12 +195,13 @@ class SimulatedPool:
         kind: SpanKind | None = "work",
         beside: Sequence[SimulatedPool] = (),
     ) -> Process:
-        """Do what takes ``seconds`` at full pace, again if it is lost; gives the seconds it took.
+        """Do work that takes ``seconds`` at full speed, again if it is interrupted, and return its
+        seconds.
 
-        ``kind`` None: the caller notes the span. ``beside`` are pools that work on it too.
+        If ``kind`` is None, the caller records the span. Pools in ``beside`` work on it too.
 
         Raises:
-            PlanError: it takes longer than a lease, or is lost again and again.
+            PlanError: the work takes longer than a lease, or is interrupted too often.
         """
         every, losses = (self, *beside), 0
         while seconds > 0:
@@ -267,7 +268,7 @@ class SimulatedPool:
         while True:
             yield self._env.timeout(float(job.losses.exponential(mean_s)))
             now, process = self._env.now, self._at_work
-            if not job.held_since <= now < job.lease_end:
+            if not job.allocated_since <= now < job.lease_end:
                 continue
             self._trace.interruptions.append(
                 JobInterruption(self.number, job.kind.name, now, process is not None)
@@ -280,7 +281,7 @@ class SimulatedPool:
     def add_span(
         self, stage: str, i: int, micro_batch: int, kind: SpanKind, start: float, end: float
     ) -> None:
-        """Keep a span, unless it is empty."""
+        """Record a span, unless it is empty."""
         if end > start:
             self._trace.spans.append(
                 TraceSpan(self.number, stage, i, micro_batch, kind, start, end)

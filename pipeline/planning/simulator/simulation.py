@@ -1,12 +1,20 @@
-"""The simulation: processes of pools that work, wait, pass on and are lost.
+"""The simulation: processes of pools that work, wait, transfer and are interrupted.
 
-In every iteration a pool takes its stages in the order of the problem and finishes one before it
-turns to the next, which it brings in (``switch_s``) as soon as it is free. A stage is cut into
-micro-batches where it streams to or from another pool; it starts with its first input, and each
-micro-batch costs it ``chunk_s``. A cycle in several pools takes one micro-batch after the other
-through all its steps, in two halves that swap places. A stage that is in several pools begins when
-the last of them comes to it. New weights move as soon as they are trained.
-An iteration ends when all stages are done and the weights have arrived; the next begins then.
+In every iteration a pool runs its stages in the order of the problem. It finishes one before the
+next, which it loads (``switch_s``) as soon as it is free. A stage is divided into micro-batches if
+it streams to or from another pool; it starts with its first input, and each micro-batch costs
+``chunk_s``. A cycle in several pools sends one micro-batch after the other through all its steps,
+in two halves that alternate. A stage in several pools begins when the last of them reaches it. New
+weights move as soon as they are trained. An iteration ends when all stages are done and the weights
+have arrived; then the next one begins.
+
+The predictor judges a placement by formulas; this module shares none of them (only which stages
+form a cycle), so that each can verify the other.
+
+Transfers share the network as fluid flows at max-min fair rates. Rates grow together until a link
+is full; the flows on it keep their rate and the others go on growing (progressive filling;
+Bertsekas and Gallager, Data Networks, section 6.5.2). Rates are recomputed whenever a flow starts
+or ends.
 """
 
 from __future__ import annotations
@@ -58,9 +66,9 @@ class SharedNetwork:
         self._change = 0
 
     def send(self, size: float, links: Iterable[Hashable]) -> Generator[Any, Any, None]:
-        """Process that ends when ``size`` bytes have crossed all ``links``.
+        """Yield until ``size`` bytes have crossed all ``links``.
 
-        Latency comes first. Links without a capacity do not limit it.
+        The latency comes first. Links without a capacity are no limit.
         """
         yield self._env.timeout(self._latency)
         known = frozenset(link for link in links if link in self._capacities)
@@ -93,7 +101,7 @@ class SharedNetwork:
         if change != self._change:
             return
         self._advance()
-        # Equal flows end together; what rounding left of them is not worth an event.
+        # Equal flows end together; rounding errors must not cause another event.
         ended = [f for f in self._flows if f is first or f.left <= 1e-9 * f.rate]
         self._flows = [f for f in self._flows if f not in ended]
         for flow in ended:
@@ -104,7 +112,7 @@ class SharedNetwork:
 def fair_rates(
     flows: list[frozenset[Hashable]], capacities: Mapping[Hashable, float]
 ) -> list[float]:
-    """Max-min fair rates of flows that each cross the given links."""
+    """Return max-min fair rates of flows that each cross the given links."""
     rates = [0.0] * len(flows)
     free = dict(capacities)
     growing = set(range(len(flows)))
@@ -127,41 +135,41 @@ def fair_rates(
 
 Array = np.ndarray
 Edge = tuple[int, int]
-"""Numbers of two stages in different pools, the second of which takes the first one's output."""
+"""Numbers of two stages in different pools; the second consumes the output of the first."""
 
 
 @dataclass(frozen=True)
 class StageSpeed:
-    """How a stage runs on its pool."""
+    """The speed of a stage on its pool."""
 
     seconds: float
     """Duration of an iteration's work."""
     shares: Array
-    """``[kinds]`` what part of it each kind does."""
+    """Part of the work of each kind, ``[kinds]``."""
     used: Array
-    """``[kinds]`` int, GPUs at work."""
+    """Working GPUs, int ``[kinds]``."""
 
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages that work as one: a stage alone, or those of a cycle."""
+    """Stages that work as one: a single stage, or those of a cycle."""
 
     stages: tuple[int, ...]
     pools: tuple[int, ...]
-    """Ascending; several where a cycle lies in several pools, or pools overlap."""
+    """Pool numbers, ascending; several if a cycle is in several pools, or if pools overlap."""
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     num_chunks: int
-    """Micro-batches it works in: as many as it takes or passes on while they are made, else 1."""
+    """Number of micro-batches: as many as it streams from or to other pools, else 1."""
     overhead_s: float
-    """Of each micro-batch; 0 where nothing comes from or goes to another pool."""
+    """Overhead of each micro-batch; 0 without exchange with other pools."""
     shares: tuple[float, ...]
-    """Of the time of its stages that each micro-batch takes: 1 together, but for those that are
-    made one after another and each take some of it again."""
+    """Share of the stages' time of each micro-batch: 1 in total, more if micro-batches are produced
+    one after another and repeat some of it."""
 
 
 class PlacementWork:
-    """The work of a placement.
+    """The work of each pool of a placement in every iteration, from measured rates.
 
     Raises:
         PlanError: the placement does not fit the problem, or a stage cannot run on its pool.
@@ -173,30 +181,30 @@ class PlacementWork:
         stages = problem.stages
         index = {stage.name: s for s, stage in enumerate(stages)}
         self.home = pools_of_stages(placement.pools)
-        """By stage: the pools that it works on, together."""
+        """The pools that each stage works on, by stage."""
         self.speeds = [
             stage_speed(problem, stage, placement.gpus_of(s)) for s, stage in enumerate(stages)
         ]
         edges = [(index[name], s) for s, stage in enumerate(stages) for name in stage.after]
         self.groups = [self._group(members, edges) for members in lockstep_groups(problem)]
         self.pieces = {s: group.num_chunks for group in self.groups for s in group.stages}
-        """Micro-batches by stage."""
+        """Number of micro-batches by stage."""
         self.turns = [
             [g for g, group in enumerate(self.groups) if p in group.pools]
             for p in range(len(placement.pools))
         ]
-        """By pool: its groups in the order in which it works on them."""
+        """Groups of each pool, in the order of their work."""
         ends = problem.sync
         known = ends is not None and all(name in index for name in ends)
         self.sync: Edge | None = (index[ends[0]], index[ends[1]]) if ends and known else None
-        """Between which stages weights move; None where they stay in their pool."""
+        """Source and target stage of the weights; None if they stay in their pool."""
         if self.sync and set(self.home[self.sync[0]]) & set(self.home[self.sync[1]]):
             self.sync = None
 
     def switch_s(self, pool: int, group: int) -> float:
-        """Seconds until a pool that has worked on something else has a group's stages at hand.
+        """Return the seconds until a pool with other stages has loaded a group's stages.
 
-        Each kind of GPU brings in one stage after the other, and all kinds at the same time.
+        Each kind of GPU loads one stage after the other, and all kinds at the same time.
         """
         if len(self.turns[pool]) == 1:
             return 0.0
@@ -207,7 +215,7 @@ class PlacementWork:
         )
 
     def sync_s(self) -> float:
-        """Seconds that new weights are under way; 0 where they stay in their pool."""
+        """Return the seconds of the weight transfer; 0 if they stay in their pool."""
         if self.sync is None:
             return 0.0
         source, target = (
@@ -216,17 +224,17 @@ class PlacementWork:
         return max(self.problem.sync_s.get((a, b), 0.0) for a in source for b in target)
 
     def kinds(self, pool: int) -> list[str]:
-        """Names of the kinds of GPUs that a pool holds."""
+        """Return the names of the kinds of GPUs of a pool."""
         held = zip(self.placement.gpus[pool], self.problem.kinds, strict=True)
         return [kind.name for n, kind in held if n]
 
     def active_gpus(
         self, stage: int, used: Sequence[int] | Array | None = None
     ) -> dict[int, Array]:
-        """By pool bool ``[gpus]``: those that a stage makes use of, in the order of kinds.
+        """Return the GPUs that a stage uses, by pool as bool ``[gpus]``, in the order of kinds.
 
         Args:
-            used: of each kind, where it is not what its speed comes of.
+            used: GPUs of each kind, if not those of the stage's speed.
         """
         left = np.array(self.speeds[stage].used if used is None else used)
         masks = {}
@@ -257,7 +265,7 @@ class PlacementWork:
 
     def _shares(self, members: tuple[int, ...], pieces: int) -> tuple[float, ...]:
         stage, chunks = self.problem.stages[members[0]], self.placement.num_chunks
-        # Those that have all of a job come after all parts of those that have some of it.
+        # Stages on the whole job run after all parts of stages on some of its pools.
         pools = {pool for s in members for pool in self.home[s]}
         others = {s for pool in pools for s in self.placement.pools[pool]} - set(members)
         if any(len(self.home[s]) == 1 or self.home[s] == self.home[members[0]] for s in others):
@@ -270,15 +278,15 @@ class PlacementWork:
 def stage_speed(
     problem: PlacementProblem, stage: PlacementStage, gpus: tuple[int, ...]
 ) -> StageSpeed:
-    """The speed of a stage on GPUs of each kind: together, or of the quickest kind alone where only
-    one can do it.
+    """Return the speed of a stage on GPUs of each kind: together, or of the fastest kind if only
+    one can run it.
 
     Raises:
-        PlanError: it cannot run there.
+        PlanError: the stage cannot run there.
     """
     tables = [problem.rate_table(stage, k) for k in range(len(gpus))]
     rates = np.array([table[n] for table, n in zip(tables, gpus, strict=True)])
-    # GPUs that have nothing to do stay idle.
+    # GPUs without work are idle.
     used = np.array([np.argmax(t == rate) for t, rate in zip(tables, rates, strict=True)])
     if not stage.divisible:
         rates = np.where(np.arange(len(rates)) == rates.argmax(), rates, 0.0)
@@ -308,12 +316,12 @@ def _check(problem: PlacementProblem, placement: Placement) -> None:
         if min(wanted) < 0 or any(len(pool) != len(problem.kinds) for pool in placement.gpus):
             raise PlanError("placement: each pool needs a number of GPUs of each kind, 0 or more")
         if sum(wanted) > kind.gpus:
-            raise PlanError(f"placement: {sum(wanted)} {kind.name} are asked for, of {kind.gpus}")
+            raise PlanError(f"placement: {sum(wanted)} {kind.name} are requested, of {kind.gpus}")
 
 
 Process = Generator[Any, Any, Any]
 MAX_REPEATS = 1000
-"""Of one iteration, all of them lost."""
+"""Maximum repeats of one iteration that is always interrupted."""
 
 
 def simulate(
@@ -323,12 +331,12 @@ def simulate(
     iterations: int = 20,
     seed: int = 0,
 ) -> SimulationTrace:
-    """Run ``iterations`` under a placement; the same seed gives the same trace.
+    """Simulate ``iterations`` of a placement; the same seed gives the same trace.
 
     Raises:
         PlanError: the placement does not fit the problem, a stage cannot run on its pool, channels
-            are so small that pools wait for each other for ever, a micro-batch does not fit into a
-            job, or the scenario names a stage or kind that the problem does not have.
+            are so small that pools deadlock, a micro-batch does not fit into a job, or the scenario
+            names an unknown stage or kind.
     """
     if iterations < 1:
         raise PlanError(f"iterations: must be at least 1 (got {iterations})")
@@ -338,13 +346,13 @@ def simulate(
     )
     work = PlacementWork(problem, placement)
     if scenario.capacity is not None and scenario.losses is not None:
-        # Whether pools wait for ever does not depend on times, and losses would go on for ever.
+        # A deadlock does not depend on times, and interruptions would never end.
         _Run(work, Scenario(capacity=scenario.capacity), 1, seed).run()
     return _Run(work, scenario, iterations, seed).run()
 
 
 class _Channel:
-    """Micro-batches on their way from one stage to another, in order."""
+    """The micro-batches on their way from one stage to another, in order."""
 
     def __init__(self, env: simpy.Environment, capacity: int | None) -> None:
         self.arrived = simpy.Container(env)
@@ -362,14 +370,14 @@ class _Cycle:
 
 @dataclass
 class _Iteration:
-    """What the pools tell each other about one iteration."""
+    """The state of one iteration that its pools share."""
 
     number: int
     channels: dict[Edge, _Channel]
     trained: simpy.Event
-    """The new weights are there, where they were made."""
+    """Set when the new weights exist on their source."""
     left: dict[int, float] = field(default_factory=dict)
-    """By pool: when it was done with its stages."""
+    """Time at which each pool was done with its stages."""
     cycles: dict[int, _Cycle] = field(default_factory=dict)
 
 
@@ -384,7 +392,7 @@ class _Run:
         self.network = _network(self.env, work, scenario.network)
         self.decoding = self._decoding()
         self.redo = self.env.event()
-        """Happens when the iteration has to start again."""
+        """Triggered when the iteration must be repeated."""
         self.pools = [
             SimulatedPool(
                 self.env, p, self.problem.kinds, gpus, scenario, seed, self.trace, self._lost
@@ -392,17 +400,17 @@ class _Run:
             for p, gpus in enumerate(self.placement.gpus)
         ]
         self.tasks: list[simpy.Process] = []
-        """Of the iteration that goes on."""
+        """Processes of the current iteration."""
         self.full: dict[Edge, int] = {}
-        """How many senders wait for room."""
+        """Number of senders that wait for space, by edge."""
 
     def run(self) -> SimulationTrace:
-        """All iterations."""
+        """Run all iterations."""
         main = self.env.process(self._main())
         try:
             self.env.run(until=main)
         except RuntimeError:
-            # No event is left that could end a wait.
+            # There is no event left that could end a wait.
             if main.triggered or not any(self.full.values()):
                 raise
             raise PlanError(self._stuck()) from None
@@ -425,7 +433,7 @@ class _Run:
             self.trace.iteration_starts.append(self.env.now)
 
     def _attempt(self, i: int) -> Process:
-        """One iteration; False when something lost makes it start again."""
+        """Run one iteration; False if an interruption requires a repeat."""
         counted = [busy.copy() for busy in self.trace.gpu_busy]
         first = len(self.trace.spans)
         self.redo, self.tasks, self.full = self.env.event(), [], {}
@@ -453,7 +461,7 @@ class _Run:
         return True
 
     def _task(self, work: Process) -> simpy.Process:
-        """A process that ends quietly when the iteration starts again."""
+        """Start a process that ends quietly when the iteration is repeated."""
 
         def quiet() -> Process:
             try:
@@ -466,7 +474,7 @@ class _Run:
         return task
 
     def _lost(self) -> None:
-        """A pool was lost at work."""
+        """Handle the interruption of a working pool."""
         losses = self.scenario.losses
         if losses is not None and losses.redo == "iteration" and not self.redo.triggered:
             self.redo.succeed()
@@ -474,7 +482,7 @@ class _Run:
     # One pool
 
     def _serve(self, p: int, state: _Iteration) -> Process:
-        """A pool's work in one iteration."""
+        """Run a pool's work of one iteration."""
         for g in self.work.turns[p]:
             group = self.work.groups[g]
             yield from self.pools[p].work(
@@ -487,7 +495,7 @@ class _Run:
         state.left[p] = self.env.now
 
     def _alone(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """The stages of a group in turns, all in this pool."""
+        """Run the stages of a group in turns, all in this pool."""
         pool, i = self.pools[p], state.number
         beside = [self.pools[q] for q in group.pools if q != p]
         yield from self._take_whole(p, group, state)
@@ -518,14 +526,14 @@ class _Run:
         self._finish(group, state)
 
     def _take_whole(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """All of the inputs that the group cannot begin on a part of."""
+        """Get all inputs that the group cannot start on a part of."""
         for edge in group.inputs:
             if not self.problem.stages[edge[1]].streams:
                 for _ in range(self.work.pieces[edge[0]]):
                     yield from self._get(p, edge, state)
 
     def _take(self, p: int, group: StageGroup, state: _Iteration) -> Process:
-        """The next micro-batch of the other inputs."""
+        """Get the next micro-batch of the other inputs."""
         for edge in group.inputs:
             if self.problem.stages[edge[1]].streams:
                 yield from self._get(p, edge, state)
@@ -604,7 +612,7 @@ class _Run:
     # A stage on several pools, or a cycle over them
 
     def _join(self, p: int, g: int, state: _Iteration) -> Process:
-        """Work on a group together; whoever comes last leads."""
+        """Work on a group together; the pool that comes last leads."""
         group = self.work.groups[g]
         cycle = state.cycles.setdefault(g, _Cycle(self.env.event(), self.env.event()))
         cycle.joined += 1
@@ -638,9 +646,9 @@ class _Run:
         cycle.end.succeed()
 
     def _half(self, group: StageGroup, state: _Iteration) -> Process:
-        """Half of a micro-batch on its way through all steps."""
+        """Send half of a micro-batch through all steps."""
         steps = self.problem.cycle_steps
-        # It keeps a pool for as long as its next stage is there, too.
+        # It keeps a pool as long as its next stage is in the same pool.
         for home, members in itertools.groupby(group.stages * steps, lambda s: self.home[s]):
             pool, *beside = (self.pools[p] for p in home)
             with pool.turn.request() as turn:
@@ -665,7 +673,7 @@ class _Run:
         )
 
     def _decoding(self) -> dict[int, DecodingStage]:
-        """The stage whose samples have lengths."""
+        """Return the stage whose samples have lengths."""
         lengths = self.scenario.lengths
         if lengths is None:
             return {}
@@ -674,7 +682,7 @@ class _Run:
             raise PlanError(f"lengths.stage: {lengths.stage!r} is part of a cycle, which has steps")
         speed = self.work.speeds[s]
         parts = _parts(lengths, speed, [kind.name for kind in self.problem.kinds])
-        # The mask follows whole workers: what does not make one idles.
+        # The mask covers complete workers; the remaining GPUs are idle.
         self.masks[s] = self.work.active_gpus(s, [part.workers * part.gpus for part in parts])
         return {s: DecodingStage(lengths, parts, speed.seconds, self.seed)}
 
@@ -682,7 +690,7 @@ class _Run:
 def _network(
     env: simpy.Environment, work: PlacementWork, network: NetworkModel | None
 ) -> SharedNetwork | None:
-    """Links out of and into each pool, and the fabric."""
+    """Build the links out of and into each pool, and the fabric."""
     if network is None:
         return None
     known = network.gpu_bytes_per_s
@@ -702,7 +710,7 @@ def _network(
 def _parts(
     lengths: LengthDistribution, speed: StageSpeed, kinds: list[str]
 ) -> list[DecodingWorkers]:
-    """Workers of each kind, and their samples in proportion to its share of the work."""
+    """Return the workers of each kind, with samples in proportion to its share of the work."""
     parts, left, weight = [], lengths.samples, 1.0
     for kind, share, used in zip(kinds, speed.shares, speed.used, strict=True):
         replica = lengths.replicas.get(kind, DecodingReplica())

@@ -1,8 +1,7 @@
-"""Clusters and models to study placements on: 64 to 4,096 GPUs of several kinds, 7B and 70B.
+"""Studies: clusters and models for placements on 64 to 4,096 GPUs of several kinds, 7B and 70B.
 
-**Every speed here is derived, none is measured**: from the figures of data sheets by the cost model
-(:mod:`pipeline.planning.cost`), whose devices name their sources. What is assumed beside them is
-said below.
+**Every speed here is derived, none is measured**: it comes from data sheets by the cost model
+(:mod:`pipeline.planning.cost`), whose devices name their sources. Further assumptions are below.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MODELS = {
     "70b": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
 }
 PRICES = {"h200-sxm": 3.5, "h100-sxm": 2.5, "a100-80gb-sxm": 1.5, "l40s": 0.8}
-"""Of a GPU-hour (assumed; only their ratio matters)."""
+"""Price of a GPU-hour (assumed; only ratios matter)."""
 GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, SIGMA, MAX_RELATIVE_LENGTH = (
     16,
     512,
@@ -49,28 +48,28 @@ GROUP_SIZE, PROMPT_TOKENS, MEAN_RESPONSE_TOKENS, SIGMA, MAX_RELATIVE_LENGTH = (
     0.8,
     4.0,
 )
-"""Responses per prompt, tokens of a prompt, mean tokens of a response; the logarithm of lengths has
-this standard deviation, and they are cut at this multiple of the mean (all assumed)."""
+"""Responses per prompt, tokens of a prompt, mean tokens of a response; the standard deviation of
+the logarithm of lengths, and their limit in mean lengths (all assumed)."""
 MIXING = 0.95
-"""What unlike GPUs that work on one stage keep of their summed speed (assumed)."""
+"""Share of the summed speed that different GPUs keep on one stage (assumed)."""
 GPUS_PER_NODE = 8
 CHUNK_S = 0.1
 """Overhead of a micro-batch passed between pools (assumed)."""
 WAKE_S = 3.0
-"""To set up an engine's cache and graphs each time it takes its turn (assumed)."""
+"""Seconds to set up an engine's cache and graphs at each turn (assumed)."""
 PREEMPTIBLE = "a100-80gb-sxm"
-"""The kind that others may take away."""
+"""The kind whose jobs may be preempted."""
 GPU_FAILURES_PER_HOUR = 419 / (54 * 24 * 16384)
 """Unexpected interruptions per GPU and hour in the training of Llama 3 (arXiv 2407.21783, section
 3.3.4: 419 in 54 days on 16,384 GPUs)."""
 
 
 PREEMPTIONS_PER_HOUR = 1.0
-"""Each job on that kind (assumed)."""
+"""Preemptions of each job on that kind (assumed)."""
 WAIT_S = 600.0
-"""Mean wait of a job in the queue (assumed)."""
+"""Mean queue wait of a job (assumed)."""
 STARTUP_S = 120.0
-"""From the start of a job to its first work (assumed)."""
+"""Seconds from the start of a job to its first work (assumed)."""
 SLOW = Stragglers(per_gpu_hour=0.002, factor=1.5, mean_s=600.0)
 """Slow GPUs (assumed)."""
 
@@ -81,13 +80,13 @@ class PlacementStudy:
 
     model: str
     gpus: Mapping[str, int]
-    """By GPU of :data:`slurm.gpus.GPUS`, in nodes of eight."""
+    """Number of GPUs by key of :data:`slurm.gpus.GPUS`, in nodes of eight."""
     samples: int
     """Responses of one iteration."""
 
     @functools.cached_property
     def problem(self) -> PlacementProblem:
-        """What the planner is asked."""
+        """The placement problem of the study."""
         kinds = [
             GpuKind(
                 name,
@@ -125,19 +124,19 @@ class PlacementStudy:
                 for b in self.gpus
             },
             mixing=MIXING,
-            # What pools can be: a job has like GPUs on whole nodes, but for generators.
+            # Except for generators, a job has equal GPUs on whole nodes.
             mixes=frozenset({"rollout"}),
         )
 
     def only(self, kind: str) -> PlacementStudy:
-        """The same with one kind of GPU."""
+        """Return the study with one kind of GPU."""
         return PlacementStudy(self.model, {kind: self.gpus[kind]}, self.samples)
 
     def scenario(self, name: str) -> Scenario:
-        """What goes wrong; see :data:`SCENARIOS`.
+        """Return a scenario; see :data:`SCENARIOS`.
 
         Raises:
-            KeyError: no such scenario.
+            KeyError: there is no such scenario.
         """
         parts = SCENARIOS[name]
         rates = {kind.name: kind.interruptions_per_hour for kind in self.problem.kinds}
@@ -168,13 +167,13 @@ class PlacementStudy:
             "inference": InferenceWorkload(
                 self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest
             ),
-            # One optimizer step: gradients are summed over samples as they come.
+            # One optimizer step: gradients are accumulated over samples.
             "train": TrainingWorkload(self.samples, PROMPT_TOKENS + MEAN_RESPONSE_TOKENS, longest),
         }
 
     @functools.cached_property
     def _tables(self) -> dict[tuple[str, str], RateTable]:
-        """By stage and kind."""
+        """Rate tables by stage and kind."""
         shape = MODELS[self.model]
         return {
             (stage, kind): data_sheet_rates(shape, work, device, self.gpus[kind])
@@ -219,7 +218,8 @@ SCENARIOS: Mapping[str, frozenset[str]] = {
     "preemption": frozenset({"preemption"}),
     "all": frozenset({"tails", "stragglers", "preemption"}),
 }
-"""What each adds: responses of unequal length, slow GPUs, losses of jobs with waits after them."""
+"""Disturbances of each scenario: unequal response lengths, slow GPUs, interrupted jobs with
+waits."""
 
 STUDIES: Mapping[str, PlacementStudy] = {
     "7b-64": PlacementStudy("7b", {"h100-sxm": 32, "a100-80gb-sxm": 32}, 2048),
@@ -232,4 +232,4 @@ STUDIES: Mapping[str, PlacementStudy] = {
         "70b", {"h200-sxm": 1024, "h100-sxm": 1536, "a100-80gb-sxm": 1024, "l40s": 512}, 32768
     ),
 }
-"""By name: the model, and the GPUs of all kinds together."""
+"""Studies by name: the model, and the GPUs of all kinds together."""

@@ -1,47 +1,48 @@
-"""Simulators that ``task=gym`` steps: what makes a world of each.
+"""Simulators of ``task=gym``: the modules that create their environments.
 
-A *world* has the methods of a Gymnasium environment (:mod:`rlinf.envs.vector_env`). It is made by
-``make(id, kwargs)`` of a module that is imported by its file's path, under the interpreter that
-``task.python`` names: it imports the simulator, numpy, the standard library and files beside it
-that do the same (``from .name import``), nothing else of this package, and runs on Python 3.9. What
-can never work it refuses by ValueError, or by ImportError where a package is not there; a text that
-begins with ``kwargs.`` is of that key.
+An environment has the methods of Gymnasium (:mod:`rlinf.envs.vector_env`). A module creates it by
+``make(id, kwargs)``. The module is imported by its file's path, under the interpreter of
+``task.python``. It may import the simulator, numpy, the standard library and files beside it that
+do the same (``from .name import``), but nothing else of this package, and must run on Python 3.9.
+It raises ValueError for a configuration that can never work, and ImportError if a package is
+missing; a message that begins with ``kwargs.`` is about that key.
 
-What a world may have beside those methods:
+Optional members of an environment:
 
-- ``starts``, a number of states that an episode may begin in: ``reset(seed=, start=)`` then gets
-  one of them in evaluation, that of the held-out start, so that each is played once;
-- ``picture(camera, height, width)``, uint8 ``[H, W, 3]``, of one of its ``cameras``. MuJoCo's
-  worlds need none: what is rendered is the ``model`` and ``data`` of their ``unwrapped``;
-- ``tells``, names of what the ``info`` of each of its steps tells beside ``success``:
-  ``intervened``, whether a person acted in the place of the policy, with ``performed``, the action
-  that was carried out; ``late``, whether the step of a world that keeps time came too late. They
-  are columns of trajectories (:mod:`rlinf.data.transitions`);
-- ``instruction``, what is asked now, a sentence;
-- ``save()``, arrays by name, and ``restore(state)``, which takes them in another world of the same
-  ``id`` and ``kwargs``, in another process: all that it takes to go on with the open episode to the
-  bit, as physics, steps until it is cut off, and generators of random numbers. The module says
-  ``SAVES = True`` then. What ``save`` cannot say it refuses by ValueError.
-  :mod:`rlinf.envs.simulators.episode_state` has what worlds share.
+- ``starts``: the number of initial states. In evaluation, ``reset(seed=, start=)`` then receives
+  the number of the group, so that each state is played once;
+- ``picture(camera, height, width)``: the image of one of its ``cameras``, uint8 ``[H, W, 3]``.
+  MuJoCo environments do not need it: the ``model`` and ``data`` of their ``unwrapped`` are
+  rendered;
+- ``step_info_keys``: keys in the ``info`` of each step, beside ``success``. ``intervened``: whether
+  a person acted in place of the policy, with ``performed``, the executed action. ``late``: whether
+  a step in real time came too late. They become columns of trajectories
+  (:mod:`rlinf.data.transitions`);
+- ``instruction``: the current instruction, a sentence;
+- ``expert()``: an expert's action for the current state;
+- ``save()`` and ``restore(state)``: arrays by name with everything needed to continue the open
+  episode to the bit in another environment of the same ``id`` and ``kwargs``, in another process:
+  physics, steps until the time limit, and random generators. The module then sets ``SAVES = True``.
+  ``save`` raises ValueError for a state that it cannot save.
+  :mod:`rlinf.envs.simulators.episode_state` has helpers.
 
-Where the module says ``SINGLE = True``, there is one world at a time, as a robot has one arm:
-samples are collected one after the other, its process closes it after the last of them, and a reset
-that it fails at ends the run.
+Flags of a module:
 
-Where the module says ``BATCHED = True``, a world steps many environments: it is made by ``make(id,
-kwargs, count, images)`` for ``count`` of them at least, with the cameras of ``task.images``, and
-has ``count``. Its spaces are those of one. ``reset(numbers, seeds)`` begins episodes in some of
-them and returns what these show, ``[n, ...]``: an array, or ``state`` and pictures by name.
-``step(actions)`` takes ``[count, A]`` and returns what all show, rewards, and whether each has
-terminated, been truncated, and succeeded, ``[count]`` each; what is shown of one that ended is the
-last of its episode.
+- ``SINGLE = True``: one environment at a time, such as a robot. Samples are collected one after
+  another, the process closes the environment after the last, and a failed reset ends the run;
+- ``BATCHED = True``: one environment object steps many. It is created by ``make(id, kwargs, count,
+  images)`` for at least ``count`` environments, with the cameras of ``task.images``, and has
+  ``count``. Its spaces are those of one environment. ``reset(numbers, seeds)`` begins episodes in
+  some and returns their observations, ``[n, ...]``: an array, or ``state`` and images by name.
+  ``step(actions)`` takes ``[count, A]`` and returns all observations, rewards, and whether each has
+  terminated, been truncated, and succeeded, ``[count]`` each. The observation of an episode that
+  ended is its last one;
+- ``UNSEEDED = True``: resets with equal seeds may begin in different states. Runs with groups,
+  whose samples must begin in the same state, are refused;
+- ``SETS``: tuples of ids by name, for several tasks with the same spaces, which a run assigns in
+  rotation.
 
-Episodes that resets begin with the same seed begin in the same state, which algorithms that compare
-the samples of a start rely on. A module whose worlds do not keep that says ``UNSEEDED = True``, and
-is refused in runs with groups. ``SETS``, tuples of ids by name, are names for several tasks: a run
-has a world of each in turns, so they show and take the same.
-
-The module also says what the world needs (:mod:`rlinf.envs.simulators.requirements`).
+The module also states its requirements (:mod:`rlinf.envs.simulators.requirements`).
 """
 
 from rlinf.registry import Registry

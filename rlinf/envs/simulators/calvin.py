@@ -1,22 +1,22 @@
 """CALVIN (arXiv 2112.03227): a Panda arm at a desk with drawer, sliding door, lights and blocks.
 
 An episode is a chain of subtasks in scene D, on which the benchmark evaluates. The reward is 1 at
-the step that solves a subtask, by the benchmark's own task oracle between the step at which the
-subtask began and now; the next subtask begins where this one ended. So the return of an episode is
-the length of its chain, and a mean of returns the average length that evaluations report. A subtask
-that is not solved within ``steps`` (360, as there) cuts the episode off, the last one that is
-solved ends it with success.
+the step that solves a subtask. The benchmark's own task oracle decides, comparing the step at which
+the subtask began with the current one; the next subtask begins where this one ended. So the return
+of an episode is the length of its chain, and the mean return is the average length that evaluations
+report. A subtask that is not solved within ``steps`` (360, as in the benchmark) truncates the
+episode; solving the last one ends it with success.
 
-Start ``n`` is chain ``n``, whose first state is that of the benchmark's evaluation: poses of the
-blocks are drawn by numpy's legacy generator, seeded by FNV-1 of the state's text (mees/calvin,
+Initial state ``n`` is that of chain ``n`` in the benchmark's evaluation: numpy's legacy generator
+draws the poses of the blocks, seeded by FNV-1 of the state's text (mees/calvin,
 ``calvin_agent/evaluation/utils.py``).
 
-The state is the robot's (15: position and Euler angles of the hand, opening of the gripper, seven
-joints, last action of the gripper), the scene's (24: two doors, button, switch, two lights,
-position and Euler angles of the red, blue and pink block) and which subtask is asked (34, one of
-them 1); with ``state: robot`` the robot's alone. An action is a change of position (3) and Euler
-angles (3), in units of 2 cm and 0.05 rad, and the gripper: above 0 opens it. Cameras: ``static``,
-``gripper``, by PyBullet's renderer in software.
+The state is the robot's (15: position and Euler angles of the hand, gripper width, seven joints,
+last gripper action), the scene's (24: two doors, button, switch, two lights, position and Euler
+angles of the red, blue and pink block) and a one-hot vector of the subtask (34); with ``state:
+robot`` the robot's alone. An action is a change of position (3) and Euler angles (3), in units of 2
+cm and 0.05 rad, and the gripper: a positive value opens it. Cameras: ``static``, ``gripper``, by
+PyBullet's software renderer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STATE_KEYS = (
     "pink_block",
     "grasped",
 )
-"""What the first state of a chain says, in the order that its seed depends on."""
+"""Fields of a chain's initial state, in the order that its seed depends on."""
 INITIAL_JOINTS = (
     -1.21779124,
     1.03987629,
@@ -62,7 +62,7 @@ INITIAL_JOINTS = (
     1.64119093,
     0.55344928,
 )
-"""Of the arm at the start of a chain, radians."""
+"""Joints of the arm at the start of a chain, radians."""
 INITIAL_HAND_POSE = (0.02586889, -0.2313129, 0.5712808, 3.09045411, -0.02908596, 1.50013585)
 INITIAL_GRIPPER_WIDTH = 0.07999963
 SHELF_POSITIONS = {
@@ -73,11 +73,11 @@ TABLE_POSITIONS = (
     (5.00000896e-02, -1.20000177e-01, 4.59990009e-01),
     (2.29995412e-01, -1.19995140e-01, 4.59990010e-01),
 )
-"""Where blocks may lie, meters."""
+"""Positions for blocks, meters."""
 
 
 class SubtaskChain(NamedTuple):
-    """Subtasks in a row, and the state before the first: values of :data:`STATE_KEYS`."""
+    """Successive subtasks, and the initial state: values of :data:`STATE_KEYS`."""
 
     initial: tuple[Any, ...]
     tasks: tuple[str, ...]
@@ -186,7 +186,7 @@ class CalvinEnv:
 
     @property
     def subtask(self) -> str:
-        """The one that is asked now."""
+        """The current subtask."""
         return self._chain.tasks[min(self._done, len(self._chain.tasks) - 1)]
 
     @property
@@ -225,7 +225,7 @@ class CalvinEnv:
         )
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
-        """What a camera sees, uint8 ``[H, W, 3]``."""
+        """Return the image of a camera, uint8 ``[H, W, 3]``."""
         if camera not in self._views:
             self._views[camera] = _instance(
                 self._camera_config[camera],
@@ -273,7 +273,7 @@ def initial_state(initial: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fnv1(text: str) -> int:
-    """The hash FNV-1 of Fowler, Noll and Vo, 32 bits."""
+    """Return the FNV-1 hash (Fowler, Noll and Vo), 32 bits."""
     value = 0x811C9DC5
     for byte in text.encode():
         value = value * 0x01000193 % 2**32 ^ byte
@@ -281,7 +281,7 @@ def _fnv1(text: str) -> int:
 
 
 def _configuration(folder: Path) -> Any:
-    """The parts of CALVIN's configuration that a desk and its oracle are made of."""
+    """Return the parts of CALVIN's configuration that define a desk and its oracle."""
     from omegaconf import OmegaConf
 
     conf = folder / "conf"
@@ -314,17 +314,17 @@ def _oracle(parts: Any) -> Any:
 
 
 def _desk(folder: Path, parts: Any) -> Any:
-    """CALVIN's environment, with a physics server of its own."""
+    """Return CALVIN's environment, with a physics server of its own."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    # It asks git for the commit of its own folder, which need be no repository.
+    # It queries git for the commit of its folder, which may not be a repository.
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    with contextlib.redirect_stderr(io.StringIO()):  # gym says that it is no longer maintained
+    with contextlib.redirect_stderr(io.StringIO()):  # gym prints that it is unmaintained
         table: Any = importlib.import_module("calvin_env.envs.play_table_env")
     robots: Any = importlib.import_module("calvin_env.robot.robot")
     table.get_git_commit_hash = lambda path: "unknown"
 
-    class Desk(table.PlayTableSimEnv):
+    class CalvinTable(table.PlayTableSimEnv):
         cid: int
 
         def load(self) -> None:
@@ -340,7 +340,7 @@ def _desk(folder: Path, parts: Any) -> Any:
                 self.p.disconnect()
                 self.cid = -1
 
-    return Desk(
+    return CalvinTable(
         robot_cfg=parts.robot,
         scene_cfg=parts.scene,
         cameras={},

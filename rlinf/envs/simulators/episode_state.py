@@ -1,9 +1,10 @@
-"""What the objects of a simulator keep, as arrays, and put back into others of their kind.
+"""Save the state of a simulator's objects as arrays, and restore it into other objects of their
+kind.
 
-A world is put where another one was by beginning the same episode (the seed makes everything that
-stays the same in it) and putting over it what changed since: plain attributes, generators of random
-numbers, MuJoCo's data. Nothing is pickled. Whatever is none of these is refused by its name: what
-was passed over would go on from somewhere else, and nobody would see it.
+An environment continues another one's episode by beginning the same episode (the seed recreates
+everything that stays constant) and restoring what has changed since: plain attributes, random
+generators, and MuJoCo's data. Nothing is pickled. Anything else is refused by its name, because a
+silently skipped attribute would change the episode.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 
 ATTRIBUTES_KEY = "kept"
-"""All but arrays and numbers of numpy's: JSON, uint8 ``[n]``."""
+"""Everything but arrays and numpy numbers: JSON, uint8 ``[n]``."""
 UNCHANGED_MODULES = (
     *("gymnasium.spaces", "gymnasium.envs.registration", "gymnasium.envs.mujoco"),
     *("mujoco", "pygame", "numpy.dtypes"),
 )
-"""Modules of objects that an episode does not change, or that :func:`physics` saves."""
+"""Modules of objects that an episode does not change, or that :func:`save_physics` saves."""
 UNCHANGED_TYPES = (
     type,
     types.FunctionType,
@@ -37,21 +38,21 @@ Arrays = dict[str, np.ndarray]
 
 
 def wrapper_chain(env: Any) -> list[Any]:
-    """A Gymnasium environment, what it wraps, and so on."""
-    found = [env]
-    while found[-1] is not found[-1].unwrapped:
-        found.append(found[-1].env)
-    return found
+    """Return a Gymnasium environment, the one it wraps, and so on."""
+    chain = [env]
+    while chain[-1] is not chain[-1].unwrapped:
+        chain.append(chain[-1].env)
+    return chain
 
 
 def save_attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Arrays:
-    """What objects keep.
+    """Return the attributes of objects.
 
     Args:
-        others: which they may also hold, and which are saved elsewhere.
+        others: objects that they may refer to and that are saved elsewhere.
 
     Raises:
-        ValueError: one keeps something that is not plain.
+        ValueError: an attribute is not plain.
     """
     arrays: Arrays = {}
     kept, known = [], [*objects, *others]
@@ -65,15 +66,15 @@ def save_attributes(objects: Sequence[Any], others: Sequence[Any] = ()) -> Array
 
 
 def restore_attributes(objects: Sequence[Any], arrays: Arrays) -> None:
-    """Give objects what :func:`attributes` said of others of their kind."""
+    """Set the attributes that :func:`save_attributes` returned for other objects of their kind."""
     for one, kept in zip(objects, json.loads(arrays[ATTRIBUTES_KEY].tobytes())):  # noqa: B905 - Python 3.9
         for name, packed in kept.items():
             setattr(one, name, _unpacked(packed, arrays, vars(one).get(name)))
 
 
 def save_physics(model: Any, data: Any) -> Arrays:
-    """The state of a MuJoCo simulation, and what was computed from it: that is of the last step,
-    in which it comes before the state, so it does not follow from this one."""
+    """Return the state of a MuJoCo simulation, and its derived values. The derived values belong to
+    the state before the last step, so they do not follow from the saved state."""
     mujoco = importlib.import_module("mujoco")
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(model, kind))
@@ -85,10 +86,10 @@ def save_physics(model: Any, data: Any) -> Arrays:
 
 
 def restore_physics(model: Any, data: Any, arrays: Arrays) -> None:
-    """Continue where :func:`physics` was asked, with an equal model.
+    """Continue from the state of :func:`save_physics`, with an equal model.
 
     Raises:
-        ValueError: by another version of MuJoCo.
+        ValueError: the state is of another version of MuJoCo.
     """
     mujoco = importlib.import_module("mujoco")
     mujoco.mj_setState(model, data, arrays["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)
@@ -102,9 +103,8 @@ def restore_physics(model: Any, data: Any, arrays: Arrays) -> None:
 
 
 def _computed(model: Any, data: Any) -> Iterator[np.ndarray]:
-    """What a simulation keeps in arrays that the model alone sizes. Others are of the contacts and
-    constraints of a step, and made anew in the next one; data in which nothing was computed have
-    none of them."""
+    """Yield the derived arrays whose size the model alone determines. Others belong to the contacts
+    and constraints of a step, and are computed anew in the next one."""
     empty = importlib.import_module("mujoco").MjData(model)
     for name in sorted(name for name in dir(empty) if not name.startswith("_")):
         sized = getattr(empty, name)
@@ -126,17 +126,17 @@ def _same(value: Any) -> bool:
 
 
 def _owner(array: Any) -> Any:
-    """Whose memory an array is a view of."""
+    """Return the owner of an array's memory."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array
 
 
 def _packed(value: Any, arrays: Arrays, where: str) -> Any:
-    """As JSON has it; what it has not by its kind, arrays by their names.
+    """Return a value as JSON; arrays and other types are tagged, arrays by their names.
 
     Args:
-        where: what it is called where it is refused.
+        where: the name of the value in error messages.
     """
     if type(value) in PLAIN_TYPES:
         return value
@@ -160,7 +160,8 @@ def _packed(value: Any, arrays: Arrays, where: str) -> Any:
 def _unpacked(packed: Any, arrays: Arrays, there: Any) -> Any:
     """
     Args:
-        there: what stands in its place: generators stay, others may hold them too.
+        there: the current value in its place: a generator is updated in place, because others may
+            refer to it.
     """
     if not isinstance(packed, list):
         return packed

@@ -46,19 +46,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CONNECT_TIMEOUT_S = 10.0
-"""For the arm's first answer."""
+"""Time for the arm's first answer."""
 CLOCK_TIMEOUT_S = 3.0
-"""Without which its clock has not gone on, and the connection is lost."""
+"""If the arm's clock does not advance for this time, the connection is lost."""
 ACCELERATION_TIME_S, JERK_TIME_S = 0.2, 0.02
-"""From rest to full speed, and to full acceleration, at the least. The generator of trajectories is
-told anew at each step how the arm moves; what it is not told of the acceleration takes it the
-latter, so the hand is sent no nearer to a side of its box than it goes in that time."""
+"""Least time from rest to full speed, and to full acceleration. The trajectory generator receives
+the motion of the arm anew at each step, but not all of its acceleration, which costs it the latter
+time. So the hand keeps that distance from the sides of its box."""
 MAX_ROTATION_SPEED = 0.5
-"""Of the hand and the elbow on the way home, rad/s."""
+"""Rotation speed of the hand and the elbow on the way home, rad/s."""
 POSITION_TOLERANCE_M = 0.01
-"""How far from its box the hand may be found, and from home when it is there."""
+"""Tolerance of the hand's position, relative to its box and to home."""
 HOMING_TIMEOUT_S, REST_TIME_MS = 10.0, 300.0
-"""To drive home, beside twice the time that the way takes at full speed; and to rest there."""
+"""Time to drive home, beside twice the time of the way at full speed; and to rest there."""
 MODE_HINTS = {
     "UserStopped": "its stop button is pressed; release it when nothing is in the way",
     "Guiding": "a person guides it by hand",
@@ -69,32 +69,33 @@ DOWNWARD_QUATERNION = (1.0, 0.0, 0.0, 0.0)
 
 
 class FrankaArmError(RuntimeError):
-    """The arm does not do what it is told, and why."""
+    """The arm does not follow a command; the message says why."""
 
 
 class FrankaReflexError(FrankaArmError):
-    """It has stopped by itself."""
+    """The arm has stopped by itself."""
 
 
 class FrankaArm:
-    """A connection to an arm: sends the hand to places in the box, in the arm's own time."""
+    """A connection to an arm: sends the hand to positions in the box, on the arm's own clock."""
 
     def __init__(self, settings: FrankaSettings, pressed: Callable[[], bool]) -> None:
-        """``pressed``: whether the reader's stop button is, asked before and while it moves."""
+        """Create the connection. ``pressed`` returns whether the reader's stop button is pressed;
+        it is checked before and during motion."""
         self._settings, self._pressed = settings, pressed
         self._robot: Any = None
         self._elbow: Any = None
         self._aim: np.ndarray | None = None
-        """Where the hand was sent, unless it was stopped since."""
+        """The hand's target, unless the arm was stopped since."""
 
     @property
     def clock(self) -> float:
-        """Milliseconds, of the arm."""
+        """The arm's clock, milliseconds."""
         with self._translate_errors():
             return 0.0 if self._robot is None else clock_ms(self._robot.state)
 
     def drive_home(self) -> Any:
-        """Drive home; the state there, at rest."""
+        """Drive home; return the state at rest."""
         if self._robot is None:
             self._robot = self._connected()
         with self._translate_errors():
@@ -116,15 +117,15 @@ class FrankaArm:
         raise FrankaArmError(f"the arm is not at kwargs.home after {longest:.0f} s of its clock")
 
     def _from_home(self, state: Any) -> float:
-        """Meters."""
+        """Return the distance from home, meters."""
         return float(np.linalg.norm(hand_position(state) - np.array(self._settings.home)))
 
     def send_hand_to(self, to: np.ndarray, elbow: Any = None) -> None:
-        """Begin to drive the hand to a place ``[3]``, meters, where it is to rest, from whatever it
-        does now, unless it is on its way there.
+        """Begin to drive the hand to a position ``[3]``, meters, where it comes to rest, unless it
+        is already on its way there.
 
         Args:
-            elbow: how the elbow is to be there.
+            elbow: the elbow's state there.
         """
         import franky
 
@@ -139,10 +140,10 @@ class FrankaArm:
         self._aim = np.array(to)
 
     def wait_until(self, due: float) -> Any:
-        """The arm's state when its clock is there.
+        """Return the arm's state when its clock reaches ``due``.
 
         Raises:
-            FrankaArmError: it was stopped, has gone where it must not be, or its clock stands.
+            FrankaArmError: the arm was stopped, has left its box, or its clock does not advance.
         """
         last, heard = -1.0, time.monotonic()
         while True:
@@ -163,15 +164,15 @@ class FrankaArm:
             time.sleep(min(max(due - now, 1.0) / 2000, 0.02))
 
     def recover(self) -> None:
-        """Ask the arm to forget why it stopped.
+        """Clear the error that stopped the arm.
 
         Raises:
-            FrankaArmError: it does not.
+            FrankaArmError: the arm does not recover.
         """
         import franky
 
         with self._translate_errors():
-            # Where its state told of the reflex, what ended the motion is still to be asked for;
+            # If its state reported the reflex, the error of the motion is still pending;
             # it would end the next one.
             with contextlib.suppress(franky.ControlException):
                 self._robot.join_motion(CLOCK_TIMEOUT_S)
@@ -194,8 +195,7 @@ class FrankaArm:
 
     @contextlib.contextmanager
     def stop_on_error(self) -> Iterator[None]:
-        """Stop the arm on whatever goes wrong inside, an interruption included; a connection is
-        given up."""
+        """Stop the arm on any error inside, an interruption included, and close the connection."""
         try:
             yield
         except BaseException:
@@ -203,7 +203,7 @@ class FrankaArm:
             raise
 
     def _see(self, state: Any, moves: bool = True) -> None:
-        """See that the arm may go on.
+        """Check that the arm may move.
 
         Raises:
             FrankaArmError: it may not.
@@ -224,7 +224,7 @@ class FrankaArm:
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """What franky raises, as ours."""
+        """Raise franky's errors as ours."""
         import franky
 
         try:
@@ -254,7 +254,7 @@ class FrankaArm:
             return None
 
     def _connected(self) -> Any:
-        """A connection, with the limits of speed.
+        """Return a connection with the speed limits set.
 
         Raises:
             FrankaArmError: there is none within :data:`CONNECT_TIMEOUT_S`.
@@ -272,7 +272,7 @@ class FrankaArm:
                     default_force_threshold=settings.force_n,
                     realtime_config=config.Enforce if settings.realtime else config.Ignore,
                 )
-            except Exception as error:  # whatever it is, it is told
+            except Exception as error:  # any error is reported
                 results.append(error)
             else:
                 results.append(robot)
@@ -310,12 +310,12 @@ class FrankaArm:
 
 
 def clock_ms(state: Any) -> float:
-    """Milliseconds."""
+    """Return the arm's clock, milliseconds."""
     return float(state.time.to_msec())
 
 
 def hand_position(state: Any) -> np.ndarray:
-    """Of the hand, meters, float64 ``[3]``."""
+    """Return the hand's position, meters, float64 ``[3]``."""
     return np.array(state.O_T_EE.translation, np.float64).reshape(3)
 
 
@@ -329,32 +329,33 @@ TASKS = ("reach",)
 LATE_TOLERANCE = 0.1
 """Share of a step by which it may be late."""
 MAX_SPEED = 0.5
-"""Of a hand, m/s."""
+"""Highest speed of the hand, m/s."""
 GOAL_MARGIN = 0.15
-"""Of the box, at each side, where no point is drawn."""
+"""Share of the box, at each side, in which no goal is drawn."""
 
 
 class FrankaSettings(NamedTuple):
-    """``kwargs``."""
+    """The keys of ``kwargs``."""
 
     host: str
     """Address of the arm."""
     box: tuple[tuple[float, float, float], tuple[float, float, float]]
-    """Corners of where the hand may be, meters, in the frame of the arm's base."""
+    """Corners of the hand's workspace, meters, in the frame of the arm's base."""
     home: tuple[float, float, float] | None = None
-    """Where an episode begins; the middle of the box by default."""
+    """Position at which an episode begins; the middle of the box by default."""
     speed: float = 0.05
-    """Of the hand, m/s, at most."""
+    """Highest speed of the hand, m/s."""
     rate_hz: float = 10.0
     steps: int = 100
     reached_m: float = 0.02
     force_n: float = 20.0
     torque_nm: float = 20.0
-    """At which the arm takes what it feels for a collision, and stops."""
+    """Force and torque at which the arm detects a collision, and stops."""
     realtime: bool = True
-    """Whether a kernel that is real-time is asked for, as a real arm needs."""
+    """Whether a real-time kernel is required, as for a real arm."""
     reader: str = ""
-    """``module:Class`` or ``FILE.py:Class``; ``expert``: the world's own takes over, always."""
+    """``module:Class`` or ``FILE.py:Class``; ``expert``: the environment's own expert always takes
+    over."""
     reader_args: Mapping[str, Any] = {}
 
     @classmethod
@@ -406,7 +407,7 @@ def make(id: str, kwargs: dict[str, Any]) -> FrankaEnv:
 
 
 class FrankaEnv:
-    """The arm of an address, which is connected at the first reset."""
+    """The arm at an address; it is connected at the first reset."""
 
     step_info_keys = ("intervened", "performed", "late")
 
@@ -446,8 +447,8 @@ class FrankaEnv:
         return self._observation, {}
 
     def step(self, action: Any) -> Any:
-        """``info``: ``success``; ``intervened``, whether a person acted; ``performed``, the action
-        that was carried out within the box; ``late``.
+        """Act; ``info`` has ``success``; ``intervened``, whether a person acted; ``performed``, the
+        action executed within the box; ``late``.
 
         Raises:
             FrankaArmError: the arm has stopped, and the episode is over.
@@ -462,7 +463,7 @@ class FrankaEnv:
             self._sent = np.clip(self._sent, *self._nearest)
             began = self._arm.clock
             late = began > self._due + self._period / 2
-            # A policy that took most of the step's time leaves its action a whole one.
+            # If the policy used most of the step, its action still gets a full one.
             due = self._period + (began if late else self._due)
             state = self._go(due)
             performed = np.clip((self._sent - before) / self._unit, -1, 1)
@@ -482,7 +483,7 @@ class FrankaEnv:
         return self._observation, reward, solved, self._steps >= self._settings.steps, info
 
     def expert(self) -> np.ndarray:
-        """Towards the point, by what is left to it, as fast as is allowed: float32 ``[3]``."""
+        """Return the action towards the goal, as fast as is allowed: float32 ``[3]``."""
         return np.clip((self._point - self._sent) / self._unit, -1, 1).astype(np.float32)
 
     def stop(self) -> None:
@@ -495,7 +496,7 @@ class FrankaEnv:
             self._reader.close()
 
     def _go(self, due: float) -> Any:
-        """The arm's state when a step is over, on its way to where it was sent."""
+        """Return the arm's state at the end of a step, on its way to its target."""
         try:
             self._arm.send_hand_to(self._sent)
             return self._arm.wait_until(due)
@@ -510,7 +511,7 @@ class FrankaEnv:
             return state
 
     def _show(self, state: Any) -> None:
-        """Keep the state that a policy sees."""
+        """Store the state that a policy sees."""
         at = hand_position(state)
         moved = (at - self._at) * self._settings.rate_hz / self._settings.speed
         middle, half = (self._high + self._low) / 2, (self._high - self._low) / 2
@@ -518,7 +519,7 @@ class FrankaEnv:
         self._observation, self._at = np.concatenate(parts).astype(np.float32), at
 
     def _read_by(self, name: str) -> Any:
-        """The reader of this name; None without one."""
+        """Return the reader of this name; None without one."""
         if not name:
             return None
         if name == "expert":
@@ -539,7 +540,7 @@ class FrankaEnv:
 
 
 class FrankaExpertOperator:
-    """A reader: the world's own expert, in the place of a person."""
+    """A reader that acts as the environment's own expert, in place of a person."""
 
     def __init__(self, world: FrankaEnv) -> None:
         self._world = world

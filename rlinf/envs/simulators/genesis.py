@@ -22,7 +22,7 @@ PACKAGES = ("genesis", "torch", "gymnasium")
 TASKS = ("reach",)
 STEPS = 100
 PHYSICS_STEPS = 5
-"""Of 10 ms, for each action."""
+"""Physics steps of 10 ms for each action."""
 GOAL_TOLERANCE_M, ACTION_SCALE_RAD = 0.05, 0.05
 HOME_JOINTS = (0.0, -0.5, 0.0, -2.2, 0.0, 1.8, 0.8, 0.04, 0.04)
 GOAL_LOW, GOAL_HIGH = (0.35, -0.3, 0.2), (0.65, 0.3, 0.6)

@@ -1,4 +1,4 @@
-"""Environments that are registered with Gymnasium, MuJoCo's among them."""
+"""Environments that are registered with Gymnasium, including MuJoCo's."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 class GymnasiumEnv:
-    """An environment, with what it takes to go on with an episode of it.
+    """An environment that can save and restore its episode.
 
-    One whose state is not plain attributes and MuJoCo's data has ``save`` and ``restore`` itself,
-    as :mod:`rlinf.envs.simulators` says, or none.
+    An environment whose state is more than plain attributes and MuJoCo's data has its own ``save``
+    and ``restore`` (see :mod:`rlinf.envs.simulators`), or none.
     """
 
     def __init__(self, env: Any) -> None:
@@ -56,7 +56,7 @@ class GymnasiumEnv:
     def save(self) -> dict[str, np.ndarray]:
         """
         Raises:
-            ValueError: the environment keeps something that cannot be saved; says what.
+            ValueError: an attribute cannot be saved; names it.
         """
         state = {**save_attributes(self._layers, [self._bare]), "seed": np.array(self._seed)}
         if self._own:

@@ -97,8 +97,8 @@ class IsaacLabEnv:
         self._solved = success if success in names else None
         self._shown = self._observe(env.reset()[0])
         self._begun, self._open = np.zeros((2, count), bool)
-        """Which are at the first step of an episode that the last step began; which are within one
-        that was asked for."""
+        """Environments at the first step of an episode that the last step began; and those within a
+        requested episode."""
         self.action_space = env.single_action_space
         shape = self._shown[STATE].shape[1:]
         self.observation_space = Box(-np.inf, np.inf, shape, np.float32)

@@ -1,12 +1,12 @@
 """LIBERO (arXiv 2306.03310): a Panda arm at tables, 130 tasks in five suites.
 
-An episode begins in one of the states that the benchmark brings for each task, chosen by the seed
-of the reset or by its number, and after some steps of rest, in which what was placed in the air
-falls. The reward is 1 at the step that solves the task, which ends the episode, and 0 before.
+An episode begins in one of the benchmark's initial states of the task, selected by the reset's seed
+or by number. Some steps of rest follow, in which objects that were placed in the air fall. The
+reward is 1 at the step that solves the task, which ends the episode, and 0 before.
 
-The state is what policies of the field take: position of the hand (3), its rotation as a vector
+The state has the fields that common policies use: position of the hand (3), its rotation vector
 (3), both fingers (2). An action is a change of position (3) and rotation (3), and the gripper: -1
-opens it. Cameras: ``agentview`` and ``robot0_eye_in_hand``, the right way up.
+opens it. Cameras: ``agentview`` and ``robot0_eye_in_hand``, upright.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SUITE_STEPS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-"""Of an episode by suite, as evaluations of OpenVLA have them (openvla/openvla,
+"""Steps of an episode by suite, as in OpenVLA's evaluation (openvla/openvla,
 ``run_libero_eval.py``): a little more than the longest demonstration."""
 REST_STEPS = 10
-"""Steps before the first of an episode, as there."""
+"""Steps of rest before an episode, as in that evaluation."""
 OPEN_GRIPPER = -1.0
 ASSET_FOLDERS = ("textures", "scenes", "stable_scanned_objects")
-"""Folders that show that assets are LIBERO's."""
+"""Folders that identify LIBERO's assets."""
 
 
 class LiberoBox(NamedTuple):
@@ -94,8 +94,8 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 def _find_assets(configured: Any) -> None:
-    """See that LIBERO finds its meshes and textures, in a folder where one is given: its modules
-    ask for it when they are imported."""
+    """Check that LIBERO finds its meshes and textures, in the configured folder if there is one.
+    Its modules look for them when they are imported."""
     paths: Any = importlib.import_module("libero.libero")
     if configured is not None:
         folder = str(Path(str(configured)).expanduser().resolve())
@@ -119,14 +119,14 @@ def _find_assets(configured: Any) -> None:
 
 
 def _starts(path: Path) -> np.ndarray:
-    """States that episodes begin in, ``[n, D]``."""
+    """Return the initial states, ``[n, D]``."""
     archive = np.load(path, allow_pickle=False)
     states = archive["states"] if hasattr(archive, "files") else archive
     return np.asarray(states, np.float64)
 
 
 class LiberoEnv:
-    """One task."""
+    """One LIBERO task."""
 
     def __init__(self, bddl: str, starts: np.ndarray, language: str, steps: int, rest: int) -> None:
         from libero.libero.envs.env_wrapper import ControlEnv
@@ -135,7 +135,7 @@ class LiberoEnv:
         self._states, self._most, self._rest, self._steps = starts, steps, rest, 0
         self.starts = len(starts)
         with contextlib.redirect_stdout(io.StringIO()):
-            # Pictures are taken by the simulator process, without shadows.
+            # The simulator process renders images, without shadows.
             self._env = ControlEnv(
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True
             )
@@ -189,14 +189,14 @@ class LiberoEnv:
 
 
 def _state(observation: Any) -> np.ndarray:
-    """Position and rotation of the hand and its fingers, float32 ``[8]``."""
+    """Return position and rotation of the hand and its fingers, float32 ``[8]``."""
     rotation = _rotation_vector(np.asarray(observation["robot0_eef_quat"], np.float64))
     parts = [observation["robot0_eef_pos"], rotation, observation["robot0_gripper_qpos"]]
     return np.concatenate(parts).astype(np.float32)
 
 
 def _rotation_vector(quaternion: np.ndarray) -> np.ndarray:
-    """Axis times angle, within pi, of ``(x, y, z, w)``."""
+    """Return the rotation vector, at most pi long, of ``(x, y, z, w)``."""
     part = quaternion[:3]
     length = float(np.linalg.norm(part))
     if length < 1e-12:

@@ -36,7 +36,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 def create_task(id: str, kwargs: dict[str, Any]) -> Any:
-    """One of ManiSkill's environments, by its name and arguments, as it makes them itself.
+    """Create one of ManiSkill's environments by its name and arguments.
 
     Raises:
         ImportError, ValueError: see the package.
@@ -66,7 +66,7 @@ def create_task(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 class ManiSkillEnv:
-    """One task."""
+    """One ManiSkill task on the CPU."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -83,7 +83,7 @@ class ManiSkillEnv:
         return observation, float(reward), False, bool(truncated), step_info
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
-        """What a camera sees, uint8 ``[H, W, 3]``."""
+        """Return the image of a camera, uint8 ``[H, W, 3]``."""
         return render_camera(self._env.unwrapped, camera, height, width)[0]
 
     def close(self) -> None:
@@ -91,10 +91,10 @@ class ManiSkillEnv:
 
 
 def render_camera(bare: Any, camera: str, height: int, width: int) -> np.ndarray:
-    """What a camera sees in each environment of a task, uint8 ``[n, H, W, 3]``.
+    """Return a camera's image in each environment of a task, uint8 ``[n, H, W, 3]``.
 
     Raises:
-        ValueError: its pictures are of another size.
+        ValueError: its images have another size.
     """
     bare.scene.update_render()
     sensor = bare.scene.sensors[camera]

@@ -45,7 +45,7 @@ def make(
 
 
 class ManiSkillGpuEnv:
-    """All environments of a task."""
+    """All environments of a ManiSkill task on a GPU."""
 
     def __init__(self, env: Any, count: int, images: Mapping[str, Sequence[int]]) -> None:
         self.count, self._env, self._bare, self._images = count, env, env.unwrapped, images

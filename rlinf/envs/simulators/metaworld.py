@@ -1,9 +1,9 @@
 """Meta-World (https://arxiv.org/abs/1910.10897, version 3): a Sawyer arm and 50 manipulation tasks.
 
-An episode is 500 steps; ``info["success"]`` says of each step whether the task is solved. The seed
-of a reset chooses the goal, as Meta-World's own wrapper does not: the same seed begins the same
-episode, whatever was played before. Meta-World asks for nothing in words: the instruction is the
-name of the task, ``button press topdown``.
+An episode has 500 steps; ``info["success"]`` of each step tells whether the task is solved. The
+seed of a reset selects the goal, unlike in Meta-World's own wrapper: equal seeds begin equal
+episodes, whatever was played before. Meta-World has no instructions: the instruction is the name of
+the task, ``button press topdown``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MT50 = (
     *("window-open", "window-close"),
 )
 SETS = {"MT10": _MT10, "MT50": tuple(f"{name}-v3" for name in _MT50)}
-"""The package's own, in its order."""
+"""The package's own sets, in its order."""
 SAVES = True
 
 GOALS_SEED = 42
-"""Of the 50 goals of a task, which are the same in every process."""
+"""Seed of the 50 goals of a task, equal in every process."""
 
 
 def make(id: str, kwargs: dict[str, Any]) -> Any:
@@ -70,7 +70,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 class MetaWorldEnv:
-    """One task with a goal for each seed."""
+    """One Meta-World task; the seed of a reset selects its goal."""
 
     def __init__(self, env: Any, tasks: Any, instruction: str, script: Any) -> None:
         self._env, self._tasks, self.instruction, self._script = env, tasks, instruction, script
@@ -115,8 +115,8 @@ class MetaWorldEnv:
         restore_physics(self.unwrapped.model, self.unwrapped.data, state)
 
     def expert(self) -> np.ndarray:
-        """What the script that Meta-World brings for the task does now; it may be beyond the space,
-        which it warns of each time."""
+        """Return the action of Meta-World's scripted policy for the task. It may be outside the
+        space; the warning about that is suppressed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return np.asarray(self._script.get_action(self._observation), np.float32)

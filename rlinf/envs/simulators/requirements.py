@@ -1,13 +1,10 @@
-"""What a world needs of a machine, as its module says it, for checks that import no simulator.
+"""The requirements of a simulator, read from its module without importing the simulator.
 
 A module of :mod:`rlinf.envs.simulators` has ``PACKAGES``, modules that the interpreter must find,
-and where there is something to say: ``INSTALL``, how they are had where no file of
-``configs/environments`` has them; ``GPU``, which one is asked for; ``ASSETS``, files and folders
-that no package brings, by their key of ``kwargs``, with what they are and where they are had;
-``OPTIONAL``, likewise of keys that may be left out;
-``BATCHED``, where a world steps many environments; ``SINGLE``, where there can be one world alone;
-``SAVES``, where it can go on with an episode of another one; ``UNSEEDED``, where the seed of a
-reset does not say where an episode begins; ``SETS``, names for several tasks, with their ids.
+and optionally ``INSTALL``, how to install them if no file of ``configs/environments`` does;
+``GPU``, the GPU that is needed; ``ASSETS``, required files and folders that no package contains, by
+their key of ``kwargs``, with a description and their source; ``OPTIONAL``, the same for keys that
+may be left out; and the flags ``BATCHED``, ``SINGLE``, ``SAVES``, ``UNSEEDED`` and ``SETS``.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from rlinf.envs.simulators import simulators
 
 
 class SimulatorRequirements(NamedTuple):
-    """Of one kind of world."""
+    """The requirements and flags of one simulator."""
 
     packages: tuple[str, ...] = ()
     install: str = ""
@@ -38,7 +35,7 @@ class SimulatorRequirements(NamedTuple):
     sets: Mapping[str, tuple[str, ...]] = {}
 
     def missing_assets(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Of each file or folder that is not there: its key, what it is, where it is had.
+        """Return a message for each missing file or folder: its key, what it is, and its source.
 
         Args:
             kwargs: ``task.kwargs``.
@@ -56,8 +53,8 @@ class SimulatorRequirements(NamedTuple):
 
 
 def get_requirements(world: str) -> SimulatorRequirements:
-    """What a world needs; of a function of the user's own (``module:function``), whose module is
-    read and not imported, what it says by literals.
+    """Return the requirements of a simulator. The module of a user's ``module:function`` is parsed,
+    not imported, and only its literals count.
 
     Raises:
         ConfigError: it is unknown; names the nearest.
@@ -75,7 +72,8 @@ def get_requirements(world: str) -> SimulatorRequirements:
 
 
 def _literals_of(module: str) -> dict[str, Any]:
-    """What a module or file of the user's says at its top; nothing of one that is not here."""
+    """Return the requirements that a user's module or file states at its top; none if it does not
+    exist here."""
     try:
         spec = None if module.endswith(".py") else importlib.util.find_spec(module)
         file = Path(module) if spec is None else Path(str(spec.origin))

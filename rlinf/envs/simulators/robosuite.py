@@ -1,9 +1,10 @@
-"""robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, and RoboCasa's kitchens, made by it.
+"""robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, including RoboCasa's kitchens.
 
-An episode is ``steps`` long; ``info["success"]`` says of each step whether the task is solved. The
-state is what the robot feels (``robot0_proprio-state``) and where objects are (``object-state``);
-``state`` names other observations. Actions are those of the robot's own controller. Cameras are
-those of the model: ``agentview``, ``frontview``, ``robot0_eye_in_hand``, ...
+An episode has ``steps`` steps; ``info["success"]`` of each step tells whether the task is solved.
+The state is the robot's proprioception (``robot0_proprio-state``) and the objects' positions
+(``object-state``); ``state`` selects other observations. Actions are those of the robot's own
+controller. Cameras are those of the model: ``agentview``, ``frontview``, ``robot0_eye_in_hand``,
+...
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
             name,
             controller_configs=controller,
             has_renderer=False,
-            # Pictures are taken by the simulator process, without shadows.
+            # The simulator process renders images, without shadows.
             has_offscreen_renderer=False,
             use_camera_obs=False,
             ignore_done=True,
@@ -62,7 +63,7 @@ def make(id: str, kwargs: dict[str, Any]) -> Any:
 
 
 class RobosuiteEnv:
-    """One environment."""
+    """One robosuite environment."""
 
     def __init__(self, env: Any, state: tuple[str, ...], steps: int) -> None:
         from gymnasium.spaces import Box
@@ -91,7 +92,7 @@ class RobosuiteEnv:
 
     @property
     def instruction(self) -> str:
-        """Of a kitchen's episode; empty elsewhere."""
+        """The instruction of a kitchen's episode; empty elsewhere."""
         return str(self._env.get_ep_meta().get("lang", ""))
 
     def reset(self, seed: int | None = None) -> Any:

@@ -55,7 +55,7 @@ def make(
 
 
 class RoboVerseEnv:
-    """All environments of a task."""
+    """All environments of a RoboVerse task."""
 
     def __init__(self, env: Any, count: int) -> None:
         self.count = count
@@ -63,7 +63,7 @@ class RoboVerseEnv:
         self.action_space, self.observation_space = env.action_space, env.observation_space
         self._shown = np.zeros((count, *env.observation_space.shape), np.float32)
         self._begun = np.zeros(count, bool)
-        """Which are at the first step of an episode that the last step began."""
+        """Environments at the first step of an episode that the last step began."""
 
     def reset(self, numbers: list[int], seeds: list[int]) -> np.ndarray:
         if old := [number for number in numbers if not self._begun[number]]:

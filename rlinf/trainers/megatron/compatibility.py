@@ -1,4 +1,4 @@
-"""What Megatron can train, and over how many processes."""
+"""Checks of the models and layouts that Megatron can train."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rlinf.models.hf_folder import read_config_json
 from rlinf.trainers.minibatch import MinibatchTrainerConfig
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Whose layers are Megatron's own."""
+"""Model types whose layers Megatron implements."""
 ONLY_CAUSAL_LM = (
     "model.name: trainer=megatron trains causal language models alone, without a critic; choose "
     "trainer=fsdp"
 )
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-"""The linear layers that can have adapters."""
+"""Linear layers that can have adapters."""
 SUPPORTED_ROPE = ("default", "linear", "llama3")
-"""Kinds of positions that are frequencies alone."""
+"""Kinds of rotary position embeddings that consist of frequencies only."""
 
 
 def read_model_config(model: Any) -> Mapping[str, Any]:
-    """The ``config.json`` of a language model that is there or will be made.
+    """Return the ``config.json`` of an existing language model, or of one that will be created.
 
     Raises:
-        ConfigError: it is no language model.
+        ConfigError: the model is not a causal language model.
         DataError: as :func:`rlinf.models.hf_folder.read_config_json`.
     """
     if not isinstance(model, CausalLMConfig) or hasattr(model, "critic"):
@@ -56,19 +56,19 @@ def check_options(
     *,
     distributed: bool,
 ) -> None:
-    """See that options of the trainer go together.
+    """Check that options of the trainer are compatible.
 
     Args:
-        where: the key of the layout.
-        distributed: whether the optimizer's state is shared out.
+        where: configuration key of the layout.
+        distributed: whether the optimizer's state is sharded.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they are not.
     """
     if layout.cp > 1 and config.packing:
         raise ConfigError(
-            f"trainer.packing: processes that share out positions ({where}.cp) pad rows; set it to "
-            "null or false, or leave cp out"
+            f"trainer.packing: context parallelism ({where}.cp) needs padded rows; set it to "
+            "null or false, or remove cp"
         )
     if distributed and optimizer.name != "adamw":
         raise ConfigError(
@@ -78,13 +78,13 @@ def check_options(
 
 
 def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
-    """See that a network's layers can be Megatron's.
+    """Check that Megatron can implement a network's layers.
 
     Args:
         model: a checkpoint's ``config.json``.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it cannot.
     """
 
     def refuse(what: str) -> ConfigError:
@@ -115,14 +115,14 @@ def check_model(model: Mapping[str, Any], where: str = "model.path") -> None:
 def check_layout(
     model: Mapping[str, Any], layout: ParallelLayout, stage_layers: tuple[int, ...], where: str
 ) -> None:
-    """See that processes can share a network evenly.
+    """Check that processes can share a network evenly.
 
     Args:
-        layers_per_pipeline_stage: layers of each pipeline stage; none: as many in each.
-        where: the key of the layout.
+        stage_layers: number of layers of each pipeline stage; empty: evenly distributed.
+        where: configuration key of the layout.
 
     Raises:
-        ConfigError: they cannot; says what would work.
+        ConfigError: they cannot; says which layout would work.
     """
     experts = _experts(model)
     inner = "moe_intermediate_size" if experts else "intermediate_size"
@@ -164,14 +164,14 @@ def check_layout(
 def check_adapters(
     config: MinibatchTrainerConfig, model: Mapping[str, Any], layout: ParallelLayout, dtype: str
 ) -> None:
-    """See that the layers that are to have adapters, if any, are Megatron's as well.
+    """Check that Megatron supports adapters in the target layers, if any.
 
     Args:
         model: a checkpoint's ``config.json``.
-        dtype: of its weights.
+        dtype: data type of its weights.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: it does not.
     """
     if config.lora is None:
         return
@@ -196,8 +196,8 @@ def check_adapters(
             )
     if config.param_dtype not in ("float32", dtype):
         raise ConfigError(
-            "trainer.param_dtype: beside adapters trainer=megatron keeps weights as it computes "
-            "with them, rounded; set it to float32, or it and model.dtype to bfloat16"
+            "trainer.param_dtype: trainer=megatron rounds the frozen weights beside adapters to "
+            "this type; set it to float32, or it and model.dtype to bfloat16"
         )
 
 
@@ -206,5 +206,5 @@ def _experts(model: Mapping[str, Any]) -> int:
 
 
 def _divisors(number: int) -> str:
-    found = [str(each) for each in range(1, number + 1) if number % each == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    divisors = [str(each) for each in range(1, number + 1) if number % each == 0]
+    return divisors[0] if len(divisors) == 1 else f"{', '.join(divisors[:-1])} or {divisors[-1]}"

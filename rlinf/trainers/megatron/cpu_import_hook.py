@@ -1,9 +1,9 @@
-"""Megatron-Core 0.16 without a GPU: its modules are changed as they are loaded.
+"""Run Megatron-Core 0.16 without a GPU: an import hook changes its modules as they are loaded.
 
-They name the device in their source, some hundred times. Here their syntax trees are rewritten
-before they are compiled: ``torch.cuda`` is :mod:`rlinf.trainers.megatron.torch_cuda_stub`, a device
-``"cuda"`` is the CPU, tensors of CUDA types are those of the CPU, and what moves to a GPU stays.
-Nothing of torch and no file is changed, and nothing at all happens where the device is a GPU.
+Their source names the device about a hundred times. The hook rewrites the syntax trees before they
+are compiled: ``torch.cuda`` becomes :mod:`rlinf.trainers.megatron.torch_cuda_stub`, the device
+``"cuda"`` becomes the CPU, tensors of CUDA types become CPU tensors, and transfers to a GPU do
+nothing. Neither torch nor any file is changed. On a GPU nothing happens at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = "_rlinf_no_cuda"
 
 
 class _OnCpu(ast.NodeTransformer):
-    """Rewrites what names the device."""
+    """Rewrites expressions that name the device."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
@@ -66,7 +66,7 @@ class _OnCpu(ast.NodeTransformer):
 
 
 def rewrite_for_cpu(source: str, path: str = "<source>") -> types.CodeType:
-    """A module's code, compiled as for a CPU."""
+    """Return a module's code, compiled for the CPU."""
     tree = _OnCpu().visit(ast.parse(source, path))
     code: types.CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
     return code
@@ -76,7 +76,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         path = self.get_filename(fullname)
         source = self.get_data(path).decode()
-        # Most have nothing to change, and their compiled files will do.
+        # Most modules need no change and use their compiled files.
         return rewrite_for_cpu(source, path) if "cuda" in source else super().get_code(fullname)
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -99,10 +99,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook() -> None:
-    """Have modules of Megatron-Core that are imported from now on compute on the CPU.
+    """Make modules of Megatron-Core that are imported from now on compute on the CPU.
 
     Raises:
-        RuntimeError: some are there already, for a GPU.
+        RuntimeError: some are already imported, for a GPU.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

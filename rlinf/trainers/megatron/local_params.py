@@ -1,9 +1,9 @@
-"""What of weights, moments and gradients a process has under Megatron's data parallelism.
+"""This process's weights, moments and gradients under Megatron's data parallelism, by tensor.
 
-Gradients are added up in float32 buffers of Megatron's ``DistributedDataParallel``. Without its
-distributed optimizer a process steps all parameters that it computes with, in float32; with it, its
-even share of each buffer, from which weights are gathered again. Parameters that take no gradients
-(those beside adapters) are there once, in the type in which they are computed with.
+Gradients are accumulated in float32 buffers of Megatron's ``DistributedDataParallel``. Without the
+distributed optimizer, a process steps all its parameters, in float32. With it, a process steps its
+even share of each buffer, and the weights are gathered from these shares. Parameters without
+gradients (those beside adapters) exist once, in the data type of the computation.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ParamFragment:
 
     parameter: nn.Parameter
     main: Tensor
-    """In any shape: what is stepped, in float32; or the parameter, if it is never stepped."""
+    """Float32 tensor of any shape that is stepped; or the parameter itself, if it is frozen."""
     start: int
-    """Where they begin in the parameter."""
+    """Their position in the parameter."""
     num_copies: int
-    """Processes that have the same fragment."""
+    """Number of processes that have the same fragment."""
     is_primary: bool
-    """Whether this one speaks for them."""
+    """Whether this process is the primary one of these."""
 
     @property
     def flat(self) -> Tensor:
@@ -42,7 +42,7 @@ class ParamFragment:
 
 
 class LocalParams:
-    """Of a part of a network."""
+    """The parameters of this process's part of a network, with their gradients and optimizer."""
 
     def __init__(
         self, inner: Any, create_optimizer: OptimizerFactory, *, distributed: bool
@@ -50,9 +50,9 @@ class LocalParams:
         """
         Args:
             inner: Megatron's model.
-            make: an optimizer of some of its parameters.
-            distributed: whether processes with the same weights share out moments and float32
-                weights.
+            create_optimizer: creates an optimizer of some of its parameters.
+            distributed: whether moments and float32 weights are sharded over processes with the
+                same weights.
         """
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -95,7 +95,7 @@ class LocalParams:
         self.discard_gradients()
 
     def _share_out(self, config: Any, make: OptimizerFactory) -> Optimizer:
-        """One optimizer of this process's shares, of experts too."""
+        """Return one optimizer of this process's shares, including experts."""
         from megatron.core import parallel_state
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -103,7 +103,7 @@ class LocalParams:
         settings = OptimizerConfig(
             bf16=config.bf16, use_distributed_optimizer=True, clip_grad=0.0, lr=0.0
         )
-        made: list[Optimizer] = []
+        optimizers: list[Optimizer] = []
         for buffers, group in (
             (
                 self.ddp_model.buffers,
@@ -116,14 +116,23 @@ class LocalParams:
         ):
             if not buffers:
                 continue
-            made.append(make(parameter for buffer in buffers for parameter in buffer.params))
+            optimizers.append(make(parameter for buffer in buffers for parameter in buffer.params))
             shard = DistributedOptimizer(
-                made[-1], settings, None, None, [self.ddp_model], {0: buffers}, group, None, 0, 0
+                optimizers[-1],
+                settings,
+                None,
+                None,
+                [self.ddp_model],
+                {0: buffers},
+                group,
+                None,
+                0,
+                0,
             )
             self._shards.append(shard)
-        for other in made[1:]:
-            made[0].param_groups += other.param_groups
-        return made[0]
+        for other in optimizers[1:]:
+            optimizers[0].param_groups += other.param_groups
+        return optimizers[0]
 
     def _fragments(
         self, inner: Any, mains: dict[int, tuple[Tensor, int]], *, shared_out: bool
@@ -149,16 +158,16 @@ class LocalParams:
             )
             if shared_out:
                 rank, size = 0, 1
-            # What is split so belongs to this process alone; the rest its neighbours have too.
+            # Tensor-parallel neighbours have other parts of split parameters, and copies of others.
             if not getattr(parameter, "split", True):
                 rank, size = rank * inner_size + inner_rank, size * inner_size
-            # A last stage has the embedding once more, for its head.
+            # The last pipeline stage has a second copy of the embedding, for its head.
             again = getattr(parameter, "again", False)
             main, start = mains[id(parameter)]
             yield ParamFragment(parameter, main, start, size, not rank and not again)
 
     def allocate_gradients(self) -> None:
-        """Have memory for gradients, which are zero, unless some were accumulated."""
+        """Allocate zero gradients, unless some were accumulated."""
         if self._there:
             return
         for buffer, size in zip(self._buffers, self._sizes, strict=True):
@@ -167,7 +176,7 @@ class LocalParams:
         self._there = True
 
     def discard_gradients(self) -> None:
-        """Forget gradients, those of a pass that failed too, and give their memory back."""
+        """Discard gradients, also those of a failed pass, and free their memory."""
         for parameter in self.ddp_model.module.parameters():
             parameter.grad = None
         for group in self.optimizer.param_groups:
@@ -178,13 +187,13 @@ class LocalParams:
         self._there = False
 
     def gradients(self) -> list[Tensor]:
-        """What holds them, or stands for what will."""
+        """Return the gradient buffers, or meta tensors of their size."""
         if self._there:
             return [buffer.grad_data for buffer in self._buffers]
         return [torch.empty(size, dtype=torch.uint8, device="meta") for size in self._sizes]
 
     def reduce_gradients(self) -> None:
-        """Complete the gradient of what is stepped here; collective."""
+        """Complete the gradient of the stepped fragments; collective."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.ddp_model])
@@ -196,7 +205,8 @@ class LocalParams:
 
     @torch.no_grad()
     def grad_norm(self, groups: Collection[str]) -> Tensor:
-        """Euclidean norm of the gradient of what will be stepped of some groups; collective."""
+        """Return the Euclidean norm of the gradient of the stepped fragments of some groups;
+        collective."""
         total = torch.zeros((), device=next(self.ddp_model.parameters()).device)
         chosen = {
             id(main)
@@ -213,7 +223,7 @@ class LocalParams:
 
     @torch.no_grad()
     def sync_model_weights(self) -> None:
-        """Compute with what is stepped as it is now; collective."""
+        """Copy the current stepped weights to the model; collective."""
         for shard in self._shards:
             shard._copy_main_params_to_model_params()
         if self._shards:
@@ -224,7 +234,7 @@ class LocalParams:
                 each.parameter.copy_(each.main)
 
     def release(self) -> None:
-        """Let go of what keeps the parameters."""
+        """Drop references that keep the parameters."""
         self.ddp_model.grad_accs.clear()
         self.ddp_model.param_to_bucket_group.clear()
         self.optimizer.state.clear()
@@ -233,7 +243,8 @@ class LocalParams:
 
 
 class LocalTensors:
-    """Parts of tensors, in the stretches of Megatron's parameters that a process has."""
+    """This process's parts of the network's tensors, by the names of ``transformers`` and PEFT. The
+    parts refer to elements of Megatron's parameters."""
 
     def __init__(
         self,
@@ -243,7 +254,7 @@ class LocalTensors:
     ) -> None:
         """
         Args:
-            shares: what each parameter holds, by its ``id``.
+            shares: mapping of each parameter, by its ``id``.
             order: the names of all tensors.
         """
         self._trained = memory.fragments
@@ -258,47 +269,48 @@ class LocalTensors:
             for each in self._stretches
         ]
         number = {name: number for number, name in enumerate(order)}
-        found = hf_mapping.tensor_parts(stretches, number.__getitem__)
-        self.tensor_parts = {part.name: part for part in found}
-        # Those of one part are all trained, or none of them is.
-        self.trained_parts = [part for part in found if part.ranges[0][0] < len(self._trained)]
-        """What checkpoints hold: parts of all weights, or of adapters alone."""
+        parts = hf_mapping.tensor_parts(stretches, number.__getitem__)
+        self.tensor_parts = {part.name: part for part in parts}
+        # The fragments of a part are either all trained or all frozen.
+        self.trained_parts = [part for part in parts if part.ranges[0][0] < len(self._trained)]
+        """The parts in checkpoints: of all weights, or of adapters only."""
 
     def is_primary(self, part: hf_mapping.TensorPart) -> bool:
-        """Whether this process is the first of those that have a part."""
+        """Return whether this process is the primary one of those that have a part."""
         return all(self._stretches[number].is_primary for number, *_ in part.ranges)
 
     def weights(self) -> list[Tensor]:
-        """The elements of each stretch, in one dimension."""
+        """Return the elements of each fragment, in one dimension."""
         return [each.flat for each in self._stretches]
 
     def moments(self, optimizer: Optimizer, name: str) -> list[Tensor]:
-        """The same of a moment, of those that are trained."""
+        """Return the elements of a moment of each trained fragment, in one dimension."""
         return [optimizer.state[each.main][name].view(-1) for each in self._trained]
 
-    def set_part(self, name: str, whole: Tensor) -> None:
-        """Keep this process's part of a tensor, if it has one."""
+    def set_part(self, name: str, full: Tensor) -> None:
+        """Store this process's part of a tensor, if it has one."""
         if (part := self.tensor_parts.get(name)) is not None:
-            write_part(self.weights(), part, part.placement.extract(whole))
+            write_part(self.weights(), part, part.placement.extract(full))
 
     def gather(self, name: str, like: Tensor, device: torch.device, processes: int) -> Tensor:
-        """A tensor whole; collective. What others hold is zero here, and bytes are added up."""
-        found = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        """Return a full tensor; collective. Parts of other processes are zero here, and bytes are
+        summed."""
+        full = torch.zeros(like.shape, dtype=like.dtype, device=device)
         part = self.tensor_parts.get(name)
         if part is not None and self.is_primary(part):
-            part.placement.insert(found, read_part(self.weights(), part).to(like.dtype))
+            part.placement.insert(full, read_part(self.weights(), part).to(like.dtype))
         if processes > 1:
-            torch.distributed.all_reduce(found.view(-1).view(torch.uint8))
-        return found
+            torch.distributed.all_reduce(full.view(-1).view(torch.uint8))
+        return full
 
 
 def read_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart) -> Tensor:
-    """A part's elements, of those of the stretches."""
+    """Return a part's elements from those of the fragments."""
     return torch.cat([flats[n][first : first + count] for n, first, count in part.ranges])
 
 
 def write_part(flats: Sequence[Tensor], part: hf_mapping.TensorPart, elements: Tensor) -> None:
-    """Write a part's elements to where the stretches have them."""
+    """Write a part's elements into the fragments."""
     at = 0
     for number, first, count in part.ranges:
         flats[number][first : first + count] = elements[at : at + count]

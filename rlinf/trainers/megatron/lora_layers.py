@@ -1,12 +1,12 @@
 """Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) of Megatron's linear layers.
 
-Those of PEFT stand beside the layers of ``transformers``, one each for queries, keys, values, gate
-and up projection, which Megatron keeps in one matrix. Here a layer of Megatron has those of all the
-projections in it, a process's part of each: states have them by PEFT's names and in its shapes.
+PEFT has one adapter each for the query, key, value, gate and up projections of ``transformers``,
+whereas Megatron fuses these into one matrix. Here, a layer of Megatron has the adapters of all its
+projections, each process a part of them. Checkpoints store them under PEFT's names and shapes.
 
-Of a layer whose outputs are split over tensor parallel processes, A is whole and B has a process's
-rows; of one whose inputs are split, A has its columns and B is whole. Processes only exchange what
-lies between the two, which is narrow.
+If a layer's outputs are split over tensor-parallel processes, A is replicated and B is split by
+rows. If its inputs are split, A is split by columns and B is replicated. Processes exchange only
+the narrow tensor between the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MLP_PROJECTIONS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_
 
 
 class MegatronLoRALayer(nn.Module):
-    """What is added to the output of one layer: ``scale * B A x`` of each projection in it."""
+    """Adapter of one Megatron layer: adds ``scale * B A x`` to each projection in it."""
 
     def __init__(
         self, linear: Any, kinds: Collection[str], rows: dict[str, int], lora: LoRAConfig
@@ -34,13 +34,13 @@ class MegatronLoRALayer(nn.Module):
         """
         Args:
             linear: Megatron's layer, whose outputs or inputs are split.
-            kinds: the projections that are adapted.
-            rows: how many rows each projection has in a group of the layer's; groups stand one
-                behind the other (queries, keys and values of a group of heads).
+            kinds: the projections that have an adapter.
+            rows: number of rows of each projection in a group of the layer. Groups follow one
+                another (queries, keys and values of a group of heads).
         """
         super().__init__()
         self.scale, self.rank, self.rows = lora.alpha / lora.rank, lora.rank, rows
-        # Outputs are split, or inputs.
+        # Either the outputs are split or the inputs.
         self.splits_outputs, self.is_sequence_parallel = (
             hasattr(linear, "gather_output"),
             linear.sequence_parallel,
@@ -49,27 +49,31 @@ class MegatronLoRALayer(nn.Module):
         self.groups = weight.shape[0] // sum(rows.values())
         outs = {kind: self.groups * count for kind, count in rows.items() if kind in kinds}
 
-        def made(*shape: int, whole: bool) -> nn.Parameter:
+        def create_factor(*shape: int, replicated: bool) -> nn.Parameter:
             factor = nn.Parameter(weight.new_zeros(shape))
-            # Each process has some positions' part of the gradient, which Megatron adds up.
-            factor.sequence_parallel = whole and self.is_sequence_parallel  # type: ignore[attr-defined]
+            # Each process has the gradient of some positions, and Megatron sums these.
+            factor.sequence_parallel = replicated and self.is_sequence_parallel  # type: ignore[attr-defined]
             return factor
 
         self.lora_A = nn.ParameterDict(
-            {kind: made(lora.rank, weight.shape[1], whole=self.splits_outputs) for kind in outs}
+            {
+                kind: create_factor(lora.rank, weight.shape[1], replicated=self.splits_outputs)
+                for kind in outs
+            }
         )
         self.lora_B = nn.ParameterDict(
             {
-                kind: made(out, lora.rank, whole=not self.splits_outputs)
+                kind: create_factor(out, lora.rank, replicated=not self.splits_outputs)
                 for kind, out in outs.items()
             }
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """
+        """Compute the adapter's output.
+
         Args:
-            inputs: ``[S, B, I]``, the layer's: some positions of all where processes share them out
-                and outputs are split, a part of ``I`` where inputs are split.
+            inputs: ``[S, B, I]``, the layer's inputs: a part of the positions with sequence
+                parallelism and split outputs, a part of ``I`` with split inputs.
 
         Returns:
             ``[S, B, O]``, of the shape of the layer's outputs.
@@ -86,10 +90,12 @@ class MegatronLoRALayer(nn.Module):
         else:
             narrow = tp.reduce_from_tensor_model_parallel_region(narrow)
         each = dict(zip(self.lora_A, torch.split(narrow, self.rank, -1), strict=True))
-        found = {kind: F.linear(own, self.lora_B[kind]) for kind, own in each.items()}
+        projected = {kind: F.linear(own, self.lora_B[kind]) for kind, own in each.items()}
         shape = (*narrow.shape[:-1], self.groups)
         parts = [
-            found[kind].view(*shape, size) if kind in found else narrow.new_zeros(*shape, size)
+            projected[kind].view(*shape, size)
+            if kind in projected
+            else narrow.new_zeros(*shape, size)
             for kind, size in self.rows.items()
         ]
         return self.scale * torch.cat(parts, -1).flatten(-2)
@@ -97,19 +103,19 @@ class MegatronLoRALayer(nn.Module):
     def forward_hook(
         self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> Any:
-        """A forward hook of the layer: its outputs with what the adapter adds, and its bias."""
+        """Return the layer's outputs plus those of the adapter, and its bias."""
         return output[0] + self(*inputs), output[1]
 
 
 def add_lora_layers(
     inner: Any, hf: Any, first_layer: int, names: Collection[str], lora: LoRAConfig
 ) -> None:
-    """Give the layers of Megatron's model their adapters, zero as yet; nothing else is trained.
+    """Add adapters, initially zero, to the layers of Megatron's model, and freeze everything else.
 
     Args:
-        hf: the configuration of the network of ``transformers``.
-        first_layer: of the network, that is this process's first.
-        names: of all adapters, as PEFT has them.
+        hf: configuration of the ``transformers`` network.
+        first_layer: index of the network's layer that is this process's first.
+        names: PEFT's names of all adapters.
     """
     for parameter in inner.parameters():
         parameter.requires_grad_(requires_grad=False)

@@ -23,8 +23,7 @@ from rlinf.trainers.megatron import context_parallel
 
 
 class NotLastStage(Exception):
-    """Raised by a pipeline stage that is not the last: what is to be done with its logits is done
-    by the last one."""
+    """Exception of a pipeline stage that is not the last. Only the last stage uses the logits."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the last stage of the pipeline goes on")
@@ -33,18 +32,18 @@ class NotLastStage(Exception):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What tokens of a batch see; handed through Megatron's layers to :class:`Attention`."""
+    """Attention structure of a batch. Megatron's layers pass it to :class:`MegatronAttention`."""
 
     rows: PackedRows | None
-    """None: each row all before it."""
+    """Packed rows; None: each row attends to all positions before."""
     cp_group: Any = None
-    """The processes that share out the positions, if they are several."""
+    """Context-parallel process group, if there are several processes."""
     qkv_format: str = "sbhd"
-    """Megatron asks for it."""
+    """Attribute that Megatron requires."""
 
 
 class MegatronAttention(nn.Module):
-    """Causal attention of the heads that a process has, as Megatron's layers call it."""
+    """Causal attention of this process's heads, with the interface of Megatron's layers."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -59,7 +58,8 @@ class MegatronAttention(nn.Module):
         packed_seq_params: AttentionContext,
         **_: Any,
     ) -> Tensor:
-        """
+        """Compute the attention.
+
         Args:
             query: ``[S, B, H, D]``; keys and values may have fewer heads.
 
@@ -69,22 +69,23 @@ class MegatronAttention(nn.Module):
         length, rows, group = query.shape[0], packed_seq_params.rows, packed_seq_params.cp_group
         if group is not None:
             return context_parallel.context_parallel_attention(query, key, value, group).flatten(2)
-        own, seen, there = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if rows is None:
             grouped = query.shape[2] != key.shape[2]
             out = F.scaled_dot_product_attention(
-                own, seen, there, is_causal=True, enable_gqa=grouped
+                queries, keys, values, is_causal=True, enable_gqa=grouped
             )
             return out.permute(2, 0, 1, 3).flatten(2)
-        # Padding behind the rows, for sequence parallelism, sees nothing.
+        # Padding after the rows, for sequence parallelism, takes no part in attention.
         real = len(rows.order)
-        own, seen, there = (each[:, :, :real] for each in (own, seen, there))
-        out, _none = packed_attention(self, own, seen, there, None, rows=rows)
+        queries, keys, values = (each[:, :, :real] for each in (queries, keys, values))
+        out, _none = packed_attention(self, queries, keys, values, None, rows=rows)
         return F.pad(out[0].flatten(1), (0, 0, 0, length - real))[:, None]
 
 
 class MegatronRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm; Megatron's own does not know sequence parallelism."""
+    """Root-mean-square norm with sequence parallelism, which Megatron's own norm does not
+    support."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -92,7 +93,7 @@ class MegatronRMSNorm(nn.RMSNorm):
 
 
 class MegatronNetwork(nn.Module):
-    """This process's part of a network, behind the interface of ``transformers``."""
+    """This process's part of a network, with the interface of ``transformers``."""
 
     frequencies: Tensor
 
@@ -101,15 +102,15 @@ class MegatronNetwork(nn.Module):
     ) -> None:
         """
         Args:
-            like: the network of ``transformers``, whose parameters may be without memory.
-            options: of Megatron's configuration, that are the trainer's to choose.
+            like: the ``transformers`` network, whose parameters may have no memory.
+            options: options of Megatron's configuration that the trainer decides.
         """
         super().__init__()
         self.config, self.generation_config = like.config, getattr(like, "generation_config", None)
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
         self.vocabulary = like.config.vocab_size
         self.padding = like.get_input_embeddings().padding_idx
-        """A token whose embedding torch gives no gradient where it is read."""
+        """The padding token, whose embedding gets no gradient in torch."""
         self.tp, self.cp = layout.tp, layout.cp
         settings = transformer_config(like.config, layout, options)
         self.inner = build_gpt_model(settings, like.config, layout)
@@ -119,7 +120,7 @@ class MegatronNetwork(nn.Module):
         self.to(device)
 
     def get_output_embeddings(self) -> None:
-        """None: the head is shared out over processes."""
+        """Return None, because the head is split over processes."""
 
     def forward(
         self,
@@ -129,32 +130,33 @@ class MegatronNetwork(nn.Module):
         rows: PackedRows | None = None,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        """
+        """Compute logits.
+
         Args:
             input_ids: ``[B, S]``.
-            position_ids: ``[1, S]``, of packed rows alone, whose positions no processes share out.
-            logits_to_keep: how many of the last positions, or which.
+            position_ids: ``[1, S]``, only for packed rows, which exclude context parallelism.
+            logits_to_keep: number of last positions, or their indices.
 
         Returns:
-            ``logits`` ``[B, K, V]``, the same on all processes of a copy's last pipeline stage.
+            ``logits`` ``[B, K, V]``, the same on all processes of a replica's last pipeline stage.
 
         Raises:
-            Passed: this is another stage.
+            NotLastStage: this is another stage.
         """
         assert (position_ids is None) == (rows is None), "packed rows have positions of their own"
         length, inner = input_ids.shape[1], self.inner
         share = (self.tp if self.is_sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
-        whole = -(-length // share) * share
+        padded_length = -(-length // share) * share
         if position_ids is None:
-            position_ids = torch.arange(whole, device=input_ids.device)[None]
-        input_ids = F.pad(input_ids, (0, whole - length))
-        position_ids = F.pad(position_ids, (0, whole - position_ids.shape[1]))
+            position_ids = torch.arange(padded_length, device=input_ids.device)[None]
+        input_ids = F.pad(input_ids, (0, padded_length - length))
+        position_ids = F.pad(position_ids, (0, padded_length - position_ids.shape[1]))
         group = None
         if self.cp > 1:
             from megatron.core import parallel_state
 
             group = parallel_state.get_context_parallel_group()
-            own = context_parallel.local_positions(whole, self.cp, group.rank()).to(
+            own = context_parallel.local_positions(padded_length, self.cp, group.rank()).to(
                 input_ids.device
             )
             input_ids, position_ids = input_ids[:, own], position_ids[:, own]
@@ -163,14 +165,14 @@ class MegatronNetwork(nn.Module):
         if inner.pre_process:
             hidden = inner.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.padding is not None and hidden.requires_grad:
-                # Megatron's own embedding would; samples may hold that token like any other.
+                # Unlike torch's embedding, Megatron's has gradients for the padding token.
                 still = self._own_positions(input_ids.t()) == self.padding
                 hidden = torch.where(still[..., None], hidden.detach(), hidden)
-                # It may be laid out as the tokens were, and a pipeline sends what is contiguous.
+                # The layout may be that of the tokens, but a pipeline sends contiguous tensors.
                 hidden = hidden.contiguous()
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                # Beside adapters it is not trained; what is computed again in the backward pass
-                # asks its input whether there is one.
+                # With adapters the embedding is frozen, but recomputation in the backward pass
+                # requires an input that requires a gradient.
                 hidden.requires_grad_()
         hidden = inner.decoder(
             hidden_states=hidden,
@@ -183,10 +185,10 @@ class MegatronNetwork(nn.Module):
         if self.is_sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-            # Every process goes on with all of it, to the same loss.
+            # Every process continues with the full sequence, to the same loss.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         if group is not None:
-            # Here too, and each with its share of the loss (:func:`MegatronTrainer._backward`).
+            # Likewise, with a share of the loss each (:func:`MegatronTrainer._backward`).
             hidden = context_parallel.gather_sequence(hidden, group)
         hidden = hidden.transpose(0, 1)[:, :length]
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -195,7 +197,7 @@ class MegatronNetwork(nn.Module):
         return SimpleNamespace(logits=logits[..., : self.vocabulary])
 
     def _own_positions(self, tokens: Tensor) -> Tensor:
-        """Those of tokens ``[S, B]`` that this process has between the matrices."""
+        """Return this process's positions of tokens ``[S, B]`` between the matrices."""
         if not self.is_sequence_parallel:
             return tokens
         from megatron.core import parallel_state
@@ -207,7 +209,7 @@ class MegatronNetwork(nn.Module):
 
 
 def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any]) -> Any:
-    """Megatron's configuration of a network of ``transformers``."""
+    """Return Megatron's configuration for a ``transformers`` network."""
     from megatron.core.transformer import TransformerConfig
 
     head = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -218,7 +220,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
             "num_moe_experts": experts,
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            # Weights of all experts, of which some are taken; or weights of those alone.
+            # Softmax over all experts before the selection, or over the selected ones.
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -246,7 +248,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
         context_parallel_size=layout.cp,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses are summed as they come: their weight is the algorithm's.
+        # Losses are summed without scaling, because the algorithm has weighted them.
         calculate_per_token_loss=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -261,7 +263,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: dict[str, Any])
 
 
 def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
-    """Megatron's model of this process, with memory but not yet weights."""
+    """Build Megatron's model of this process, with memory but without weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -271,7 +273,7 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         get_num_layers_to_build,
     )
 
-    # Bound only where Transformer Engine is, and asked for anyway.
+    # Megatron reads this name even without Transformer Engine, which defines it.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     spec = get_gpt_layer_local_spec(
         settings.num_moe_experts, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
@@ -294,12 +296,12 @@ def build_gpt_model(settings: Any, hf: Any, layout: ParallelLayout) -> Any:
         position_embedding_type="none",
     )
     with torch.no_grad():
-        # Rows beyond the vocabulary, which no checkpoint has: what memory held may be no numbers.
+        # No checkpoint has the rows beyond the vocabulary, and uninitialised memory may be NaN.
         for name, parameter in model.named_parameters():
             if "word_embeddings" in name or "output_layer" in name:
                 parameter.zero_()
     if model.post_process:
-        # Sequences are gathered before the positions to keep are taken.
+        # Sequences are gathered before the positions to keep are selected.
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = layout.tp > 1
     return model

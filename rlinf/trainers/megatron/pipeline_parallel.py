@@ -1,7 +1,7 @@
-"""Micro-batches through the stages of a pipeline, by Megatron's schedule (1F1B).
+"""Pipeline parallelism of micro-batches by Megatron's schedule (1F1B).
 
-What a policy or a loss does with the network's outputs is done by the last stage; at the others the
-call ends where it asks for them (:class:`rlinf.trainers.megatron.model.NotLastStage`).
+The last stage computes everything that a policy or a loss does with the network's outputs. At other
+stages the call ends where it requests them (:class:`rlinf.trainers.megatron.model.NotLastStage`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def run_pipeline(
 
     Args:
         parallel: Megatron's model in its data parallelism.
-        compute: calls the network once; returns what is to be differentiated, and anything else.
+        compute: calls the network once; returns the value to differentiate, and any other value.
 
     Returns:
-        What else there was of each, at the last stage; nothing at others.
+        The other value of each micro-batch at the last stage; an empty list at other stages.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -39,21 +39,21 @@ def run_pipeline(
             return passed.hidden, None
         return value, lambda output: (output, torch.ones((), dtype=torch.int), other)
 
-    found: list[Any] = get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(parts),
         model=[parallel],
         num_microbatches=len(parts),
-        # Stages tell each other the shapes of what they send.
+        # Stages send each other the shapes of their tensors.
         seq_length=parallel.config.tensor_model_parallel_size,
         micro_batch_size=1,
         forward_only=not backward,
     )
-    return found
+    return results
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
-    """A tensor of the last stage, at all; of the same shape and type there."""
+    """Broadcast a tensor from the last stage to all; it has the same shape and type there."""
     from megatron.core import parallel_state
 
     torch.distributed.broadcast(
@@ -65,7 +65,7 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 
 
 def broadcast_metric_sums(sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Sums that the last stage alone knows, at all."""
+    """Broadcast sums that only the last stage knows to all stages."""
     names = json.dumps(sorted(sums)).encode()
     size = int(broadcast_from_last_stage(torch.tensor(len(names), device=device)))
     text = torch.zeros(size, dtype=torch.uint8, device=device)

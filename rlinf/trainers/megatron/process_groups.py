@@ -1,4 +1,4 @@
-"""Megatron's process groups, which are one set for all of a process."""
+"""Megatron's process groups, of which a process has one set."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.errors import StageError
 
 UNUSED_SEED = 1
-"""Of generators that nothing draws from: there is no dropout, and weights are read."""
+"""Seed of generators that are never used: there is no dropout, and weights are loaded."""
 _laid_out: list[tuple[int, str]] = []
 
 
 def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None:
-    """Connect, and make the groups of a layout unless they are there.
+    """Connect, and create the process groups of a layout unless they exist.
 
     Raises:
-        StageError: this process has those of another layout.
+        StageError: this process has the groups of another layout.
     """
     if device_type == "cpu":
         from rlinf.trainers.megatron import cpu_import_hook
@@ -36,7 +36,7 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         return
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        # It tells of Apex and Transformer Engine, which it does without.
+        # Megatron warns that Apex and Transformer Engine are missing, which it does not need.
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.models.gpt import GPTModel  # noqa: F401
@@ -50,6 +50,6 @@ def initialize_process_groups(world: ProcessGroupInfo, device_type: str) -> None
         expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng(devices=[]):  # without a GPU it seeds the process's own
+    with torch.random.fork_rng(devices=[]):  # without a GPU it would seed the process's generator
         tensor_parallel.model_parallel_cuda_manual_seed(UNUSED_SEED)
     _laid_out.append(wanted)

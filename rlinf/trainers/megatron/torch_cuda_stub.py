@@ -1,7 +1,7 @@
-"""What stands in for ``torch.cuda`` in Megatron-Core's modules where there is no GPU.
+"""Stub of ``torch.cuda`` for Megatron-Core's modules on machines without a GPU.
 
-Its generator is the CPU's, its device the CPU, and its streams do nothing: calls return when they
-are done. The rest is that of torch.
+Its generator is the CPU's, its device is the CPU, and its streams do nothing because calls are
+synchronous. Everything else comes from torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ default_generators = _Generators()
 
 
 class Stream:
-    """All streams are one: the thread that computes."""
+    """Stub of a stream; all streams are equal."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -41,7 +41,7 @@ class Stream:
         pass
 
     def record_event(self, event: Any = None) -> Stream:
-        """All that one can do with it is to wait for it."""
+        """Return the stream itself as the event, because callers only wait for it."""
         return self
 
     def wait_stream(self, other: Stream) -> None:
@@ -90,7 +90,7 @@ def set_rng_state(state: Tensor, device: object = None) -> None:
     torch.set_rng_state(state)
 
 
-class random:  # a module of torch.cuda
+class random:  # stands for the module torch.cuda.random
     get_rng_state = staticmethod(get_rng_state)
     set_rng_state = staticmethod(set_rng_state)
 

@@ -1,9 +1,9 @@
-"""Training with Megatron-Core: matrices, sequences, layers and experts over processes.
+"""Training with Megatron-Core: tensor, sequence, pipeline, context and expert parallelism.
 
-A policy's network of ``transformers`` is taken over into Megatron's, by the names of its tensors,
-and comes out again under them. Batches are cut, losses summed and gradients clipped as by every
-trainer, and the files of a state are the same: a run may change between trainers and layouts at a
-checkpoint.
+The weights of a policy's ``transformers`` network are converted into Megatron's model by their
+names, and are exported under the same names. Splitting batches, summing losses and clipping
+gradients work as in every trainer, and the checkpoint files are the same. A run may therefore
+change between trainers and layouts at a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from rlinf.trainers.threaded_data_parallel import ThreadedDataParallel
 
 
 class MegatronConfig(MinibatchTrainerConfig):
-    """How a training step is executed; nothing here changes its mathematics."""
+    """Settings of the execution of a training step. None of them changes its mathematics."""
 
     sequence_parallel: bool = False
-    """Processes that are tensor parallel share out the positions between their matrices as well."""
+    """Also split the positions between the matrices over tensor-parallel processes."""
     use_distributed_optimizer: bool = False
-    """Processes with the same weights share out moments and float32 weights; with AdamW."""
+    """Shard moments and float32 weights over processes with the same weights; with AdamW."""
     layers_per_pipeline_stage: tuple[PositiveInt, ...] = ()
-    """Layers of each stage of the pipeline, where there is one; none: as many in each."""
+    """Number of layers of each pipeline stage; empty: evenly distributed."""
 
 
 class MegatronTrainer(MinibatchTrainer):
-    """Owns this process's part of Megatron's model and what steps it."""
+    """Owns this process's part of Megatron's model and its optimizer."""
 
     Config = MegatronConfig
     config: MegatronConfig
@@ -99,21 +99,21 @@ class MegatronTrainer(MinibatchTrainer):
             raise ConfigError(ONLY_CAUSAL_LM)
         shared = config.use_distributed_optimizer
         check_options(config, world.layout, optimizer, LAYOUT_VARIABLE, distributed=shared)
-        whole: Any = policy.module
-        model = whole.config.to_dict()
+        network: Any = policy.module
+        model = network.config.to_dict()
         check_model(model)
         check_layout(model, world.layout, config.layers_per_pipeline_stage, LAYOUT_VARIABLE)
-        dtype = str(next(whole.parameters()).dtype).removeprefix("torch.")
+        dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
         check_adapters(config, model, world.layout, dtype)
         if world.layout.cp > 1:
             config = config.model_copy(update={"packing": False})
         super().__init__(policy, config, optimizer, world)
         require_package("megatron", "megatron", "trainer=megatron")
         process_groups.initialize_process_groups(world, self.device.type)
-        if self._packs:  # on every device rows are brought together as on CPUs
+        if self._packs:  # the collation of packed rows is the same on every device
             policy.enable_packing(torch.device("cpu"), torch.float32)
-        self._outline = _without_memory(whole)
-        named = whole.state_dict(keep_vars=True)
+        self._outline = _without_memory(network)
+        named = network.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         self._first = {name: first.setdefault(id(tensor), name) for name, tensor in named.items()}
         self._empty = {
@@ -123,7 +123,7 @@ class MegatronTrainer(MinibatchTrainer):
         factors = () if self._adapters is None else self._adapters.parameters()
         self._factors = {name: torch.empty(p.shape, device="meta") for name, p in factors}
         module = MegatronNetwork(
-            whole, world.layout, options=self._options(whole), device=self.device
+            network, world.layout, options=self._options(network), device=self.device
         )
         if config.lora is not None:
             first_layer = _first_layer(module.inner)
@@ -134,12 +134,12 @@ class MegatronTrainer(MinibatchTrainer):
             grouped = [(_group(policy, shares[id(each)]), each) for each in parameters]
             return create_optimizer(policy, optimizer, grouped)
 
-        self._memory = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
-        self.optimizer = self._memory.optimizer
-        self._held = LocalTensors(self._memory, shares, [*self._empty, *self._factors])
+        self._params = LocalParams(module.inner, make, distributed=config.use_distributed_optimizer)
+        self.optimizer = self._params.optimizer
+        self._tensors = LocalTensors(self._params, shares, [*self._empty, *self._factors])
         self._check_place()
         self._part = (world.rank, world.size)
-        for part in self._held.trained_parts:
+        for part in self._tensors.trained_parts:
             self._places[f"model/{part.name}"] = part.placement
             for moment in self._moments:
                 self._places[f"optimizer/state/{part.name}/{moment}"] = part.placement
@@ -151,15 +151,15 @@ class MegatronTrainer(MinibatchTrainer):
         if any(tensor.is_meta for tensor in named.values()):
             self._fill_from(lambda twin: twin.load_weights())
         else:
-            self._take(whole.state_dict().items())
+            self._take(network.state_dict().items())
         self._reset_adapters()
 
-    def _options(self, whole: Any) -> dict[str, Any]:
-        """What of Megatron's configuration is this trainer's."""
+    def _options(self, network: Any) -> dict[str, Any]:
+        """Return the options of Megatron's configuration that this trainer decides."""
         config, layout = self.config, self.world.layout
         dtype = getattr(torch, config.param_dtype)
-        # Megatron asks for it where there are experts.
-        sequences = config.sequence_parallel or bool(getattr(whole.config, "num_experts", 0))
+        # Megatron requires it if there are experts.
+        sequences = config.sequence_parallel or bool(getattr(network.config, "num_experts", 0))
         options: dict[str, Any] = {
             "sequence_parallel": sequences and layout.tp > 1,
             "params_dtype": dtype,
@@ -181,7 +181,8 @@ class MegatronTrainer(MinibatchTrainer):
         return options
 
     def _shares(self, inner: Any) -> dict[int, hf_mapping.ParamMapping]:
-        """What each parameter holds, by its ``id``."""
+        """Return the mapping of each parameter to tensors of the original network, by its
+        ``id``."""
         from megatron.core import parallel_state
 
         module: Any = self.policy.module
@@ -198,24 +199,24 @@ class MegatronTrainer(MinibatchTrainer):
             group_rows=(hf.num_attention_heads // hf.num_key_value_heads * head, head),
             tied=bool(hf.tie_word_embeddings),
         )
-        found = {}
+        mappings = {}
         for name, parameter in inner.named_parameters():
             share = hf_mapping.map_param(name, tuple(parameter.shape), where)
-            # Read by the memory of gradients, when it counts the processes that have the same.
+            # LocalParams reads these to count the processes with the same fragment.
             parameter.split = share.is_tensor_parallel
             parameter.again = where.tied and name == "output_layer.weight"
-            found[id(parameter)] = share
-        return found
+            mappings[id(parameter)] = share
+        return mappings
 
     def _check_place(self) -> None:
-        """See that no tensor of the network is nowhere in Megatron's.
+        """Check that every tensor of the network exists in Megatron's model.
 
         Raises:
-            ConfigError: one is.
+            ConfigError: a tensor does not.
         """
         alone = self.world.layout.pp == 1 and not self.config.use_distributed_optimizer
-        lacking = {*self._first.values(), *self._factors} - self._held.tensor_parts.keys()
-        if alone and lacking:  # else others have them
+        lacking = {*self._first.values(), *self._factors} - self._tensors.tensor_parts.keys()
+        if alone and lacking:  # otherwise other processes have them
             raise ConfigError(
                 f"model.path: trainer=megatron has no place for {sorted(lacking)[0]} of the model; "
                 "choose trainer=fsdp"
@@ -224,10 +225,10 @@ class MegatronTrainer(MinibatchTrainer):
     def _backward(
         self, loss: Callable[[], tuple[Tensor, dict[str, Tensor]]], factor: float, *, last: bool
     ) -> dict[str, Tensor]:
-        self._memory.allocate_gradients()
+        self._params.allocate_gradients()
         value, metrics = loss()
-        # Gradients are added up over processes, not averaged; those that share out the positions
-        # have the same loss.
+        # Gradients are summed over processes, not averaged; context-parallel processes have the
+        # same loss.
         counted = factor / self.world.data_parallel_size / self.world.layout.cp
         (value * counted).backward()  # type: ignore[no-untyped-call]
         return {"loss": value.detach(), **metrics}
@@ -246,11 +247,11 @@ class MegatronTrainer(MinibatchTrainer):
             value = value * (counted * self._scaling.value / self.world.layout.cp)
             return value, {name: metric * counted for name, metric in every.items()}
 
-        self._memory.allocate_gradients()
+        self._params.allocate_gradients()
         batches = list(zip(cut.batches, cut.is_real, strict=True))
         sums: dict[str, Tensor] = {}
         for metrics in pipeline_parallel.run_pipeline(
-            self._memory.ddp_model, batches, compute, backward=True
+            self._params.ddp_model, batches, compute, backward=True
         ):
             merge_metrics(sums, metrics)
         return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
@@ -269,7 +270,7 @@ class MegatronTrainer(MinibatchTrainer):
             return logprobs_out, logprobs_out
 
         logprobs_out = pipeline_parallel.run_pipeline(
-            self._memory.ddp_model, cut.batches, compute, backward=False
+            self._params.ddp_model, cut.batches, compute, backward=False
         )
         logprobs_out = logprobs_out or [torch.zeros(size, device=self.device) for size in sizes]
         return [
@@ -279,20 +280,20 @@ class MegatronTrainer(MinibatchTrainer):
 
     def discard_gradients(self) -> None:
         self._sums = None
-        self._memory.discard_gradients()
+        self._params.discard_gradients()
 
     def _leave_out(self, chosen: Any) -> None:
-        self._memory.reduce_gradients()
+        self._params.reduce_gradients()
         super()._leave_out(chosen)
 
     def _gradient_norm(self, groups: Collection[str]) -> float:
-        return float(self._memory.grad_norm(groups))
+        return float(self._params.grad_norm(groups))
 
     @torch.no_grad()
     def _step(self, scales: Mapping[str, float]) -> None:
         scale_gradients(self.optimizer, scales)
         self.optimizer.step()
-        self._memory.sync_model_weights()
+        self._params.sync_model_weights()
 
     def tensor_groups(self) -> dict[str, list[Tensor]]:
         if self._closed:
@@ -300,30 +301,30 @@ class MegatronTrainer(MinibatchTrainer):
         module = self.policy.module
         weights = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         moments: list[Tensor] = []
-        for each in self._memory.fragments:
+        for each in self._params.fragments:
             main, state = each.main, self.optimizer.state.get(each.main)
-            if self.config.param_dtype != "float32":  # else it has the weights' memory
+            if self.config.param_dtype != "float32":  # otherwise it shares the weights' memory
                 moments.append(main.detach())
             empty = torch.empty_like(main, device="meta")
             moments += state.values() if state else [empty] * len(self._moments)
         return {
             "weights": weights,
-            "gradients": self._memory.gradients(),
+            "gradients": self._params.gradients(),
             "optimizer": moments,
         }
 
     @torch.no_grad()
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        given = set[str]()
+        loaded = set[str]()
         for name, tensor in tensors:
             if name not in self._empty or self._empty[name].shape != tensor.shape:
                 raise weight_mismatch(name, 1)
-            given.add(self._first[name])
-            self._held.set_part(self._first[name], tensor)
-        lacking = [name for name, first in self._first.items() if first not in given]
-        if lacking:
-            raise weight_mismatch(lacking[0], len(lacking))
-        self._memory.sync_model_weights()
+            loaded.add(self._first[name])
+            self._tensors.set_part(self._first[name], tensor)
+        missing = [name for name, first in self._first.items() if first not in loaded]
+        if missing:
+            raise weight_mismatch(missing[0], len(missing))
+        self._params.sync_model_weights()
 
     def load_policy_folder(self, folder: Path) -> None:
         self._fill_from(lambda twin: twin.load_weights(folder))
@@ -332,12 +333,13 @@ class MegatronTrainer(MinibatchTrainer):
     @torch.no_grad()
     def _reset_adapters(self) -> None:
         for name, like in self._factors.items():
-            self._held.set_part(name, initial_factor(name, like.shape))
+            self._tensors.set_part(name, initial_factor(name, like.shape))
         if self._factors:
-            self._memory.sync_model_weights()
+            self._params.sync_model_weights()
 
     def _fill_from(self, fill: Callable[[Policy], None]) -> None:
-        """Each process reads the whole once, and keeps its part."""
+        """Load all weights from a function. Each process reads all of them once and keeps its
+        part."""
         twin = copy.copy(self.policy)
         twin.module = copy.deepcopy(self._outline)
         allocate_parameters(twin.module, torch.device("cpu"))
@@ -346,41 +348,43 @@ class MegatronTrainer(MinibatchTrainer):
 
     def stream_weights(self, *, copy: bool = False) -> StreamedState:
         like = {name: self._empty[first] for name, first in self._first.items()}
-        return StreamedState(like, self._whole())
+        return StreamedState(like, self._full_weights())
 
     @torch.no_grad()
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, each whole, adapters merged in."""
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, unsharded, with adapters merged in."""
         merged, where = None, (self.device, self.world.size)
         if self._adapters is not None:
-            factors = {n: self._held.gather(n, like, *where) for n, like in self._factors.items()}
+            factors = {
+                n: self._tensors.gather(n, like, *where) for n, like in self._factors.items()
+            }
             merged = self._adapters.weight_merger(factors)
         for name in dict.fromkeys(self._first.values()):
-            whole = self._held.gather(name, self._empty[name], *where)
-            yield name, (whole if merged is None else merged(name, whole)).cpu()
+            full = self._tensors.gather(name, self._empty[name], *where)
+            yield name, (full if merged is None else merged(name, full)).cpu()
 
-    def _kept(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Weights and moments, in the stretches that this process has."""
-        held = self._held
-        return held.weights(), {m: held.moments(self.optimizer, m) for m in self._moments}
+    def _local_state(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Return the weights and moments of this process, by fragment."""
+        tensors = self._tensors
+        return tensors.weights(), {m: tensors.moments(self.optimizer, m) for m in self._moments}
 
     def _begin(self) -> None:
-        """Have moments, as before any step."""
-        for each in self._memory.fragments:
+        """Create moments, as before any step."""
+        for each in self._params.fragments:
             init_optimizer_state(self.optimizer, each.main, self._moments)
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
-        """Of what this process speaks for; copies, unlike those of other trainers: the tensors'
-        elements are not in one place here."""
+        """Return the parts for which this process is the primary rank. They are copies, unlike
+        those of other trainers, because the elements of a tensor are not contiguous here."""
         self._begin()
-        weights, moments = self._kept()
+        weights, moments = self._local_state()
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in filter(self._held.is_primary, self._held.trained_parts):
+        for part in filter(self._tensors.is_primary, self._tensors.trained_parts):
             model[part.name] = read_part(weights, part)
             state[part.name] = {name: read_part(moment, part) for name, moment in moments.items()}
-            first = self.optimizer.state[self._memory.fragments[part.ranges[0][0]].main]
+            first = self.optimizer.state[self._params.fragments[part.ranges[0][0]].main]
             if "step" in first and part.placement.start == 0:
                 state[part.name]["step"] = first["step"].clone()
         for name, first_name in self._first.items():
@@ -394,7 +398,7 @@ class MegatronTrainer(MinibatchTrainer):
         counts = "exp_avg" in self._moments
         model: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for part in self._held.trained_parts:
+        for part in self._tensors.trained_parts:
             size = sum(count for *_, count in part.ranges)
             model[part.name] = torch.empty(size)
             state[part.name] = {name: torch.empty(size) for name in self._moments}
@@ -402,53 +406,54 @@ class MegatronTrainer(MinibatchTrainer):
                 state[part.name]["step"] = torch.zeros(())
         read = {"model": model, "optimizer": {"state": state}, **self._scaling.state()}
         sharded_checkpoint.read_shards(folder, read, self._places)
-        weights, moments = self._kept()
+        weights, moments = self._local_state()
         steps: dict[int, Tensor] = {}
-        for part in self._held.trained_parts:
+        for part in self._tensors.trained_parts:
             write_part(weights, part, model[part.name])
             for name, moment in moments.items():
                 write_part(moment, part, state[part.name][name])
             for number, *_ in part.ranges if counts else ():
-                # One count for all of a parameter: what no loss depended on has fewer elsewhere.
+                # A parameter has one step count. Other trainers count fewer for unused parts.
                 count = state[part.name]["step"]
                 steps[number] = torch.maximum(steps.get(number, count), count)
         for number, count in steps.items():
-            self.optimizer.state[self._memory.fragments[number].main]["step"].copy_(count)
-        self._memory.sync_model_weights()
+            self.optimizer.state[self._params.fragments[number].main]["step"].copy_(count)
+        self._params.sync_model_weights()
 
     def _release(self) -> None:
-        self._memory.release()
+        self._params.release()
         self._outline = None
-        del self._memory, self._held
+        del self._params, self._tensors
 
 
 def _without_memory(module: nn.Module) -> Any:
-    """A network's outline: parameters have no memory, tied ones are one."""
-    made: dict[int, Any] = {}
+    """Return a network's outline: parameters have no memory, and tied ones are one."""
+    copies: dict[int, Any] = {}
     for part in module.modules():
         for each in part._parameters.values():
             if each is not None:
-                made.setdefault(id(each), nn.Parameter(torch.empty_like(each, device="meta")))
-    # Deepcopy takes these for the copies.
-    return copy.deepcopy(module, dict(made))
+                copies.setdefault(id(each), nn.Parameter(torch.empty_like(each, device="meta")))
+    # Deepcopy uses these as the copies of the parameters.
+    return copy.deepcopy(module, dict(copies))
 
 
 def _first_layer(inner: Any) -> int:
-    """Which layer of the network Megatron's model of this process begins with."""
+    """Return the index of the network's layer with which Megatron's model of this process
+    begins."""
     layers = inner.decoder.layers
     return layers[0].layer_number - 1 if len(layers) else 0
 
 
 def _group(policy: Policy, share: hf_mapping.ParamMapping) -> str:
-    """The group of parameters that all of a parameter is in.
+    """Return the parameter group of a Megatron parameter.
 
     Raises:
-        ConfigError: it is in several.
+        ConfigError: its tensors are in several groups.
     """
-    found = sorted({policy.parameter_group(piece.name) for piece in share.slices})
-    if len(found) > 1:
+    groups = sorted({policy.parameter_group(piece.name) for piece in share.slices})
+    if len(groups) > 1:
         raise ConfigError(
             f"model.name: {share.slices[0].name} and others that trainer=megatron keeps in one "
-            f"matrix are in the groups {', '.join(found)}; choose trainer=fsdp"
+            f"matrix are in the groups {', '.join(groups)}; choose trainer=fsdp"
         )
-    return found[0]
+    return groups[0]

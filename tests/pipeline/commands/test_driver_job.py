@@ -232,7 +232,7 @@ def test_a_driver_whose_id_is_not_told_is_not_left_behind(run: Run, slurm: Path)
     assert "job 72" in submit_run([str(run.folder)], {})[0]
 
 
-CLIENT = "import sys; from pipeline.commands.submit import submit; submit(sys.argv[1:], {})"
+CLIENT = "import sys; from pipeline.commands.submit import submit_run; submit_run(sys.argv[1:], {})"
 
 
 def client(run: Run) -> subprocess.Popen[str]:

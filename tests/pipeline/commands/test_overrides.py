@@ -101,8 +101,8 @@ def test_a_span_that_was_given_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("run.name=other", "run.name=other: this goes on with the run in"),
-        ("++run.root=/tmp", "this goes on with the run in"),
+        ("run.name=other", "run.name=other: this continues the run in"),
+        ("++run.root=/tmp", "this continues the run in"),
         ("experiment=cartpole_ppo", "start another run with rlinf run"),
         ("optimizer.lrr=1", "optimizer.lrr: unknown key"),
         ("iterations=many", "iterations: "),
@@ -149,7 +149,7 @@ def test_planning_and_submitting_take_the_same_words(run: Path) -> None:
     words = [str(run), "iterations=9", "optimizer.lr=0.5"]
     expected = validate(RunConfig, apply_overrides(run, words[1:]))
     assert load_configuration(words) == expected
-    found, _, chosen = submit._found(words)
+    found, _, chosen = submit._run_and_plan(words)
     assert found.folder == run
     assert (found.config.iterations, found.config.optimizer.lr) == (9, 0.5)
     assert not chosen

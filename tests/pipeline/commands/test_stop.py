@@ -127,7 +127,7 @@ def test_a_command_is_told_how_a_run_ended(
 
 
 def test_a_command_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.notify: no command 'no-such"):
+    with pytest.raises(ConfigError, match=r"cluster\.notify_command: no command 'no-such"):
         check_notify_command(["no-such-command"])
 
 

@@ -58,7 +58,7 @@ def test_wishes_add_up_and_outlive_the_driver(compose: Compose) -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        ("rollout-2", "at least one worker, and there are 2"),
+        ("rollout-2", "at least one worker, and has 2"),
         ("rollout=0", "at least one"),
         ("two more", r"expected rollout\+2"),
         ("rolout+1", "no pool of its plan holds 'rolout'"),
@@ -73,7 +73,7 @@ def test_a_wish_that_cannot_be_granted_is_refused(compose: Compose, wish: str, w
 
 
 def test_a_run_without_pools_has_nothing_to_scale(compose: Compose) -> None:
-    with pytest.raises(PlanError, match="of grain stage; only pools"):
+    with pytest.raises(PlanError, match="has no pools; only pools"):
         request_scale(made(compose, None), "rollout+1")
 
 
@@ -84,7 +84,7 @@ def test_a_run_without_pools_has_nothing_to_scale(compose: Compose) -> None:
         ({"execution": "segment", "pools": elastic(2)["pools"][:1]}, "no pool holds train"),
         ({**elastic(2), "stages": {"rollout": {"processes": 2}}}, "rollout asks for 1 x 2"),
         (elastic(3, max_workers=2), "max_workers: set workers too, and no more"),
-        (elastic(None, max_workers=2), "max_workers: needs workers"),
+        (elastic(None, max_workers=2), "max_workers: set workers"),
         (elastic(0), r"pools\.0\.workers|workers"),
     ],
 )

@@ -39,7 +39,7 @@ def key(compose: Compose) -> Callable[..., str]:
 
 def test_what_workers_do_not_see_changes_nothing(key: Callable[..., str]) -> None:
     assert key() == key({"iterations": 7}) == key({"log": {"trackers": ["wandb"]}})
-    assert key() == key(retries=9)
+    assert key() == key(max_retries=9)
 
 
 def test_their_configuration_resources_and_code_are_part_of_it(key: Callable[..., str]) -> None:

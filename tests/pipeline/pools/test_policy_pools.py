@@ -85,8 +85,8 @@ def test_simulators_are_ordered_once_their_policy_is_there_and_after_it(driven: 
         *((StageOrder, f"pool-0-0-r{rank}") for rank in range(3)),
     ]
     answers, (order, *_) = [order for _, order in found[:2]], [order for _, order in found[2:]]
-    assert order.asks == policies
-    assert [answer.askers for answer in answers] == [
+    assert order.policy_workers == policies
+    assert [answer.clients for answer in answers] == [
         ("pool-0-0-r0", "pool-0-0-r2"),
         ("pool-0-0-r1",),
     ]
@@ -137,7 +137,7 @@ def test_evaluations_in_a_pool_of_their_own_have_its_processes(
     driven.lease(1)
     driven.wants(StageNode("evaluate", 0))
     ((worker, order),) = driven.given()
-    assert (worker, order.ranks, order.asks) == ("pool-1-0-r0", (0,), ())
+    assert (worker, order.ranks, order.policy_workers) == ("pool-1-0-r0", (0,), ())
 
 
 def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
@@ -148,11 +148,11 @@ def test_each_side_is_told_when_the_other_is_gone(driven: Driven) -> None:
     driven.sent.clear()
     driven.orders.policy_pools.on_lease_lost(policy)
     assert [worker for worker, _ in driven.sent] == simulators.workers()
-    over = AttemptEnded(node="rollout/2", attempt=attempt, reason="its lease is over")
+    over = AttemptEnded(node="rollout/2", attempt=attempt, reason="its lease has ended")
     assert all(order == over for _, order in driven.sent)
     driven.sent.clear()
     driven.orders.end_attempt(ROLLOUT)
-    over = over.model_copy(update={"reason": "the attempt that asked has ended"})
+    over = over.model_copy(update={"reason": "the attempt of the simulators has ended"})
     assert driven.sent == [(worker, over) for worker in policy.workers()]
     assert not driven.orders.policy_pools.is_busy(policy)
 

@@ -99,7 +99,7 @@ def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:
 
 def test_messages_that_were_dropped_are_seen(tmp_path: Path) -> None:
     write(tmp_path, worker(0, malformed=7))
-    assert "dropped 7 messages that make no sense" in text(look(tmp_path))
+    assert "dropped 7 malformed messages" in text(look(tmp_path))
 
 
 def test_a_worker_in_the_queue_is_not_taken_for_an_idle_one(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_file_that_nobody_writes_any_more_says_how_old_it_is(tmp_path: Path) -
     assert not look(tmp_path, NOW + 5).is_stale
     assert "gone" not in text(look(tmp_path, NOW + 5))
     assert look(tmp_path, NOW + 600).is_stale
-    assert "10 min ago: the driver is gone or hangs" in text(look(tmp_path, NOW + 600))
+    assert "10 min ago: the driver is dead or hangs" in text(look(tmp_path, NOW + 600))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"time": 1, "pools": [], "workers": [{}]}'])

@@ -75,7 +75,7 @@ class Cluster:
                 work_item=order.work_item, host="h", exit_code=code, spans=SPANS
             )
             if rest and not code and order.work_item in self.heirs and order.starts:
-                left = {"rest": order.starts[-rest:], "samples": rest}
+                left = {"unfinished_starts": order.starts[-rest:], "num_partial_samples": rest}
                 said = said.model_copy(update={**left, "successor": self.heirs[order.work_item]})
             self.generators.on_report(worker, said)
 

@@ -35,15 +35,15 @@ from rlinf.errors import ConfigError
 NODE = """
 import sys
 from pathlib import Path
-from rlinf.channels.control_link import Link
+from rlinf.channels.control_link import WorkerLink
 from rlinf.channels.record_streams import SocketSink, SocketSource
 folder = Path(sys.argv[1])
 mine = SocketSource(folder, "node")
-link = Link(folder, "w", {})
+link = WorkerLink(folder, "w", {})
 outside = SocketSink(folder, "outside")
 outside.put(mine.get())
 outside.close()
-while not link.orders(0.2):
+while not link.receive_orders(0.2):
     pass
 link.close()
 mine.close()
@@ -53,9 +53,10 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 os.environ.pop("GLOO_SOCKET_IFNAME", None)
-World(int(sys.argv[2]), 3, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
+file = Path(sys.argv[1]) / "group-t.json"
+ProcessGroupInfo(int(sys.argv[2]), 3, rendezvous_file=file).init_process_group("cpu", 60)
 total = torch.ones(())
 dist.all_reduce(total)
 assert total == 3
@@ -181,7 +182,8 @@ def test_hosts_listen_where_they_are_told_to(
 
 
 def test_a_network_that_is_not_here_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.interface: .* 'lo0'; did you mean 'lo'"):
+    message = r"cluster\.network_interface: .* 'lo0'; did you mean 'lo'"
+    with pytest.raises(ConfigError, match=message):
         interface_address("lo0")
 
 

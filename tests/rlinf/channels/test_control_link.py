@@ -42,7 +42,7 @@ PRELUDE = """
 import sys, time
 from contextlib import closing
 from pathlib import Path
-from rlinf.channels.control_link import Controller, Link
+from rlinf.channels.control_link import Controller, WorkerLink
 folder = Path(sys.argv[1])
 """
 WAIT_S = 15.0
@@ -76,9 +76,9 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 WORKER = """
-    link = Link(folder, "w", {"gpu": "a100"})
+    link = WorkerLink(folder, "w", {"gpu": "a100"})
     while True:
-        for order in link.orders(60):
+        for order in link.receive_orders(60):
             print(order["i"], flush=True)
 """
 
@@ -188,23 +188,23 @@ def test_a_new_controller_takes_over_the_workers_and_what_was_not_handled(tmp_pa
     driver = """
         controller = Controller(folder, interface="127.0.0.1")
         while True:
-            for event in controller.events(60):
+            for event in controller.poll_events(60):
                 print(type(event).__name__, flush=True)
                 if getattr(event, "content", None) == {"i": 0}:
-                    controller.send("w", {"i": 0})
-                    controller.send("w", {"i": 1})
+                    controller.send_order("w", {"i": 0})
+                    controller.send_order("w", {"i": 1})
                 if getattr(event, "content", None) == {"i": 1}:
                     time.sleep(60)
     """
     with process(tmp_path, driver) as child:
         link = WorkerLink(tmp_path, "w", {"gpu": "a100"})
         link.send_status({"busy": True})
-        assert line(child) == "Joined"
+        assert line(child) == "PeerJoined"
         link.send_report({"i": 0})
         assert numbers(link, 1)[:1] == [0]
         assert eventually(lambda: len(link._outbox) == 0), "the first report was handled"
         link.send_report({"i": 1})
-        assert [line(child), line(child)] == ["Report", "Report"]
+        assert [line(child), line(child)] == ["PeerReport", "PeerReport"]
         old = pointer(tmp_path)
     link.send_report({"i": 2})
     with closing(Controller(tmp_path, interface="127.0.0.1")) as controller:
@@ -338,18 +338,18 @@ def test_a_stopped_controller_does_not_take_workers_for_lost(tmp_path: Path) -> 
     driver = """
         controller = Controller(folder, interface="127.0.0.1", timeout_s=1)
         while True:
-            for event in controller.events(60):
+            for event in controller.poll_events(60):
                 print(event, flush=True)
     """
     with process(tmp_path, driver) as child:
         link = WorkerLink(tmp_path, "w", {})
-        assert line(child).startswith("Joined")
+        assert line(child).startswith("PeerJoined")
         child.send_signal(signal.SIGSTOP)
         time.sleep(2.5)
         assert link.silent_s > 1
         link.send_report({"i": 0})
         child.send_signal(signal.SIGCONT)
-        assert line(child).startswith("Report")
+        assert line(child).startswith("PeerReport")
         assert eventually(lambda: link.silent_s < 1)
         link.close()
 
@@ -590,7 +590,7 @@ def test_the_pointer_is_the_owners_alone_and_goes_with_its_controller(tmp_path: 
 
 
 def test_an_address_that_is_not_here_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.interface: .* has no network"):
+    with pytest.raises(ConfigError, match=r"cluster\.network_interface: .* has no network"):
         Controller(tmp_path, interface="198.51.100.1")
     assert not (tmp_path / CONTROL_POINTER).exists()
 
@@ -598,8 +598,8 @@ def test_an_address_that_is_not_here_is_an_error_and_no_hang(tmp_path: Path) -> 
 def test_open_ends_do_not_keep_a_process_alive(tmp_path: Path) -> None:
     body = """
         controller = Controller(folder, interface="127.0.0.1")
-        link, alone = Link(folder, "w", {}), Link(folder / "nobody", "w", {})
-        controller.events(10)
+        link, alone = WorkerLink(folder, "w", {}), WorkerLink(folder / "nobody", "w", {})
+        controller.poll_events(10)
     """
     with process(tmp_path, body) as child:
         assert child.wait(WAIT_S) == 0

@@ -225,9 +225,9 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from rlinf.channels.record_files import write_records
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import RecordId, Record
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-records = [Record(Identity(0, i), {{"x": np.arange(100.0)}}, info={{"s": "x"}}) for i in range(20)]
+records = [Record(RecordId(0, i), {{"x": np.arange(100.0)}}, info={{"s": "x"}}) for i in range(20)]
 try:
     write_records(Path(sys.argv[1]), records)
 except OSError as error:

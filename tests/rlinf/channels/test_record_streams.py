@@ -35,8 +35,8 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.channels.wire_format import encode
-from rlinf.data.record import Identity, Record
+from rlinf.channels.wire_format import encode_record
+from rlinf.data.record import RecordId, Record
 folder = Path(sys.argv[1])
 """
 
@@ -100,8 +100,8 @@ def test_records_cross_between_processes_in_order(tmp_path: Path, host: SocketSo
         """
         c = SocketSink(folder, "c")
         for i in range(2000):
-            c.put(Record(Identity(0, i), {"x": np.full(8, i)}))
-        c.put(Record(Identity(0, 2000), {"x": np.arange(3_000_000)}))
+            c.put(Record(RecordId(0, i), {"x": np.full(8, i)}))
+        c.put(Record(RecordId(0, 2000), {"x": np.arange(3_000_000)}))
         c.close()
         """,
     )
@@ -263,7 +263,7 @@ def test_a_stopped_writer_goes_on_where_it_was(tmp_path: Path, host: SocketSourc
         """
         c = SocketSink(folder, "c")
         for i in range(100):
-            c.put(Record(Identity(0, i), {"x": np.full(8, i)}))
+            c.put(Record(RecordId(0, i), {"x": np.full(8, i)}))
             time.sleep(0.005)
         c.close()
         """,
@@ -294,7 +294,7 @@ def test_what_was_put_arrives_though_the_process_ends_without_a_word(
         """
         c = SocketSink(folder, "c")
         for i in range(9):
-            c.put(Record(Identity(0, i), {"x": np.zeros(1 << 17)}))
+            c.put(Record(RecordId(0, i), {"x": np.zeros(1 << 17)}))
         """,
     )
     assert samples(host, 9) == list(range(9))

@@ -289,7 +289,7 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 
 class NoStore:
     def __init__(self, *arguments, **options):
@@ -297,7 +297,8 @@ class NoStore:
 
 sys.modules["torch.distributed.rendezvous"].TCPStore = NoStore
 rank, size = int(sys.argv[2]), int(sys.argv[3])
-World(rank, size, meeting=Path(sys.argv[1]) / "group-t.json").connect("cpu", 60)
+file = Path(sys.argv[1]) / "group-t.json"
+ProcessGroupInfo(rank, size, rendezvous_file=file).init_process_group("cpu", 60)
 halves = [dist.new_group([i for i in range(size) if i % 2 == odd]) for odd in (0, 1)]
 total = torch.tensor([float(rank)])
 dist.all_reduce(total, group=halves[rank % 2])

@@ -45,7 +45,7 @@ from pathlib import Path
 import numpy as np
 from rlinf.channels.record_streams import SharedMemorySink
 from rlinf.channels.record_streams import SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import RecordId, Record
 folder = Path(sys.argv[1])
 """
 HOST = """
@@ -174,7 +174,7 @@ def test_what_a_writer_put_before_it_died_is_there_and_what_it_was_writing_is_no
         """
         c = SharedMemorySink(folder, "c")
         for i in range(3):
-            c.put(Record(Identity(0, i), {"x": np.full(8, i)}))
+            c.put(Record(RecordId(0, i), {"x": np.full(8, i)}))
         c.flush()
         # Dies between finding room and saying that a record is there.
         c._ring._room[4096:8192] = 1
@@ -232,7 +232,7 @@ def test_a_stopped_writer_goes_on_where_it_was(tmp_path: Path, source: SocketSou
         c = SharedMemorySink(folder, "c", size=1 << 14)
         print("in", flush=True)
         for i in range(400):
-            c.put(Record(Identity(0, i), {"x": np.full(100, i)}))
+            c.put(Record(RecordId(0, i), {"x": np.full(100, i)}))
         c.flush()
         c.close()
         """,
@@ -249,12 +249,12 @@ def test_a_stopped_writer_goes_on_where_it_was(tmp_path: Path, source: SocketSou
 
 STOPS = """
     c = SharedMemorySink(folder, "c", size=1 << 20)
-    c.put(Record(Identity(0, 0), {"x": np.full(100, 0)}))
+    c.put(Record(RecordId(0, 0), {"x": np.full(100, 0)}))
     c.flush()
     print("in", flush=True)
     sys.stdin.readline()
     for i in range(1, int(sys.stdin.readline())):
-        c.put(Record(Identity(0, i), {"x": np.full(100, i)}))
+        c.put(Record(RecordId(0, i), {"x": np.full(100, i)}))
     c.flush()
     c.close()
     print("left", flush=True)

@@ -28,9 +28,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from rlinf.channels.record_streams import SocketSink
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import RecordId, Record
 sink = SocketSink(Path(sys.argv[1]), "c")
-sink.put(Record(Identity(0, 0), {"x": np.arange(4_000_000, dtype=np.uint8)}))
+sink.put(Record(RecordId(0, 0), {"x": np.arange(4_000_000, dtype=np.uint8)}))
 print("put", flush=True)
 sink.close()
 """

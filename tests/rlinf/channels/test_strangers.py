@@ -54,37 +54,38 @@ def files():
 """
 CHANNEL = """
 from rlinf.channels.record_streams import SocketSink, SocketSource
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import RecordId, Record
 host = SocketSource(folder, "c")
 address = pointed("c.socket.json")
 def exchange():
     other = SocketSink(folder, "c")
-    other.put(Record(Identity(0, 1)))
+    other.put(Record(RecordId(0, 1)))
     other.flush()
     assert host.get().identity.sample == 1
     other.close()
 """
 CONTROL = """
-from rlinf.channels.control_link import Controller, Link
+from rlinf.channels.control_link import Controller, WorkerLink
 host = Controller(folder)
 address = pointed("control.json")
 def exchange():
-    link = Link(folder, "w", {})
+    link = WorkerLink(folder, "w", {})
     deadline = time.monotonic() + 30
-    while not host.events(0.1):
+    while not host.poll_events(0.1):
         assert time.monotonic() < deadline
-    host.send("w", {"i": 1})
-    assert link.orders(30) == [{"i": 1}]
+    host.send_order("w", {"i": 1})
+    assert link.receive_orders(30) == [{"i": 1}]
     link.close()
 """
 RENDEZVOUS = """
 from rlinf.channels.mailbox_protocol import read_pointer
-from rlinf.channels.rendezvous import Guest, Host
-host = Host(folder / "group.json")
+from rlinf.channels.rendezvous import RendezvousClient, RendezvousHost
+host = RendezvousHost(folder / "group.json")
 address = host.addresses[0]
 def exchange():
-    guest = Guest(folder / "group.json", "rank 1", read_pointer(folder / "group.json"), address)
-    assert guest.do("add", "n", 1) == 1
+    pointer = folder / "group.json"
+    guest = RendezvousClient(pointer, "rank 1", read_pointer(pointer), address)
+    assert guest.execute("add", "n", 1) == 1
     guest.close()
 """
 REST = """

@@ -107,7 +107,7 @@ def test_a_file_that_changes_while_it_is_indexed_is_refused(tmp_path: Path, cach
                 file.write('{"a": 3}\n')
 
     with pytest.raises(DataError, match="changed while it was in use"):
-        rows_of(path, note=add)
+        rows_of(path, observe=add)
     assert not cache.exists() or not [*cache.iterdir()]
 
 

@@ -58,7 +58,7 @@ def rank(folder: Path, number: int) -> None:
                 assert given == 4
                 print("answered", last)
             print("through", time.time())
-            assert engine.group_sizes()["server"] == (0, first.here, 0), (
+            assert engine.group_sizes()["server"] == (0, first.on_device, 0), (
                 "its memory is the others' now"
             )
             engine.onload(["server"], copy_data=version == 3)

@@ -296,7 +296,7 @@ def test_an_instruction_reaches_the_policy_and_the_trajectory(
 
 
 def test_an_instruction_that_is_not_there_or_too_long_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task\.instruction: CartPole-v1 asks for nothing"):
+    with pytest.raises(ConfigError, match=r"task\.instruction: CartPole-v1 has no instruction"):
         GymEnvironment.read_spec(GymConfig(id="CartPole-v1", instruction=True))
     with pytest.raises(ConfigError, match=r"task\.instruction: .*300 bytes.*256"):
         validate(GymConfig, {"id": "CartPole-v1", "instruction": "x" * 300}, "task")

@@ -195,7 +195,7 @@ def test_a_state_that_no_world_takes_is_one_message(processes: int, tmp_path: Pa
     with pytest.raises(SimulatorError) as raised:
         player.play(1, 5, left)  # type: ignore[arg-type]
     assert str(raised.value).startswith(
-        "sample 1: this simulator cannot go on with the episode that iteration 0 left open: "
+        "sample 1: this simulator cannot continue the open episode of iteration 0: "
         "ZeroDivisionError: no restore in this version. Restore the versions"
     )
     assert "\n" not in str(raised.value)
@@ -215,11 +215,11 @@ def test_a_world_that_always_fails_to_go_on_is_refused_before_the_run(fails: str
     [
         (
             {"simulator": "genesis", "id": "reach"},
-            r"task\.carry_over_episodes: this simulator does not say",
+            r"task\.carry_over_episodes: this simulator cannot save",
         ),
         (
             {"simulator": "tests.rlinf.envs.speaking_worlds:make"},
-            r"task\.carry_over_episodes: this simulator does not say",
+            r"task\.carry_over_episodes: this simulator cannot save",
         ),
     ],
 )

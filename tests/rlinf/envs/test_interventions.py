@@ -149,7 +149,7 @@ def test_algorithms_of_the_policys_own_choices_refuse_them(records: list[Record]
 
 
 def test_an_episode_that_is_lost_at_its_first_step_has_the_same_columns(tmp_path: Path) -> None:
-    """As where there is one world at a time, and nothing else tells."""
+    """As where there is one environment at a time, and nothing else tells."""
     file = tmp_path / "fell"
     lost, whole = (
         collected(tmp_path, kwargs={"falls": str(file)}, num_processes=processes)[0]

@@ -78,7 +78,7 @@ def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
     ]
     prompts += task.prompts(RolloutRequest(0, 0, "test", range(4), 4, 1, 8, 1.0))
     actions = [record.steps["actions"].sum() for record in task.demonstrations(1, 2, 5)]
-    return [(p.model_input, p.answer, p.tokens) for p in prompts] + [
+    return [(p.model_input, p.answer, p.num_tokens) for p in prompts] + [
         ("", "", int(a)) for a in actions
     ]
 
@@ -117,7 +117,7 @@ def test_prompts_are_the_same_however_few_are_in_memory(
     few = JsonlEnvironment(config, Vocabulary())
     assert max(rendered) == 3
     found = asked(few)
-    assert len(few._problems["train"]._held) == 2
+    assert len(few._problems["train"]._cache) == 2
     assert "q 3 " not in str(found)
     monkeypatch.setattr(problem_set, "RENDER_CHUNK", 2048)
     monkeypatch.setattr(problem_set, "MAX_CACHED_PROMPTS", 4096)

@@ -83,13 +83,13 @@ def test_it_is_not_scored(success: bool, tmp_path: Path) -> None:
 def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None:
     config = GymConfig.model_validate({**BREAKING, "kwargs": {"fails": [1]}})
     policy = eval_policy_runner(engine_for(config, tmp_path))
-    sampling = SimpleNamespace(settings=dict)
+    sampling = SimpleNamespace(non_default_settings=dict)
     rollout = SimpleNamespace(horizon=10, sampling=sampling)
     evaluate = SimpleNamespace(samples=2, horizon=None, temperature=1.0, sampling=None)
     told: Any = SimpleNamespace(
         config=SimpleNamespace(evaluate=evaluate, rollout=rollout),
-        progress=lambda *_: None,
-        stopping=lambda: False,
+        report_progress=lambda *_: None,
+        should_stop=lambda: False,
     )
     with contextlib.closing(GymEnvironment(config, None)) as environment:
         _, scores = run_eval_episodes(told, environment, policy, range(2), Counter())
@@ -127,7 +127,7 @@ def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
 def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
     world = "tests.rlinf.envs.single_worlds:make"
     config = GymConfig.model_validate({**BREAKING, "simulator": world, "kwargs": {"file": "here"}})
-    with pytest.raises(ConfigError, match=r"task\.double_buffer: .* has one world at a time"):
+    with pytest.raises(ConfigError, match=r"task\.double_buffer: .* has one environment at a time"):
         GymEnvironment.task_size(
             config.model_copy(update={"double_buffer": True, "kwargs": {"file": str(tmp_path)}}),
             None,

@@ -147,7 +147,7 @@ def test_a_lost_episode_has_no_score(tmp_path: Path) -> None:
 
 def test_an_overlong_episode_is_penalised_by_its_own_length(tmp_path: Path) -> None:
     (record,) = played(tmp_path, score_by_success=True)
-    assert judged(record, overlong_from=2, overlong_to=6)[[3, 7]].tolist() == [0.5, 0.5]
+    assert judged(record, overlong_penalty_start=2, overlong_penalty_end=6)[[3, 7]].tolist() == [0.5, 0.5]
 
 
 class Same(Reward):

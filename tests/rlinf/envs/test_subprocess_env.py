@@ -295,10 +295,10 @@ def test_worlds_share_their_memory_and_leave_none_of_it() -> None:
 
     def files() -> list[str]:
         every = [f for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
-        return [str(f) for f in every if "rlinf-worlds" in str(f.readlink())]
+        return [str(f) for f in every if "rlinf-envs" in str(f.readlink())]
 
     def maps() -> int:
-        return Path("/proc/self/maps").read_text().count("rlinf-worlds")
+        return Path("/proc/self/maps").read_text().count("rlinf-envs")
 
     gc.collect()  # what failed in other tests is in cycles
     with closing(create_simulator_process(CARTPOLE)) as process:
@@ -306,7 +306,7 @@ def test_worlds_share_their_memory_and_leave_none_of_it() -> None:
         more = process.reset([2, 3], [5, 6])["state"]
         stepped, errors = process.step([0, 1, 2, 3], np.ones(4, np.int64))
         assert errors == {}
-        assert "rlinf-worlds" not in str([*Path("/dev/shm").iterdir()])
+        assert "rlinf-envs" not in str([*Path("/dev/shm").iterdir()])
         known = files(), maps()
         assert len(known[0]) > 2
         os.kill(process.pid, signal.SIGKILL)

@@ -33,8 +33,9 @@ NAMES = ["one", "two", "three"]
 def played(folder: Path, split: Any, starts: int, **changed: Any) -> list[Record]:
     """``changed``: keys of the task, or of the episodes."""
     of: dict[str, Any] = {
-        **{"seed": 0, "iteration": 0, "split": split, "starts": range(starts), "batch": starts},
-        **{"group_size": 1, "horizon": 6, "temperature": 1.0, "open": None, "places": None},
+        **{"seed": 0, "iteration": 0, "split": split, "group_ids": range(starts)},
+        **{"num_groups": starts, "groups_per_batch": None},
+        **{"group_size": 1, "horizon": 6, "temperature": 1.0, "open_episodes": None},
     }
     of |= {name: changed.pop(name) for name in of.keys() & changed.keys()}
     config = GymConfig.model_validate({**ALL, **changed})
@@ -68,7 +69,7 @@ def test_batches_that_are_drawn_several_times_are_of_all_tasks(tmp_path: Path) -
     """Turns go on from one batch to the next, not from one iteration's last draw."""
     found = []
     for iteration in range(3):
-        drawn = {"batch": 6, "places": 2, "iteration": iteration}
+        drawn = {"num_groups": 6, "groups_per_batch": 2, "iteration": iteration}
         found.append([r.info["task"] for r in played(tmp_path, "train", 2, **drawn)])
     assert found == [["one", "two"], ["three", "one"], ["two", "three"]]
 
@@ -110,7 +111,7 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
             "train",
             4,
             iteration=iteration,
-            open=left,
+            open_episodes=left,
             horizon=2,
             carry_over_episodes=True,
         )
@@ -156,7 +157,7 @@ def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_pat
             r"task\.ignore_terminations: genesis steps all .*; set it to false",
         ),
         ({"id": ["one", "none"], "observation": 3}, r"task\.id: there is no none"),
-        ({"id": ["one", "wide"], "observation": 3}, r"task\.id: wide shows or takes something"),
+        ({"id": ["one", "wide"], "observation": 3}, r"task\.id: wide has other spaces"),
         ({"observation": 1}, r"task\.observation: 1 is not what .* has; set it to 4"),
     ],
 )

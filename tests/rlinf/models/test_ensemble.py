@@ -38,7 +38,7 @@ def test_each_is_as_if_it_were_alone(norm: CriticNorm) -> None:
     wanted = torch.stack([alone(networks, number, inputs) for number in range(3)])
     torch.testing.assert_close(networks(inputs), wanted)
     chosen = torch.tensor([2, 0])
-    torch.testing.assert_close(networks(inputs, chosen=chosen), wanted[chosen])
+    torch.testing.assert_close(networks(inputs, critics=chosen), wanted[chosen])
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "batch_renorm"])

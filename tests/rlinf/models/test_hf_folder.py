@@ -381,8 +381,8 @@ def empty(folder: Path) -> None:
     ("change", "words"),
     [
         (only_mistral, r"Mistral's own format alone .*model\.safetensors\.index\.json"),
-        (packed, r"quantised weights \(model\.layers\.0\.mlp\.up_proj\.weight\).*dequantize"),
-        (quantised, r"quantised weights .*config\.json.*dequantize"),
+        (packed, r"quantized weights \(model\.layers\.0\.mlp\.up_proj\.weight\).*dequantize"),
+        (quantised, r"quantized weights .*config\.json.*dequantize"),
         (adapter, "adapter alone .*merge_and_unload"),
         (empty, r"no \*\.safetensors; fetch its weights"),
     ],

@@ -149,7 +149,7 @@ def test_a_prompt_is_shared_by_those_who_have_its_image_too(folder: Path) -> Non
 def test_an_answer_with_an_image_token_is_refused(folder: Path) -> None:
     bad = record([(1, 1)], [4], 3)
     bad.steps["actions"][1] = 16
-    with pytest.raises(DataError, match="an answer holds a token that stands for an image"):
+    with pytest.raises(DataError, match="an answer has an image token"):
         policy(folder).collate([bad])
 
 
@@ -294,7 +294,7 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.models.test_qwen2_5_vl import CONFIG, RECORDS, Qwen25VL
@@ -308,9 +308,9 @@ def trained(world, load):
     made.step(RECORDS[:5], loss, lr=1e-2)
     return made
 
-alone = trained(World(), Qwen25VL.load).full_state()
-world = World(rank, 2, meeting=Path(sys.argv[3]) / "group-v.json")
-both = trained(world, Qwen25VL.outline).full_state()
+alone = trained(ProcessGroupInfo(), Qwen25VL.load).full_state()
+world = ProcessGroupInfo(rank, 2, rendezvous_file=Path(sys.argv[3]) / "group-v.json")
+both = trained(world, Qwen25VL.meta_from_folder).full_state()
 for name, tensor in alone.items():
     torch.testing.assert_close(both[name], tensor, rtol=0, atol=1e-5, msg=name)
 print("ok")

@@ -38,11 +38,11 @@ SHARED = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
-from rlinf.trainers.base import of_steps
+from rlinf.trainers.base import loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 from tests.rlinf.models.test_smolvla import SIZES, rolled_out
 
@@ -53,12 +53,12 @@ def stepped(world):
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
     policy = SmolVLAPolicy.load(folder, config)
     trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
-    loss = of_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
     trainer.step(records, loss, lr=1e-3)
     return trainer.full_state()
 
-shared = stepped(World(rank, 2, meeting=folder / "channels" / "group-t.json"))
-alone, first = stepped(World()), SmolVLAPolicy.load(folder, config).module.state_dict()
+shared = stepped(ProcessGroupInfo(rank, 2, rendezvous_file=folder / "channels" / "group-t.json"))
+alone, first = stepped(ProcessGroupInfo()), SmolVLAPolicy.load(folder, config).module.state_dict()
 assert any(not torch.equal(first[n], t) for n, t in alone.items())
 assert alone.keys() == shared.keys() == first.keys()
 assert all(torch.allclose(shared[n], t, atol=1e-5) for n, t in alone.items())

@@ -218,4 +218,4 @@ def test_a_folder_that_values_chunks_is_a_start_for_one_that_values_actions(
     acting.assert_values_begin_anew(VLAPolicy, tmp_path, state)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, "each time that it began anew"
-    assert "values 1 at each step, and 4 are to be valued (model.value_level" in said[0]
+    assert "has 1 outputs, and 4 are needed (model.value_level" in said[0]

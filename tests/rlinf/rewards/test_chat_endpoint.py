@@ -223,7 +223,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ({"base_url": "https://host:port/v1"}, "no address"),
         ({"base_url": "https://ho st/v1"}, "no address"),
         ({"base_url": "https://h/v1", "api_key_env": "A", "api_key_file": "b"}, "give one"),
-        ({"base_url": "https://h/v1", "retrys": 3}, "'max_retries'"),
+        ({"base_url": "https://h/v1", "max_retrys": 3}, "'max_retries'"),
     ],
 )
 def test_what_is_no_endpoint_is_refused(values: dict[str, Any], said: str) -> None:
@@ -242,4 +242,4 @@ def test_what_is_no_endpoint_is_refused(values: dict[str, Any], said: str) -> No
     ],
 )
 def test_encrypted_own_or_allowed_addresses_are_taken(values: dict[str, Any]) -> None:
-    assert validate(ChatEndpointConfig, values, "reward.endpoint").base_url == values["url"]
+    assert validate(ChatEndpointConfig, values, "reward.endpoint").base_url == values["base_url"]

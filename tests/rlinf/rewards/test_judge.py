@@ -91,7 +91,7 @@ def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
             {"role": "user", "content": "Q: 1+1= A: 2 R: 2 cm {not a field} {{"},
         ],
         "temperature": 0.0,
-        "max_total_tokens": 256,
+        "max_tokens": 256,
         "seed": 3,
     }
 
@@ -323,7 +323,7 @@ def test_a_run_whose_judge_never_answers_has_a_status(
     run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
     status = read_status(tmp_path / "tiny")
     assert status.reward is None
-    assert any("no sample could be judged" in notice for notice in status.warnings)
+    assert any("no sample has a valid reward" in notice for notice in status.warnings)
 
 
 def test_a_run_counts_and_records_what_was_not_judged(

@@ -198,8 +198,8 @@ def test_a_run_with_one_that_is_not_there_is_refused_before_it_begins(compose: A
     config = RunConfig.model_validate(compose(*words))
     with pytest.raises(DataError, match=r"reward\.path: no folder /no/such/folder"):
         validate_config(config)
-    wrong = RunConfig.model_validate(compose(*words, "reward.batch_token=4"))
-    with pytest.raises(ConfigError, match=r"reward\.batch_token.*'max_tokens_per_batch'"):
+    wrong = RunConfig.model_validate(compose(*words, "reward.max_token_per_batch=4"))
+    with pytest.raises(ConfigError, match=r"reward\.max_token_per_batch.*'max_tokens_per_batch'"):
         validate_config(wrong)
 
 

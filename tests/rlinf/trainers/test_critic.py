@@ -110,13 +110,14 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.models.causal_lm_critic import CausalLMCritic, CausalLMCriticConfig
 from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make, weights, LR
 from tests.rlinf.trainers.test_threaded_data_parallel import records
 
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-world = World(rank, size, meeting=folder.parent / "channels" / "group-critic.json")
+meeting = folder.parent / "channels" / "group-critic.json"
+world = ProcessGroupInfo(rank, size, rendezvous_file=meeting)
 data = records()
 for critic in ("own", "shared"):
     for options in ({"fsdp_wrap_min_mb": 0}, {}):
@@ -140,14 +141,14 @@ for critic in ("own", "shared"):
         target = folder.parent / f"policy-{name}"
         if rank == 0:
             target.mkdir()
-            both.policy.save_state(target, both.stream())
+            both.policy.save_state(target, both.stream_weights())
         else:
-            both.stream().drain()
+            both.stream_weights().drain()
         dist.barrier()
         fresh = make(folder, world, critic, **options)
-        fresh.fill(target)
+        fresh.load_policy_folder(target)
         assert_alike(weights(fresh), weights(both))
-        fresh.fill(folder)
+        fresh.load_policy_folder(folder)
         assert_alike(weights(fresh), weights(make(folder, critic=critic)))
 print("ok")
 """

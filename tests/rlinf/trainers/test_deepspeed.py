@@ -18,7 +18,7 @@ from tests.environments import need_environment
 ODD = """
 import sys
 from pathlib import Path
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.trainers.deepspeed import DeepSpeedConfig, DeepSpeedTrainer
@@ -29,7 +29,8 @@ MLPPolicy.create(config, spec, 0, folder)
 policy = MLPPolicy.load(folder, config)
 assert sum(p.numel() for p in policy.module.parameters()) % 2
 options = DeepSpeedConfig(device="cpu", zero_stage=2)
-print(len(DeepSpeedTrainer(policy, options, OptimizerSection(), World()).full_state()) > 0)
+trainer = DeepSpeedTrainer(policy, options, OptimizerSection(), ProcessGroupInfo())
+print(len(trainer.full_state_dict()) > 0)
 """
 
 

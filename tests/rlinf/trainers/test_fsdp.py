@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 import torch
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.device_memory import Residency
+from rlinf.device_memory import DeviceMemoryManager
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 
@@ -25,14 +25,15 @@ CausalLM.create(config, {"alphabet": "0123456789+="}, 0, folder)
 
 def make():
     options = FSDPConfig(device="cpu", param_dtype="bfloat16", fsdp_wrap_min_mb=int(sys.argv[2]))
-    return FSDPTrainer(CausalLM.load(folder, config), options, OptimizerSection(), World())
+    policy = CausalLM.load(folder, config)
+    return FSDPTrainer(policy, options, OptimizerSection(), ProcessGroupInfo())
 
 trainer = make()
 assert type(next(trainer.policy.module.parameters()).data).__name__ == "DTensor"
 """
 WHOLE = """
 before = {n: t.clone() for n, t in CausalLM.load(folder, config).module.state_dict().items()}
-state = trainer.full_state()
+state = trainer.full_state_dict()
 assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 assert state.keys() == before.keys()
 assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
@@ -40,16 +41,16 @@ print("ok")
 """
 MOVED = """
 stays, moves, data = trainer, make(), records()
-residency = Residency(moves.device, sys.maxsize)
+residency = DeviceMemoryManager(moves.device, sys.maxsize)
 
 def need(*groups):
-    residency.need(moves)
-    residency.clear()
-    held = [t for tensors in moves.resident().values() for t in tensors]
+    residency.acquire(moves)
+    residency.offload_all()
+    held = [t for tensors in moves.tensor_groups().values() for t in tensors]
     held += [t for t in moves.policy.module.parameters()]  # nothing is still gathered
     assert not any(getattr(t, "_local_tensor", t).untyped_storage().nbytes()
                    for t in held if not t.is_meta)
-    residency.need(moves, *groups)
+    residency.acquire(moves, *groups)
 
 for _ in range(2):
     for part in (data[:4], data[4:]):
@@ -62,7 +63,7 @@ for _ in range(2):
     need()
     assert stays.update(lr=1e-3) == moves.update(lr=1e-3)
 need("weights")
-kept, moved = stays.full_state(), moves.full_state()
+kept, moved = stays.full_state_dict(), moves.full_state_dict()
 assert all(torch.equal(kept[name], tensor) for name, tensor in moved.items())
 print("ok")
 """
@@ -70,14 +71,14 @@ print("ok")
 
 TAKEN = """
 whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), OptimizerSection(),
-                    World())
+                    ProcessGroupInfo())
 trainer.accumulate(records(), loss)
 trainer.update(lr=1e-2)
 for other in (make(), whole):
-    before = other.full_state(copy=True)
-    other.load_weights(trainer.full_state().items())
-    after = other.full_state()
-    assert all(torch.equal(after[name], t) for name, t in trainer.full_state().items())
+    before = other.full_state_dict(copy=True)
+    other.load_weights(trainer.full_state_dict().items())
+    after = other.full_state_dict()
+    assert all(torch.equal(after[name], t) for name, t in trainer.full_state_dict().items())
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
     assert after["lm_head.weight"] is after["model.embed_tokens.weight"]
 print("ok")
@@ -96,7 +97,7 @@ pickle.dumps = pickle.loads = refuse
 distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
 sys.modules["torch.distributed.rendezvous"].TCPStore = refuse
 meeting = folder.parent / "channels" / "group-t.json"
-world = World(int(sys.argv[3]), 2, meeting=meeting)
+world = ProcessGroupInfo(int(sys.argv[3]), 2, rendezvous_file=meeting)
 
 def make():
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0)
@@ -109,13 +110,13 @@ dist.barrier()
 again.load(folder.parent / "checkpoint")
 for trainer in (kept, again):
     trainer.step(records(), loss, lr=1e-2)
-right, state = kept.full_state(), again.full_state()
+right, state = kept.full_state_dict(), again.full_state_dict()
 assert all(torch.equal(right[name], tensor) for name, tensor in state.items())
 whole = FSDPTrainer(CausalLM.load(folder, config), FSDPConfig(device="cpu"), OptimizerSection(),
-                    World())
+                    ProcessGroupInfo())
 whole.load(folder.parent / "checkpoint")
 whole.step(records(), loss, lr=1e-2)
-assert all(torch.allclose(right[n], t, atol=1e-5) for n, t in whole.full_state().items())
+assert all(torch.allclose(right[n], t, atol=1e-5) for n, t in whole.full_state_dict().items())
 print("ok")
 """
 

@@ -89,7 +89,7 @@ def test_gradients_and_moments_are_of_adapters(folder: Path) -> None:
 
 
 def test_a_target_that_is_nowhere_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets: .*no_proj"):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules: .*no_proj"):
         make(folder, lora={"rank": 4, "target_modules": ["no_proj"]})
     with pytest.raises(ConfigError, match=r"'v_porj' is nowhere.*v_proj"):
         make(folder, lora={"rank": 4, "target_modules": ["q_proj", "v_porj"]})
@@ -116,13 +116,13 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_lora import LR, assert_close, make
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 alone = make(folder)
-world = World(rank, 2, meeting=folder.parent / "channels" / "group-l.json")
+world = ProcessGroupInfo(rank, 2, rendezvous_file=folder.parent / "channels" / "group-l.json")
 both = make(folder, world, fsdp_wrap_min_mb=0)
 assert_close(both, alone, 0.0)
 for trainer in (alone, both):
@@ -136,7 +136,7 @@ assert_close(both, again, 1e-7)
 for trainer in (again, both):
     trainer.step(records(), loss, lr=LR)
 assert_close(both, again)
-both.fill(folder)
+both.load_policy_folder(folder)
 assert_close(both, make(folder), 0.0)
 print("ok")
 """

@@ -161,7 +161,7 @@ RANKS = """
 import json, sys
 from pathlib import Path
 import torch
-from rlinf.channels.process_group import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers import trainers
@@ -175,13 +175,13 @@ if said["trainer"] == "deepspeed":
     from deepspeed.accelerator import get_accelerator
     type(get_accelerator()).is_fp16_supported = lambda self: True
 layout = ParallelLayout.parse(said["layout"])
-world = World(rank, 2, meeting=out / "channels" / "group-h.json", layout=layout)
+world = ProcessGroupInfo(rank, 2, rendezvous_file=out / "channels" / "group-h.json", layout=layout)
 cls = trainers.get(said["trainer"])
 config = cls.Config.model_validate(
     {"device": "cpu", "max_tokens_per_microbatch": 40, "param_dtype": "float16", **said["options"]}
 )
 def made():
-    return cls(CausalLM.outline(folder, CONFIG), config, OptimizerSection(lr=1e-3), world)
+    return cls(CausalLM.meta_from_folder(folder, CONFIG), config, OptimizerSection(lr=1e-3), world)
 
 def held(trainer):
     return {n: getattr(t, "_local_tensor", t).clone() for n, t in trainer.snapshot().items()}
@@ -200,7 +200,7 @@ found = [each.step(records(), loss, lr=1e-3) for each in (trainer, other)]
 assert found[0] == found[1], found
 mine, theirs = held(trainer), held(other)
 assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-whole = trainer.full_state(copy=True)
+whole = trainer.full_state_dict(copy=True)
 if rank == 0:
     (out / "said.json").write_text(json.dumps([first, skipped, found[0]]))
 trainer.close()
@@ -269,7 +269,7 @@ DEEPSPEED = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
 from rlinf.models.causal_lm import CausalLM
@@ -281,7 +281,7 @@ config = cls.Config.model_validate({"device": "cpu", "param_dtype": "float16"})
 from deepspeed.accelerator import get_accelerator
 type(get_accelerator()).is_fp16_supported = lambda self: None
 try:
-    cls(CausalLM.load(Path(sys.argv[1]), CONFIG), config, OptimizerSection(), World())
+    cls(CausalLM.load(Path(sys.argv[1]), CONFIG), config, OptimizerSection(), ProcessGroupInfo())
 except ConfigError as error:
     print(error)
 """

@@ -36,7 +36,7 @@ import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rlinf.channels.process_group import ParallelLayout, World
+from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
@@ -45,9 +45,10 @@ from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 said = json.loads(sys.argv[1])
 rank, size, out = int(sys.argv[2]), said["size"], Path(said["out"])
 layout = ParallelLayout.parse(said["layout"])
-world = World(rank, size, meeting=out / "channels" / "group-m.json", layout=layout)
+meeting = out / "channels" / "group-m.json"
+world = ProcessGroupInfo(rank, size, rendezvous_file=meeting, layout=layout)
 cls, folder = trainers.get("megatron"), Path(said["folder"])
-load = CausalLM.outline if size > 1 else CausalLM.load
+load = CausalLM.meta_from_folder if size > 1 else CausalLM.load
 options = {"device": "cpu", "max_tokens_per_microbatch": 40, **said["options"]}
 trainer = cls(
     load(folder, CausalLMConfig()),
@@ -61,11 +62,11 @@ data = records(lowest=0)
 found = {f"forward/{row}": outputs.logprobs for row, outputs in trainer.forward(data, 1.0)}
 metrics = [trainer.step(data, loss, lr=1e-3) for _ in range(said["steps"])]
 trainer.save(out / "state")
-found |= {f"weights/{name}": tensor for name, tensor in trainer.full_state(copy=True).items()}
-if world.speaks:
+found |= {f"weights/{name}": tensor for name, tensor in trainer.full_state_dict(copy=True).items()}
+if world.is_primary:
     found = {name: tensor.clone() for name, tensor in found.items()}
-    save_file(found, out / f"found-{world.data_rank}.safetensors")
-    (out / f"metrics-{world.data_rank}.json").write_text(json.dumps(metrics))
+    save_file(found, out / f"found-{world.data_parallel_rank}.safetensors")
+    (out / f"metrics-{world.data_parallel_rank}.json").write_text(json.dumps(metrics))
 trainer.close()
 print("ok")
 """

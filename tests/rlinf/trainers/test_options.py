@@ -112,14 +112,14 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.models import causal_lm
-from rlinf.sharded_tensors import local
+from rlinf.sharded_tensors import local_shard
 from tests.rlinf.trainers.test_threaded_data_parallel import loss, records
 from tests.rlinf.trainers.test_options import LR, assert_close, make
 
 folder, rank, size, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
-world = World(rank, size, meeting=folder.parent / "channels" / "group-t.json")
+world = ProcessGroupInfo(rank, size, rendezvous_file=folder.parent / "channels" / "group-t.json")
 data = records()
 alone = make(folder)
 alone.step(data, loss, lr=LR)
@@ -131,13 +131,13 @@ one = make(folder, world, fsdp_wrap_min_mb=0)
 right = one.step(data, loss, lr=LR)
 both = {"gradient_checkpointing": True, "packing": True}
 for options in (both, {"offload_optimizer": True}, {"parts": True}):
-    causal_lm.WHOLE = 40 if options.pop("parts", False) else 1 << 25
+    causal_lm.MAX_LOGITS = 40 if options.pop("parts", False) else 1 << 25
     other = make(folder, world, fsdp_wrap_min_mb=0, **options)
     said = other.step(data, loss, lr=LR)
     assert all(abs(said[name] - value) < 1e-5 * max(1, abs(value)) for name, value in right.items())
     assert_close(other, alone, LR / 50)
 for whole in (1 << 25, 40):
-    causal_lm.WHOLE = whole
+    causal_lm.MAX_LOGITS = whole
     types = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     half = make(folder, world, fsdp_wrap_min_mb=0, **types)
     seen = set()
@@ -157,10 +157,10 @@ print("ok")
 HYBRID = (
     RANKS
     + """
-both = make(folder, world, replicas=2)
+both = make(folder, world, dp_replicate=2)
 weight = both.policy.module.get_input_embeddings().weight
 assert weight.device_mesh.shape == (2, 2)
-assert len(local(weight)) * 2 >= weight.shape[0] > len(local(weight))
+assert len(local_shard(weight)) * 2 >= weight.shape[0] > len(local_shard(weight))
 both.step(data, loss, lr=LR)
 assert_close(both, alone, LR / 50)
 both.save(folder.parent / "hybrid", both.snapshot())
@@ -169,7 +169,7 @@ assert sorted(path.name for path in (folder.parent / "hybrid").iterdir()) == [
     "rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
 alone.load(folder.parent / "hybrid")
 assert_close(both, alone, 0.0)
-again = make(folder, world, replicas=2)
+again = make(folder, world, dp_replicate=2)
 again.load(folder.parent / "hybrid")
 sharded = make(folder, world)
 sharded.load(folder.parent / "hybrid")
@@ -235,7 +235,7 @@ def test_copies_that_do_not_divide_the_processes_are_refused() -> None:
 
     for good in (1, 3, 6):
         check(good)
-    with pytest.raises(ConfigError, match=r"trainer\.replicas: 3 does not .* 4 .*of train;"):
+    with pytest.raises(ConfigError, match=r"trainer\.dp_replicate: 3 does not .* 4 .*of train;"):
         check(4)
 
 

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from rlinf.trainers import shards
-from rlinf.channels.process_group import World
-from rlinf.sharded_tensors import gathered
+from rlinf.trainers import sharded_checkpoint
+from rlinf.channels.process_group import ProcessGroupInfo
+from rlinf.sharded_tensors import gather_full_tensors
 
 def refuse(*arguments, **options):
     raise AssertionError("pickled")
@@ -40,7 +40,8 @@ pickle.dumps = pickle.loads = refuse
 for name in ("_object_to_tensor", "_tensor_to_object"):
     setattr(dist.distributed_c10d, name, refuse)
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-World(rank, size, meeting=folder / "channels" / f"group-{size}.json").connect("cpu", 60)
+meeting = folder / "channels" / f"group-{size}.json"
+ProcessGroupInfo(rank, size, rendezvous_file=meeting).init_process_group("cpu", 60)
 mesh = init_device_mesh("cpu", (size,))
 
 def state(fill):
@@ -53,11 +54,11 @@ def state(fill):
         "optimizer": {"state": {"a": {"step": torch.tensor(3.0 * fill), "m": tensor(7, 3)}}},
     }
 
-shards.write(folder / "both", state(1.0), rank, size)
+sharded_checkpoint.write_shards(folder / "both", state(1.0), rank, size)
 dist.barrier()
 for name in ("alone", "both"):
     mine, right = state(0.0), state(1.0)
-    shards.read(folder / name, mine)
+    sharded_checkpoint.read_shards(folder / name, mine)
     for key, value in mine["model"].items():
         assert torch.equal(value.to_local(), right["model"][key].to_local()), key
     mine, right = (s["optimizer"]["state"]["a"] for s in (mine, right))
@@ -65,7 +66,7 @@ for name in ("alone", "both"):
     assert mine["step"] == 3
 named = state(1.0)["model"] | {"plain": torch.ones(2), "wide": state(1.0)["model"]["a"].bfloat16()}
 for most in (1, 8, 50, 1 << 20):
-    whole = dict(gathered(named.items(), most))
+    whole = dict(gather_full_tensors(named.items(), most))
     assert whole.keys() == named.keys()
     for key, value in named.items():
         right = value.full_tensor() if key != "plain" else value

@@ -127,11 +127,11 @@ RANKS = """
 import sys
 from pathlib import Path
 import torch
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from tests.rlinf.trainers.test_spans import samples, trainer, updated, LR
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-world = World(rank, 2, meeting=folder.parent / "channels" / "group-spans.json")
+world = ProcessGroupInfo(rank, 2, rendezvous_file=folder.parent / "channels" / "group-spans.json")
 both = trainer(folder, 6, world)
 records = [sample.trajectory for sample in samples()]
 alone = trainer(folder, 10_000)

@@ -17,9 +17,9 @@ import time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from rlinf.errors import TransferError
-from rlinf.weights.broadcast import Broadcast
-from rlinf.weights.buckets import Layout
+from rlinf.errors import WeightTransferError
+from rlinf.weights.broadcast import WeightBroadcast
+from rlinf.weights.buckets import BucketLayout
 from tests.rlinf.weights.states import TYPES, random_tensor, same
 
 rank, folder, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -39,7 +39,7 @@ def wanted(version):
     return cast
 
 
-end = Broadcast(group)
+end = WeightBroadcast(group)
 if case == "gone":
     if rank == 2:
         os._exit(0)
@@ -48,13 +48,13 @@ if case == "gone":
         end.send(0, state(0)) if rank == 0 else end.receive()
         # The sender has passed on what it had: the one after the missing rank may not notice.
         end.send(1, state(0)) if rank == 0 else end.receive()
-    except TransferError as error:
+    except WeightTransferError as error:
         print("gone" if "gone" in str(error) else error, time.monotonic() - began < 20)
     end.close()
     del group, end
     sys.exit()
 if case == "damage" and rank == 0:
-    pack = Layout.pack
+    pack = BucketLayout.pack_bucket
     started = end._start
 
     def start(buffer):
@@ -78,7 +78,7 @@ for version in (0, 1, 1, 2):
         assert same(got.tensors, wanted(version)), version
         assert got.tensors["tied"] is got.tensors["large"]
         print("whole", version, got.digest)
-    except TransferError as error:
+    except WeightTransferError as error:
         print("refused", version, "1 of" in str(error))
 # What is left of it when Python ends would end the process.
 end.close()

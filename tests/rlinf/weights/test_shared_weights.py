@@ -227,8 +227,8 @@ def test_readers_beside_a_busy_writer_see_no_torn_version(name: str) -> None:
 
 HOLD = """
 import sys, time
-from rlinf.weights.shared_weights import SharedReader
-view = SharedReader(sys.argv[1]).newest()
+from rlinf.weights.shared_weights import SharedWeightsReader
+view = SharedWeightsReader(sys.argv[1]).newest()
 print(view.version, flush=True)
 time.sleep(60)
 """
@@ -254,19 +254,19 @@ def test_a_reader_that_is_killed_stops_nobody(name: str) -> None:
 
 WRITE = """
 import sys, time, torch
-from rlinf.weights import shared
-from rlinf.weights.buckets import Layout
+from rlinf.weights import shared_weights
+from rlinf.weights.buckets import BucketLayout
 state = {"w": torch.zeros(100_000)}
-layout = Layout.of(state, bucket_bytes=4096)
-writer = shared.SharedWriter(sys.argv[1], layout)
+layout = BucketLayout.from_tensors(state, bucket_bytes=4096)
+writer = shared_weights.SharedWeightsWriter(sys.argv[1], layout)
 writer.publish(0, state)
-pack, count = Layout.pack, 0
+pack, count = BucketLayout.pack_bucket, 0
 def slow(self, bucket, tensors, out):
     pack(self, bucket, tensors, out)
     if bucket == 50:
         print("half", flush=True)
         time.sleep(60)
-Layout.pack = slow
+BucketLayout.pack_bucket = slow
 writer.publish(1, {"w": torch.ones(100_000)})
 """
 

@@ -165,8 +165,8 @@ def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> No
         GroupSendDone(group="group-none", digest="0").to_dict(),
         stranger.to_dict(),
         elsewhere.to_dict(),
-        {"what": "group_forms"},
-        {"what": "nothing known"},
+        {"type": "group_formed"},
+        {"type": "nothing known"},
         {},
     ):
         worker_out = there.outbox.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)

@@ -59,12 +59,12 @@ def travelled(message: WorkerMessage) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.what)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.type)
 def test_an_order_arrives_as_it_was_sent(order: messages.WorkerOrder) -> None:
     assert read_order(travelled(order)) == order
 
 
-@pytest.mark.parametrize("said", REPORTS, ids=lambda said: said.what)
+@pytest.mark.parametrize("said", REPORTS, ids=lambda report: report.type)
 def test_a_report_arrives_as_it_was_sent(said: messages.WorkerReport) -> None:
     assert read_report(travelled(said)) == said
 
@@ -73,12 +73,12 @@ def test_a_report_arrives_as_it_was_sent(said: messages.WorkerReport) -> None:
     "content",
     [
         {},
-        {"what": "leave"},
-        {"what": "dance"},
-        {"what": "cut"},
-        {"what": "cut", "worker": 5},
-        {"what": "cut", "worker": "w", "more": 1},
-        {"what": "stage_ended", "node": "n", "code": "x"},
+        {"type": "shut_down"},
+        {"type": "dance"},
+        {"type": "connection_lost"},
+        {"type": "connection_lost", "worker": 5},
+        {"type": "connection_lost", "worker": "w", "more": 1},
+        {"type": "stage_ended", "node": "n", "exit_code": "x"},
     ],
 )
 def test_what_is_no_report_is_refused(content: dict[str, Any]) -> None:

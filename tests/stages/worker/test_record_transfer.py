@@ -30,14 +30,14 @@ SENDER = """
 import sys
 from pathlib import Path
 import numpy as np
-from rlinf.data.record import Identity, Record
-from stages.worker.record_transfer import Outbox
-outbox = Outbox(Path(sys.argv[1]))
+from rlinf.data.record import Record, RecordId
+from stages.worker.record_transfer import RecordSender
+outbox = RecordSender(Path(sys.argv[1]))
 rank = int(sys.argv[2])
-writer = outbox.writer("it/0000/rollout:trajectories", ["a"], rank, 2)
+writer = outbox.stream_to("it/0000/rollout:trajectories", ["a"], rank, 2)
 for sample in range(rank, 6, 2):
     steps = {"actions": np.array([sample])}
-    writer.put(Record(Identity(0, sample, 0), steps, info={"group": rank}))
+    writer.put(Record(RecordId(0, sample, 0), steps, info={"group": rank}))
 writer.close()
 outbox.close()
 """
@@ -128,7 +128,7 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way:
         if sample == 50:
             outbox.subscribe(TO, {"b": way})
     for stream in streams:
-        assert until(lambda stream=stream: stream.complete(range(100)))
+        assert until(lambda stream=stream: stream.is_complete(range(100)))
         assert not stream.is_complete(range(101))
     writer.close()
     late = LiveStore()
@@ -136,7 +136,7 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way:
     streams.append(late.output("it/0000/rollout").stream("trajectories"))
     outbox.subscribe(TO, {"c": way})
     for stream in streams:
-        assert until(lambda stream=stream: stream.complete(range(101))), "the end comes too"
+        assert until(lambda stream=stream: stream.is_complete(range(101))), "the end comes too"
         assert [r.identity.sample for r in stream.read(range(101))] == list(range(100))
     outbox.close()
     for inbox in inboxes:
@@ -146,9 +146,9 @@ def test_who_asks_late_is_sent_what_was_made_and_what_comes(tmp_path: Path, way:
 HOST = """
 import sys, time
 from pathlib import Path
-from stages.worker.record_transfer import Inbox
-from stages.live_store import Board
-taken = Inbox(Path(sys.argv[1]), "a", Board())
+from stages.worker.record_transfer import RecordReceiver
+from stages.live_store import LiveStore
+taken = RecordReceiver(Path(sys.argv[1]), "a", LiveStore())
 print("in", flush=True)
 time.sleep(60)
 """

@@ -56,8 +56,8 @@ class Bench:
         )
 
     def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
-        usual = {"out": OUT, "weights": "warm_start", "attempt": None, "to": "w", "starts": starts}
-        about = {"claim": name, "name": name, "iteration": iteration}
+        usual = {"output": OUT, "weights": "warm_start", "weights_attempt": None, "receiver": "w"}
+        about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
         self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
 
     def report(self, code: int = 0) -> WorkItemEnded:
@@ -134,7 +134,7 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     bench.report()
     whole = bench.texts(OUT, 2 * bench.config.rollout.group_size)
     out = "it/0000/elsewhere"
-    bench.claim("cut", 0, 1, out=out)
+    bench.claim("cut", 0, 1, output=out)
     while not bench.turns.is_busy:
         time.sleep(0)
     bench.generator.reassign("cut", "w")
@@ -145,7 +145,7 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     begun = PartialSamples(
         work_item=0, channel=channel, num_samples=said.num_partial_samples, weights_attempt=None
     )
-    bench.claim("heir", *said.unfinished_starts, out=out, begun=begun)
+    bench.claim("heir", *said.unfinished_starts, output=out, partial=begun)
     assert not bench.report().unfinished_starts
     assert bench.texts(out, len(whole)) == whole
 
@@ -163,7 +163,7 @@ def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Benc
     bench.claim("prepares")
     bench.report()
     bench.weights(SYNC, "data-a")
-    bench.claim("live", 0, iteration=1, weights=SYNC, attempt="data-a")
+    bench.claim("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
     said = bench.report()
     assert [name for name, *_ in said.spans] == ["load", "generate"]
     assert not said.used_disk_fallback
@@ -178,7 +178,7 @@ def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> Non
     manifest = read_manifest(shutil.copytree(bench.run / "warm_start", bench.run / SYNC))
     assert manifest is not None
     bench.resident.engine_weights = "older ones"
-    bench.claim("lost", 0, iteration=1, weights=SYNC, attempt=manifest.data)
+    bench.claim("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
     assert bench.report().used_disk_fallback
 
 
@@ -203,11 +203,11 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
     """It does not wait for them: they may be made again by whom it would hold up."""
     bench.weights(SYNC, "data-a")
     live = {"iteration": 1, "weights": SYNC}
-    bench.claim("no engine", 0, **live, attempt="data-a")
+    bench.claim("no engine", 0, **live, weights_attempt="data-a")
     bench.report(EXIT_REQUEUE)
     bench.claim("prepares")
     bench.report()
-    bench.claim("another attempt", 0, **live, attempt="data-b")
+    bench.claim("another attempt", 0, **live, weights_attempt="data-b")
     assert "data-b" in bench.report(EXIT_REQUEUE).reason
 
 

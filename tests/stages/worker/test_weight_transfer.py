@@ -48,7 +48,7 @@ class Wire:
 
     records: list[Record] = field(default_factory=list)
 
-    def writer(self, to: str, workers: list[str], rank: int, ranks: int) -> Wire:
+    def stream_to(self, target: str, workers: list[str], rank: int, ranks: int) -> Wire:
         return self
 
     def put(self, record: Record, weight: int = 1) -> None:
@@ -203,7 +203,7 @@ def flip(record: Record) -> Record:
 
 def test_a_flipped_bit_is_found_and_the_version_is_never_served() -> None:
     records = sent("socket")
-    buckets = [i for i, record in enumerate(records) if record.info["what"] == "bucket"]
+    buckets = [i for i, record in enumerate(records) if record.info["type"] == "weights_bucket"]
     assert len(buckets) > 1
     for damaged in buckets:
         board = LiveStore()
@@ -222,7 +222,7 @@ def test_a_bucket_that_is_missing_or_of_another_version_is_found() -> None:
         for record in stream:
             taker.handle_record(OUT, record)
         assert not board.output(OUT).objects
-    assert records[-1].info["what"] == "ends"
+    assert records[-1].info["type"] == "weights_end"
 
 
 def test_messages_that_make_no_sense_are_dropped() -> None:

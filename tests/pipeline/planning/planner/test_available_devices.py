@@ -107,7 +107,7 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     if execution == "stage":
         train = proposal.plan.stages["train"].model_copy(update={"nodes": 2})
         stages = {**proposal.plan.stages, "train": train}
-        with pytest.raises(PlanError, match="nodes: 2 asked of h100, where a job has at most 1"):
+        with pytest.raises(PlanError, match="2 requested of h100, where a job has at most 1"):
             assess_plan(asked, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
 
 
@@ -181,7 +181,7 @@ def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
 def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Grain) -> None:
     # A process on a GPU asks for four.
     tight = inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100")
-    with pytest.raises(PlanError, match=r"4 asked in all, QOS small allows .* 3 \(cpu\)"):
+    with pytest.raises(PlanError, match=r"4 requested in all, QOS small allows .* 3 \(cpu\)"):
         ask(config, tight, execution)
 
 
@@ -199,7 +199,7 @@ def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
     plan = propose_plan(ask(config, inventory(), execution)).plan
     tight = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})), execution)
     with pytest.raises(
-        PlanError, match=r"gpus: \d asked in all, QOS small allows .* 1|gpus in all"
+        PlanError, match=r"gpus: \d requested in all, QOS small allows .* 1|gpus in all"
     ):
         assess_plan(tight, plan, "plan.yaml")
 
@@ -315,7 +315,7 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
     expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
     assert found.bound <= found.forecast.cost
-    with pytest.raises(PlanError, match=rf"8 asked in all, QOS small allows .* {most} \(cpu\)"):
+    with pytest.raises(PlanError, match=rf"8 requested in all, QOS small allows .* {most} \(cpu\)"):
         assess_plan(asked, by_hand(execution, 4), "plan.yaml")
 
 
@@ -361,7 +361,7 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
         if allowed:
             assert assess_plan(asked, plan, "plan.yaml").forecast.iteration_s > 0
         else:
-            with pytest.raises(PlanError, match="51 minutes asked, QOS long allows 50"):
+            with pytest.raises(PlanError, match="51 minutes requested, QOS long allows 50"):
                 assess_plan(asked, plan, "plan.yaml")
 
 
@@ -369,7 +369,7 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
     config: RunConfig,
 ) -> None:
     tight = inventory(QosLimits(max_tres_per_user={"gres/gpu": 1}), ME, "h100")
-    with pytest.raises(PlanError, match="2 asked in all, QOS small allows all jobs together 1"):
+    with pytest.raises(PlanError, match="2 requested in all, QOS small allows all jobs together 1"):
         assess_plan(ask(config, tight, "segment"), by_hand("segment", 1), "plan.yaml")
 
 
@@ -385,7 +385,7 @@ def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) ->
 
     found = assess_plan(asked, given(workers=4), "plan.yaml")
     assert found.forecast.stages["rollout"].breakdown_s["work"] < 40 / 2 / 2
-    with pytest.raises(PlanError, match=r"pools\[0\]\.gpus: 4 h100 asked, .* at most 2"):
+    with pytest.raises(PlanError, match=r"pools\[0\]\.gpus: 4 h100 requested, .* at most 2"):
         assess_plan(asked, given(), "plan.yaml")
     pins = {"rollout": frozenset({"h100"}), **dict.fromkeys(EVERY[1:], frozenset({"a100"}))}
     plan = propose_plan(replace(asked, pins=pins)).plan

@@ -58,18 +58,23 @@ def test_a_worse_plan_is_told_what_the_best_would_take(config: RunConfig) -> Non
     ("train", "words"),
     [
         ({"partition": "h10"}, r"train\.partition: 'h10' is not here.*did you mean 'h100'"),
-        ({"nodes": 3}, r"train\.nodes: 3 asked of h100, which has 2"),
+        ({"nodes": 3}, r"train\.nodes: 3 requested of h100, which has 2"),
         ({"processes": 3}, r"train\.processes: 3 a node, nodes of h100 have 2 devices"),
         ({"gpu_type": "a100"}, r"train\.gpu_type: h100 has no 'a100'"),
         ({"partition": "gpu", "gpu_type": None}, r"train\.gpu_type: gpu has a100, h100"),
-        ({"time_limit_min": 61}, r"train\.time_limit_min: 61 asked, partition h100 allows 60"),
+        ({"time_limit_min": 61}, r"train\.time_limit_min: 61 requested, partition h100 allows 60"),
         ({"mem_mb": 300}, r"train\.mem_mb: 300, but 1 processes needed 400 MiB"),
         (
-            {"partition": "gpu", "gpu_type": None, "nodes": 2, "shares": {"h100": 2, "a100": 1}},
+            {
+                "partition": "gpu",
+                "gpu_type": None,
+                "nodes": 2,
+                "speed_weights": {"h100": 2, "a100": 1},
+            },
             r"train\.constraint: None does not say.*\[a100\*N&h100\*N\]",
         ),
         (
-            {"partition": "gpu", "gpu_type": None, "shares": {"h100": 2, "v100": 1}},
+            {"partition": "gpu", "gpu_type": None, "speed_weights": {"h100": 2, "v100": 1}},
             r"train\.speed_weights: h100, v100 are not two kinds",
         ),
     ],
@@ -89,7 +94,7 @@ def test_what_unlike_devices_lose_is_what_was_measured(
     request = ask(config, "a100", "h100", "gpu")
     mixed = {
         **{"partition": "gpu", "gpu_type": None, "nodes": 2},
-        **{"shares": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
+        **{"speed_weights": {"h100": 2, "a100": 1}, "constraint": "[h100*1&a100*1]"},
     }
 
     def work(asked: PlanRequest) -> float:

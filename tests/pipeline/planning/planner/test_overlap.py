@@ -134,7 +134,7 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     stages = tuple(on_policy.device_dependencies())
     pools = (PoolPlan(stages=stages[:1], gpus={"a": 4}), PoolPlan(stages=stages[1:], gpus={"b": 4}))
     plan = proposal.plan.model_copy(update={"pools": pools})
-    with pytest.raises(PlanError, match="8 a and b asked, which have 6 together"):
+    with pytest.raises(PlanError, match="8 a and b requested, which have 6 together"):
         assess_plan(asked, Plan.model_validate(plan.model_dump()), "plan.yaml")
 
 

@@ -164,14 +164,14 @@ def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
     ("pools", "why"),
     [
         (
-            [{"gpus": {"a100": 4}, "ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
-            r"pools\[0\].ranks: \[0, 1\] and \[1, 2\] have some processes in common",
+            [{"gpus": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
+            r"pools\[0\].stage_ranks: \[0, 1\] and \[1, 2\] have some processes in common",
         ),
         (
-            [{"gpus": {"a100": 2}, "ranks": {"reward": [1]}}],
-            r"pools\[0\].ranks.reward: rollout has all processes before it",
+            [{"gpus": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
+            r"pools\[0\].stage_ranks.reward: rollout has all processes before it",
         ),
-        ([{"gpus": {"a100": 100}}], "100 a100 asked, there are"),
+        ([{"gpus": {"a100": 100}}], "100 a100 requested, there are"),
         ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
         ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
     ],
@@ -185,7 +185,9 @@ def test_what_is_not_there_or_not_predicted_is_refused(
 
 
 def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
-    return parse_plan({"execution": "segment", "pools": list(pools), "chunks": chunks}, "plan.yaml")
+    return parse_plan(
+        {"execution": "segment", "pools": list(pools), "num_chunks": chunks}, "plan.yaml"
+    )
 
 
 def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
@@ -207,7 +209,7 @@ def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> No
     given = {"gpus": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
     ranks = {"rollout": [0, 1, 2], "reward": [3]}
     slow = judged(asked, 12.0)
-    found = assess_plan(slow, pooled({**given, "ranks": ranks}, chunks=4), "plan.yaml")
+    found = assess_plan(slow, pooled({**given, "stage_ranks": ranks}, chunks=4), "plan.yaml")
     rows, problem = found.forecast.stages, build_pool_problem(slow)[0]
     tables = {stage.name: stage.rates["a100"] for stage in problem.stages}
     first = problem.stages[0].first_chunk_share(4, np.array(3)) / tables["rollout"][3]
@@ -219,7 +221,7 @@ def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> No
     learns = 1 / tables["inference"][4] + 1 / tables["train"][4]
     assert found.forecast.iteration_s == pytest.approx(ends + learns)
     # With the last two idle meanwhile, and its judgement by what then trains.
-    half = assess_plan(asked, pooled({**given, "ranks": {"rollout": [0, 1]}}), "plan.yaml")
+    half = assess_plan(asked, pooled({**given, "stage_ranks": {"rollout": [0, 1]}}), "plan.yaml")
     whole = assess_plan(asked, pooled(given), "plan.yaml")
     more = 1 / tables["rollout"][2] - 1 / tables["rollout"][4]
     assert half.forecast.iteration_s == pytest.approx(whole.forecast.iteration_s + more)

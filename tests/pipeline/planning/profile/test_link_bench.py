@@ -20,14 +20,16 @@ JOB = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from pipeline.planning.profile import bench
-from pipeline.planning.profile.measurement import Task
+from pipeline.planning.profile import stage_bench
+from pipeline.planning.profile.measurement import ProfileTask
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 (folder / str(rank)).mkdir()
-task = Task(config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
-            nodes=1, processes=1, seconds=1, submitted=0, rank=rank)
-bench._meet(task, SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"})))
+task = ProfileTask(
+    config=folder, initial=folder, key="k", kinds=("a", "b"), folder=folder / str(rank),
+    nodes=1, processes=1, seconds=1, submitted=0, rank=rank,
+)
+stage_bench._meet(task, SimpleNamespace(trainer=SimpleNamespace(model_extra={"device": "cpu"})))
 """
 
 

@@ -68,9 +68,13 @@ def test_a_case_changes_the_size_and_stills_the_weights_alone(
         "optimizer",
     }
     assert after["trainer"] == {**before["trainer"], "max_tokens_per_microbatch": 100}
-    assert before["rollout"] == {**after["rollout"], "batch": before["rollout"]["batch"]}
+    assert before["rollout"] == {
+        **after["rollout"],
+        "batch_size": before["rollout"]["batch_size"],
+    }
     changed = {k for k in after["optimizer"] if after["optimizer"][k] != before["optimizer"][k]}
-    assert changed <= {"lr", "lr_warmup_iterations", "schedule"}
+    assert changed <= {"lr", "lr_warmup_iterations", "lr_scheduler_type"}
+    assert after["optimizer"]["lr_scheduler_type"] == "constant"
 
 
 @pytest.mark.parametrize("gib", ["null", "0.0003"])
@@ -119,5 +123,5 @@ def test_what_a_tool_said_is_no_part_of_a_response() -> None:
     )
     bench.trial = Trial(key="key", nodes=1, processes=2)
     assert bench.tokens("rollout") == bench.tokens("reward") == 7
-    bench.keep_lengths()
+    bench.record_lengths()
     assert (bench.trial.lengths, bench.trial.truncated) == (((3, 4),), 1)

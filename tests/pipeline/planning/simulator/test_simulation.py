@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused() -> None:
     problem, placement = two_pools()
     for wrong, message in (
         (replace(placement, pools=((0,), (0,))), "every stage must be in a pool"),
-        (replace(placement, gpus=((5, 0), (0, 2))), "5 a are asked for, of 4"),
+        (replace(placement, gpus=((5, 0), (0, 2))), "5 a are requested, of 4"),
         (replace(placement, gpus=((0, 2), (4, 0))), "'rollout': cannot run on 2 b"),
     ):
         with pytest.raises(PlanError, match=message):
@@ -217,7 +217,7 @@ stages:
   rollout: {seconds: {a: {1: 32, 4: 8}}}
   train: {seconds: {b: {2: 4}}, after: [rollout]}
 pools: [{stages: [rollout], gpus: {a: 4}}, {stages: [train], gpus: {b: 2}}]
-chunks: 4
+num_chunks: 4
 """
 
 
@@ -253,7 +253,7 @@ def test_the_command_simulates_a_file_and_draws(tmp_path: Path) -> None:
         (("{a: {1: 32, 4: 8}}", "{c: {1: 32}}"), "no kind 'c'"),
         (("{2: 4}", "{3: 4}"), "3 GPUs, but there are 2"),
         (("stages: [train]", "stages: [trian]"), "no stage 'trian'; did you mean 'train'"),
-        (("chunks", "chunk"), "unknown key"),
+        (("num_chunks", "num_chunk"), "unknown key"),
     ],
 )
 def test_a_wrong_problem_file_is_refused(

@@ -361,5 +361,5 @@ def test_one_arm_is_one_world(arm: Arm) -> None:
     config = task(arm)
     GymEnvironment.verify_spec(config)
     for name, value in (("num_processes", 2), ("double_buffer", True)):
-        with pytest.raises(ConfigError, match=rf"task\.{name}: franka has one world at a time"):
+        with pytest.raises(ConfigError, match=rf"task\.{name}: franka has one environment at a"):
             GymEnvironment.task_size(config.model_copy(update={name: value}), None)

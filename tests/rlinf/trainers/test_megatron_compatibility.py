@@ -48,18 +48,22 @@ def _lora(*targets: str) -> dict[str, Any]:
             {"layers_per_pipeline_stage": [3, 2]},
             r"^trainer\.layers_per_pipeline_stage: \[3, 2\] are not the 6 layers",
         ),
-        ("cp=2", {"packing": True}, r"^trainer\.packing: .* share out positions \(train\.cp\) pad"),
+        ("cp=2", {"packing": True}, r"^trainer\.packing: context parallelism \(train\.cp\)"),
         ("ep=2", {}, r"^train\.ep: this model has no experts"),
-        ("", _lora("lm_head"), r"^trainer\.lora\.targets: 'lm_head' has no adapter .* q_proj"),
+        (
+            "",
+            _lora("lm_head"),
+            r"^trainer\.lora\.target_modules: 'lm_head' has no adapter .* q_proj",
+        ),
         (
             "pp=2",
             _lora("layers.1.mlp.up_proj"),
-            r"^trainer\.lora\.targets: 'layers\.1.* every stage .* name it .*: up_proj$",
+            r"^trainer\.lora\.target_modules: 'layers\.1.* every stage .* name it .*: up_proj$",
         ),
         (
             "",
             {"lora": {"rank": 2}, "param_dtype": "bfloat16"},
-            r"^trainer\.param_dtype: beside adapters .* it and model\.dtype to bfloat16",
+            r"^trainer\.param_dtype: .* beside adapters .* it and model\.dtype to bfloat16",
         ),
     ],
 )
