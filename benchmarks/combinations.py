@@ -1,4 +1,4 @@
-"""Which algorithm goes with which policy and task; ``docs/reference/algorithms.md`` sums it up.
+"""The combinations of algorithm, policy and task: ``docs/reference/algorithms.md`` has a summary.
 
 A combination that :func:`refusal` has nothing against is run by
 ``tests/contracts/test_combinations.py``, for one small iteration; what it learns is measured by the

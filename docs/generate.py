@@ -196,7 +196,7 @@ def description(section: type[BaseModel]) -> str:
 
 def configuration() -> str:
     """Return the page of the settings that every run has."""
-    from pipeline.job_executor import ClusterConfig
+    from pipeline.cluster_config import ClusterConfig
     from rlinf.config import RunConfig
     from rlinf.track import LogConfig
     from stages.identity import CLASS_REGISTRIES
@@ -237,7 +237,7 @@ def configuration() -> str:
 
 def known_keys() -> dict[str, set[str]]:
     """Return the keys of every section of the configuration, those of all classes together."""
-    from pipeline.job_executor import ClusterConfig
+    from pipeline.cluster_config import ClusterConfig
     from rlinf.config import RunConfig
     from rlinf.track import LogConfig
     from stages.identity import CLASS_REGISTRIES
@@ -408,11 +408,13 @@ def api() -> str:
     """Return the page of the Python API; the site replaces ``:::`` by signatures."""
     import rlinf
     from pipeline.commands.results import RunResults
+    from rlinf.data.trajectory import Trajectory
     from stages.identity import CLASS_REGISTRIES
 
     groups: dict[str, list[Any]] = {
         "Run and read": [getattr(rlinf, name) for name in rlinf.__all__ if name[0] != "_"],
         "Results": [RunResults],
+        "Data": [Trajectory],
         "Base classes": [base_of(registry) for registry in CLASS_REGISTRIES.values()],
     }
     text = (

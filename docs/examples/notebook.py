@@ -11,7 +11,7 @@ print([(row["version"], row["score"]) for row in run.evaluations()])
 worst = min(run.records("rewards", 0), key=lambda record: record.steps["rewards"].sum())
 for sample in run.trajectories(0):
     if sample.identity.sample == worst.identity.sample:
-        print(sample.info["prompt_text"], sample.info["text"], sample.steps["logprobs"].mean())
+        print(sample.prompt_text, sample.text, sample.logprobs.mean())
 
 before, after = run.weights(0), run.weights()
 print({name: (after[name] - before[name]).norm().item() for name in before})

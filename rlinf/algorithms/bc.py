@@ -28,8 +28,8 @@ class BCConfig(Section):
     """Settings of behavior cloning."""
 
     offline_data: Path
-    """Demonstrations: an HDF5 file of columns or a folder of trajectories; see
-    docs/howto/off-policy.md."""
+    """Demonstrations: an HDF5 file of columns, or a folder of trajectories
+    (docs/howto/off-policy.md)."""
     batch_size: int = Field(default=256, gt=0)
     """Transitions per optimizer step, drawn with replacement."""
     gradient_steps: int = Field(default=500, gt=0)

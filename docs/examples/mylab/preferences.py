@@ -19,7 +19,7 @@ class PreferencesConfig(Section):
     """Keys of the section ``algorithm`` besides its name."""
 
     beta: float = Field(default=0.1, gt=0)
-    """Weight of the divergence from the reference policy."""
+    """How strongly the policy is held at the reference policy."""
     steps: int = Field(default=2, gt=0)
     """Optimizer steps on one batch."""
 
