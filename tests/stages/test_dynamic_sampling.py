@@ -128,8 +128,11 @@ def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["++flow=dynamic_sampling"], r"rollout\.refills: flow 'dynamic_sampling' draws groups"),
-        (["rollout.max_resamples=2"], r"rollout\.refills: flow 'on_policy' draws nothing anew"),
+        (["++flow=dynamic_sampling"], r"rollout\.max_resamples: flow 'dynamic_sampling' draws"),
+        (
+            ["rollout.max_resamples=2"],
+            r"rollout\.max_resamples: flow 'on_policy' draws nothing anew",
+        ),
     ],
 )
 def test_a_cap_is_said_where_something_is_drawn_anew(
