@@ -222,7 +222,7 @@ def test_nothing_moves_before_the_first_reset_nor_after_the_stop_button(
         came, errors = process.step([0], np.ones((1, 3)))
         assert "kwargs.reader: its stop button is pressed" in errors[0]
         assert came["terminated"].tolist() == [1]
-        with pytest.raises(InputError, match=r"cannot begin: .*its stop button is pressed; look"):
+        with pytest.raises(InputError, match=r"cannot begin: .*its stop button is pressed; find"):
             process.reset([0], [0])
         arm.settle()
         assert arm.rests
