@@ -175,7 +175,7 @@ def is_owner_only(file: int) -> bool:
 
 
 def allowed_link_targets(folder: Path) -> list[Path]:
-    """Return the folders that links in a folder may lead to: into it, and in a cache of Hugging Face
+    """Return the folders that links may lead to: the folder, and in a cache of Hugging Face
     (``models--*/snapshots/REVISION``) into ``blobs`` beside it."""
     home = folder.resolve()
     return [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

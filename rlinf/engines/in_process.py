@@ -1,4 +1,6 @@
-"""Engines that run vLLM or SGLang inside the stage's process, which uses their interpreter (``engine.python``).
+"""Engines that run vLLM or SGLang inside the stage's process.
+
+The stage then uses their interpreter (``engine.python``).
 
 The thread that iterates over the replies also steps the backend, so batches are composed in the
 same way each time. All weights, also the first ones, are copied tensor by tensor into the memory of

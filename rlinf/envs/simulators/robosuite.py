@@ -1,4 +1,4 @@
-"""The simulator robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, including RoboCasa's kitchens.
+"""The simulator robosuite 1.5 (arXiv 2009.12293): manipulation in MuJoCo, RoboCasa included.
 
 An episode has ``steps`` steps; ``info["success"]`` of each step tells whether the task is solved.
 The state is the robot's proprioception (``robot0_proprio-state``) and the objects' positions
