@@ -14,8 +14,8 @@ import yaml
 
 from benchmarks.row import BenchmarkRow, median_row
 from benchmarks.slurm_jobs import start_dev_cluster
-from pipeline.commands.driver_job import last_driver_job_id
 from pipeline.run import Run
+from pipeline.run_control import last_driver_job_id
 from rlinf import package_paths
 from stages.layout import POOLS_FOLDER, STATUS_FILE
 

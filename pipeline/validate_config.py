@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,6 @@ from rlinf.track import LogConfig, trackers
 from rlinf.trainers import trainers
 from rlinf.trainers.base import Trainer
 from slurm.sbatch_options import check_log_folder
-from slurm.site import load_site
 from stages.factory import create_algorithm, environment_class, policy_class, reward_class
 from stages.flow import DYNAMIC_SAMPLING_MODULE, EVALUATE, Flow, carries_over_episodes, flow_of
 from stages.layout import CONFIG_FILE
@@ -93,7 +93,7 @@ def validate_config(config: RunConfig) -> None:
     if cluster.launcher == "slurm":
         check_log_folder(config.run.folder)
     if cluster.site is not None:
-        set_interpreters(load_site(cluster.site).interpreters)
+        set_interpreters(_site_interpreters(cluster.site))
     for number, tracker in enumerate(validate(LogConfig, config.log, "log").trackers):
         check_tracker(tracker, f"log.trackers.{number}", config)
     simulates = environment.required_modules(task_options)
@@ -154,7 +154,7 @@ def complete_config(config: RunConfig) -> RunConfig:
     environment, options = environment_class(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.site is not None:
-        set_interpreters(load_site(cluster.site).interpreters)
+        set_interpreters(_site_interpreters(cluster.site))
     if (name := configured_interpreter(config, "task")) is not None:
         check_interpreter(name, "task.python", environment.required_modules(options))
     # Simulators run under the interpreter of their stages, if these have one.
@@ -797,3 +797,10 @@ def check_value_head(config: RunConfig, algorithm: Algorithm, model: Any, option
             f"trainer.lora: adapters leave the value head as it is, and {config.algorithm.name!r} "
             "needs one that learns; set trainer.lora=null, or choose an algorithm without values"
         )
+
+
+def _site_interpreters(path: Path) -> Mapping[str, str]:
+    """Return the interpreters that a site file names."""
+    from slurm.site import load_site
+
+    return load_site(path).interpreters

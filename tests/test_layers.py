@@ -144,3 +144,29 @@ def test_light_modules_stay_light(module: str, unwanted: str) -> None:
     code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=package_paths.ROOT, check=False)
     assert done.returncode == 0, f"{module} imports {unwanted}"
+
+
+MAX_MODULES = 160
+"""Product modules that a run in one process may import, its report included."""
+COUNT_MODULES = """
+import sys
+from rlinf.launch import main
+code = main(sys.argv[1:])
+packages = ("rlinf", "pipeline", "stages", "launchers", "slurm")
+print("MODULES", *sorted(name for name in sys.modules if name.partition(".")[0] in packages))
+sys.exit(code)
+"""
+
+
+def test_a_run_in_one_process_imports_no_executor_it_does_without(tmp_path: Path) -> None:
+    """Pools, launchers and the Slurm client are imported when a run has them."""
+    pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
+    words = ["experiment=cartpole_ppo", "iterations=1", "rollout.batch_size=2"]
+    words += ["rollout.horizon=16", "evaluate.samples=2", f"run.root={tmp_path}"]
+    command = [sys.executable, "-c", COUNT_MODULES, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.partition("MODULES")[2].split()
+    unused = ("pipeline.pools.", "launchers.", "stages.worker.", "slurm.discovery")
+    assert not [name for name in names if name.startswith(unused)]
+    assert len(names) <= MAX_MODULES

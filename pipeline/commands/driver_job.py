@@ -8,33 +8,28 @@ their notes in the run directory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_restarting, with_tag
-from launchers.submission_queue import JOB_NOTE, read_job_note, write_job_note
+from launchers.submission_queue import JOB_NOTE, write_job_note
 from pipeline.cluster_config import ClusterConfig
-from pipeline.lock import LOCK_FILE, RunLock, living_owner
 from pipeline.plan import Plan, StagePlan
 from pipeline.resources import check_quotas, job_resources, plan_job_requests
-from pipeline.run import Run, explain_write_errors
+from pipeline.run import Run
 from rlinf import process_tuning
-from rlinf.errors import PlanError, RlinfError, RunLockedError, SlurmError, SlurmUnresponsiveError
-from slurm.client import Partition, QueuedJob, SlurmClient, default_partition, partition_names
+from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
+from slurm.client import Partition, SlurmClient, default_partition, partition_names
 from slurm.job_limits import check_resources, read_quotas
-from slurm.jobs import JobResources, current_job_id
+from slurm.jobs import JobResources
 from slurm.sbatch_options import portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import DRIVER_JOB_FOLDER
 
 DEFAULT_TIME_LIMIT_MIN = 24 * 60
-START_LOCK = "starts.json"
-"""Lock file in the driver's folder, for processes that create or change the run or submit its
-driver."""
 
 
 def driver_job(run: Run, needs: JobResources) -> JobSpec:
@@ -112,36 +107,6 @@ def _default_time_limit_min(partition: str | None, partitions: dict[str, Partiti
     return min([DEFAULT_TIME_LIMIT_MIN, *limits])
 
 
-@contextlib.contextmanager
-def start_lock(run: Run) -> Iterator[None]:
-    """Lock the creation or change of a run, and the submission of its driver.
-
-    A refused process has written nothing. An empty folder of a failed start is removed.
-
-    Raises:
-        RunLockedError: another process has the lock, or the run has a driver.
-        InputError: no permission to write there.
-    """
-    at = run.folder / DRIVER_JOB_FOLDER
-    with explain_write_errors(run.folder):
-        at.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            lock = RunLock(at / START_LOCK)
-        except (RunLockedError, FileNotFoundError):  # the other one may just have removed it
-            raise RunLockedError(
-                f"{run.folder}: another process is starting this run or submitting its driver; "
-                f"see rlinf status {run.folder}"
-            ) from None
-    try:
-        check_not_driven(run)
-        yield
-    finally:
-        lock.release()
-        with contextlib.suppress(OSError):  # they hold something
-            at.rmdir()
-            run.folder.rmdir()
-
-
 def submit_driver_job(job: JobSpec) -> str:
     """Submit the driver of a run and return its job id. Call it within :func:`start_lock`.
 
@@ -162,60 +127,6 @@ def submit_driver_job(job: JobSpec) -> str:
         raise
     write_job_note(job, identity)
     return identity
-
-
-def check_not_driven(run: Run) -> None:
-    """Check that a run has no driver.
-
-    Raises:
-        RunLockedError: it has a driver or a driver job.
-    """
-    owner = living_owner(run.folder / LOCK_FILE)
-    if owner is not None:
-        raise RunLockedError(
-            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
-            f"one first with: rlinf stop {run.folder}"
-        )
-    check_no_driver_job(run)
-
-
-def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, QueuedJob] | None:
-    """Return id and state of the pending or running driver job of a run, if there is one.
-
-    Raises:
-        SlurmError: a job was submitted, and Slurm does not answer.
-    """
-    last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
-    if last is None:
-        return None
-    client = client or SlurmClient()
-    ids = last.find_ids(client)
-    queue = client.queue() if ids else {}
-    active = ((i, queue[i]) for i in ids if i in queue and queue[i].state.is_active)
-    return next(active, None)
-
-
-def last_driver_job_id(run: Run) -> str | None:
-    """Return the id of the last submitted driver job; None if there is none, or no id yet."""
-    last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
-    return None if last is None else last.id or None
-
-
-def check_no_driver_job(run: Run) -> None:
-    """Check that no other job, even a pending one, drives the run.
-
-    Raises:
-        RunLockedError: there is one.
-    """
-    last = read_job_note(run.folder / DRIVER_JOB_FOLDER)
-    if last is None or last.id == current_job_id():
-        return
-    found = find_driver_job(run)
-    if found is not None and found[0] != current_job_id():
-        raise RunLockedError(
-            f"{run.folder}: job {found[0]}, {found[1].state.value}, drives this run; see rlinf "
-            f"status {run.folder}, or end it with: rlinf stop {run.folder}"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -18,22 +18,18 @@ from pipeline.callbacks import (
     notify_at_end,
 )
 from pipeline.cluster_config import ClusterConfig
-from pipeline.commands.driver_job import check_no_driver_job, start_lock
-from pipeline.commands.stop import StopRequest, cancel_run_jobs
 from pipeline.driver import Driver, RunCallback
 from pipeline.executors import InProcessExecutor, StageExecutor
 from pipeline.graph import Graph
 from pipeline.health_checks import HealthCheckCallback
-from pipeline.job_executor import JobExecutor, create_launcher
 from pipeline.plan import Plan, load_plan
-from pipeline.pools.executor import PoolExecutor
 from pipeline.report import write_report
 from pipeline.resources import pool_resources, resolve_plan
 from pipeline.resume import OnMismatch
 from pipeline.run import Run
+from pipeline.run_control import StopRequest, check_no_driver_job, start_lock
 from pipeline.run_record import read_run_record
 from rlinf import package_paths
-from rlinf.channels.curve_sockets import interface_address
 from rlinf.config import RunConfig, validate
 from rlinf.errors import (
     ConfigError,
@@ -50,6 +46,9 @@ from slurm.stop_signals import StopFlag
 from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.runner import read_config_values
 from stages.worker_state import WorkerState
+
+if TYPE_CHECKING:  # imported when the plan has pools
+    from pipeline.pools.executor import PoolExecutor
 
 
 def prepare_run(values: Mapping[str, Any], on_mismatch: OnMismatch = OnMismatch.ERROR) -> Run:
@@ -94,6 +93,8 @@ def validate_experiment(
     plan = load_plan(config)
     cluster = validate(ClusterConfig, config.cluster, "cluster")
     if cluster.network_interface is not None:
+        from rlinf.channels.curve_sockets import interface_address
+
         interface_address(cluster.network_interface)
     plan = resolve_plan(plan, cluster)
     check_notify_command(cluster.notify_command)
@@ -108,6 +109,8 @@ def validate_experiment(
         pool_resources(plan, number)
     check_layouts(config, plan)
     if cluster.launcher != "inprocess":
+        from pipeline.job_executor import create_launcher
+
         create_launcher(cluster, plan, driver).close()
     return config, plan
 
@@ -252,25 +255,29 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
     with StopFlag() as flag, ProgressCallback(run, cluster.launcher) as console:
         stop = StopRequest(run.folder, flag.is_set)
         executor: StageExecutor
+        pools: PoolExecutor | None = None
         if cluster.launcher == "inprocess":
             executor = InProcessExecutor(
                 run, WorkerState(on_progress=console.on_stage_progress), stop
             )
         else:
+            from pipeline.job_executor import JobExecutor, create_launcher
+
             plan = resolve_plan(Plan.from_run(run.folder), cluster)
             launcher = create_launcher(cluster, plan, current_job_resources())
             if plan.execution == "pools":
-                executor = PoolExecutor(
-                    run, launcher, plan, cluster, stop, console.on_stage_progress
-                )
-            else:
-                executor = JobExecutor(run, launcher, plan, cluster, stop)
+                from pipeline.pools.executor import PoolExecutor
+
+                pools = PoolExecutor(run, launcher, plan, cluster, stop, console.on_stage_progress)
+            executor = pools or JobExecutor(run, launcher, plan, cluster, stop)
         trackers = TrackerCallback(run)
         listeners: list[RunCallback] = [console, HealthCheckCallback(run), trackers]
         try:
             Driver(run, executor, listeners, cluster.max_retries, offline, choice).drive()
-            idle = isinstance(executor, PoolExecutor) and not executor.has_started
+            idle = pools is not None and not pools.has_started
             if idle and cluster.launcher == "slurm" and not offline:
+                from pipeline.commands.stop import cancel_run_jobs
+
                 # Nothing was left to do, but pools of a driver that died at the end may still wait.
                 for line in cancel_run_jobs(run.folder):
                     log.info("left by another driver: %s", line)

@@ -14,7 +14,6 @@ from rich.live import Live
 from rich.table import Table
 
 from launchers.submission_queue import read_job_note
-from pipeline.commands.driver_job import find_driver_job, last_driver_job_id
 from pipeline.commands.export import weight_versions
 from pipeline.console import create_console
 from pipeline.graph import Graph, StageNode
@@ -24,6 +23,7 @@ from pipeline.metrics import folder_manifest, iterations, stage_manifest
 from pipeline.pools.pool_status import PoolsStatus, pool_table, read_pools_status
 from pipeline.pools.rollout_scheduler import count_disk_fallbacks
 from pipeline.run import Run
+from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError
 from slurm.client import QueuedJob, SlurmClient
 from stages.flow import EVALUATE, flow_of

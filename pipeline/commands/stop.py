@@ -7,52 +7,25 @@ file with its token. Jobs are found by the notes beside their outputs, with or w
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from launchers.submission_queue import JOB_NOTE, JobNote, read_job_note
-from pipeline.commands.driver_job import find_driver_job
 from pipeline.lock import LOCK_FILE, living_owner
 from pipeline.run import Run
+from pipeline.run_control import driver_token, find_driver_job
 from rlinf.artifacts import MANIFEST, write_atomic
 from slurm.client import SlurmClient
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
-STOP_CHECK_INTERVAL_S = 2.0
-"""Seconds between two checks for the stop file."""
 STOP_TIMEOUT_S = 75.0
 """How long to wait for a driver: longer than the heartbeat of a dead one is valid."""
 KILL_AFTER_S = 30.0
 """Seconds after which a driver on this host is killed."""
-
-
-class StopRequest:
-    """A callable that tells whether this driver must stop: its job ends, or ``rlinf stop`` named
-    it."""
-
-    def __init__(self, run: Path, ends: Callable[[], bool]) -> None:
-        self._run, self._is_job_ending = run, ends
-        self._checked_at = 0.0
-        self.is_requested = False
-
-    def __call__(self) -> bool:
-        if time.monotonic() - self._checked_at > STOP_CHECK_INTERVAL_S:
-            self._check_file()
-        if not self.is_requested and self._is_job_ending():
-            self._check_file()  # the signal may come of rlinf stop
-            return True
-        return self.is_requested
-
-    def _check_file(self) -> None:
-        self._checked_at = time.monotonic()
-        with contextlib.suppress(OSError):
-            named = (self._run / STOP_FILE).read_text().strip()
-            self.is_requested = bool(named) and named == _token(self._run)
 
 
 def stop_run(folder: Path) -> list[str]:
@@ -96,7 +69,7 @@ def _stop_driver(run: Run) -> list[str]:
     began, killed = time.monotonic(), False
     if here:
         _signal(owner.pid, signal.SIGTERM)
-    while _token(run.folder) == owner.token and living_owner(run.folder / LOCK_FILE):
+    while driver_token(run.folder) == owner.token and living_owner(run.folder / LOCK_FILE):
         if here and not killed and time.monotonic() - began > KILL_AFTER_S:
             _signal(owner.pid, signal.SIGKILL)
             killed = True
@@ -108,14 +81,6 @@ def _stop_driver(run: Run) -> list[str]:
         time.sleep(0.1)
     (run.folder / STOP_FILE).unlink(missing_ok=True)
     return [*lines, f"{what} {'killed' if killed else 'stopped'}"]
-
-
-def _token(run: Path) -> str | None:
-    """Return the token of the present or last driver of a run."""
-    try:
-        return str(json.loads((run / LOCK_FILE).read_text())["token"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -12,7 +12,7 @@ import yaml
 from launchers.launcher import JobSpec
 from launchers.sbatch import batch_script, restarting_script
 from pipeline.cluster_config import ClusterConfig
-from pipeline.commands.driver_job import driver_job, driver_resources, start_lock
+from pipeline.commands.driver_job import driver_job, driver_resources
 from pipeline.commands.driver_job import submit_driver_job as submit_job
 from pipeline.commands.experiment import (
     cluster_config,
@@ -28,6 +28,7 @@ from pipeline.pools.leases import PoolState, pool_job, pool_states
 from pipeline.resources import job_resources, pool_resources, resolve_plan, stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable, create_run
 from pipeline.run import Run
+from pipeline.run_control import start_lock
 from pipeline.run_state import RunState
 from rlinf.artifacts import write_user_file
 from rlinf.errors import ConfigError

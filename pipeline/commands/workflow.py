@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.commands.driver_job import check_no_driver_job
 from pipeline.commands.experiment import compose, prepare_run
 from pipeline.executors import stage_call
 from pipeline.graph import Graph, StageNode
@@ -21,6 +20,7 @@ from pipeline.plan import Plan, StagePlan
 from pipeline.resources import stage_interpreter
 from pipeline.resume import OnMismatch, check_resumable
 from pipeline.run import Run
+from pipeline.run_control import check_no_driver_job
 from pipeline.run_state import RunState, is_skipped
 from rlinf.artifacts import MANIFEST
 from rlinf.channels.process_group import LAYOUT_VARIABLE, SPEED_WEIGHTS_VARIABLE

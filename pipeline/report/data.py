@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.metrics import folder_manifest, iterations, metrics_row, stage_manifest
-from pipeline.pools.rollout_scheduler import read_work_spans
 from pipeline.report.theme import stage_colours
 from pipeline.report.transcripts import TranscriptSample, iterations_on_disk, read_samples
 from pipeline.report.worker_timeline import StageSpan, TimelineSegment, timeline_segments
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from stages.flow import EVALUATE, flow_of
-from stages.layout import VIDEOS_FOLDER, offline_folder, stage_folder
+from stages.layout import POOLS_FOLDER, VIDEOS_FOLDER, offline_folder, stage_folder
 
 REPORT_FOLDER = "report"
 """Folder of the report in a run; links are relative to it."""
@@ -119,9 +118,13 @@ def read_report_data(folder: Path) -> ReportData:
             if films := sorted(folder.glob("*.mp4")):
                 page = run.folder / REPORT_FOLDER
                 data.videos[version] = [Path(os.path.relpath(film, page)) for film in films]
-    generated = read_work_spans(run.folder)
+    generated: Mapping[int, list[dict[str, Any]]] = {}
+    if (run.folder / POOLS_FOLDER).is_dir():
+        from pipeline.pools.rollout_scheduler import read_work_spans
+
+        generated = read_work_spans(run.folder)
     for manifest in data.manifests:
-        more = generated[manifest.iteration] if manifest.stage == flow.elastic_stage else []
+        more = generated.get(manifest.iteration, []) if manifest.stage == flow.elastic_stage else []
         spans = [_span(manifest, span) for span in [*manifest.timing["spans"], *more]]
         data.spans += spans
         data.stages.append(

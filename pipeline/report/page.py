@@ -7,13 +7,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from pipeline.console import format_duration
 from pipeline.health_checks import run_warnings
-from pipeline.pools.measured_times import compare_with_forecast
 from pipeline.report.data import REPORT_FOLDER, ReportData, read_report_data
 from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
 from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
@@ -26,6 +25,9 @@ from rlinf.config import redact
 from rlinf.errors import ConfigError
 from stages.layout import CONFIG_FILE, PLAN_FILE
 from stages.retention import best_weights
+
+if TYPE_CHECKING:  # imported where the plan has a forecast
+    from pipeline.pools.measured_times import ForecastComparison
 
 ASSETS = TEMPLATES / "assets"
 LIBRARY = ("uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE")
@@ -81,7 +83,7 @@ def report_html(data: ReportData) -> str:
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
         videos=data.videos,
-        predicted=compare_with_forecast(data.run) if plan else [],
+        predicted=_forecast_rows(data, plan),
         facts=[
             *provenance_rows(
                 {} if record is None else redact(record.model_dump()),
@@ -231,3 +233,12 @@ def _used(usage: list[dict[str, Any]]) -> dict[str, str]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f}" if size else ""
+
+
+def _forecast_rows(data: ReportData, plan: str) -> Sequence[ForecastComparison]:
+    """Return the forecast of the plan (YAML) beside the measured times; empty without one."""
+    if not (yaml.safe_load(plan) or {}).get("forecast"):
+        return []
+    from pipeline.pools.measured_times import compare_with_forecast
+
+    return compare_with_forecast(data.run)

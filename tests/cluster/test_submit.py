@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.commands.driver_job import last_driver_job_id
 from pipeline.run import Run
+from pipeline.run_control import last_driver_job_id
 from rlinf import package_paths
 from tests.cluster.helpers import wait_until
 from tests.cluster.test_chaos import POOLS as PLAN

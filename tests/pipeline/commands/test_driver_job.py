@@ -22,13 +22,7 @@ from pipeline import resume
 from pipeline.cluster_config import ClusterConfig
 from pipeline.commands import driver_job
 from pipeline.commands import submit as submission
-from pipeline.commands.driver_job import (
-    check_no_driver_job,
-    driver_resources,
-    find_driver_job,
-    last_driver_job_id,
-    start_lock,
-)
+from pipeline.commands.driver_job import driver_resources
 from pipeline.commands.experiment import prepare_run, reopen_run
 from pipeline.commands.status import read_status
 from pipeline.commands.stop import stop_run
@@ -36,6 +30,12 @@ from pipeline.commands.submit import submit_run
 from pipeline.plan import parse_plan
 from pipeline.resume import create_run
 from pipeline.run import Run
+from pipeline.run_control import (
+    check_no_driver_job,
+    find_driver_job,
+    last_driver_job_id,
+    start_lock,
+)
 from rlinf import package_paths
 from rlinf.config import validate
 from rlinf.errors import ConfigError, RunLockedError, SlurmError

@@ -14,10 +14,11 @@ import pytest
 
 from pipeline.callbacks import check_notify_command, notify_at_end
 from pipeline.commands.experiment import prepare_run
-from pipeline.commands.stop import StopRequest, stop_run
+from pipeline.commands.stop import stop_run
 from pipeline.driver import Driver
 from pipeline.executors import InProcessExecutor
 from pipeline.run import LOCK_FILE
+from pipeline.run_control import StopRequest
 from rlinf.errors import (
     ConfigError,
     RequeueRequested,

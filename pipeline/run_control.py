@@ -1,0 +1,161 @@
+"""Control of a run: who may start it, who drives it, and whether its driver must stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.lock import LOCK_FILE, RunLock, living_owner
+from pipeline.run import Run, explain_write_errors
+from rlinf.errors import RunLockedError
+from slurm.jobs import current_job_id
+from stages.layout import DRIVER_JOB_FOLDER, STOP_FILE
+
+if TYPE_CHECKING:  # a run in one process does without Slurm
+    from launchers.submission_queue import JobNote
+    from slurm.client import QueuedJob, SlurmClient
+
+START_LOCK = "starts.json"
+"""Lock file in the driver's folder, for processes that create or change the run or submit its
+driver."""
+STOP_CHECK_INTERVAL_S = 2.0
+"""Seconds between two checks for the stop file."""
+
+
+@contextlib.contextmanager
+def start_lock(run: Run) -> Iterator[None]:
+    """Lock the creation or change of a run, and the submission of its driver.
+
+    A refused process has written nothing. An empty folder of a failed start is removed.
+
+    Raises:
+        RunLockedError: another process has the lock, or the run has a driver.
+        InputError: no permission to write there.
+    """
+    at = run.folder / DRIVER_JOB_FOLDER
+    with explain_write_errors(run.folder):
+        at.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            lock = RunLock(at / START_LOCK)
+        except (RunLockedError, FileNotFoundError):  # the other one may just have removed it
+            raise RunLockedError(
+                f"{run.folder}: another process is starting this run or submitting its driver; "
+                f"see rlinf status {run.folder}"
+            ) from None
+    try:
+        check_not_driven(run)
+        yield
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):  # they hold something
+            at.rmdir()
+            run.folder.rmdir()
+
+
+def check_not_driven(run: Run) -> None:
+    """Check that a run has no driver.
+
+    Raises:
+        RunLockedError: it has a driver or a driver job.
+    """
+    owner = living_owner(run.folder / LOCK_FILE)
+    if owner is not None:
+        raise RunLockedError(
+            f"{run.folder}: driven by process {owner.pid} on {owner.host} already; end that "
+            f"one first with: rlinf stop {run.folder}"
+        )
+    check_no_driver_job(run)
+
+
+def find_driver_job(run: Run, client: SlurmClient | None = None) -> tuple[str, QueuedJob] | None:
+    """Return id and state of the pending or running driver job of a run, if there is one.
+
+    Raises:
+        SlurmError: a job was submitted, and Slurm does not answer.
+    """
+    last = _driver_job_note(run)
+    if last is None:
+        return None
+    if client is None:
+        from slurm.client import SlurmClient
+
+        client = SlurmClient()
+    ids = last.find_ids(client)
+    queue = client.queue() if ids else {}
+    active = ((i, queue[i]) for i in ids if i in queue and queue[i].state.is_active)
+    return next(active, None)
+
+
+def last_driver_job_id(run: Run) -> str | None:
+    """Return the id of the last submitted driver job; None if there is none, or no id yet."""
+    last = _driver_job_note(run)
+    return None if last is None else last.id or None
+
+
+def check_no_driver_job(run: Run) -> None:
+    """Check that no other job, even a pending one, drives the run.
+
+    Raises:
+        RunLockedError: there is one.
+    """
+    last = _driver_job_note(run)
+    if last is None or last.id == current_job_id():
+        return
+    found = find_driver_job(run)
+    if found is not None and found[0] != current_job_id():
+        raise RunLockedError(
+            f"{run.folder}: job {found[0]}, {found[1].state.value}, drives this run; see rlinf "
+            f"status {run.folder}, or end it with: rlinf stop {run.folder}"
+        )
+
+
+def _driver_job_note(run: Run) -> JobNote | None:
+    """Return the note of the last submitted driver job; None if none was submitted."""
+    folder = run.folder / DRIVER_JOB_FOLDER
+    if not any(each.suffix == ".json" and each.name != START_LOCK for each in _files(folder)):
+        return None
+    from launchers.submission_queue import read_job_note
+
+    return read_job_note(folder)
+
+
+def _files(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        return list(folder.iterdir())
+    return []
+
+
+class StopRequest:
+    """A callable that tells whether this driver must stop: its job ends, or ``rlinf stop`` named
+    it."""
+
+    def __init__(self, run: Path, ends: Callable[[], bool]) -> None:
+        self._run, self._is_job_ending = run, ends
+        self._checked_at = 0.0
+        self.is_requested = False
+
+    def __call__(self) -> bool:
+        if time.monotonic() - self._checked_at > STOP_CHECK_INTERVAL_S:
+            self._check_file()
+        if not self.is_requested and self._is_job_ending():
+            self._check_file()  # the signal may come of rlinf stop
+            return True
+        return self.is_requested
+
+    def _check_file(self) -> None:
+        self._checked_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            named = (self._run / STOP_FILE).read_text().strip()
+            self.is_requested = bool(named) and named == driver_token(self._run)
+
+
+def driver_token(run: Path) -> str | None:
+    """Return the token of the present or last driver of a run."""
+    try:
+        return str(json.loads((run / LOCK_FILE).read_text())["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
