@@ -84,7 +84,7 @@ def committed(run: Run, stage: str, iteration: int) -> dict[str, torch.Tensor]:
 
 def assert_there(holder: Any, expected: dict[str, torch.Tensor]) -> None:
     given = {tensor.sum().item() for tensor in expected.values()}
-    weights = holder.resident()["weights"]
+    weights = holder.tensor_groups()["weights"]
     assert all(tensor.untyped_storage().nbytes() for tensor in weights)
     assert {tensor.sum().item() for tensor in weights} == given
 
