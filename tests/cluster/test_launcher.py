@@ -161,7 +161,7 @@ def test_a_submission_to_a_controller_that_stands_still_leaves_one_job(
     cluster: Path, launcher: SubmititLauncher, tmp_path: Path
 ) -> None:
     """It takes the request when it goes on; nobody waits for its answer any more."""
-    launcher._backlog.visibility_timeout_s = 5.0
+    launcher._queue.visibility_timeout_s = 5.0
     warm = launcher.submit(job(tmp_path / "warm", "pass"))
     assert finish(launcher, warm).state is JobState.DONE
     controller = int((cluster / "run" / "slurmctld.pid").read_text())

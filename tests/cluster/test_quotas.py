@@ -61,7 +61,7 @@ def test_a_refusal_for_now_is_tried_again(
     launcher: SubmititLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GrpSubmitJobs counts jobs of others too, so only Slurm knows when there is room."""
-    launcher.quotas = launcher._backlog.quotas = Quotas()
+    launcher.quotas = launcher._queue.quotas = Quotas()
     with limited("account", "root", "GrpSubmitJobs=1"):
         ids = launcher.submit_array(several(tmp_path, "pass", 2))
         assert ids[0].isdigit(), "an array of both was refused, one alone was not"
@@ -82,7 +82,7 @@ def test_what_waits_here_can_be_cancelled(launcher: SubmititLauncher, tmp_path: 
 
 
 def test_no_array_is_larger_than_allowed(launcher: SubmititLauncher, tmp_path: Path) -> None:
-    launcher._backlog.quotas = replace(read_quotas(launcher.client), max_array_size=2)
+    launcher._queue.quotas = replace(read_quotas(launcher.client), max_array_size=2)
     ids = launcher.submit_array(several(tmp_path, "pass", 3))
     assert [identity.count("_") for identity in ids] == [1, 1, 0]
     assert [status.state for status in finish_all(launcher, ids)] == [JobState.DONE] * 3

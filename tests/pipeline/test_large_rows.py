@@ -97,9 +97,9 @@ def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: P
                 path.write_bytes(data)
                 struck.append(path)
 
-    from pipeline import driver
+    from pipeline import executors
 
-    real = driver.run_stage
+    real = executors.run_stage
 
     def stage(call: Any, **options: Any) -> Any:
         if call.stage == "inference":
@@ -107,7 +107,7 @@ def test_damage_to_large_rows_is_mended(one: Path, compose: Compose, tmp_path: P
         return real(call, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "run_stage", stage)
+        patch.setattr(executors, "run_stage", stage)
         try:
             drive(run)
         except RlinfError:

@@ -181,11 +181,11 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     [
         (
             {"train": StageSpec({"rewards": InputSource("reward")})},
-            "train takes 'reward', which is no",
+            "stage train reads 'reward', which is no stage",
         ),
         (
             {"train": StageSpec({"rewards": InputSource("sync")}), "sync": StageSpec()},
-            "train takes sync, which comes later",
+            "stage train reads sync, which comes later",
         ),
         ({"train": StageSpec(config_sections=("modle",))}, "did you mean 'model'"),
         ({"learn": StageSpec(module="stages.learns")}, "stage learn: no module 'stages.learns'"),

@@ -41,6 +41,7 @@ from rlinf.config import validate
 from rlinf.errors import ConfigError, RunLockedError, SlurmError
 from slurm.client import SlurmClient
 from slurm.jobs import JobResources
+from slurm.site import load_site
 from tests.slurm.wrapped import BANNER, FOOTER, write_command
 
 Compose = Callable[..., dict[str, Any]]
@@ -121,7 +122,7 @@ def needs_of(folder: Path, site: dict[str, Any], **driver: Any) -> JobResources:
     needs = driver_resources(cluster, parse_plan({}, "plan"), SlurmClient())
     # The cache of site files goes by path.
     path.rename(folder / "seen.yaml")
-    driver_job.load_site.cache_clear()
+    load_site.cache_clear()
     return needs
 
 
@@ -270,7 +271,7 @@ def test_a_driver_is_found_though_its_submitter_died_before_it_had_the_id(
 def test_the_job_itself_may_drive_before_its_id_is_noted(
     run: Run, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_job_note(driver_job.driver_job(run, JobResources()), mark="rlinf-0a")
+    write_job_note(driver_job.driver_job(run, JobResources()), tag="rlinf-0a")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0a\n")
     monkeypatch.setenv("SLURM_JOB_ID", "71")
     check_no_driver_job(run)
@@ -281,7 +282,7 @@ def test_the_job_itself_may_drive_before_its_id_is_noted(
 
 def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
     out = run.folder / "warm_start"
-    write_job_note(JobSpec("warm_start", (), out, out), mark="rlinf-0b")
+    write_job_note(JobSpec("warm_start", (), out, out), tag="rlinf-0b")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
     assert stop_run(run.folder) == ["job 71 (warm_start) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
