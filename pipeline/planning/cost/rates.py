@@ -67,7 +67,7 @@ class RateTable:
     def layout(self, gpus: int) -> CandidateLayout | None:
         """Return the layout of the stage on ``gpus`` GPUs."""
         batch, place = self.choices[gpus]
-        return self.layouts[batch].at(place) if batch >= 0 else None
+        return self.layouts[batch].select(place) if batch >= 0 else None
 
 
 def data_sheet_rates(shape: ModelShape, work: Workload, device: GpuDevice, gpus: int) -> RateTable:
