@@ -278,7 +278,7 @@ def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
 
 
 def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: RunConfig) -> None:
-    asked = ask(config, inventory(default=True), "jobs")
+    asked = ask(config, inventory(is_default=True), "stage")
     by_hand = Plan(defaults=StagePlan(gpus=1))
     found = assess_plan(asked, by_hand, "plan.yaml")
     assert {row.place for row in found.rows} == {"h100"}
@@ -351,7 +351,7 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
     site.write_text("partitions: {h100: {qos: long}}\n")
     limits = {"small": QosLimits(max_wall_min=20), "long": QosLimits(max_wall_min=50)}
     me = ME.model_copy(update={"qos": (*limits,), "default_qos": "small"})
-    there = inventory(None, me, "h100", default=True)
+    there = inventory(None, me, "h100", is_default=True)
     there = there.model_copy(update={"limits": AccountingLimits(associations=(me,), qos=limits)})
     asked = ask(config, there, execution, site)
     for minutes, allowed in ((50, True), (51, False)):
