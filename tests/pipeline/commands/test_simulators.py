@@ -27,7 +27,7 @@ def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
         ("ok", "packages"),
     ]
     assert (level, what) == ("ok", "episode")
-    assert "state [4]; no pictures asked (task.images)" in detail
+    assert "state [4]; no images configured (task.images)" in detail
 
 
 def test_all_that_is_missing_is_told_at_once(

@@ -36,11 +36,11 @@ import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlinf.channels.process_group import World
+from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.record import Identity, Record
+from rlinf.data.record import Record, RecordId
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
-from rlinf.trainers.base import of_steps
+from rlinf.trainers.base import loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
 folder, processes, tokens, cases = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
@@ -56,7 +56,7 @@ for dtype, recompute, rows in cases:
     random = np.random.default_rng(0)
     records = [
         Record(
-            Identity(0, row),
+            RecordId(0, row),
             {"actions": random.integers(2, 14, tokens - 32)},
             {"prompt": random.integers(2, 14, 32)},
         )
@@ -67,11 +67,11 @@ for dtype, recompute, rows in cases:
         gradient_checkpointing=recompute, fsdp_wrap_min_mb=1,
     )
     policy = CausalLM.load(folder, shape)
-    trainer = FSDPTrainer(policy, config, OptimizerSection(lr=1e-3), World(0, processes, 0))
-    trainer.step(records, of_steps(loss), lr=1e-3)
+    trainer = FSDPTrainer(policy, config, OptimizerSection(lr=1e-3), ProcessGroupInfo(0, processes, 0))
+    trainer.step(records, loss_from_steps(loss), lr=1e-3)
     tracker = FSDPMemTracker(policy.module, trainer.optimizer)
     with tracker:
-        trainer.step(records, of_steps(loss), lr=1e-3)
+        trainer.step(records, loss_from_steps(loss), lr=1e-3)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     print(json.dumps({str(getattr(key, "value", key)): size for key, size in peak.items()}))
 """

@@ -278,7 +278,7 @@ def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
 
 
 def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: RunConfig) -> None:
-    asked = ask(config, inventory(is_default=True), "stage")
+    asked = ask(config, inventory(is_default=True), "jobs")
     by_hand = Plan(defaults=StagePlan(gpus=1))
     found = assess_plan(asked, by_hand, "plan.yaml")
     assert {row.place for row in found.rows} == {"h100"}
