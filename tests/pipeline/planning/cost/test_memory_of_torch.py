@@ -67,7 +67,8 @@ for dtype, recompute, rows in cases:
         gradient_checkpointing=recompute, fsdp_wrap_min_mb=1,
     )
     policy = CausalLM.load(folder, shape)
-    trainer = FSDPTrainer(policy, config, OptimizerSection(lr=1e-3), ProcessGroupInfo(0, processes, 0))
+    world = ProcessGroupInfo(0, processes, 0)
+    trainer = FSDPTrainer(policy, config, OptimizerSection(lr=1e-3), world)
     trainer.step(records, loss_from_steps(loss), lr=1e-3)
     tracker = FSDPMemTracker(policy.module, trainer.optimizer)
     with tracker:
