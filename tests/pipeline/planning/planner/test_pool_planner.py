@@ -185,7 +185,7 @@ def test_what_is_not_there_or_not_predicted_is_refused(
 
 
 def pooled(*pools: dict[str, Any], chunks: int = 1) -> Plan:
-    return parse_plan({"pools": list(pools), "chunks": chunks}, "plan.yaml")
+    return parse_plan({"pools": list(pools), "num_chunks": chunks}, "plan.yaml")
 
 
 def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
