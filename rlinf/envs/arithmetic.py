@@ -53,7 +53,7 @@ class ArithmeticConfig(Section):
             len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
         ):
             raise ValueError(
-                f"weights: one number for each of digits {list(self.digits)}, none below 0 and not "
+                f"digit_weights: one number for each of digits {list(self.digits)}, none below 0 and not "
                 "all 0"
             )
         return self

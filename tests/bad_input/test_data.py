@@ -163,7 +163,7 @@ def test_held_out_rows_that_are_trained_on(
 
     def judge(run: RunConfig, test: Path, **more: Any) -> None:
         options = cls.Config(train=rows(0, 8), test=test, **documents, **more)
-        check_train_test_overlap(run, cls.held_out_overlap(options), options)
+        check_train_test_overlap(run, cls.train_test_overlap(options), options)
 
     for test, count in ((rows(0, 8), 8), (rows(3, 6), 3)):
         with pytest.raises(
@@ -232,7 +232,7 @@ def test_held_out_questions_that_differ_in_form_alone(name: str, tmp_path: Path)
     documents = {"documents": paths[0]} if name == "search" else {}
     cls = environments.get(name)
     options = cls.Config(train=paths[0], test=paths[1], **documents)
-    assert cls.held_out_overlap(options) == ((3, 4) if name == "search" else (5, 7))
+    assert cls.train_test_overlap(options) == ((3, 4) if name == "search" else (5, 7))
 
 
 class Riddles(ProblemSetEnvironment):

@@ -78,7 +78,7 @@ FOLDERS: list[tuple[str, Spoil, list[str]]] = [
     ("encoder", settings(model_type="t5"), ["t5", "no causal language model"]),
     ("vision", settings(model_type="vit"), ["vit", "no causal language model"]),
     ("code", settings(auto_map={"AutoModel": "m.M"}), ["trust_remote_code"]),
-    ("quantised", settings(quantization_config={"bits": 4}), ["quantised"]),
+    ("quantised", settings(quantization_config={"bits": 4}), ["quantized"]),
     ("no-weights", remove(WEIGHTS), ["*.safetensors"]),
     ("pickled", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), ["*.safetensors"]),
     ("weights-empty", write(WEIGHTS, ""), [WEIGHTS, "cut off"]),
