@@ -209,8 +209,8 @@ def test_what_a_run_teaches_narrows_it(config: RunConfig, execution: Any, tmp_pa
     wide = propose_plan(asked)
     times = {}
     for row in wide.rows:
-        before = sum(row.parts_s.get(part, 0.0) for part in ("start", "imports"))
-        work = row.parts_s.get(WORK_PART, row.seconds)
+        before = sum(row.breakdown_s.get(part, 0.0) for part in ("start", "imports"))
+        work = row.breakdown_s.get(WORK_PART, row.seconds)
         times[row.stage] = MeasuredTimes((row.seconds,), (row.seconds - before,), (work,))
     known = compute_corrections(wide.plan, times, asked)
     narrow = propose_plan(replace(asked, corrections=known)).forecast
