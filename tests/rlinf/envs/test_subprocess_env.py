@@ -411,7 +411,7 @@ def test_pictures_are_of_the_state_they_come_with() -> None:
     ("values", "said"),
     [
         ({**PICTURES, "images": {"fornt": [48, 64]}}, r"task\.images\.fornt: no such camera"),
-        ({"id": "CartPole-v1", "images": {"free": [48, 64]}}, r"task\.images: .* no pictures"),
+        ({"id": "CartPole-v1", "images": {"free": [48, 64]}}, r"task\.images: .* no images"),
     ],
 )
 def test_pictures_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> None:

@@ -121,9 +121,9 @@ print("ok")
 """
 
 
-def run(program: str, folder: Path, unit_mb: int = 32) -> None:
+def run(program: str, folder: Path, fsdp_wrap_min_mb: int = 32) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COMMON + program, str(folder), str(unit_mb)],
+        [sys.executable, "-c", COMMON + program, str(folder), str(fsdp_wrap_min_mb)],
         capture_output=True,
         text=True,
         check=False,
@@ -137,16 +137,16 @@ def test_weights_of_a_sharded_module_are_whole_and_tied_ones_are_one(tmp_path: P
 
 @pytest.mark.parametrize("fsdp_wrap_min_mb", [0, 32])
 def test_shards_leave_the_device_between_all_calls_and_no_byte_changes(
-    tmp_path: Path, unit_mb: int
+    tmp_path: Path, fsdp_wrap_min_mb: int
 ) -> None:
-    run(MOVED, tmp_path, unit_mb)
+    run(MOVED, tmp_path, fsdp_wrap_min_mb)
 
 
 @pytest.mark.parametrize("fsdp_wrap_min_mb", [0, 32])
 def test_whole_weights_are_taken_by_sharded_and_other_trainers(
-    tmp_path: Path, unit_mb: int
+    tmp_path: Path, fsdp_wrap_min_mb: int
 ) -> None:
-    run(TAKEN, tmp_path, unit_mb)
+    run(TAKEN, tmp_path, fsdp_wrap_min_mb)
 
 
 def test_ranks_train_and_save_without_a_pickle_or_an_open_store(tmp_path: Path) -> None:
