@@ -53,8 +53,8 @@ class ArithmeticConfig(Section):
             len(weights) != len(self.digits) or min(weights) < 0 or not sum(weights)
         ):
             raise ValueError(
-                f"digit_weights: one number for each of digits {list(self.digits)}, none below 0 and not "
-                "all 0"
+                f"digit_weights: one number for each of digits {list(self.digits)}, none below 0 "
+                "and not all 0"
             )
         return self
 

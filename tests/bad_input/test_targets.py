@@ -17,7 +17,7 @@ from rlinf.rewards.base import Reward
 
 
 class Mine(Reward):
-    def judge(self, trajectories, scores):
+    def compute(self, trajectories, scores):
         return []
 """
 
@@ -55,7 +55,7 @@ def test_a_name_with_a_colon_is_the_part_itself(own: Path) -> None:
         ("registered.good:Mien", ["good.py has no 'Mien'; did you mean 'Mine'?"]),
         ("registered.odd:Mine", ["is no reward", "rlinf.rewards.base.Reward"]),
         ("registered.odd:mine", ["is no reward", "make it a subclass"]),
-        ("registered.half:Mine", ["lacks judge"]),
+        ("registered.half:Mine", ["lacks compute"]),
         ("registered.wrong:Mine", ["wrong.py, line 1: SyntaxError"]),
         ("registered.lacks:Mine", ["lacks.py, line 2", "no_such_package"]),
         ("registered.raises:Mine", ["raises.py, line 2: ZeroDivisionError"]),
