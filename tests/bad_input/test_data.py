@@ -172,7 +172,7 @@ def test_held_out_rows_that_are_trained_on(
             judge(config, test)
         judge(alone, test)
         assert not caplog.text
-        judge(config, test, allow_overlap=True)
+        judge(config, test, allow_train_test_overlap=True)
         assert f"{count} of {count} held-out problems" in caplog.text
         caplog.clear()
     judge(config, rows(6, 10))
