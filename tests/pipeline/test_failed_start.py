@@ -164,9 +164,9 @@ def test_a_later_stage_that_fails_does_not_block_what_it_needs(
     """The warm start and a rollout are finished, and do not depend on what is corrected."""
     forget_code()
     text = "from rlinf.rewards.task_rewards import EnvironmentReward\n"
-    text += "class Mine(EnvironmentReward):\n    def judge(self, trajectories, scores):\n"
+    text += "class Mine(EnvironmentReward):\n    def compute(self, trajectories, scores):\n"
     text += "        if self.config.scale != 1: raise ValueError('no such scale')\n"
-    text += "        return super().judge(trajectories, scores)\n"
+    text += "        return super().compute(trajectories, scores)\n"
     (own / "reward_of_orders.py").write_text(text)
     words = ["reward.name=reward_of_orders:Mine", "cluster.max_retries=0"]
     with pytest.raises(Exception, match="no such scale"):

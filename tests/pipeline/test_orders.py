@@ -54,8 +54,8 @@ REWARD = """
 from rlinf.rewards.task_rewards import EnvironmentReward
 
 class Mine(EnvironmentReward):
-    def judge(self, trajectories, scores):
-        return [{factor} * reward for reward in super().judge(trajectories, scores)]
+    def compute(self, trajectories, scores):
+        return [{factor} * reward for reward in super().compute(trajectories, scores)]
 """
 
 

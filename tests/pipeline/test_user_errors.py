@@ -26,7 +26,7 @@ def difficulty(trajectory):
 
 
 class Own(Reward):
-    def judge(self, trajectories, scores):
+    def compute(self, trajectories, scores):
         with CALLS.open("a") as calls:
             calls.write("x")
         {body}

@@ -220,7 +220,7 @@ from pathlib import Path
 if "stages.worker.main" in sys.orig_argv:
     import stages.runner as runner
 
-    commit, note = runner.commit, Path({note!r})
+    commit, note = runner.commit_output, Path({note!r})
 
     def slow(out, manifest):
         if manifest.stage == "train" and not note.exists():
@@ -228,7 +228,7 @@ if "stages.worker.main" in sys.orig_argv:
             time.sleep(4)
         return commit(out, manifest)
 
-    runner.commit = slow
+    runner.commit_output = slow
 """
 
 

@@ -274,7 +274,7 @@ def test_folders_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> No
         Qwen25VL.check(Qwen25VLConfig(path=tmp_path), {})
     with pytest.raises(DataError, match="'qwen2_5_vl' model, which is no causal language model"):
         CausalLM.check(CausalLMConfig(path=folder), {})
-    assert Qwen25VL.check(Qwen25VLConfig(path=folder), {}).images.side == 28
+    assert Qwen25VL.check(Qwen25VLConfig(path=folder), {}).images.pixels_per_token == 28
 
 
 @pytest.mark.parametrize(
@@ -308,9 +308,9 @@ def trained(world, load):
     made.step(RECORDS[:5], loss, lr=1e-2)
     return made
 
-alone = trained(ProcessGroupInfo(), Qwen25VL.load).full_state()
+alone = trained(ProcessGroupInfo(), Qwen25VL.load).full_state_dict()
 world = ProcessGroupInfo(rank, 2, rendezvous_file=Path(sys.argv[3]) / "group-v.json")
-both = trained(world, Qwen25VL.meta_from_folder).full_state()
+both = trained(world, Qwen25VL.meta_from_folder).full_state_dict()
 for name, tensor in alone.items():
     torch.testing.assert_close(both[name], tensor, rtol=0, atol=1e-5, msg=name)
 print("ok")

@@ -55,7 +55,7 @@ def stepped(world):
     trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
     loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
     trainer.step(records, loss, lr=1e-3)
-    return trainer.full_state()
+    return trainer.full_state_dict()
 
 shared = stepped(ProcessGroupInfo(rank, 2, rendezvous_file=folder / "channels" / "group-t.json"))
 alone, first = stepped(ProcessGroupInfo()), SmolVLAPolicy.load(folder, config).module.state_dict()

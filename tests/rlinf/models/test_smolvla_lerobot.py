@@ -89,7 +89,7 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
     folder = tmp_path / "saved"
     folder.mkdir()
     made.save(folder, made.module.state_dict())
-    count, (length, size) = 3, made.chunk
+    count, (length, size) = 3, made.action_shape
     wide, whole = made.module.model.action_in_proj.in_features, 6 if make is of_theirs else 4
     draw = np.random.default_rng(0)
     seen: dict[str, Any] = {
