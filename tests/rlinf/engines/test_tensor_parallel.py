@@ -107,7 +107,7 @@ def test_whatever_ends_a_batch_lets_the_others_go_on(monkeypatch: pytest.MonkeyP
             yield 1
             raise ValueError("broken")
 
-    monkeypatch.setattr("rlinf.engines.server.Legs", Broken)
+    monkeypatch.setattr("rlinf.engines.server.ResumableGeneration", Broken)
     left: Any = engine.generate(None, seed=0, stage="rollout", hooks=RolloutHooks())
     next(left)
     left.close()

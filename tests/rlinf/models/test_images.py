@@ -141,7 +141,7 @@ def test_columns_hold_the_images_padded_or_not(shapes: list[tuple[int, int]]) ->
 
 
 def test_a_folder_without_a_preprocessor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"preprocessor_config\.json .*how images become patches"):
+    with pytest.raises(DataError, match=r"preprocessor_config\.json .*defines the image"):
         ImageProcessor.from_folder(tmp_path, {"image_token_id": 5})
     (tmp_path / PREPROCESSOR_FILE).write_text(json.dumps({"patch_size": 14}))
     with pytest.raises(DataError, match="malformed"):
