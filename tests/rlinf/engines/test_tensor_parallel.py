@@ -73,8 +73,8 @@ def test_one_process_asks_and_the_other_goes_on_when_the_server_is_through(tmp_p
     (tmp_path / "policy").mkdir()
     (tmp_path / "channels").mkdir()
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path / "policy")
-    program = "import sys; from pathlib import Path; from tests.rlinf.engines import test_divided; "
-    program += "test_divided.rank(Path(sys.argv[1]), int(sys.argv[2]))"
+    program = "import sys; from pathlib import Path; from tests.rlinf.engines import test_tensor_parallel; "
+    program += "test_tensor_parallel.rank(Path(sys.argv[1]), int(sys.argv[2]))"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(tmp_path), str(number)],
@@ -98,12 +98,12 @@ def test_whatever_ends_a_batch_lets_the_others_go_on(monkeypatch: pytest.MonkeyP
     """A process that stops reading, too, would leave them waiting."""
     engine: Any = SmallEngine(SmallConfig(), CausalLM, TOKENS)
     through = []
-    monkeypatch.setattr(engine, "_through", lambda: through.append(1))
+    monkeypatch.setattr(engine, "_finish_batch", lambda: through.append(1))
 
     class Broken:
         def __init__(self, *_: Any) -> None: ...
 
-        def replies(self) -> Any:
+        def iter_replies(self) -> Any:
             yield 1
             raise ValueError("broken")
 
