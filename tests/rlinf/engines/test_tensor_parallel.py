@@ -73,8 +73,9 @@ def test_one_process_asks_and_the_other_goes_on_when_the_server_is_through(tmp_p
     (tmp_path / "policy").mkdir()
     (tmp_path / "channels").mkdir()
     CausalLM.create(TOKENS, {"alphabet": "0123456789+="}, 0, tmp_path / "policy")
-    program = "import sys; from pathlib import Path; from tests.rlinf.engines import test_tensor_parallel; "
-    program += "test_tensor_parallel.rank(Path(sys.argv[1]), int(sys.argv[2]))"
+    program = "import sys; from pathlib import Path; "
+    program += "from tests.rlinf.engines import test_tensor_parallel as divided; "
+    program += "divided.rank(Path(sys.argv[1]), int(sys.argv[2]))"
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(tmp_path), str(number)],
