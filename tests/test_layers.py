@@ -161,7 +161,7 @@ sys.exit(code)
 def test_a_run_in_one_process_imports_no_executor_it_does_without(tmp_path: Path) -> None:
     """Pools, launchers and the Slurm client are imported when a run has them."""
     pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-    words = ["experiment=cartpole_ppo", "iterations=1", "rollout.batch_size=2"]
+    words = ["experiment=cartpole_ppo", "iterations=1", "rollout.batch_size=4"]
     words += ["rollout.horizon=16", "evaluate.samples=2", f"run.root={tmp_path}", "run.name=x"]
     command = [sys.executable, "-c", COUNT_MODULES, *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -72,7 +72,7 @@ def test_user_code_that_raises_ends_the_run_at_once(tmp_path: Path, place: str) 
     message = ended.stderr[ended.stderr.rindex("error: ") :]
     assert "reward.name: own_reward:Own raised KeyError: 'difficulty'" in message
     frames = [line for line in message.splitlines() if line.startswith("  File ")]
-    assert [frame.rpartition(" ")[2] for frame in frames] == ["judge", "<listcomp>", "difficulty"]
+    assert [frame.rpartition(" ")[2] for frame in frames] == ["compute", "<listcomp>", "difficulty"]
     assert all("own_reward.py" in frame for frame in frames)
     assert "a trajectory has the fields info: " in message
     assert "prompt_text" in message, "the fields there are"
