@@ -286,6 +286,8 @@ def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
         "launcher": "slurm",
         "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
     }
-    assert "hooks" not in redact_yaml("cluster: {notify_command: [curl, https://hooks.example/T/S]}\n")
+    assert "hooks" not in redact_yaml(
+        "cluster: {notify_command: [curl, https://hooks.example/T/S]}\n"
+    )
     plain = "# as it is\nrun: {name: a}\ncluster: {env: {}}\n"
     assert redact_yaml(plain) == plain

@@ -148,7 +148,9 @@ def test_a_type_of_numbers_has_one_name_and_is_of_vectors() -> None:
 def test_a_simulator_whose_actions_are_no_numbers_is_refused(compose: Compose) -> None:
     task = ["task=gym", "task.id=tests.rlinf.envs.structured_worlds:Sampled-v0"]
     task += ["task.kwargs={action: {low: 0, high: 1, shape: [2], dtype: bool}}"]
-    with pytest.raises(ConfigError, match=r"^task\.id: .* has actions Box.* no policy here takes"):
+    with pytest.raises(
+        ConfigError, match=r"^task\.id: .* has actions Box.* no policy here supports"
+    ):
         complete_config(validate(RunConfig, compose(*task, experiment="pendulum_sac")))
 
 
