@@ -58,7 +58,7 @@ def test_held_out_starts_begin_in_the_numbered_states_and_training_where_the_see
 def test_a_world_renders_its_own_cameras(tmp_path: Path) -> None:
     records = played({**THREE, "images": {"side": [2, 3]}}, "test", tmp_path)
     for record in records:
-        pictures = record.steps["images.pixels_per_token"]
+        pictures = record.steps["images.side"]
         assert pictures.shape == (2, 2, 3, 3)
         begun = int(record.steps["observations"][0, 0])
         assert pictures[:, 0, 0, 0].tolist() == [10 * begun, 10 * begun + 1]
