@@ -73,7 +73,7 @@ def test_evaluations_of_weights_that_are_gone_are_left_out(
     made = sorted(set(after) - set(before))
     assert made, "that of weights which are there is made"
     assert all(name.startswith("evaluate/") for name in made)
-    assert capsys.readouterr().err.count("is left out, as are all evaluations of weights") == 1
+    assert capsys.readouterr().err.count("that the retention policy has removed") == 1
     graph = Graph(Run.open(run).config)
     assert is_skipped(graph, run, StageNode("evaluate", 1))
     assert not is_skipped(graph, run, StageNode("evaluate", 6))
