@@ -22,9 +22,8 @@ from rlinf.artifacts import MANIFEST, write_atomic
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import QueuedJob, SlurmClient
 from slurm.job_limits import Quotas, is_queue_full, read_quotas
-from slurm.jobs import JobResources, JobStatus, current_job_id, parent_job_id
+from slurm.jobs import JOB_NOTE, JobResources, JobStatus, current_job_id, parent_job_id
 
-JOB_NOTE = "job.json"
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 5.0, 300.0
 log = logging.getLogger("rlinf")
 

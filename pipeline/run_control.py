@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.lock import LOCK_FILE, RunLock, living_owner
 from pipeline.run import Run, explain_write_errors
 from rlinf.errors import RunLockedError
-from slurm.jobs import current_job_id
+from slurm.jobs import JOB_NOTE, current_job_id
 from stages.layout import DRIVER_JOB_FOLDER, STOP_FILE
 
 if TYPE_CHECKING:  # a run in one process does without Slurm
@@ -116,17 +116,11 @@ def check_no_driver_job(run: Run) -> None:
 def _driver_job_note(run: Run) -> JobNote | None:
     """Return the note of the last submitted driver job; None if none was submitted."""
     folder = run.folder / DRIVER_JOB_FOLDER
-    if not any(each.suffix == ".json" and each.name != START_LOCK for each in _files(folder)):
+    if not (folder / JOB_NOTE).exists():
         return None
     from launchers.submission_queue import read_job_note
 
     return read_job_note(folder)
-
-
-def _files(folder: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        return list(folder.iterdir())
-    return []
 
 
 class StopRequest:

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+JOB_NOTE = "job.json"
+"""File beside the output of a submitted job: its Slurm id, name and tag."""
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
 """Variable with the component numbers of a heterogeneous job that this process belongs to."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launchers.launcher import JobSpec
 from launchers.sbatch import new_tag, submit_restarting, with_tag
-from launchers.submission_queue import JOB_NOTE, write_job_note
+from launchers.submission_queue import write_job_note
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan
 from pipeline.resources import check_quotas, job_resources, plan_job_requests
@@ -24,7 +24,7 @@ from rlinf import process_tuning
 from rlinf.errors import PlanError, RlinfError, SlurmError, SlurmUnresponsiveError
 from slurm.client import Partition, SlurmClient, default_partition, partition_names
 from slurm.job_limits import check_resources, read_quotas
-from slurm.jobs import JobResources
+from slurm.jobs import JOB_NOTE, JobResources
 from slurm.sbatch_options import portable_options
 from slurm.site import PartitionSettings, load_site
 from stages.layout import DRIVER_JOB_FOLDER

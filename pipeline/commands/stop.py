@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launchers.submission_queue import JOB_NOTE, JobNote, read_job_note
+from launchers.submission_queue import JobNote, read_job_note
 from pipeline.lock import LOCK_FILE, living_owner
 from pipeline.run import Run
 from pipeline.run_control import driver_token, find_driver_job
 from rlinf.artifacts import MANIFEST, write_atomic
 from slurm.client import SlurmClient
+from slurm.jobs import JOB_NOTE
 from stages.layout import DRIVER_JOB_FOLDER, POOLS_FOLDER, STATUS_FILE, STOP_FILE
 
 STOP_TIMEOUT_S = 75.0

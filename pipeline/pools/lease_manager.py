@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launchers.launcher import JobSpec, Launcher
-from launchers.submission_queue import JOB_NOTE, read_job_note
+from launchers.submission_queue import read_job_note
 from pipeline.cluster_config import ClusterConfig
 from pipeline.job_executor import QueueLog
 from pipeline.plan import Plan
@@ -16,7 +16,7 @@ from pipeline.pools.leases import Lease, PoolState, pool_folder, pool_job
 from pipeline.resources import job_resources, pool_resources
 from pipeline.run import Run
 from rlinf.channels.control_link import Controller
-from slurm.jobs import JobStatus, parent_job_id
+from slurm.jobs import JOB_NOTE, JobStatus, parent_job_id
 from stages.layout import POOLS_FOLDER
 from stages.worker.messages import ShutDown
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from launchers.submission_queue import JOB_NOTE
 from launchers.submitit import SubmititLauncher
 from pipeline.cluster_config import ClusterConfig
 from pipeline.commands.experiment import prepare_run
@@ -20,6 +19,7 @@ from pipeline.plan import Plan
 from pipeline.pools.executor import PoolExecutor
 from rlinf.errors import InputError
 from slurm.client import SlurmClient
+from slurm.jobs import JOB_NOTE
 from stages.layout import POOLS_FOLDER
 from tests.cluster.test_chaos import POOLS as PLAN
 from tests.cluster.test_runs import words
