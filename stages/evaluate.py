@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.record import VIDEO_PREFIX, Record
 from rlinf.data.video import write_video
 from rlinf.engines.base import Engine
-from rlinf.envs.base import VIDEO_PREFIX, Environment, RolloutRequest, score_trajectories
+from rlinf.envs.base import Environment, RolloutRequest, score_trajectories
 from stages.context import StageContext
 from stages.dialogue_failures import DialogueFailures
 from stages.factory import environment_class, get_engine, primary_rank_environment

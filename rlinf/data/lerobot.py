@@ -33,7 +33,7 @@ import numpy as np
 
 from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.data.record import IMAGE_PREFIX, Record, RecordId, Scalar
 from rlinf.data.transitions import (
     FINAL_OBSERVATIONS,
     TRUNCATION_STEPS,
@@ -101,7 +101,8 @@ class LeRobotDataset:
                 "solved their task; add it, or where all did, say so: rlinf demonstrations --solved"
             )
         self.cameras = {
-            "images." + name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
+            IMAGE_PREFIX
+            + name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
             for name, feature in self.features.items()
             if feature["dtype"] in ("image", "video")
         }
@@ -338,7 +339,6 @@ def _column(rows: Any, name: str) -> np.ndarray:
 LEROBOT_VERSION = "v3.0"
 FRAMES_PER_FILE = 20_000
 CHUNK_FILES = 1000
-IMAGE_COLUMN_PREFIX = "images."
 FEATURE_COLUMNS = {
     STATE_FEATURE: "observations",
     ACTION_FEATURE: "actions",
@@ -493,7 +493,7 @@ class LeRobotWriter:
         (self._folder / INFO_FILE).write_text(json.dumps(self._info(), indent=4))
 
     def _alike(self, trajectory: Record, episode: dict[str, np.ndarray]) -> None:
-        cameras = {n: a.shape[1:] for n, a in episode.items() if n.startswith(IMAGE_COLUMN_PREFIX)}
+        cameras = {n: a.shape[1:] for n, a in episode.items() if n.startswith(IMAGE_PREFIX)}
         sizes = {
             name: int(np.prod(episode[FEATURE_COLUMNS[name]].shape[1:]))
             for name in (STATE_FEATURE, ACTION_FEATURE)
@@ -643,7 +643,7 @@ def write_lerobot_dataset(folder: Path, trajectories: Iterable[Record], **option
 
 def _feature(camera: str) -> str:
     """Return the feature name of a column of images."""
-    return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_COLUMN_PREFIX)
+    return CAMERA_FEATURE_PREFIX + camera.removeprefix(IMAGE_PREFIX)
 
 
 def _png(picture: np.ndarray) -> bytes:

@@ -10,6 +10,10 @@ import numpy as np
 import xxhash
 
 Scalar = float | int | str
+IMAGE_PREFIX = "images."
+"""Prefix of camera image columns in requests and trajectories, before the name of the camera."""
+VIDEO_PREFIX = "video."
+"""Prefix of the columns of images that are recorded for videos and not seen by the policy."""
 LARGE_ROW_BYTES = 1 << 10
 """Step columns with rows of at least this size (images, for example) are read lazily."""
 

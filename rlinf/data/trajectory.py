@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf.data.record import Record, RecordId, Scalar
-
-IMAGE_PREFIX = "images."
-VIDEO_PREFIX = "video."
+from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId, Scalar
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     # A simulator process loads no torch.
     from rlinf.models.base import ModelSpec
 
-VIDEO_PREFIX = "video."
-"""Prefix of the columns of images that are recorded for videos and not seen by the policy."""
 UNFINISHED = "unfinished"
 """Stop reason of a sample that another engine continues."""
 

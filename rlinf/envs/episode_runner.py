@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 import numpy as np
 
 from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, OUTCOME_STEPS, OUTCOMES
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId
 from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, FINAL_OBSERVATIONS, TRUNCATION_STEPS
-from rlinf.envs.base import VIDEO_PREFIX, RolloutRequest
+from rlinf.envs.base import RolloutRequest
 from rlinf.envs.observations import (
     INSTRUCTION,
     STATE,
@@ -519,12 +519,12 @@ def policy_observations(
     observations: Mapping[str, np.ndarray], instruction: bool | str, film: Collection[str] = ()
 ) -> Arrays:
     """Return observations as a policy reads them: the state as float32; images unchanged, with the
-    prefix ``images.`` or :data:`rlinf.envs.base.VIDEO_PREFIX`; the instruction if wanted, or the
+    prefix ``images.`` or :data:`rlinf.data.record.VIDEO_PREFIX`; the instruction if wanted, or the
     given text."""
     arrays = {STATE: np.asarray(observations[STATE], np.float32)}
     for name, array in observations.items():
         if name not in (STATE, INSTRUCTION):
-            arrays[(VIDEO_PREFIX if name in film else "images.") + name] = array
+            arrays[(VIDEO_PREFIX if name in film else IMAGE_PREFIX) + name] = array
     if isinstance(instruction, str):
         text = encode_instruction(instruction)
         arrays[INSTRUCTION] = np.broadcast_to(text, (*arrays[STATE].shape[:-1], *text.shape))

@@ -25,8 +25,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from rlinf.capabilities import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
-from rlinf.data.record import Record, RecordId
-from rlinf.envs.base import VIDEO_PREFIX, Environment, RolloutRequest, TaskSize
+from rlinf.data.record import VIDEO_PREFIX, Record, RecordId
+from rlinf.envs.base import Environment, RolloutRequest, TaskSize
 from rlinf.envs.episode_runner import (
     EPISODE_METRICS,
     EpisodeLoop,

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.record import IMAGE_PREFIX, Record
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, ValueLevel, action_chunks, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
-from rlinf.models.images import IMAGE_PREFIX
 from rlinf.models.vector_policy import NormalizedVectorPolicy, ObservationNormalizer, tanh_network
 
 

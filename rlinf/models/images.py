@@ -21,8 +21,6 @@ from rlinf.verified_io import read_text
 PIXELS_COLUMN, SIZES_COLUMN = "pixels", "image_sizes"
 """Column names: the flattened images ``[height, width, 3]`` of a prompt, concatenated, uint8
 ``[N]``; and height and width of each image, int64 ``[n, 2]``."""
-IMAGE_PREFIX = "images."
-"""Prefix of camera image columns in requests and trajectories, before the name of the camera."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the longer to the shorter side of an image."""

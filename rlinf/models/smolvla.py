@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
-from rlinf.data.record import Record
+from rlinf.data.record import IMAGE_PREFIX, Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
@@ -40,7 +40,6 @@ from rlinf.models.character_tokenizer import (
 from rlinf.models.checkpoint_tensors import check_tensors
 from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain, bounded_log_std, noise_fractions
 from rlinf.models.hf_folder import WEIGHTS_FILE, check_weight_files, copy_non_weight_files
-from rlinf.models.images import IMAGE_PREFIX
 from rlinf.models.smolvla_folder import (
     ACTION_FEATURE,
     NORMALIZER_STEP,

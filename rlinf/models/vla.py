@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
-from rlinf.data.record import Record
+from rlinf.data.record import IMAGE_PREFIX, Record
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import (
     STATISTICS_FILE,
@@ -55,7 +55,7 @@ from rlinf.models.hf_folder import (
     read_config_json,
     weight_files,
 )
-from rlinf.models.images import IMAGE_PREFIX, PREPROCESSOR_FILE
+from rlinf.models.images import PREPROCESSOR_FILE
 from rlinf.models.loading import read_weights
 from rlinf.models.vla_base import FlatSteps, InstructionTokenizer, instructions_or_empty
 from rlinf.models.vla_folder import (
