@@ -243,13 +243,13 @@ class SocketSource(MailboxHost, RecordSource):
                     return record
             if self._records:
                 return self._records.popleft()
-            self._let_go()
+            self._release_segments()
             for event in self.poll_events(nap if self._rings else CHECK_INTERVAL_S):
                 self._happened(event)
             nap = min(1.5 * nap, MAX_POLL_S)
 
-    def _let_go(self) -> None:
-        """Let go of memory that nothing more is put into, and that was read to its end."""
+    def _release_segments(self) -> None:
+        """Release memory that no writer fills any more and that was read to its end."""
         if self._silent and (now := time.monotonic()) - self._looked > CHECK_INTERVAL_S:
             self._looked = now
             segments = {name: self._segments.get(name) for name in self._silent}

@@ -402,9 +402,9 @@ class PoolWorker:
         self._activity.remove(node)
         self._tell_driver(StageEnded(node=node, exit_code=code, reason=reason[-8000:]))
         self._tell()
-        self._let_go()
+        self._drop_committed()
 
-    def _let_go(self) -> None:
+    def _drop_committed(self) -> None:
         """Drop live outputs that are committed and that no stage of this worker will read."""
         dropped = self._board.release_committed(self._committed)
         self._outbox.drop_outputs(dropped)
@@ -432,7 +432,7 @@ class PoolWorker:
 
     def _tell_of_claim(self, report: WorkItemEnded) -> None:
         self._tell_driver(report)
-        self._let_go()
+        self._drop_committed()
 
     def _progress(self, stage: str, done: int, total: int, what: str) -> None:
         self._moved = time.monotonic()
