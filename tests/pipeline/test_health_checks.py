@@ -66,7 +66,7 @@ def test_what_nobody_could_judge_is_not_put_down_to_equal_scores() -> None:
         [{"iteration": i, **row} for i in range(3)], needs_groups=True, iterations=50
     )
     (notice,) = [
-        notice for notice in found if "advantages" in notice.text or "judged" in notice.text
+        notice for notice in found if "advantages" in notice.text or "valid reward" in notice.text
     ]
     assert notice.kind == "nothing_judged"
 

@@ -80,7 +80,7 @@ def test_newer_weights_come_in_while_a_rollout_goes_on(run: Path) -> None:
     config = validate(RunConfig, compose(WORDS))
     engine: Any = SimpleNamespace(version=0)
     resident = WorkerState(engine_weights="of version 0")
-    ctx: Any = SimpleNamespace(run=run, iteration=2, resident=resident, config=config)
+    ctx: Any = SimpleNamespace(run_folder=run, iteration=2, worker_state=resident, config=config)
     found = newer_weights_poller(ctx, engine)()
     assert found is not None
     folder, version = found

@@ -136,4 +136,4 @@ def add_lora_layers(
                 alike = linear.weight.shape[0] // len(all_kinds)
                 own = {kind: rows.get(kind, alike) for kind in all_kinds}
                 linear.adapter = MegatronLoRALayer(linear, kinds, own, lora)
-                linear.register_forward_hook(linear.adapter.add)
+                linear.register_forward_hook(linear.adapter.forward_hook)

@@ -22,7 +22,7 @@ class Shares(CausalLM):
     """Its counting of positions, without a network."""
 
     def __init__(self) -> None:
-        self._shares = True
+        self._shares_prompts = True
 
 
 def records(groups: list[tuple[int, list[int]]]) -> list[Record]:
