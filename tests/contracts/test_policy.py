@@ -142,7 +142,7 @@ class Tried:
             if (images := self.cls.image_processor(self.first)) is not None:
                 shape = (images.pixels_per_token * (1 + number % 2), images.pixels_per_token * 2, 3)
                 image = random.integers(0, 256, shape, dtype=np.uint8)
-                seen = np.full(images.tokens(image), images.token)
+                seen = np.full(images.num_tokens(image), images.image_token_id)
                 context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}
                 context |= pack_images([image])
             return Record(RecordId(0, number), {"actions": actions[:steps]}, context)
