@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -23,7 +22,6 @@ from rlinf.envs.text_environment import RESERVED_INFO_KEYS
 from rlinf.errors import require_package
 from rlinf.models.base import ModelSpec
 from rlinf.rewards.math_grader import MathGrader, count_outcomes
-from rlinf.rewards.reasoning_tags import ReasoningTags
 
 
 class JsonlConfig(ProblemSetConfig):
@@ -83,15 +81,8 @@ class JsonlEnvironment(ProblemSetEnvironment):
     def _math_grader(self) -> MathGrader:
         if self._grader is None:
             workers, timeout_s = self.config.grader_workers, self.config.timeout_s
-            self._grader = MathGrader(workers, timeout_s, reasoning_tags=self._thought_marks())
+            self._grader = MathGrader(workers, timeout_s, reasoning_tags=self.reasoning_tags())
         return self._grader
-
-    def _thought_marks(self) -> ReasoningTags:
-        """Return the markers of reasoning; a prompt may end inside one."""
-        marks = ReasoningTags()
-        return replace(
-            marks, starts_open=marks.ends_with_open_tag(self._problems["test"][0].rendered)
-        )
 
     def close(self) -> None:
         if self._grader is not None:

@@ -28,6 +28,7 @@ from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
 from rlinf.models.chat_format import split_thought
 from rlinf.models.chat_template import ChatMessage
+from rlinf.rewards.reasoning_tags import ReasoningTags
 from rlinf.seeding import generator
 
 ROLES = ("system", "user", "assistant")
@@ -447,6 +448,12 @@ class ProblemSetEnvironment(PromptEnvironment):
             epoch, place = divmod(request.iteration * request.num_groups + start, len(problems))
             chosen.append(int(self._order(request.seed, epoch)[place]))
         return problems.take(chosen)
+
+    def reasoning_tags(self) -> ReasoningTags:
+        """Return the tags of reasoning in responses; the chat template may open the first one."""
+        tags = ReasoningTags()
+        prompt = self._problems["test"][0].rendered
+        return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
         problems = self._problems["train"]

@@ -90,21 +90,26 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
         return kept
 
     def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        return [
-            self._grade(str(t.info["text"]), int(t.info["number"]), counts) for t in trajectories
-        ]
+        tags, scores = self.reasoning_tags(), []
+        for trajectory in trajectories:
+            answer = tags.strip_reasoning(str(trajectory.info["text"]))
+            if answer is None:
+                counts["unfinished_thoughts"] += 1
+            number = int(trajectory.info["number"])
+            scores.append(0.0 if answer is None else self._grade(answer, number, counts))
+        return scores
 
-    def _grade(self, response: str, number: int, counts: Counter[str]) -> float:
+    def _grade(self, answer: str, number: int, counts: Counter[str]) -> float:
         split: Split = "test" if number >= TEST_SEED else "train"
         dataset = load_dataset(self.config, split)
         entry = dataset[number - (TEST_SEED if split == "test" else TRAIN_SEED)]
-        if HUGE_NUMBER.search(response):
+        if HUGE_NUMBER.search(answer):
             # Graders that compute with it exactly would take hours, and nothing can end them.
             counts["parse_failures"] += 1
             return 0.0
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                score = float(dataset.score_answer(response.strip(), entry))
+                score = float(dataset.score_answer(answer.strip(), entry))
         except Exception:
             # Graders are written for answers that can be read; any other is a wrong one.
             counts["parse_failures"] += 1

@@ -1,4 +1,4 @@
-"""A run whose own reward raises ends at once, by one traceback that begins at the user's line."""
+"""A run whose own code raises ends at once, by one traceback that begins at the user's line."""
 
 from __future__ import annotations
 
@@ -42,14 +42,36 @@ PLAN = {
 PLACES = {"inprocess": [], "local": ["cluster=local"], "pools": ["cluster=local", "plan=plan.yaml"]}
 
 
+ALGORITHM = """
+from rlinf.algorithms.group_relative import GRPO
+
+
+class Own(GRPO):
+    def compute_advantages(self, batch):
+        return {}["no key"]
+"""
+TASK = """
+from rlinf.envs.arithmetic import ArithmeticEnvironment
+
+
+class Own(ArithmeticEnvironment):
+    def grade(self, response, answer):
+        return {}["no key"]
+"""
+
+
 def launch(folder: Path, body: str, *more: str) -> subprocess.CompletedProcess[str]:
     """``rlinf run`` with a reward of the user's, in the user's folder."""
     (folder / "own_reward.py").write_text(REWARD.format(body=body))
+    return launch_with(folder, "reward.name=own_reward:Own", *more)
+
+
+def launch_with(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     (folder / "plan.yaml").write_text(json.dumps(PLAN))
     small = [word.removeprefix("++") for word in TINY]
     words = ["experiment=arithmetic_grpo", "log.trackers=[]", *small, "iterations=1", *more]
     return subprocess.run(
-        [sys.executable, "-m", "rlinf.launch", *words, "reward.name=own_reward:Own"],
+        [sys.executable, "-m", "rlinf.launch", *words],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -76,6 +98,24 @@ def test_user_code_that_raises_ends_the_run_at_once(tmp_path: Path, place: str) 
     assert all("own_reward.py" in frame for frame in frames)
     assert "a trajectory has the fields info: " in message
     assert "prompt_text" in message, "the fields there are"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("section", "source", "frame"),
+    [("algorithm", ALGORITHM, "compute_advantages"), ("task", TASK, "grade")],
+)
+def test_every_part_that_raises_ends_the_run_at_once(
+    tmp_path: Path, section: str, source: str, frame: str
+) -> None:
+    (tmp_path / "own_part.py").write_text(source)
+    ended = launch_with(tmp_path, f"{section}.name=own_part:Own")
+    assert ended.returncode == EXIT_BAD_INPUT, ended.stderr
+    assert (ended.stdout + ended.stderr).count("Traceback") == 1, ended.stderr
+    message = ended.stderr[ended.stderr.rindex("error: ") :]
+    assert f"{section}.name: own_part:Own raised KeyError: 'no key'" in message
+    frames = [line for line in message.splitlines() if line.startswith("  File ")]
+    assert [line.rpartition(" ")[2] for line in frames] == [frame]
 
 
 def test_user_code_that_raises_in_a_check_ends_the_command_before_the_run(tmp_path: Path) -> None:

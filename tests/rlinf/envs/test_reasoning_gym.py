@@ -72,6 +72,31 @@ def test_a_response_that_the_grader_cannot_read_is_wrong_and_counted() -> None:
     assert counts == {"parse_failures": 1}
 
 
+def test_the_answer_stands_behind_the_thoughts() -> None:
+    task = ReasoningGymEnvironment(config(dataset="gcd"), Words())
+    (prompt,) = asked(task, "test", 1)
+    counts: Counter[str] = Counter()
+    texts = [
+        f"<think>{prompt.answer}0 or not</think>{prompt.answer}",
+        f"<think>{prompt.answer}</think>{prompt.answer}0",
+        f"<think>It is {prompt.answer}",
+    ]
+    assert task.score([trajectory(prompt, text) for text in texts], counts) == [1.0, 0.0, 0.0]
+    assert counts["unfinished_thoughts"] == 1
+
+
+def test_a_template_may_open_the_thought_that_a_response_ends() -> None:
+    class Thinks(Words):
+        chat_template = f"{Words.chat_template}<think>\n"
+
+    task = ReasoningGymEnvironment(config(dataset="gcd"), Thinks())
+    (prompt,) = asked(task, "test", 1)
+    texts = [f"{prompt.answer}0</think>{prompt.answer}", prompt.answer]
+    counts: Counter[str] = Counter()
+    assert task.score([trajectory(prompt, text) for text in texts], counts) == [1.0, 0.0]
+    assert counts["unfinished_thoughts"] == 1
+
+
 def test_a_number_that_takes_for_ever_is_a_wrong_answer() -> None:
     """Its grader computes with exact fractions."""
     task = ReasoningGymEnvironment(config(dataset="coin_flip"), Words())

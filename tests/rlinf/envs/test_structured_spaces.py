@@ -60,6 +60,12 @@ def test_the_state_is_what_gymnasium_flattens(space: Any, seed: int) -> None:
     np.testing.assert_array_equal(state, spaces.flatten(space, world.shown))
 
 
+def test_actions_of_an_integer_box_are_rounded_and_clipped() -> None:
+    actions = to_env_actions(spaces.Box(-2, 3, (4,), np.int64), np.array([[2.7, -0.4, -9.0, 9.0]]))
+    assert actions.dtype == np.int64
+    assert actions.tolist() == [[3, 0, -2, 3]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(composed(LEAVES), composed(BOXES)), st.integers(0, 99))
 def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from rlinf.engines.vllm import VLLMConfig, VLLMEngine
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder, check_links
-from tests.environments import need_environment
 from tests.rlinf.models.chat_templates import CHATML, OPENS, PLAIN
 from tests.rlinf.models.folders import make_tokenizer, write_folder
+from tests.rlinf.models.vllm_lengths import vllm_accepts
 
 
 @pytest.fixture
@@ -235,39 +234,14 @@ def test_the_context_length_is_that_of_the_family(tmp_path: Path, name: str) -> 
     assert HFFolder(write_settings(tmp_path / "m", settings)).context_length == length
 
 
-VLLM = """
-import json, sys
-from vllm.config.model import _get_and_verify_max_len
-from vllm.transformers_utils.config import get_config
-from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
-
-def accepts(folder, length):
-    config = get_config(folder, False)
-    text = config.get_text_config()
-    known = ModelArchConfigConvertorBase(config, text).convert()
-    try:
-        _get_and_verify_max_len(text, known, None, length, False, None)
-    except ValueError:
-        return False
-    return True
-
-asked = json.loads(sys.stdin.read())
-print(json.dumps([[accepts(folder, n), accepts(folder, n + 1)] for folder, n in asked]))
-"""
-
-
 @pytest.mark.slow
 def test_vllm_serves_that_length_and_no_greater_one(tmp_path: Path) -> None:
-    python = need_environment("vllm")
     known = {name: pair for name, pair in LENGTHS.items() if pair[1] is not None}
     asked = [
         (str(write_settings(tmp_path / str(number), settings)), length)
         for number, (settings, length) in enumerate(known.values())
     ]
-    said = subprocess.run(
-        [python, "-c", VLLM], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
-    found = json.loads(said.stdout.splitlines()[-1])
+    found = vllm_accepts(asked)
     assert dict(zip(known, found, strict=True)) == {name: [True, False] for name in known}
 
 

@@ -15,6 +15,7 @@ from rlinf.engines.transformers import TransformersEngine
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
 from tests.rlinf.models import published_models, tiny
+from tests.rlinf.models.vllm_lengths import vllm_accepts
 
 MODELS = published_models.facts()
 EACH = [
@@ -120,11 +121,13 @@ def greedy(served: TransformersEngine, prompt: np.ndarray, horizon: int) -> list
     return list(served.generate(channel, seed=0, stage="evaluate"))
 
 
+@pytest.mark.slow
 def test_vllm_takes_the_same_lengths(tmp_path: Path) -> None:
-    """Ask vLLM's own check, where vLLM is installed."""
-    config = pytest.importorskip("vllm.config", reason="vLLM is not in this environment")
+    """Ask vLLM's own check: it takes the length, and more only where rlinf keeps to less."""
+    lengths, wanted = [], {}
     for number, known in enumerate(MODELS):
         made = published_models.write(tmp_path / str(number), known)
-        most = CausalLM.max_model_len(made)
-        model = config.ModelConfig(model=str(made.path), max_model_len=most)
-        assert most is None or model.max_model_len == most
+        if (length := CausalLM.max_model_len(made)) is not None:
+            lengths.append((str(made.path), length))
+            wanted[known["name"]] = [True, "run_length" in known]
+    assert dict(zip(wanted, vllm_accepts(lengths), strict=True)) == wanted

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlinf import package_paths
 from rlinf.rewards.math_equivalence import grade_response
 from rlinf.rewards.math_grader import MathGrader
 from rlinf.rewards.math_normalization import UnparsableAnswerError
@@ -18,6 +19,9 @@ from tests.rlinf.rewards.labelled import Labelled, agreement, gsm8k_answers, mat
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
 
 SETS = sorted(Path(__file__).parent.glob("answers*.jsonl"))
+"""Answers labelled by hand."""
+GIVEN = package_paths.ROOT.parent / "shared" / "data" / "grading" / "pairs.jsonl"
+"""Others, labelled elsewhere, where they are."""
 REFERENCES = (
     r"\sqrt{51}", r"3\pi", r"\left(3,\frac{\pi}{2}\right)", r"\{1,2,3\}", r"[0,\infty)", "x^2+2x+1",
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"(-\infty,2)\cup(3,5]", r"-\frac{1}{2}", "3+4i",
@@ -211,7 +215,7 @@ def _wrong_grades(grader: MathGrader, path: Path) -> tuple[int, list[str], list[
     return len(rows), accepted, rejected
 
 
-@pytest.mark.parametrize("path", SETS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*SETS, *[GIVEN] * GIVEN.exists()], ids=lambda path: path.name)
 def test_labelled_endings_choices_and_numbers(grader: MathGrader, path: Path) -> None:
     count, accepted, rejected = _wrong_grades(grader, path)
     assert len(accepted) <= count // 400, accepted
