@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.problem_set import ChatProblem, ProblemSetConfig, ProblemSetEnvironment, Split
 from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import ModelSpec
@@ -89,10 +89,8 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
             )
         return kept
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        return [
-            self._grade(str(t.info["text"]), int(t.info["number"]), counts) for t in trajectories
-        ]
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
+        return [self._grade(str(t.text), int(t.extra["number"]), counts) for t in trajectories]
 
     def _grade(self, response: str, number: int, counts: Counter[str]) -> float:
         split: Split = "test" if number >= TEST_SEED else "train"
