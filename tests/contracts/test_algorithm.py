@@ -346,7 +346,7 @@ def test_samples_that_are_not_kept_teach_nothing(name: str, tmp_path: Path) -> N
     dropped = []
     for sample in update.samples[4:]:
         assert sample.reward is not None
-        reward = replace(sample.reward, info={"keep": 0})
+        reward = replace(sample.reward, is_included=False)
         dropped.append(sample._replace(reward=reward))
     alike(update.trainer().full_state_dict(), update.weights([dropped]))
     some, alone = update.samples[:4], update.weights([update.samples[:4]])

@@ -171,7 +171,9 @@ def test_an_epoch_has_every_conversation_once(tmp_path: Path) -> None:
     assert sorted(said[:6]) == sorted(said[6:]) == [str(i) for i in range(6)]
     assert said[:6] != said[6:]
     again = task(tmp_path, [talk(None, [("hello", str(i))]) for i in range(6)])
-    assert [r.digest() for r in again.demonstrations(3, 1, 4)] == [r.digest() for r in drawn[1]]
+    assert [r.to_record().digest() for r in again.demonstrations(3, 1, 4)] == [
+        r.to_record().digest() for r in drawn[1]
+    ]
 
 
 def test_long_conversations_are_left_out_and_counted(

@@ -44,7 +44,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
 from rlinf.registry import import_user_attribute
 from stages.rollout_loop import local_rollout_iter
-from tests.stages.test_reward import records
+from tests.stages.test_reward import trajectories_of
 
 Compose = Callable[..., dict[str, Any]]
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -488,7 +488,7 @@ def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_p
     values["task"]["digits"] = 1
     run_experiment(values)
     rows = metrics(tmp_path / "tiny")
-    made = records(tmp_path / "tiny", "rollout", "trajectories")
+    made = trajectories_of(tmp_path / "tiny")
     assert any(not loss_mask(record).all() for record in made.values()), "the calculator was asked"
     assert any(record.num_turns == 2 for record in made.values())
     for row in rows:

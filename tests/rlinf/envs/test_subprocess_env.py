@@ -201,7 +201,7 @@ def test_one_that_dies_or_hangs_costs_the_episodes_that_it_steps(
             assert loss_mask(after)[ends[-1] :].all()
             assert len(after) == len(before)
         else:
-            assert after.digest() == before.digest()
+            assert after.to_record().digest() == before.to_record().digest()
     # Halves do not wait for each other: one may have been at any step when the other struck.
     assert 3 <= max(ends) <= 4
     assert halves or min(ends) == max(ends)

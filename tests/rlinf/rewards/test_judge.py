@@ -336,7 +336,7 @@ def test_a_run_counts_and_records_what_was_not_judged(
     """From the configuration group to the metrics; then the stage is made again, for nothing."""
     from pipeline.commands.experiment import run_experiment
     from pipeline.metrics import read_metrics
-    from tests.stages.test_reward import records
+    from tests.stages.test_reward import rewards_of
 
     lock, seen = threading.Lock(), list[str]()
 
@@ -349,7 +349,7 @@ def test_a_run_counts_and_records_what_was_not_judged(
     words = ["reward=judge", f"reward.endpoint.base_url={server.url}", "reward.model=tiny"]
     run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
     (row,) = read_metrics(tmp_path / "tiny")
-    given = records(tmp_path / "tiny", "reward", "rewards")
+    given = rewards_of(tmp_path / "tiny")
     troubles = Counter(str(record.failure) for record in given.values())
     assert row["reward/unreadable"] == troubles["unreadable"] >= 3
     assert row["reward/unanswered"] == row["reward/refused"] == row["reward/over_budget"] == 0
