@@ -43,16 +43,16 @@ def compute_rewards(
 
     Args:
         environment: None: the reward needs no scores of the task.
-        troubles: what went wrong is counted there.
+        failure_counts: receives the number of failures by kind.
     """
     scores = list[float]()
     if environment is not None:
         scores = score_trajectories(environment, trajectories, failure_counts)
-    # One that could not be taken is of a trajectory of which no step counts.
-    judgements = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
+    # A score is NaN only where no step of the trajectory counts.
+    results = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
-    for trajectory, judgement in zip(trajectories, judgements, strict=True):
-        values, ends = np.asarray(judgement.reward, np.float32), judgement.episode_ends
+    for trajectory, result in zip(trajectories, results, strict=True):
+        values, ends = np.asarray(result.reward, np.float32), result.episode_ends
         rewards.append(
             StepRewards(
                 identity=trajectory.identity,
@@ -60,25 +60,25 @@ def compute_rewards(
                 action_rewards=values if values.ndim > 1 else None,
                 episode_ends=None if ends is None else np.asarray(ends, np.uint8),
                 group=trajectory.require("group"),
-                failure=judgement.failure if reward.failure_kinds else None,
+                failure=result.failure if reward.failure_kinds else None,
             )
         )
     failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
-    failure_counts.update(judgement.failure for judgement in judgements if judgement.failure)
-    valid = np.array([judgement.valid for judgement in judgements])
+    failure_counts.update(result.failure for result in results if result.failure)
+    valid = np.array([result.valid for result in results])
     groups = np.array([each.group for each in rewards])
     totals = np.array([each.rewards.sum(dtype=np.float64) for each in rewards])
-    # One without a step that counts has no gradient, and no place in its group's mean.
-    there = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
-    failure_counts["fully_masked"] += int((~there).sum())
-    valid &= there
-    kept = valid.copy()
-    # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
-    plain = [j.raw_reward for j in judgements]
-    did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
-    kept[kept] = algorithm.select_samples(did[kept], groups[kept])
+    # A trajectory without a step that counts has no gradient, and no place in its group's mean.
+    has_steps = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
+    failure_counts["fully_masked"] += int((~has_steps).sum())
+    valid &= has_steps
+    included = valid.copy()
+    # Groups are selected by their rewards before shaping terms such as a length penalty.
+    raw = [result.raw_reward for result in results]
+    unshaped = np.array([t if r is None else r for t, r in zip(totals, raw, strict=True)])
+    included[included] = algorithm.select_samples(unshaped[included], groups[included])
     shown = np.nan_to_num(scores).tolist() or totals.tolist()
-    for each, score, is_included in zip(rewards, shown, kept.tolist(), strict=True):
+    for each, score, is_included in zip(rewards, shown, included.tolist(), strict=True):
         each.score, each.is_included = score, is_included
     return RewardBatch(scores, rewards, totals, groups, valid)
 
@@ -98,7 +98,7 @@ def run(ctx: StageContext) -> None:
 
     scores = list[float]()
     totals, groups, included = [], [], list[bool]()
-    troubles = Counter[str]()
+    failure_counts = Counter[str]()
     for samples in ctx.chunks():
         every = ctx.read(Trajectory, "trajectories", samples)
         trajectories = [t for t in every if t.identity.sample // size in mine]
@@ -106,12 +106,12 @@ def run(ctx: StageContext) -> None:
             continue
         environment = get_environment(ctx, tokenizer) if reward.needs_score else None
         with ctx.span("score"):
-            batch = compute_rewards(reward, algorithm, environment, trajectories, troubles)
+            batch = compute_rewards(reward, algorithm, environment, trajectories, failure_counts)
         for rewards in batch.step_rewards:
             output.put(rewards.to_record())
             included.append(rewards.is_included)
         scores += [score for score in batch.task_scores if not np.isnan(score)]
-        # What nobody judged is no part of the mean.
+        # The mean leaves out trajectories without a reward.
         totals.append(batch.reward_sums[batch.valid])
         groups.append(batch.group_ids[batch.valid])
     output.close()
@@ -127,4 +127,4 @@ def run(ctx: StageContext) -> None:
     if scores:
         ctx.log_metric("score", float(np.mean(scores)), weight=len(scores))
     ctx.log_metric("used_fraction", float(np.mean(included)), weight=count)
-    ctx.log_counts(troubles, count, "samples")
+    ctx.log_counts(failure_counts, count, "samples")
