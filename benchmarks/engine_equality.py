@@ -20,6 +20,7 @@ from benchmarks.result_cache import ResultCache, missing_environment, result_key
 from rlinf import package_paths
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
 from rlinf.interpreters import resolve_interpreter
@@ -194,9 +195,9 @@ def beside(
     gaps = []
     for number, prompt in enumerate(prompts()):
         ours, logprobs = answers[number]
-        record = Record(RecordId(0, number), {"actions": ours}, {"prompt": prompt})
+        answer = Trajectory(identity=RecordId(0, number), actions=ours, prompt=prompt)
         with torch.no_grad():
-            expected_logprobs = policy.evaluate(policy.collate([record]), 1.0).logprobs[0].numpy()
+            expected_logprobs = policy.evaluate(policy.collate([answer]), 1.0).logprobs[0].numpy()
         gaps.append(np.abs(expected_logprobs[: len(ours)] - logprobs).max())
         wanted = expected[number]
         same = next(

@@ -37,7 +37,8 @@ from rlinf.algorithms.learner import Learner
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import TrainingSample
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers import trainers
@@ -177,8 +178,8 @@ def samples() -> list[TrainingSample]:
         rewards[-1] = random.normal()
         actions = random.integers(2, 14, length)
         identity = RecordId(0, group * 4 + place)
-        trajectory = Record(identity, {"actions": actions}, {"prompt": prompt}, {"group": group})
-        reward = Record(identity, {"rewards": rewards}, info={"keep": True})
+        trajectory = Trajectory(identity=identity, actions=actions, prompt=prompt, group=group)
+        reward = StepRewards(identity=identity, rewards=rewards)
         found.append(TrainingSample(trajectory, reward))
     return found
 

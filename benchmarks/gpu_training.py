@@ -23,7 +23,8 @@ from pipeline.planning.cost.model_shape import ModelShape, from_hf_config
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM
@@ -72,7 +73,7 @@ def measure() -> list[BenchmarkRow]:
             "torch for CUDA"
         )
     shape = from_hf_config(QWEN)
-    data = records(np.random.default_rng(0), QWEN["vocab_size"])
+    data = trajectories(np.random.default_rng(0), QWEN["vocab_size"])
     learner = trainer()
     flops = training_flops(shape, [PROMPT] * ROWS, [ANSWER] * ROWS)
     tokens, shares, speeds = ROWS * (PROMPT + ANSWER), list[float](), list[float]()
@@ -102,13 +103,13 @@ def trainer() -> FSDPTrainer:
     )
 
 
-def records(random: np.random.Generator, vocabulary: int) -> list[Record]:
+def trajectories(random: np.random.Generator, vocabulary: int) -> list[Trajectory]:
     """Sequences of random tokens, no two of one prompt."""
     return [
-        Record(
-            RecordId(0, row),
-            {"actions": random.integers(0, vocabulary, ANSWER)},
-            {"prompt": random.integers(0, vocabulary, PROMPT)},
+        Trajectory(
+            identity=RecordId(0, row),
+            actions=random.integers(0, vocabulary, ANSWER),
+            prompt=random.integers(0, vocabulary, PROMPT),
         )
         for row in range(ROWS)
     ]

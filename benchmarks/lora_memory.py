@@ -17,7 +17,8 @@ from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers.base import Loss, loss_from_steps
@@ -54,8 +55,8 @@ def allocated_bytes(lora: LoRAConfig | None) -> int:
             OptimizerSection(),
             ProcessGroupInfo(),
         )
-    steps, context = {"actions": np.arange(8)}, {"prompt": np.arange(8)}
-    trainer.accumulate([Record(RecordId(0, 0), steps, context)], loss_from_steps(loss))
+    example = Trajectory(identity=RecordId(0, 0), actions=np.arange(8), prompt=np.arange(8))
+    trainer.accumulate([example], loss_from_steps(loss))
     gradients = trainer.group_sizes()["gradients"].on_device
     trainer.update(lr=1e-4)
     found = gradients + trainer.group_sizes()["optimizer"].on_device

@@ -19,7 +19,8 @@ from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.base import Loss, loss_from_steps
@@ -40,11 +41,11 @@ def measure() -> list[BenchmarkRow]:
     """Both rows."""
     random = np.random.default_rng(0)
     tail = np.minimum(random.geometric(1 / MEAN, GROUPS * GROUP), LONGEST)
-    tailed = records(PROMPT, tail, GROUP)
-    spread = records(BEGIN, np.linspace(1, LONGEST - BEGIN, EVEN).astype(int), 1)
+    tailed = trajectories(PROMPT, tail, GROUP)
+    spread = trajectories(BEGIN, np.linspace(1, LONGEST - BEGIN, EVEN).astype(int), 1)
     one_batch = (EVEN * LONGEST,)
     equal = np.full(4 * GROUP, ANSWER)
-    together, separate = (records(SHARED, equal, group) for group in (GROUP, 1))
+    together, separate = (trajectories(SHARED, equal, group) for group in (GROUP, 1))
     packed = (True, tailed, BUDGETS)
     return [
         median_row(
@@ -67,7 +68,7 @@ def measure() -> list[BenchmarkRow]:
     ]
 
 
-Way = tuple[bool, list[Record], tuple[int, ...]]
+Way = tuple[bool, list[Trajectory], tuple[int, ...]]
 """A setup: whether rows are packed, the rows, and the token budgets of a micro-batch."""
 
 
@@ -97,15 +98,15 @@ def ratios(*ways: Way) -> list[float]:
     return [one / other for one, other in zip(first, second, strict=True)]
 
 
-def records(prompt: int, lengths: np.ndarray, group: int) -> list[Record]:
+def trajectories(prompt: int, lengths: np.ndarray, group: int) -> list[Trajectory]:
     """Rows of one prompt each ``group``; a prompt of so many tokens, answers of those lengths."""
     random = np.random.default_rng(0)
     prompts = random.integers(2, 14, (-(-len(lengths) // group), prompt))
     return [
-        Record(
-            RecordId(0, i),
-            {"actions": random.integers(2, 14, length)},
-            {"prompt": prompts[i // group]},
+        Trajectory(
+            identity=RecordId(0, i),
+            actions=random.integers(2, 14, length),
+            prompt=prompts[i // group],
         )
         for i, length in enumerate(lengths)
     ]

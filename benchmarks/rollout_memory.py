@@ -65,8 +65,9 @@ def run(folder: Path, rank: int) -> None:
         RolloutRequest(0, 0, "train", starts, BATCH, 1, HORIZON, 1.0),
         "rollout",
     ):
-        size += sum(column.nbytes for column in trajectory.steps.values())
-        writer.put(trajectory)
+        record = trajectory.to_record()
+        size += sum(column.nbytes for column in record.steps.values())
+        writer.put(record)
     writer.close()
     environment.close()
     assert writer.count == BATCH // RANKS

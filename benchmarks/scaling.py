@@ -26,7 +26,8 @@ from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -135,14 +136,14 @@ def step(ranks: list[subprocess.Popen[str]]) -> float:
     return max(map(float, line))
 
 
-def records() -> list[Record]:
+def trajectories() -> list[Trajectory]:
     """Rows of equal length."""
     random = np.random.default_rng(0)
     return [
-        Record(
-            RecordId(0, row),
-            {"actions": random.integers(2, 14, ANSWER)},
-            {"prompt": random.integers(2, 14, PROMPT)},
+        Trajectory(
+            identity=RecordId(0, row),
+            actions=random.integers(2, 14, ANSWER),
+            prompt=random.integers(2, 14, PROMPT),
         )
         for row in range(ROWS)
     ]
@@ -174,7 +175,7 @@ def main(key: str, rank: int, folder: Path) -> None:
         OptimizerSection(),
         world,
     )
-    data = records()
+    data = trajectories()
     for _ in sys.stdin:
         began = time.perf_counter()
         trainer.step(data, loss_from_steps(loss), lr=1e-5)

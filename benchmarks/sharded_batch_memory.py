@@ -19,7 +19,8 @@ from benchmarks.row import BenchmarkRow, median_row
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.batch import pad_right
 from rlinf.data.lazy_array import to_array
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.trainers.micro_batching import split_micro_batches
 
 RANKS, EPISODES, STEPS, BUDGET = 4, 64, 200, 256
@@ -29,12 +30,12 @@ IMAGE = (84, 84, 3)
 class StepwiseBatch:
     """The members of a policy with independent steps that cutting a batch needs."""
 
-    stepwise = True
+    has_independent_steps = True
 
-    def cost(self, record: Record) -> int:
-        return len(record)
+    def num_tokens(self, trajectory: Trajectory) -> int:
+        return len(trajectory)
 
-    def shared(self, record: Record) -> tuple[bytes, int]:
+    def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
         return b"", 0
 
 
@@ -56,8 +57,10 @@ def write(folder: Path) -> None:
     random = np.random.default_rng(0)
     writer = RecordFileWriter(folder, "trajectories")
     for number in range(EPISODES):
-        images = random.integers(0, 255, (STEPS, *IMAGE), dtype=np.uint8)
-        writer.put(Record(RecordId(0, number), {"images": images}, info={"group": number}))
+        images = {"front": random.integers(0, 255, (STEPS, *IMAGE), dtype=np.uint8)}
+        actions, identity = np.zeros(STEPS, np.int64), RecordId(0, number)
+        episode = Trajectory(identity=identity, actions=actions, images=images, group=number)
+        writer.put(episode.to_record())
     writer.close()
 
 
@@ -65,14 +68,15 @@ def run(folder: Path, way: str, rank: int) -> None:
     """One rank."""
     print("ready", flush=True)
     sys.stdin.readline()
-    records = list(RecordFileReader(folder.glob("*-r*.h5")))
+    files = RecordFileReader(folder.glob("*-r*.h5"))
+    trajectories = list(map(Trajectory.from_record, files))
     if way == "all":
-        for record in records:
-            record.steps["images"] = to_array(record.steps["images"])
+        for trajectory in trajectories:
+            trajectory.images = {"front": to_array(trajectory.images["front"])}
     policy: Any = StepwiseBatch()
     (mine,) = split_micro_batches(
         policy,
-        records,
+        trajectories,
         None,
         max_tokens=BUDGET,
         padded=True,
@@ -81,8 +85,8 @@ def run(folder: Path, way: str, rank: int) -> None:
         num_threads=1,
     )
     for spans in mine.batches:
-        parts = [records[row].slice_steps(start, stop) for row, start, stop in spans]
-        pad_right([part.steps["images"] for part in parts], max(map(len, parts)))
+        parts = [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
+        pad_right([part.images["front"] for part in parts], max(map(len, parts)))
 
 
 if __name__ == "__main__":

@@ -408,13 +408,13 @@ def api() -> str:
     """Return the page of the Python API; the site replaces ``:::`` by signatures."""
     import rlinf
     from pipeline.commands.results import RunResults
-    from rlinf.data.trajectory import Trajectory
+    from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
     from stages.identity import CLASS_REGISTRIES
 
     groups: dict[str, list[Any]] = {
         "Run and read": [getattr(rlinf, name) for name in rlinf.__all__ if name[0] != "_"],
         "Results": [RunResults],
-        "Data": [Trajectory],
+        "Data": [Trajectory, StepRewards, PolicyOutputs],
         "Base classes": [base_of(registry) for registry in CLASS_REGISTRIES.values()],
     }
     text = (

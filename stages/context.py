@@ -18,6 +18,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.config import RunConfig
 from rlinf.data.record import Record, digest_records
+from rlinf.data.trajectory import ChannelItem, Trajectory
 from rlinf.errors import RequeueRequested
 from stages.device_schedule import DeviceSlot, Unscheduled
 from stages.identity import stage_code_digest, stage_key
@@ -26,8 +27,8 @@ from stages.worker_state import COMPUTING, DEVICE_TURN, WorkerState
 
 if TYPE_CHECKING:
     from rlinf.envs.base import Environment, RolloutRequest
-
 T = TypeVar("T")
+Item = TypeVar("Item", bound=ChannelItem)
 MetricReduction = Literal["mean", "max", "std"]
 COMMIT_POLL_S = 0.02
 MIN_WAIT_SPAN_S = 0.002
@@ -122,7 +123,7 @@ class RemotePolicy(Protocol):
 
     def rollout_iter(
         self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
-    ) -> Generator[Record]: ...
+    ) -> Generator[Trajectory]: ...
 
 
 class LiveContext:
@@ -252,6 +253,14 @@ class StageContext:
         if self.live is not None:
             with self._timed(DEVICE_TURN):
                 self.live.slot.start_chunk(chunk)
+
+    def read(self, item: type[Item], channel: str, samples: range) -> list[Item]:
+        """Return the typed items of input ``channel`` for these samples, by sample number.
+
+        Raises:
+            ArtifactError, UpstreamFailed: as of :meth:`read_records`.
+        """
+        return [item.from_record(record) for record in self.read_records(channel, samples)]
 
     def read_records(self, channel: str, samples: range) -> list[Record]:
         """Return the records of input ``channel`` for these samples, by sample number.

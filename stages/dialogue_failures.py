@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlinf.config import RunConfig
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.dialogue import TOOL_METRICS, DialogueConfig, is_failed
 from rlinf.errors import StageError, UserCodeError
 from stages.context import DialogueFailure, MetricReduction, StageContext
@@ -35,17 +35,17 @@ class DialogueFailures:
         self._error = ""
         self._counts = Counter[str]()
 
-    def add(self, trajectory: Record) -> None:
+    def add(self, trajectory: Trajectory) -> None:
         """Count one trajectory."""
         if self._options is None:
             return
         self._samples += 1
         if is_failed(trajectory):
             self._failed += 1
-            self._bugs += int(trajectory.info["bug"])
-            self._error = str(trajectory.info["error"])
+            self._bugs += trajectory.require("failed_in_user_code")
+            self._error = trajectory.require("error")
         for name in TOOL_METRICS:
-            self._counts[name] += int(trajectory.info[name])
+            self._counts[name] += trajectory.require(name)
 
     def metrics(self) -> dict[str, MergedMetric]:
         """``tool_errors`` and ``tool_retries`` (sums), and ``failed_share``, the share lost."""
@@ -67,7 +67,7 @@ class DialogueFailures:
 
 
 def mean_eval_score(
-    config: RunConfig, trajectories: Sequence[Record], scores: Sequence[float]
+    config: RunConfig, trajectories: Sequence[Trajectory], scores: Sequence[float]
 ) -> float:
     """The mean score of a held-out set that one process has as a whole.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlinf.algorithms.base import Algorithm
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from stages.context import StageContext
 from stages.factory import create_algorithm, get_reward, primary_rank_environment
@@ -44,7 +44,7 @@ def run(ctx: StageContext) -> None:
 
 def resample_groups(
     ctx: StageContext, batch_indices: Sequence[int], counts: Counter[str]
-) -> Iterator[Record]:
+) -> Iterator[Trajectory]:
     """Groups for some places of the batch, each once it was judged to teach something.
 
     What is left after the last draw is handed on as it is; the reward stage drops it.
@@ -59,9 +59,9 @@ def resample_groups(
         if not pending:
             return
         starts = [place + draw * settings.batch_size for place in pending]
-        records = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
+        drawn = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
         # All of them: what judges may need the device that the engine has until then.
-        groups = group_by_batch_index(list(records), settings.batch_size, settings.group_size)
+        groups = group_by_batch_index(list(drawn), settings.batch_size, settings.group_size)
         taught = {place for place in pending if is_informative(ctx, algorithm, groups[place])}
         for place in pending:
             if place in taught or draw == most:
@@ -71,24 +71,23 @@ def resample_groups(
 
 
 def group_by_batch_index(
-    records: Sequence[Record], batch: int, group_size: int
-) -> dict[int, list[Record]]:
+    trajectories: Sequence[Trajectory], batch: int, group_size: int
+) -> dict[int, list[Trajectory]]:
     """Samples as those of the place of the batch that they were drawn for, in order."""
-    groups: dict[int, list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.identity):
-        start, number = divmod(record.identity.sample, group_size)
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in sorted(trajectories, key=lambda trajectory: trajectory.identity):
+        start, number = divmod(trajectory.identity.sample, group_size)
         place = start % batch
-        identity = record.identity._replace(sample=place * group_size + number)
-        info = {**record.info, "group": place}
-        groups.setdefault(place, []).append(replace(record, identity=identity, info=info))
+        identity = trajectory.identity._replace(sample=place * group_size + number)
+        groups.setdefault(place, []).append(replace(trajectory, identity=identity, group=place))
     return groups
 
 
-def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Record]) -> bool:
+def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Trajectory]) -> bool:
     """Whether the algorithm keeps any sample of a group, by the run's reward."""
     reward = get_reward(ctx)
     environment = primary_rank_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):
         # What went wrong is told by the reward stage.
-        verdict = compute_rewards(reward, algorithm, environment, group, Counter())
-    return bool(verdict.trainable.any())
+        batch = compute_rewards(reward, algorithm, environment, group, Counter())
+    return any(rewards.is_included for rewards in batch.step_rewards)

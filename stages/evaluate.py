@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import VIDEO_PREFIX, Record
+from rlinf.data.record import VIDEO_PREFIX
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.video import write_video
 from rlinf.engines.base import Engine
 from rlinf.envs.base import Environment, RolloutRequest, score_trajectories
@@ -24,7 +26,7 @@ from stages.rollout_loop import PolicyRunner, rollout_iter
 
 def write_videos(
     folder: Path,
-    trajectories: Sequence[Record],
+    trajectories: Sequence[Trajectory],
     columns: Sequence[str],
     *,
     max_samples: int,
@@ -42,16 +44,11 @@ def write_videos(
         number = trajectory.identity.sample
         for name in columns if number < max_samples and len(trajectory) else ():
             folder.mkdir(exist_ok=True)
-            path = folder / f"{number:04d}-{name.partition('.')[2]}.mp4"
-            write_video(path, trajectory.steps[name], fps)
+            camera = name.partition(".")[2]
+            frames = trajectory.videos if name.startswith(VIDEO_PREFIX) else trajectory.images
+            write_video(folder / f"{number:04d}-{camera}.mp4", frames[camera], fps)
             count += 1
     return count
-
-
-def drop_columns(trajectory: Record, columns: Sequence[str]) -> Record:
-    """Return the trajectory without some of its step columns."""
-    steps = {name: column for name, column in trajectory.steps.items() if name not in columns}
-    return Record(trajectory.identity, steps, trajectory.context, trajectory.info)
 
 
 EVAL_SEED = 0
@@ -91,10 +88,9 @@ def run(ctx: StageContext) -> None:
                 max_samples=settings.videos,
                 fps=settings.video_fps,
             )
-    unseen = [name for name in films if name.startswith(VIDEO_PREFIX)]
     output = ctx.open_writer("trajectories")
     for trajectory in trajectories:
-        output.put(drop_columns(trajectory, unseen))
+        output.put(replace(trajectory, videos={}).to_record())
     output.close()
     if trajectories:
         scored = [score for score in scores if not np.isnan(score)]
@@ -120,13 +116,13 @@ def eval_policy_runner(engine: Engine) -> PolicyRunner:
 
 
 def scores_by_task(
-    trajectories: Sequence[Record], scores: Sequence[float]
+    trajectories: Sequence[Trajectory], scores: Sequence[float]
 ) -> dict[str, list[float]]:
     """Return the scores by task name, for trajectories that have one."""
     by_name: dict[str, list[float]] = {}
     for trajectory, score in zip(trajectories, scores, strict=True):
-        if "task" in trajectory.info and not np.isnan(score):
-            by_name.setdefault(str(trajectory.info["task"]), []).append(score)
+        if trajectory.task is not None and not np.isnan(score):
+            by_name.setdefault(str(trajectory.task), []).append(score)
     return by_name
 
 
@@ -138,7 +134,7 @@ def run_eval_episodes(
     counts: Counter[str],
     *,
     num_videos: int = 0,
-) -> tuple[list[Record], list[float]]:
+) -> tuple[list[Trajectory], list[float]]:
     """Run the held-out episodes; return their trajectories and scores.
 
     Args:
@@ -160,9 +156,9 @@ def run_eval_episodes(
         ).non_default_settings(),
     )
     trajectories = []
-    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as records:
-        for trajectory in records:
+    with contextlib.closing(rollout_iter(ctx, environment, episodes, policy)) as generated:
+        for trajectory in generated:
             trajectories.append(trajectory)
             ctx.report_progress(len(trajectories), len(starts), "held-out samples")
-    trajectories.sort(key=lambda record: record.identity)
+    trajectories.sort(key=lambda trajectory: trajectory.identity)
     return trajectories, score_trajectories(environment, trajectories, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlinf.data.loss_mask import masked_logprobs
-from rlinf.data.record import Record
+from rlinf.data.trajectory import PolicyOutputs, Trajectory
 from stages.context import StageContext
 from stages.factory import create_algorithm, get_actor, get_reference
 
@@ -17,32 +17,34 @@ def run(ctx: StageContext) -> None:
     temperature = ctx.config.rollout.temperature
     gaps: list[np.ndarray] = []
     for samples in ctx.chunks():
-        trajectories = ctx.read_records("trajectories", samples)
-        columns: dict[int, dict[str, np.ndarray]] = {}
+        trajectories = ctx.read(Trajectory, "trajectories", samples)
+        results = [PolicyOutputs(identity=trajectory.identity) for trajectory in trajectories]
+        rows = set[int]()
         # Values that came with the steps are those that advantages are made of.
-        valued = any("values" in trajectory.steps for trajectory in trajectories)
+        valued = any(trajectory.values is not None for trajectory in trajectories)
         recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
         if recompute:
             trainer = get_actor(ctx)
             with ctx.span("forward"):
                 for row, outputs in trainer.forward(trajectories, temperature):
-                    column = columns.setdefault(row, {})
                     logprobs = outputs.logprobs.numpy()
-                    gap = logprobs - trajectories[row].steps["logprobs"]
+                    gap = logprobs - trajectories[row].require("logprobs")
                     gaps.append(masked_logprobs(trajectories[row], gap))
                     if algorithm.needs_old_logprobs:
-                        column["logprobs"] = logprobs
+                        results[row].logprobs = logprobs
                     if outputs.values is not None:
-                        column["values"] = outputs.values.numpy()
+                        results[row].values = outputs.values.numpy()
+                    rows.add(row)
         if algorithm.needs_reference:
             reference = get_reference(ctx)
             with ctx.span("reference"):
                 for row, outputs in reference.forward(trajectories, temperature):
-                    columns.setdefault(row, {})["reference_logprobs"] = outputs.logprobs.numpy()
+                    results[row].reference_logprobs = outputs.logprobs.numpy()
+                    rows.add(row)
         if not recompute and not algorithm.needs_reference and ctx.world.rank == 0:
-            columns = {row: {} for row in range(len(trajectories))}
-        for row in sorted(columns):
-            output.put(Record(trajectories[row].identity, columns[row]))
+            rows = set(range(len(trajectories)))
+        for row in sorted(rows):
+            output.put(results[row].to_record())
     output.close()
     if gaps:
         gap = np.abs(np.concatenate(gaps))

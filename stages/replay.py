@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rlinf.data.batch import join_by_identity
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.data.transitions import (
-    EPISODE_ENDS,
-    INTERVENED,
     concatenate_transitions,
     intervention_mask,
     to_transitions,
@@ -38,13 +37,13 @@ def run(ctx: StageContext) -> None:
     parts, acted, helps = [], [], False
     for samples in ctx.chunks():
         pairs = join_by_identity(
-            ctx.read_records("trajectories", samples), ctx.read_records("rewards", samples)
+            ctx.read(Trajectory, "trajectories", samples),
+            ctx.read(StepRewards, "rewards", samples),
         )
         for trajectory, reward in pairs:
-            helps |= INTERVENED in trajectory.steps
-            if reward.info["keep"]:
-                step_rewards, ends = reward.steps["rewards"], reward.steps.get(EPISODE_ENDS)
-                parts.append(to_transitions(trajectory, step_rewards, ends))
+            helps |= trajectory.intervened is not None
+            if reward.is_included:
+                parts.append(to_transitions(trajectory, reward.rewards, reward.episode_ends))
                 acted.append(intervention_mask(trajectory))
     cls, options = policy_class(ctx.config)
     policy = cls.load(ctx.verified_folder("initial") / WEIGHTS, options)

@@ -11,8 +11,7 @@ import numpy as np
 
 from rlinf.algorithms.base import Algorithm
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record, Scalar
-from rlinf.data.transitions import EPISODE_ENDS
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.envs.base import Environment, score_trajectories
 from rlinf.rewards.base import Reward, rewards_per_step
 from stages.context import StageContext
@@ -24,17 +23,11 @@ class RewardBatch(NamedTuple):
 
     task_scores: list[float]
     """The task's scores, if the reward needs them."""
-    step_rewards: list[dict[str, np.ndarray]]
-    """Step columns of each: ``rewards`` ``[T]``; for action chunks also ``action_rewards``
-    ``[T, C]``; :data:`EPISODE_ENDS` if the reward ends episodes."""
+    step_rewards: list[StepRewards]
     reward_sums: np.ndarray
     """``[N]``: sum of the rewards of each trajectory."""
     group_ids: np.ndarray
     """``[N]``: group of each trajectory."""
-    trainable: np.ndarray
-    """Bool ``[N]``: whether it takes part in the update."""
-    failures: list[str]
-    """Why each has no reward; empty: it has one."""
     valid: np.ndarray
     """Bool ``[N]``: whether it has a reward and at least one step under the loss mask."""
 
@@ -43,45 +36,51 @@ def compute_rewards(
     reward: Reward,
     algorithm: Algorithm,
     environment: Environment | None,
-    trajectories: Sequence[Record],
+    trajectories: Sequence[Trajectory],
     failure_counts: Counter[str],
 ) -> RewardBatch:
     """Compute the rewards of complete groups.
 
     Args:
         environment: None: the reward needs no scores of the task.
-        troubles: what went wrong is counted there.
+        failure_counts: receives the number of failures by kind.
     """
     scores = list[float]()
     if environment is not None:
         scores = score_trajectories(environment, trajectories, failure_counts)
-    # One that could not be taken is of a trajectory of which no step counts.
-    judgements = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
+    # A score is NaN only where no step of the trajectory counts.
+    results = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
-    for judgement in judgements:
-        values = np.asarray(judgement.reward, np.float32)
-        steps = {"rewards": rewards_per_step(values)}
-        if values.ndim > 1:
-            steps["action_rewards"] = values
-        if judgement.episode_ends is not None:
-            steps[EPISODE_ENDS] = np.asarray(judgement.episode_ends, np.uint8)
-        rewards.append(steps)
-    failures = [judgement.failure for judgement in judgements]
+    for trajectory, result in zip(trajectories, results, strict=True):
+        values, ends = np.asarray(result.reward, np.float32), result.episode_ends
+        rewards.append(
+            StepRewards(
+                identity=trajectory.identity,
+                rewards=rewards_per_step(values),
+                action_rewards=values if values.ndim > 1 else None,
+                episode_ends=None if ends is None else np.asarray(ends, np.uint8),
+                group=trajectory.require("group"),
+                failure=result.failure if reward.failure_kinds else None,
+            )
+        )
     failure_counts.update(dict.fromkeys(reward.failure_kinds, 0))
-    failure_counts.update(filter(None, failures))
-    valid = np.array([judgement.valid for judgement in judgements])
-    groups = np.array([int(trajectory.info["group"]) for trajectory in trajectories])
-    totals = np.array([steps["rewards"].sum(dtype=np.float64) for steps in rewards])
-    # One without a step that counts has no gradient, and no place in its group's mean.
-    there = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
-    failure_counts["fully_masked"] += int((~there).sum())
-    valid &= there
-    kept = valid.copy()
-    # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
-    plain = [j.raw_reward for j in judgements]
-    did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
-    kept[kept] = algorithm.select_samples(did[kept], groups[kept])
-    return RewardBatch(scores, rewards, totals, groups, kept, failures, valid)
+    failure_counts.update(result.failure for result in results if result.failure)
+    valid = np.array([result.valid for result in results])
+    groups = np.array([each.group for each in rewards])
+    totals = np.array([each.rewards.sum(dtype=np.float64) for each in rewards])
+    # A trajectory without a step that counts has no gradient, and no place in its group's mean.
+    has_steps = np.array([bool(loss_mask(trajectory).any()) for trajectory in trajectories])
+    failure_counts["fully_masked"] += int((~has_steps).sum())
+    valid &= has_steps
+    included = valid.copy()
+    # Groups are selected by their rewards before shaping terms such as a length penalty.
+    raw = [result.raw_reward for result in results]
+    unshaped = np.array([t if r is None else r for t, r in zip(totals, raw, strict=True)])
+    included[included] = algorithm.select_samples(unshaped[included], groups[included])
+    shown = np.nan_to_num(scores).tolist() or totals.tolist()
+    for each, score, is_included in zip(rewards, shown, included.tolist(), strict=True):
+        each.score, each.is_included = score, is_included
+    return RewardBatch(scores, rewards, totals, groups, valid)
 
 
 def run(ctx: StageContext) -> None:
@@ -98,47 +97,34 @@ def run(ctx: StageContext) -> None:
         return ctx.inputs["initial"].data_folder / WEIGHTS
 
     scores = list[float]()
-    totals, groups, keep = [], [], []
-    troubles = Counter[str]()
+    totals, groups, included = [], [], list[bool]()
+    failure_counts = Counter[str]()
     for samples in ctx.chunks():
-        every = ctx.read_records("trajectories", samples)
-        trajectories = [record for record in every if record.identity.sample // size in mine]
+        every = ctx.read(Trajectory, "trajectories", samples)
+        trajectories = [t for t in every if t.identity.sample // size in mine]
         if not trajectories:
             continue
         environment = get_environment(ctx, tokenizer) if reward.needs_score else None
         with ctx.span("score"):
-            verdict = compute_rewards(reward, algorithm, environment, trajectories, troubles)
-        part, rewards, kept = verdict.task_scores, verdict.step_rewards, verdict.trainable
-        total, group, is_valid = verdict.reward_sums, verdict.group_ids, verdict.valid
-        shown = np.nan_to_num(part).tolist() or total.tolist()
-        for trajectory, score, steps, counts, trouble in zip(
-            trajectories, shown, rewards, kept, verdict.failures, strict=True
-        ):
-            info: dict[str, Scalar] = {
-                "score": float(score),
-                "keep": int(counts),
-                "group": int(trajectory.info["group"]),
-            }
-            if reward.failure_kinds:
-                info["trouble"] = trouble
-            output.put(Record(trajectory.identity, steps, info=info))
-        scores += [score for score in part if not np.isnan(score)]
-        # What nobody judged is no part of the mean.
-        totals.append(total[is_valid])
-        groups.append(group[is_valid])
-        keep.append(kept)
+            batch = compute_rewards(reward, algorithm, environment, trajectories, failure_counts)
+        for rewards in batch.step_rewards:
+            output.put(rewards.to_record())
+            included.append(rewards.is_included)
+        scores += [score for score in batch.task_scores if not np.isnan(score)]
+        # The mean leaves out trajectories without a reward.
+        totals.append(batch.reward_sums[batch.valid])
+        groups.append(batch.group_ids[batch.valid])
     output.close()
     if not totals:
         return
     every_total, numbers = np.concatenate(totals), np.concatenate(groups)
     spread = [float(every_total[numbers == group].std()) for group in np.unique(numbers)]
-    every_kept = np.concatenate(keep)
-    count = len(every_kept)
+    count = len(included)
     if len(every_total):
         ctx.log_metric("mean", float(every_total.mean()), weight=len(every_total))
         ctx.log_metric("std", float(every_total.std()), weight=len(every_total), reduction="std")
         ctx.log_metric("group_std", float(np.mean(spread)), weight=len(spread))
     if scores:
         ctx.log_metric("score", float(np.mean(scores)), weight=len(scores))
-    ctx.log_metric("used_fraction", float(every_kept.mean()), weight=count)
-    ctx.log_counts(troubles, count, "samples")
+    ctx.log_metric("used_fraction", float(np.mean(included)), weight=count)
+    ctx.log_counts(failure_counts, count, "samples")

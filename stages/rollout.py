@@ -13,6 +13,7 @@ from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data.episodes import OPEN_EPISODES, pop_open_episode
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import action_clip_ratio
 from rlinf.engines.base import RolloutHooks
 from rlinf.envs.base import RolloutRequest
@@ -53,19 +54,19 @@ def load_open_episodes(ctx: StageContext) -> Mapping[int, Record] | None:
 
 
 def emit_trajectories(
-    ctx: StageContext, generate: Callable[[StageContext, Sequence[int]], Iterable[Record]]
+    ctx: StageContext, generate: Callable[[StageContext, Sequence[int]], Iterable[Trajectory]]
 ) -> None:
     """Generate and emit the trajectories of this process's starts, chunk by chunk."""
     settings = ctx.config.rollout
     mine = ctx.world.shard(settings.batch_size)
 
-    def parts() -> Generator[Record]:
+    def parts() -> Generator[Trajectory]:
         for samples in ctx.chunks():
             yield from generate(ctx, [s for s in mine if s * settings.group_size in samples])
 
     # However it ends, the engine is through with it then, before another stage has its turn.
-    with contextlib.closing(parts()) as records:
-        write_trajectories(ctx, records, len(mine) * settings.group_size)
+    with contextlib.closing(parts()) as trajectories:
+        write_trajectories(ctx, trajectories, len(mine) * settings.group_size)
 
 
 def receive_trajectories(ctx: StageContext) -> None:
@@ -77,20 +78,20 @@ def receive_trajectories(ctx: StageContext) -> None:
         UpstreamFailed: some come of weights that were committed by another attempt.
     """
     total = ctx.config.rollout.batch_size * ctx.config.rollout.group_size
-    trajectories = ctx.receive_records("trajectories", total, source_input="weights")
+    records = ctx.receive_records("trajectories", total, source_input="weights")
     with ctx.waiting("samples"):
-        write_trajectories(ctx, trajectories, total)
+        write_trajectories(ctx, map(Trajectory.from_record, records), total)
 
 
 def generate_trajectories(
     ctx: StageContext,
     starts: Sequence[int],
-    partial_samples: Mapping[int, Record] | None = None,
+    partial_samples: Mapping[int, Trajectory] | None = None,
     should_abort: Callable[[int, int], bool] | None = None,
     *,
     num_starts: int | None = None,
     open_episodes: Mapping[int, Record] | None = None,
-) -> Iterator[Record]:
+) -> Iterator[Trajectory]:
     """Yield the trajectories of some starts of the batch as they are completed.
 
     Args:
@@ -137,12 +138,12 @@ def policy_runner(ctx: StageContext) -> PolicyRunner:
     return PolicyRunner(engine, ctx.config.seed, "rollout", hooks)
 
 
-def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int) -> None:
+def write_trajectories(ctx: StageContext, trajectories: Iterable[Trajectory], total: int) -> None:
     """Write trajectories to the output channel and record their metrics.
 
     Lengths, steps and lags are of the steps that count.
     """
-    trajectories = ctx.open_writer("trajectories")
+    output = ctx.open_writer("trajectories")
     keeps = carries_over_episodes(ctx.config) and ctx.world.is_primary
     open_episodes_file = (
         RecordFileWriter(ctx.data_folder, OPEN_EPISODES, ctx.world.rank) if keeps else None
@@ -150,20 +151,20 @@ def write_trajectories(ctx: StageContext, records: Iterable[Record], total: int)
     lengths, truncated, lags = [], 0, 0
     outages = DialogueFailures(ctx.config)
     clipped = list[float]()
-    for trajectory in records:
+    for trajectory in trajectories:
         if (still := pop_open_episode(trajectory)) is not None and open_episodes_file is not None:
             open_episodes_file.put(still)
-        trajectories.put(trajectory)
+        output.put(trajectory.to_record())
         outages.add(trajectory)
         counts = loss_mask(trajectory)
         lengths.append(int(counts.sum()))
         if (share := action_clip_ratio(trajectory)) is not None:
             clipped.append(share)
-        truncated += trajectory.info["stop_reason"] == "length"
-        if "versions" in trajectory.steps:
-            lags += int((ctx.iteration - trajectory.steps["versions"])[counts].sum())
+        truncated += trajectory.stop_reason == "length"
+        if trajectory.versions is not None:
+            lags += int((ctx.iteration - trajectory.versions)[counts].sum())
         ctx.report_progress(len(lengths), total, "samples")
-    trajectories.close()
+    output.close()
     if open_episodes_file is not None:
         ctx.defer(open_episodes_file.close)
     outages.log_metrics(ctx)

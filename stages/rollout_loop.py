@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 from rlinf.channels.channel import LocalChannel
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.base import NO_HOOKS, Engine, RolloutHooks
 from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.errors import RequeueRequested
@@ -29,7 +29,7 @@ def rollout_iter(
     environment: Environment,
     episodes: RolloutRequest,
     policy: PolicyRunner | None,
-) -> Generator[Record]:
+) -> Generator[Trajectory]:
     """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     Args:
@@ -58,7 +58,7 @@ def local_rollout_iter(
     stage: str,
     hooks: RolloutHooks = NO_HOOKS,
     should_stop: Callable[[], bool] = lambda: False,
-) -> Generator[Record]:
+) -> Generator[Trajectory]:
     """Yield the trajectories of ``episodes``, each as soon as it is complete.
 
     The engine answers in a thread of its own. An error on either side ends both and is raised here.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from rlinf.algorithms.learner import Learner
 from rlinf.config import RunConfig
 from rlinf.data.batch import TrainingSample, join_by_identity
+from rlinf.data.trajectory import ChannelItem, PolicyOutputs, StepRewards, Trajectory
 from rlinf.data.transitions import InMemoryTransitions, Transitions
 from rlinf.replay import offline_data
 from rlinf.trainers.base import Trainer
@@ -29,6 +30,11 @@ from stages.replay import INTERVENTIONS_FOLDER, REPLAY_FOLDER, open_replay_buffe
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """The inputs of a training sample by field; a flow may have only the first."""
+SAMPLE_TYPES: Mapping[str, type[ChannelItem]] = {
+    "trajectory": Trajectory,
+    "reward": StepRewards,
+    "inference": PolicyOutputs,
+}
 
 
 def run(ctx: StageContext) -> None:
@@ -107,7 +113,7 @@ class StageLearner(Learner):
         reward = get_reward(self._ctx)
         # There are no scores: a reward that looks at them is refused, for it is not finite.
         return offline_data.load_offline_data(
-            path, lambda record: reward.compute_step_rewards([record], [math.nan])[0]
+            path, lambda trajectory: reward.compute_step_rewards([trajectory], [math.nan])[0]
         )
 
     def intervention_transitions(self) -> Transitions:
@@ -136,7 +142,9 @@ class StageLearner(Learner):
             for field, name in SAMPLE_CHANNELS.items()
             if name + place in ctx.inputs
         }
-        rows = join_by_identity(*(ctx.read_records(name, samples) for name in own.values()))
+        rows = join_by_identity(
+            *(ctx.read(SAMPLE_TYPES[field], name, samples) for field, name in own.items())
+        )
         return [TrainingSample(**dict(zip(own, row, strict=True))) for row in rows]
 
     def _ready(self, *groups: str) -> None:

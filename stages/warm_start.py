@@ -23,7 +23,7 @@ from rlinf.config import OptimizerSection
 from rlinf.data.batch import gather_steps, pad_right
 from rlinf.data.load_balancing import StepSpan
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import StepOutputs
 from rlinf.seeding import torch_seed
@@ -111,10 +111,8 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
         )
     shown = environment.test_demonstrations(settings.eval_samples) if settings.eval_samples else []
-    eval_records = [
-        trainer.policy.prepare_demonstration(record, ctx.config.seed) for record in shown
-    ]
-    if settings.eval_samples and not eval_records:
+    held_out = [trainer.policy.prepare_demonstration(each, ctx.config.seed) for each in shown]
+    if settings.eval_samples and not held_out:
         raise ConfigError(
             "warm_start.eval_samples: this task has no held-out demonstrations; set it to 0"
         )
@@ -134,11 +132,9 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         if curve and is_target_reached(curve[-1], settings.target_score):
             break
         shown = environment.demonstrations(ctx.config.seed, step, settings.batch_size)
-        records = [
-            trainer.policy.prepare_demonstration(record, ctx.config.seed) for record in shown
-        ]
-        length = max(len(record) for record in records)
-        counts = pad_right([token_weights(record) for record in records], length)
+        examples = [trainer.policy.prepare_demonstration(each, ctx.config.seed) for each in shown]
+        length = max(map(len, examples))
+        counts = pad_right([token_weights(example) for example in examples], length)
         weights = counts / counts.sum().clamp(min=1)
 
         def loss(outputs: StepOutputs, spans: list[StepSpan], weights: Tensor = weights) -> Loss:
@@ -149,13 +145,13 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
 
         rate = rates.learning_rate(step, settings.max_steps)
         # Where float16 overflows the loss is scaled less, and no demonstration is passed over.
-        while (metrics := trainer.step(records, loss_from_steps(loss), lr=rate)).get(
+        while (metrics := trainer.step(examples, loss_from_steps(loss), lr=rate)).get(
             "skipped_steps"
         ):
             pass
         due = (step + 1) % settings.eval_every == 0 or step + 1 == settings.max_steps
         score = evaluate_weights(ctx, trainer, environment, engine) if due and engine else None
-        beyond = eval_loss(ctx, trainer, eval_records) if due and eval_records else None
+        beyond = eval_loss(ctx, trainer, held_out) if due and held_out else None
         row = {"step": step + 1, "loss": metrics["loss"], "score": score, "eval_loss": beyond}
         curve.append(row)
         if due:
@@ -178,19 +174,21 @@ def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) ->
     settings = ctx.config.warm_start
     trainer.policy.update_observation_stats(
         [
-            record
+            demonstration
             for step in range(min(NORMALIZER_STEPS, settings.max_steps))
-            for record in environment.demonstrations(ctx.config.seed, step, settings.batch_size)
+            for demonstration in environment.demonstrations(
+                ctx.config.seed, step, settings.batch_size
+            )
         ]
     )
 
 
-def token_weights(record: Record) -> np.ndarray:
+def token_weights(trajectory: Trajectory) -> np.ndarray:
     """1 where a token counts, float32 ``[T]``, or ``[T, ...]`` where a step is several choices."""
-    counts = loss_mask(record).astype(np.float32)
-    if "submask" in record.steps:
-        submask = np.asarray(record.steps["submask"], np.float32)
-        counts = counts.reshape(-1, *[1] * (submask.ndim - 1)) * submask
+    counts = loss_mask(trajectory).astype(np.float32)
+    if trajectory.choice_mask is not None:
+        choices = np.asarray(trajectory.choice_mask, np.float32)
+        counts = counts.reshape(-1, *[1] * (choices.ndim - 1)) * choices
     return counts
 
 
@@ -259,11 +257,11 @@ def evaluate_weights(ctx: StageContext, trainer: Trainer, environment: Any, engi
     return float(score)
 
 
-def eval_loss(ctx: StageContext, trainer: Trainer, records: Sequence[Record]) -> float:
-    """Mean of ``-log p`` over the tokens of records that count, in nats; the same on every rank."""
+def eval_loss(ctx: StageContext, trainer: Trainer, examples: Sequence[Trajectory]) -> float:
+    """Mean of ``-log p`` over the tokens that count, in nats; the same on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
-    for row, outputs in trainer.forward(records, 1.0):
-        counts = torch.from_numpy(token_weights(records[row]))
+    for row, outputs in trainer.forward(examples, 1.0):
+        counts = torch.from_numpy(token_weights(examples[row]))
         total[0] -= float((counts * outputs.logprobs).double().sum())
         total[1] += float(counts.sum())
     if ctx.world.size > 1:

@@ -8,7 +8,7 @@ for row in run.metrics():
     print(row["iteration"], row["reward/mean"])
 print([(row["version"], row["score"]) for row in run.evaluations()])
 
-worst = min(run.records("rewards", 0), key=lambda record: record.steps["rewards"].sum())
+worst = min(run.rewards(0), key=lambda sample: sample.rewards.sum())
 for sample in run.trajectories(0):
     if sample.identity.sample == worst.identity.sample:
         print(sample.prompt_text, sample.text, sample.logprobs.mean())

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlinf.channels.record_files import RecordFileReader, RecordFileWriter
 from rlinf.data import lerobot
 from rlinf.data.episodes import intervened_episodes
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import DataError, InputError
 
 TRAJECTORY_FILES = "trajectories-*.h5"
@@ -33,15 +33,15 @@ def extract_interventions(source: Path, to: Path) -> str:
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(f"{source}: has no file {TRAJECTORY_FILES}")
-    found: list[Record] = []
-    for trajectory in RecordFileReader(files):
+    found: list[Trajectory] = []
+    for trajectory in map(Trajectory.from_record, RecordFileReader(files)):
         found += intervened_episodes(trajectory, first=len(found))
     if not found:
         raise DataError(f"{source}: a person acted in none of its episodes")
     to.mkdir(parents=True, exist_ok=True)
     writer = RecordFileWriter(to, "trajectories")
-    for record in found:
-        writer.put(record)
+    for episode in found:
+        writer.put(episode.to_record())
     writer.close()
     steps = sum(map(len, found))
     return f"{len(found)} episodes, {steps} steps, in {to}, for algorithm.offline_data={to}"
@@ -71,8 +71,8 @@ def convert_demonstrations(
         found = lerobot.LeRobotDataset(source, all_successful=solved)
         to.mkdir(parents=True, exist_ok=True)
         writer = RecordFileWriter(to, "trajectories")
-        for record in found.trajectories():
-            writer.put(record)
+        for trajectory in found.trajectories():
+            writer.put(trajectory.to_record())
         writer.close()
         return f"{writer.count} episodes in {to}, for algorithm.offline_data={to}"
     files = sorted(source.glob(TRAJECTORY_FILES))
@@ -82,9 +82,8 @@ def convert_demonstrations(
             f"{TRAJECTORY_FILES}"
         )
     try:
-        count = lerobot.write_lerobot_dataset(
-            to, RecordFileReader(files), fps=fps, task=task, png=png
-        )
+        trajectories = map(Trajectory.from_record, RecordFileReader(files))
+        count = lerobot.write_lerobot_dataset(to, trajectories, fps=fps, task=task, png=png)
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
     return f"{count} episodes in {to}"

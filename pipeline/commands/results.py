@@ -16,7 +16,7 @@ from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
 from rlinf.data.lazy_array import to_array
 from rlinf.data.record import Record
-from rlinf.data.trajectory import Trajectory
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.errors import InputError
 from stages.flow import EVALUATE
 from stages.layout import stage_folder
@@ -75,9 +75,12 @@ class RunResults:
         """
         return map(Trajectory.from_record, self.records("trajectories", iteration))
 
+    def rewards(self, iteration: int | None = None) -> Iterator[StepRewards]:
+        """Yield the rewards of the samples, as :meth:`trajectories` yields the samples."""
+        return map(StepRewards.from_record, self.records("rewards", iteration))
+
     def records(self, channel: str, iteration: int | None = None) -> Iterator[Record]:
-        """Yield the records of any channel: ``rewards`` ``[T]`` with ``info["score"]``,
-        ``logprobs``, ...
+        """Yield the records of any channel, such as ``logprobs``.
 
         Raises:
             InputError: no stage of the flow produces such records; else as for trajectories.

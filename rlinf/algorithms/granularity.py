@@ -6,7 +6,7 @@ action, or ``[B, T, C, D]`` for ``C`` actions of ``D``. This module alone sums t
 level. The results are the units of a loss, ``[B, U]`` including the mask. Columns of steps, such as
 advantages, and columns of actions apply to each of their units.
 
-The trajectory's step column ``submask`` is 0 at sub-actions that do not count.
+The trajectory's ``choice_mask`` is 0 at sub-actions that do not count.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rlinf.models.base import StepOutputs
 LogprobLevel = Literal["token", "action", "chunk"]
 
 
-def sum_to_level(values: Tensor, submask: Tensor | None, level: LogprobLevel) -> Tensor:
+def sum_to_level(values: Tensor, choice_mask: Tensor | None, level: LogprobLevel) -> Tensor:
     """Return log-probabilities or entropies of units, ``[B, T]`` or several per step: ``[B, T,
     K]``.
 
     Args:
         values: ``[B, T]``, which are units at any level, ``[B, T, K]`` or ``[B, T, C, D]``.
-        submask: of the same shape, 0 where a value does not count; None: all count.
+        choice_mask: of the same shape, 0 where a value does not count; None: all count.
         level: ``token``: each value is a unit; ``action``: the sum over the last dimension is a
             unit; ``chunk``: the sum over the whole step is a unit.
     """
     if values.ndim == 2:
         return values
-    if submask is not None:
-        values = torch.where(submask != 0, values, 0.0)
+    if choice_mask is not None:
+        values = torch.where(choice_mask != 0, values, 0.0)
     if level == "chunk":
         return values.flatten(2).sum(-1)
     if level == "action":
@@ -51,12 +51,14 @@ def batch_at_level(batch: StepBatch, level: LogprobLevel) -> StepBatch:
     columns = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
     values = {name: column for name in columns if (column := getattr(batch, name)) is not None}
     reduced_columns = {
-        name: sum_to_level(column, batch.submask, level) for name, column in values.items()
+        name: sum_to_level(column, batch.choice_mask, level) for name, column in values.items()
     }
     units = batch.mask
-    if batch.submask is not None:
+    if batch.choice_mask is not None:
         # A unit counts if any of its parts counts.
-        units = (sum_to_level((batch.submask != 0).float(), None, level) > 0).to(batch.mask.dtype)
+        units = (sum_to_level((batch.choice_mask != 0).float(), None, level) > 0).to(
+            batch.mask.dtype
+        )
     if units.ndim < reduced_columns["old_logprobs"].ndim:
         units = units[..., None].expand(reduced_columns["old_logprobs"].shape)
     # Rewards per action are dropped if a unit is larger than an action.
@@ -101,21 +103,21 @@ def flatten_to_level(
     Args:
         weights: of the units, ``[B, T]`` or ``[B, T, K]``.
     """
-    logprobs = sum_to_level(outputs.logprobs, batch.submask, level)
+    logprobs = sum_to_level(outputs.logprobs, batch.choice_mask, level)
     entropy = (
-        None if outputs.entropy is None else sum_to_level(outputs.entropy, batch.submask, level)
+        None if outputs.entropy is None else sum_to_level(outputs.entropy, batch.choice_mask, level)
     )
     columns = {
         field.name: _flat(value, logprobs)
         for field in fields(batch)
-        if (value := getattr(batch, field.name)) is not None and field.name != "submask"
+        if (value := getattr(batch, field.name)) is not None and field.name != "choice_mask"
     }
     values = None if outputs.values is None else _flat(outputs.values, logprobs)
     unit_outputs = StepOutputs(
         logprobs.flatten(1), None if entropy is None else entropy.flatten(1), values
     )
     columns["mask"] = columns["loss_mask"]
-    return unit_outputs, replace(batch, submask=None, **columns), weights.flatten(1)
+    return unit_outputs, replace(batch, choice_mask=None, **columns), weights.flatten(1)
 
 
 def _within(units: Tensor, column: Tensor) -> bool:

@@ -10,6 +10,7 @@ before the clipped surrogate, whose ratio is against the policy just before the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rlinf.algorithms.losses import bounded_ratio, kl_estimate
 from rlinf.data.batch import StepBatch, pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 
 RolloutISLevel = Literal["token", "sequence", "geometric"]
 RolloutISMode = Literal["truncate", "mask"]
@@ -108,17 +109,15 @@ def rollout_mismatch_metrics(totals: dict[str, float]) -> dict[str, float]:
     return {name: totals[key] / steps for name, key in names.items()}
 
 
-def policy_lags(trajectories: list[Record], version: int) -> Tensor:
+def policy_lags(trajectories: Sequence[Trajectory], version: int) -> Tensor:
     """Return the number of updates by which the weights that chose a step are behind ``version``,
     ``[N, T]`` float32."""
     return pad_right(
         [
-            np.asarray(version - record.steps["versions"], np.float32)
-            if "versions" in record.steps
-            else np.full(len(record), version - int(record.info["policy_version"]), np.float32)
-            for record in trajectories
+            np.asarray(version - trajectory.step_versions(), np.float32)
+            for trajectory in trajectories
         ],
-        max(len(record) for record in trajectories),
+        max(map(len, trajectories)),
     )
 
 

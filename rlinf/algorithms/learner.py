@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.batch import TrainingSample
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import (
-    EPISODE_ENDS,
     InMemoryTransitions,
     Transitions,
     concatenate_transitions,
@@ -79,15 +78,15 @@ class Learner:
         """Return a random generator that depends only on seed, iteration and address."""
         return generator(self.seed, self.iteration, "train", *address)
 
-    def forward(self, records: Sequence[Record]) -> list[tuple[int, StepOutputs]]:
+    def forward(self, trajectories: Sequence[Trajectory]) -> list[tuple[int, StepOutputs]]:
         """Compute step outputs; see :meth:`Trainer.forward`."""
         self._ready("weights")
         with self._span():
-            return self._trainer.forward(records, self.temperature)
+            return self._trainer.forward(trajectories, self.temperature)
 
     def accumulate(
         self,
-        records: Sequence[Record],
+        trajectories: Sequence[Trajectory],
         loss: LossFunction,
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
@@ -95,7 +94,7 @@ class Learner:
         """Accumulate gradients; see :meth:`Trainer.accumulate`."""
         self._ready("weights", "gradients")
         with self._span():
-            self._trainer.accumulate(records, loss, row_groups=row_groups)
+            self._trainer.accumulate(trajectories, loss, row_groups=row_groups)
 
     def update(
         self,
@@ -121,14 +120,14 @@ class Learner:
 
     def step(
         self,
-        records: Sequence[Record],
+        trajectories: Sequence[Trajectory],
         loss: LossFunction,
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
         groups: Collection[str] | None = None,
     ) -> dict[str, float]:
         """Do one optimizer step: :meth:`accumulate`, then :meth:`update`."""
-        self.accumulate(records, loss, row_groups=row_groups)
+        self.accumulate(trajectories, loss, row_groups=row_groups)
         return self.update(groups=groups)
 
     def run_steps(
@@ -162,8 +161,8 @@ class Learner:
         rows = [
             to_transitions(
                 sample.trajectory,
-                sample.reward.steps["rewards"],
-                sample.reward.steps.get(EPISODE_ENDS),
+                sample.reward.rewards,
+                sample.reward.episode_ends,
             )
             for part in parts
             for sample in part

@@ -68,7 +68,7 @@ class PPO(PolicyGradient):
             values,
             batch.terminated,
             batch.truncated,
-            batch.bootstrap,
+            batch.bootstrap_values,
             mask,
             self.config.gamma,
             self.config.gae_lambda,

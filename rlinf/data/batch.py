@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlinf.data.load_balancing import StepSpan
 from rlinf.data.loss_mask import action_mask, loss_mask, place_on_last_action
-from rlinf.data.record import Record
-from rlinf.data.transitions import EPISODE_ENDS, INTERVENED
+from rlinf.data.trajectory import ChannelItem, PolicyOutputs, StepRewards, Trajectory
 from rlinf.errors import InputError
 
 
@@ -30,14 +29,14 @@ def pad_right(arrays: Sequence[np.ndarray], length: int, value: float = 0) -> Te
 class TrainingSample(NamedTuple):
     """A trajectory with the outputs of the reward and inference stages, where the flow has them."""
 
-    trajectory: Record
-    reward: Record | None = None
-    inference: Record | None = None
+    trajectory: Trajectory
+    reward: StepRewards | None = None
+    inference: PolicyOutputs | None = None
 
     @property
     def is_included(self) -> bool:
         """True if the sample takes part in the update."""
-        return self.reward is None or bool(self.reward.info["keep"])
+        return self.reward is None or self.reward.is_included
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,13 @@ class StepBatch:
     """``[N, T]`` 1 where the episode terminated, or got one reward for all of it."""
     truncated: Tensor
     """``[N, T]`` 1 where the episode was truncated."""
-    bootstrap: Tensor
+    bootstrap_values: Tensor
     """``[N, T]`` value of the state after a truncation, 0 elsewhere."""
     rollout_logprobs: Tensor | None = None
     """``[N, T]`` under the policy that generated the steps."""
     values: Tensor | None = None
     """``[N, T]``, or ``[N, T, C]`` for each action of a chunk, from the same version of the critic
-    as ``bootstrap``."""
+    as ``bootstrap_values``."""
     action_rewards: Tensor | None = None
     """``[N, T, C]`` for each action of a chunk, where ``values`` are per action."""
     reference_logprobs: Tensor | None = None
@@ -74,7 +73,7 @@ class StepBatch:
     """Shaped like ``advantages``."""
     turns: Tensor | None = None
     """``[N, T]`` number of the dialogue turn, from 0, that a step belongs to."""
-    submask: Tensor | None = None
+    choice_mask: Tensor | None = None
     """``[N, T, ...]`` 1 where a choice of a step counts. None: all choices count."""
     loss_mask: Tensor | None = None
     """``[N, T]`` or ``[N, T, K]`` 1 at the elements that the loss sums over."""
@@ -129,16 +128,16 @@ def gather_steps(column: Tensor, spans: Sequence[StepSpan], length: int) -> Tens
 
 
 def join_by_identity(
-    trajectories: Iterable[Record], *columns: Iterable[Record]
-) -> list[tuple[Record, ...]]:
-    """Match the records of several channels by identity, in the order of the first channel.
+    trajectories: Iterable[ChannelItem], *columns: Iterable[ChannelItem]
+) -> list[tuple[Any, ...]]:
+    """Match the items of several channels by identity, in the order of the first channel.
 
     Raises:
-        ValueError: a record has no partner, or two.
+        ValueError: an item has no partner, or two.
     """
     tables = []
     for column in columns:
-        table: dict[tuple[int, int], Record] = {}
+        table: dict[tuple[int, int], ChannelItem] = {}
         for record in column:
             if record.identity.key in table:
                 raise ValueError(f"two records for {record.identity}")
@@ -161,20 +160,20 @@ def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
         InputError: a reward lies on a masked step, or a step that is no chunk has several values.
     """
     trajectories = [sample.trajectory for sample in rows]
+    every_reward = [sample.reward for sample in rows if sample.reward is not None]
+    inferred = [sample.inference for sample in rows if sample.inference is not None]
     length = max(map(len, trajectories))
 
-    def column(source: int, name: str) -> Tensor | None:
-        records = [record for sample in rows if (record := sample[source]) is not None]
-        if not records or name not in records[0].steps:
+    def column(arrays: Sequence[np.ndarray | None]) -> Tensor | None:
+        if not arrays or arrays[0] is None:
             return None
-        return pad_right([np.asarray(record.steps[name], np.float32) for record in records], length)
+        return pad_right([np.asarray(array, np.float32) for array in arrays], length)
 
-    def optional(source: int, name: str) -> Tensor:
-        found = column(source, name)
+    def or_zeros(found: Tensor | None) -> Tensor:
         return torch.zeros(len(rows), length) if found is None else found
 
     for trajectory in trajectories:
-        if np.asarray(trajectory.steps.get(INTERVENED, False)).any():
+        if trajectory.intervened is not None and np.asarray(trajectory.intervened).any():
             raise InputError(
                 f"{trajectory.identity}: a person acted in it, and this algorithm learns from what "
                 "the policy chose itself; choose one that learns from transitions (sac, rlpd, ...)"
@@ -183,7 +182,7 @@ def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
     mask = pad_right(
         [loss_mask(trajectory).astype(np.float32) for trajectory in trajectories], length
     )
-    rewards = optional(1, "rewards")
+    rewards = or_zeros(column([each.rewards for each in every_reward]))
     if bool((lost := (rewards != 0) & (mask == 0)).any()):
         row, step = (int(place) for place in lost.nonzero()[0])
         raise InputError(
@@ -191,26 +190,30 @@ def build_step_batch(rows: Sequence[TrainingSample]) -> StepBatch:
             f"{step}, which does not count (its mask is 0), so nothing would be learned from it; "
             "place it on the last step that counts, as rlinf.rewards.base.Reward does"
         )
-    old = column(2, "logprobs")
+    rollout_logprobs = column([t.logprobs for t in trajectories])
+    old = column([outputs.logprobs for outputs in inferred])
     # Of the version whose values the rewards are continued with after a cut: where those of the
     # inference stage are of a later one, temporal differences would mix two value functions.
-    values = column(0, "values")
-    values = column(2, "values") if values is None else values
+    values = column([t.values for t in trajectories])
+    values = column([outputs.values for outputs in inferred]) if values is None else values
     of_actions = values is not None and values.ndim > 2
     return StepBatch(
         mask=mask,
         rewards=rewards,
-        groups=torch.tensor([int(trajectory.info["group"]) for trajectory in trajectories]),
-        old_logprobs=optional(0, "logprobs") if old is None else old,
-        rollout_logprobs=column(0, "logprobs"),
-        turns=column(0, "turns"),
-        submask=column(0, "submask"),
-        terminated=torch.maximum(optional(0, "terminated"), optional(1, EPISODE_ENDS)),
-        truncated=optional(0, "truncated"),
-        bootstrap=optional(0, "bootstrap"),
+        groups=torch.tensor([t.require("group") for t in trajectories]),
+        old_logprobs=or_zeros(rollout_logprobs) if old is None else old,
+        rollout_logprobs=rollout_logprobs,
+        turns=column([t.turns for t in trajectories]),
+        choice_mask=column([t.choice_mask for t in trajectories]),
+        terminated=torch.maximum(
+            or_zeros(column([t.terminated for t in trajectories])),
+            or_zeros(column([each.episode_ends for each in every_reward])),
+        ),
+        truncated=or_zeros(column([t.truncated for t in trajectories])),
+        bootstrap_values=or_zeros(column([t.bootstrap_values for t in trajectories])),
         values=values,
         action_rewards=_of_actions(rows, length) if of_actions else None,
-        reference_logprobs=column(2, "reference_logprobs"),
+        reference_logprobs=column([outputs.reference_logprobs for outputs in inferred]),
     )
 
 
@@ -227,9 +230,9 @@ def _of_actions(rows: Sequence[TrainingSample], length: int) -> Tensor:
                 f"{sample.trajectory.identity}: the policy gave several values for a step, and its "
                 "steps are no chunks of actions; one value is for a step"
             )
-        reward_steps = {} if sample.reward is None else sample.reward.steps
-        step_rewards = np.asarray(reward_steps.get("rewards", np.zeros(len(actions))))
-        rewards = reward_steps.get("action_rewards")
+        given = sample.reward
+        step_rewards = np.zeros(len(actions)) if given is None else np.asarray(given.rewards)
+        rewards = None if given is None else given.action_rewards
         if rewards is None:
             rewards = place_on_last_action(step_rewards, actions)
         elif not _add_up(np.asarray(rewards) * actions, step_rewards):

@@ -4,14 +4,14 @@ See ``docs/source/lerobot-dataset-v3.mdx`` of huggingface/lerobot; :mod:`rlinf.d
 writes it. An episode is a trajectory here:
 
 =============================  ===================================================
-feature there                  column of steps here
+feature there                  field of trajectories
 =============================  ===================================================
 ``observation.state``          ``observations``
 ``action``                     ``actions``
 ``next.reward``                ``rewards``; without it, 1 where the task is solved
 ``next.success``               ``success``
-``observation.images.CAMERA``  ``images.CAMERA``
-task                           ``instruction`` in ``info``
+``observation.images.CAMERA``  ``images[CAMERA]``
+task                           ``instruction`` in ``extra``
 =============================  ===================================================
 
 What was seen after the last step of an episode is not in the format: the last step of one that
@@ -33,13 +33,9 @@ import numpy as np
 
 from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import IMAGE_PREFIX, Record, RecordId, Scalar
-from rlinf.data.transitions import (
-    FINAL_OBSERVATIONS,
-    TRUNCATION_STEPS,
-    executed_actions,
-    reject_action_chunks,
-)
+from rlinf.data.record import IMAGE_PREFIX, RecordId
+from rlinf.data.trajectory import Trajectory
+from rlinf.data.transitions import executed_actions, reject_action_chunks
 from rlinf.data.video import read_video, write_video
 from rlinf.errors import DataError, InputError, require_package
 from rlinf.verified_io import allowed_link_targets
@@ -101,8 +97,7 @@ class LeRobotDataset:
                 "solved their task; add it, or where all did, say so: rlinf demonstrations --solved"
             )
         self.cameras = {
-            IMAGE_PREFIX
-            + name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
+            name.removeprefix(CAMERA_FEATURE_PREFIX).removeprefix("observation."): name
             for name, feature in self.features.items()
             if feature["dtype"] in ("image", "video")
         }
@@ -111,7 +106,7 @@ class LeRobotDataset:
     def fps(self) -> int:
         return int(self.info["fps"])
 
-    def trajectories(self, *, images: bool = True) -> Iterator[Record]:
+    def trajectories(self, *, images: bool = True) -> Iterator[Trajectory]:
         """Yield the episodes as trajectories.
 
         Args:
@@ -128,11 +123,11 @@ class LeRobotDataset:
             rows = table[1].slice(episode.start, episode.length)
             if len(rows) != episode.length or not episode.length:
                 raise DataError(f"{episode.data}: episode {episode.number} is not all there")
-            yield self._record(episode, rows, self._pictures(episode, rows, videos, images))
+            yield self._trajectory(episode, rows, self._pictures(episode, rows, videos, images))
 
-    def _record(
-        self, episode: LeRobotEpisode, rows: Any, pictures: dict[str, np.ndarray]
-    ) -> Record:
+    def _trajectory(
+        self, episode: LeRobotEpisode, rows: Any, images: dict[str, np.ndarray]
+    ) -> Trajectory:
         length = episode.length
         success = np.zeros(length, np.uint8)
         if self._solved:
@@ -144,31 +139,33 @@ class LeRobotDataset:
             rewards = _column(rows, REWARD_FEATURE).reshape(length).astype(np.float32)
         terminated = np.zeros(length, np.uint8)
         terminated[-1] = success[-1]
-        steps: dict[str, np.ndarray] = {
-            "observations": _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32),
-            "actions": _column(rows, ACTION_FEATURE).reshape(length, -1).astype(np.float32),
-            "rewards": rewards,
-            "terminated": terminated,
-            "truncated": np.zeros(length, np.uint8),
-            "success": success,
-            **pictures,
-        }
-        after, at = steps["observations"][:0], np.zeros(0, np.int64)
+        observations = _column(rows, STATE_FEATURE).reshape(length, -1).astype(np.float32)
+        after, at = observations[:0], np.zeros(0, np.int64)
+        truncated = np.zeros(length, np.uint8)
         if not terminated[-1]:
-            after, length = steps["observations"][-1:], length - 1
+            after, length = observations[-1:], length - 1
             at = np.array([length - 1], np.int64) if length else at
-            steps = {name: column[:length] for name, column in steps.items()}
-            steps["truncated"][-1:] = 1
-        info: dict[str, Scalar] = {
-            "group": episode.number,
-            "return": float(rewards.sum()),
-            "episode_length": float(episode.length),
-            "success_once": float(success.any()),
-            "success_at_end": float(success[-1]),
-            "instruction": episode.task,
-        }
-        context = {TRUNCATION_STEPS: at, FINAL_OBSERVATIONS: after[: len(at)]}
-        return Record(RecordId(0, episode.number), steps, context, info)
+            truncated[:length][-1:] = 1
+        whole = Trajectory(
+            identity=RecordId(0, episode.number),
+            observations=observations,
+            actions=_column(rows, ACTION_FEATURE).reshape(len(rows), -1).astype(np.float32),
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            success=success,
+            images=images,
+            truncation_steps=at,
+            final_observations=after[: len(at)],
+            group=episode.number,
+            episode_return=float(rewards.sum()),
+            episode_length=float(episode.length),
+            success_once=float(success.any()),
+            success_at_end=float(success[-1]),
+            extra={INSTRUCTION_COLUMN: episode.task},
+        )
+        # The last observation of an episode that was cut off is the one after its last step.
+        return whole.slice_steps(0, length)
 
     def _pictures(
         self, episode: LeRobotEpisode, rows: Any, videos: dict[str, _Video], images: bool
@@ -357,7 +354,7 @@ SCALAR_FEATURES = {
 }
 
 
-def split_episodes(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
+def split_episodes(trajectory: Trajectory) -> Iterator[dict[str, np.ndarray]]:
     """Yield the columns of each complete episode of a trajectory; ``done`` is 1 at its last step.
 
     Episodes with masked steps are left out.
@@ -365,22 +362,20 @@ def split_episodes(trajectory: Record) -> Iterator[dict[str, np.ndarray]]:
     Raises:
         InputError: the trajectory lacks columns of a simulator.
     """
-    steps = trajectory.steps
-    lacking = [
-        name for name in (*FEATURE_COLUMNS.values(), "terminated", "truncated") if name not in steps
-    ]
-    if lacking:
+    needed = (*FEATURE_COLUMNS.values(), "terminated", "truncated")
+    if lacking := [name for name in needed if getattr(trajectory, name) is None]:
         raise InputError(
             f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; demonstrations are made "
             "of trajectories that a simulator gave (task.name=gym)"
         )
     reject_action_chunks(trajectory)
-    done = (np.asarray(steps["terminated"]) | np.asarray(steps["truncated"])).astype(np.uint8)
+    done = np.asarray(trajectory.terminated) | np.asarray(trajectory.truncated)
+    done = done.astype(np.uint8)
     ends = [*(np.flatnonzero(done) + 1).tolist()]
     if not ends or ends[-1] < len(trajectory):
         ends.append(len(trajectory))
     counts, start = loss_mask(trajectory), 0
-    steps = {**steps, "actions": executed_actions(trajectory)}
+    steps = {**trajectory.to_record().steps, "actions": executed_actions(trajectory)}
     for end in ends:
         if counts[start:end].all():
             part = {name: np.asarray(column[start:end]) for name, column in steps.items()}
@@ -417,13 +412,13 @@ class LeRobotWriter:
         self._waiting: list[dict[str, np.ndarray]] = []
         self._frames, self._written, self._files = 0, 0, 0
 
-    def add_trajectory(self, trajectory: Record) -> None:
+    def add_trajectory(self, trajectory: Trajectory) -> None:
         """Add the episodes of a trajectory.
 
         Raises:
             InputError: their columns differ from those of earlier episodes.
         """
-        default_task = str(trajectory.info.get(INSTRUCTION_COLUMN) or self._task)
+        default_task = str(trajectory.extra.get(INSTRUCTION_COLUMN) or self._task)
         for episode in split_episodes(trajectory):
             self._alike(trajectory, episode)
             # What a policy saw in words is a column; its first row is what the episode began with.
@@ -492,7 +487,7 @@ class LeRobotWriter:
         (meta / "stats.json").write_text(json.dumps(stats, indent=4))
         (self._folder / INFO_FILE).write_text(json.dumps(self._info(), indent=4))
 
-    def _alike(self, trajectory: Record, episode: dict[str, np.ndarray]) -> None:
+    def _alike(self, trajectory: Trajectory, episode: dict[str, np.ndarray]) -> None:
         cameras = {n: a.shape[1:] for n, a in episode.items() if n.startswith(IMAGE_PREFIX)}
         sizes = {
             name: int(np.prod(episode[FEATURE_COLUMNS[name]].shape[1:]))
@@ -628,7 +623,7 @@ class _Stats:
         return {**found, "count": [self._items]}
 
 
-def write_lerobot_dataset(folder: Path, trajectories: Iterable[Record], **options: Any) -> int:
+def write_lerobot_dataset(folder: Path, trajectories: Iterable[Trajectory], **options: Any) -> int:
     """Write trajectories as a dataset; returns the number of episodes.
 
     Args:

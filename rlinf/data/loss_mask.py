@@ -1,8 +1,8 @@
 """Loss masks: the steps of a trajectory that the policy chose and is trained on.
 
 A trajectory also holds other steps, such as the output of a tool or steps after the end of an
-episode. Its step column ``mask`` is 0 there; without that column all steps count. Where a step
-consists of several choices (tokens of an action, actions of a chunk), ``submask`` marks those that
+episode. Its column ``mask`` is 0 there; without that column all steps count. Where a step consists
+of several choices (tokens of an action, actions of a chunk), ``choice_mask`` marks those that
 count.
 """
 
@@ -10,35 +10,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 
 
-def loss_mask(trajectory: Record) -> np.ndarray:
+def loss_mask(trajectory: Trajectory) -> np.ndarray:
     """Return the steps that count, bool ``[T]``."""
     counts = np.ones(len(trajectory), dtype=bool)
-    if "mask" in trajectory.steps:
-        counts &= np.asarray(trajectory.steps["mask"]) != 0
-    if "submask" in trajectory.steps:
-        submask = np.asarray(trajectory.steps["submask"])
-        counts &= submask.reshape(len(trajectory), -1).any(1)
+    if trajectory.mask is not None:
+        counts &= np.asarray(trajectory.mask) != 0
+    if trajectory.choice_mask is not None:
+        counts &= np.asarray(trajectory.choice_mask).reshape(len(trajectory), -1).any(1)
     return counts
 
 
-def masked_logprobs(trajectory: Record, column: np.ndarray) -> np.ndarray:
+def masked_logprobs(trajectory: Trajectory, column: np.ndarray) -> np.ndarray:
     """Return the log-probabilities of choices that count, flat, from a column ``[T]`` or ``[T,
     ...]``."""
     values: np.ndarray = column[loss_mask(trajectory)]
-    if "submask" in trajectory.steps:
-        values = values[np.asarray(trajectory.steps["submask"])[loss_mask(trajectory)] != 0]
+    if trajectory.choice_mask is not None:
+        values = values[np.asarray(trajectory.choice_mask)[loss_mask(trajectory)] != 0]
     return values.ravel()
 
 
-def action_mask(trajectory: Record) -> np.ndarray | None:
+def action_mask(trajectory: Trajectory) -> np.ndarray | None:
     """Return the actions of chunks that count, bool ``[T, C]``. None: steps are no chunks."""
-    if "executed" not in trajectory.steps:
+    if trajectory.num_executed is None:
         return None
-    place = np.arange(trajectory.steps["actions"].shape[1])
-    there: np.ndarray = place < np.asarray(trajectory.steps["executed"])[:, None]
+    place = np.arange(trajectory.actions.shape[1])
+    there: np.ndarray = place < np.asarray(trajectory.num_executed)[:, None]
     return there & loss_mask(trajectory)[:, None]
 
 

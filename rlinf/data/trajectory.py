@@ -1,22 +1,98 @@
 """The trajectory: one sample of a rollout, with every column declared.
 
-A :class:`rlinf.data.record.Record` is the form in which a trajectory travels and lies in files. The
-tables of this module are the only place that knows the names of the two forms.
+Environments create trajectories; policies, rewards, algorithms and stages read them. A
+:class:`rlinf.data.record.Record` is the form in which a trajectory travels and is stored: channels,
+files and live transfer carry records. A stage converts its inputs when it reads them and its
+outputs when it writes them. The tables of this module are the only place that knows the names of
+both forms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId, Scalar
+from rlinf.errors import InputError
 
 
 @dataclass(kw_only=True)
-class Trajectory:
+class ChannelItem:
+    """A typed item of a channel.
+
+    :attr:`STEPS` and :attr:`INFO` are the fields of the step columns, and of the numbers and texts,
+    that a record has. A field that is None is not in the record.
+    """
+
+    STEPS: ClassVar[Mapping[str, str]] = {}
+    INFO: ClassVar[Mapping[str, str]] = {}
+
+    identity: RecordId
+
+    @classmethod
+    def from_record(cls, record: Record) -> Self:
+        """Return the item of a record; arrays are shared, not copied or read from disk."""
+        values: dict[str, Any] = {cls.STEPS[name]: c for name, c in record.steps.items()}
+        values |= {cls.INFO[name]: value for name, value in record.info.items()}
+        return cls(identity=record.identity, **values)
+
+    def to_record(self) -> Record:
+        """Return the record that this item travels as."""
+        info = dict(self._present(self.INFO))
+        return Record(self.identity, dict(self._present(self.STEPS)), info=info)
+
+    def _present(self, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        for name, attribute in names.items():
+            if (value := getattr(self, attribute)) is not None:
+                yield name, value
+
+
+@dataclass(kw_only=True)
+class StepRewards(ChannelItem):
+    """The rewards of one trajectory, as the reward stage writes them."""
+
+    STEPS = {"rewards": "rewards", "action_rewards": "action_rewards", "ends": "episode_ends"}
+    INFO = {"score": "score", "keep": "is_included", "group": "group", "trouble": "failure"}
+
+    rewards: np.ndarray
+    """Reward of each step, float32 ``[T]``."""
+    action_rewards: np.ndarray | None = None
+    """Rewards of the actions in each chunk, float32 ``[T, C]``. None: no chunks."""
+    episode_ends: np.ndarray | None = None
+    """1 at the end of an episode that got one reward for all of it, also where it was truncated,
+    uint8 ``[T]``. Nothing follows it. None: episodes end where the environment reports it."""
+    score: float = 0.0
+    """The task's score, or the sum of ``rewards`` where the reward needs no score."""
+    is_included: bool = True
+    """False: the update leaves the trajectory out."""
+    group: int = 0
+    failure: str | None = None
+    """Reason why the trajectory has no reward, empty if it has one. None: the reward cannot
+    fail."""
+
+
+@dataclass(kw_only=True)
+class PolicyOutputs(ChannelItem):
+    """Outputs of policies for the steps of one trajectory, as the inference stage writes them.
+
+    A column that the algorithm does not need is None.
+    """
+
+    STEPS = {name: name for name in ("logprobs", "values", "reference_logprobs")}
+
+    logprobs: np.ndarray | None = None
+    """Log-probabilities under the policy before the update, in the shape of the trajectory's."""
+    values: np.ndarray | None = None
+    """Value estimates, float32 ``[T]``; of each action of a chunk ``[T, C]``."""
+    reference_logprobs: np.ndarray | None = None
+    """Log-probabilities under the reference policy."""
+
+
+@dataclass(kw_only=True)
+class Trajectory(ChannelItem):
     """One sample: what the policy was shown, what it did, and what came of it.
 
     ``T`` is the number of steps: tokens of a response, or decisions in an episode. ``C`` is the
@@ -24,11 +100,10 @@ class Trajectory:
     ``K`` the number of truncations or of scored episodes. A column that does not apply is None.
     """
 
-    identity: RecordId
-
     actions: np.ndarray
-    """Choices of the policy. Language: token ids, int64 ``[T]``. Embodied: int64 ``[T]``, float
-    ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``."""
+    """Choices of the policy, to which ``logprobs`` belong. Language: token ids, int64 ``[T]``.
+    Embodied: int64 ``[T]``, float ``[T, A]``, or chunks ``[T, C]`` and ``[T, C, A]``; they may lie
+    outside of the bounds, to which the simulator clips them."""
     logprobs: np.ndarray | None = None
     """Log-probability of each action under the policy that sampled it, float32 ``[T]``; of each
     choice within a step ``[T, K]``, ``[T, C]`` or ``[T, C, A]``. None: a demonstration."""
@@ -46,7 +121,7 @@ class Trajectory:
     policy_version: int | None = None
     """Version of the weights that the sample began with. None: a demonstration."""
     stop_reason: str | None = None
-    """``stop`` (ended by itself), ``length`` (cut at the horizon), ``unfinished`` or ``failed``."""
+    """``stop`` (ended by itself), ``length`` (cut at the horizon), ``unfinished`` or ``error``."""
 
     prompt: np.ndarray | None = None
     """Token ids of the prompt, int64 ``[P]``. None: an embodied trajectory."""
@@ -95,7 +170,8 @@ class Trajectory:
     """Value of the state after a truncation, float32 ``[T]``, 0 at all other steps."""
     action_low: np.ndarray | None = None
     action_high: np.ndarray | None = None
-    """Bounds of the environment's actions, float ``[A]``."""
+    """Bounds of the environment's actions ``[A]``, infinite where there are none, of an integer
+    type where actions are rounded."""
     num_executed: np.ndarray | None = None
     """Actions of each chunk that were carried out, int32 ``[T]``. None: no chunks."""
     action_rewards: np.ndarray | None = None
@@ -121,6 +197,10 @@ class Trajectory:
     """1 if ``success_once`` and ``success_at_end`` mean something for the task."""
     task: str | None = None
     """Name of the task, of several that a run has."""
+    open_state: np.ndarray | None = None
+    """State of the simulator in an episode that the next iteration continues, uint8 ``[n]``."""
+    open_metrics: np.ndarray | None = None
+    """Metrics of that episode so far, float64 ``[m]``."""
 
     policy_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Step columns that a policy returns for itself, ``[T, ...]``: ``tokens`` of a VLA, ``chain``
@@ -129,6 +209,63 @@ class Trajectory:
     """Arrays of the whole sample that a task adds."""
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     """Numbers and texts that a task adds for its reward."""
+
+    STEPS = {
+        "actions": "actions",
+        "logprobs": "logprobs",
+        "mask": "mask",
+        "submask": "choice_mask",
+        "versions": "versions",
+        "rewards": "rewards",
+        "turns": "turns",
+        "observations": "observations",
+        "instruction": "instruction",
+        "terminated": "terminated",
+        "truncated": "truncated",
+        "success": "success",
+        "values": "values",
+        "bootstrap": "bootstrap_values",
+        "executed": "num_executed",
+        "action_rewards": "action_rewards",
+        "intervened": "intervened",
+        "performed": "executed_actions",
+        "late": "late",
+    }
+    CONTEXT: ClassVar[Mapping[str, str]] = {
+        "prompt": "prompt",
+        "pixels": "pixels",
+        "image_sizes": "image_sizes",
+        "cut_steps": "truncation_steps",
+        "cut_observations": "final_observations",
+        "action_low": "action_low",
+        "action_high": "action_high",
+        "outcome_steps": "outcome_steps",
+        "outcomes": "outcomes",
+        "open_state": "open_state",
+        "open_measured": "open_metrics",
+    }
+    """Fields of the arrays that a record has of the whole sample."""
+    INFO = {
+        "group": "group",
+        "policy_version": "policy_version",
+        "stop_reason": "stop_reason",
+        "prompt_text": "prompt_text",
+        "text": "text",
+        "answer": "answer",
+        "turns": "num_turns",
+        "tool_errors": "tool_errors",
+        "tool_retries": "tool_retries",
+        "error": "error",
+        "bug": "failed_in_user_code",
+        "return": "episode_return",
+        "episode_length": "episode_length",
+        "success_once": "success_once",
+        "success_at_end": "success_at_end",
+        "episodes": "num_episodes",
+        "failed": "num_failed_episodes",
+        "scored": "is_scored",
+        "task": "task",
+    }
 
     def __len__(self) -> int:
         """Return the number of steps ``T``."""
@@ -139,11 +276,6 @@ class Trajectory:
         """True if a step is a chunk of several actions."""
         return self.num_executed is not None
 
-    @property
-    def is_demonstration(self) -> bool:
-        """True if no policy of this run sampled the actions."""
-        return self.logprobs is None
-
     def step_versions(self) -> np.ndarray:
         """Return the version of the weights that chose each step, int64 ``[T]``."""
         if self.versions is not None:
@@ -151,7 +283,7 @@ class Trajectory:
         return np.full(len(self), self.policy_version or 0, np.int64)
 
     @classmethod
-    def from_record(cls, record: Record) -> Trajectory:
+    def from_record(cls, record: Record) -> Self:
         """Return the trajectory of a record; arrays are shared, not copied or read from disk.
 
         Raises:
@@ -162,108 +294,96 @@ class Trajectory:
                 f"{record.identity}: no trajectory, for it has no column 'actions'; it has "
                 f"{sorted(record.steps)}"
             )
-        values: dict[str, Any] = {"identity": record.identity}
-        more: dict[str, Any] = {name: {} for name in GROUPED_FIELDS}
-        for name, column in record.steps.items():
-            group, key = _group_of(name)
-            if name in STEP_FIELDS:
-                values[STEP_FIELDS[name]] = column
-            else:
-                more[group][key] = column
-        for name, column in record.context.items():
-            if name in CONTEXT_FIELDS:
-                values[CONTEXT_FIELDS[name]] = column
-            else:
-                more["context_columns"][name] = column
-        for name, value in record.info.items():
-            if name in INFO_FIELDS:
-                values[INFO_FIELDS[name]] = value
-            else:
-                more["extra"][name] = value
-        return cls(**values, **more)
+        return cls(
+            identity=record.identity,
+            **step_fields(record.steps),
+            **context_fields(record.context),
+            **info_fields(record.info),
+        )
 
     def to_record(self) -> Record:
         """Return the record that this trajectory travels as."""
-        steps = dict(self._present(STEP_FIELDS)) | dict(self.policy_columns)
+        steps = dict(self._present(self.STEPS)) | dict(self.policy_columns)
         steps |= {IMAGE_PREFIX + name: column for name, column in self.images.items()}
         steps |= {VIDEO_PREFIX + name: column for name, column in self.videos.items()}
-        context = dict(self._present(CONTEXT_FIELDS)) | dict(self.context_columns)
-        info = dict(self._present(INFO_FIELDS)) | dict(self.extra)
-        return Record(self.identity, steps, context, info)
+        context = dict(self._present(self.CONTEXT)) | dict(self.context_columns)
+        return Record(self.identity, steps, context, self.scalars())
+
+    def scalars(self) -> dict[str, Scalar]:
+        """Return all numbers and texts by their names in a record, with those of ``extra``."""
+        return dict(self._present(self.INFO)) | dict(self.extra)
+
+    def require(self, name: str) -> Any:
+        """Return a field that must not be None.
+
+        Raises:
+            InputError: it is None.
+        """
+        if (value := getattr(self, name)) is None:
+            raise InputError(f"{self.identity}: no {name!r}; the trajectory has {self.describe()}")
+        return value
+
+    def describe(self) -> str:
+        """Return the names of the fields that this trajectory has, for error messages."""
+        names = [
+            field.name
+            for field in fields(self)
+            if field.name not in GROUPED_FIELDS and getattr(self, field.name) is not None
+        ]
+        grouped = [
+            f"{name}: {', '.join(sorted(members))}"
+            for name in GROUPED_FIELDS
+            if (members := getattr(self, name))
+        ]
+        return "; ".join([", ".join(names), *grouped])
 
     def slice_steps(self, start: int, stop: int) -> Trajectory:
         """Return the steps from ``start`` up to ``stop`` as views, with all else."""
-        return type(self).from_record(self.to_record().slice_steps(start, stop))
-
-    def _present(self, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-        for name, attribute in names.items():
-            if (value := getattr(self, attribute)) is not None:
-                yield name, value
-
-
-STEP_FIELDS: Mapping[str, str] = {
-    "actions": "actions",
-    "logprobs": "logprobs",
-    "mask": "mask",
-    "submask": "choice_mask",
-    "versions": "versions",
-    "rewards": "rewards",
-    "turns": "turns",
-    "observations": "observations",
-    "instruction": "instruction",
-    "terminated": "terminated",
-    "truncated": "truncated",
-    "success": "success",
-    "values": "values",
-    "bootstrap": "bootstrap_values",
-    "executed": "num_executed",
-    "action_rewards": "action_rewards",
-    "intervened": "intervened",
-    "performed": "executed_actions",
-    "late": "late",
-}
-"""Field of each step column of a record."""
-CONTEXT_FIELDS: Mapping[str, str] = {
-    "prompt": "prompt",
-    "pixels": "pixels",
-    "image_sizes": "image_sizes",
-    "cut_steps": "truncation_steps",
-    "cut_observations": "final_observations",
-    "action_low": "action_low",
-    "action_high": "action_high",
-    "outcome_steps": "outcome_steps",
-    "outcomes": "outcomes",
-}
-"""Field of each array that a record has of the whole sample."""
-INFO_FIELDS: Mapping[str, str] = {
-    "group": "group",
-    "policy_version": "policy_version",
-    "stop_reason": "stop_reason",
-    "prompt_text": "prompt_text",
-    "text": "text",
-    "answer": "answer",
-    "turns": "num_turns",
-    "tool_errors": "tool_errors",
-    "tool_retries": "tool_retries",
-    "error": "error",
-    "bug": "failed_in_user_code",
-    "return": "episode_return",
-    "episode_length": "episode_length",
-    "success_once": "success_once",
-    "success_at_end": "success_at_end",
-    "episodes": "num_episodes",
-    "failed": "num_failed_episodes",
-    "scored": "is_scored",
-    "task": "task",
-}
-"""Field of each number and text of a record."""
-GROUPED_FIELDS = ("images", "videos", "policy_columns", "context_columns", "extra")
-"""Fields that hold several columns by name."""
+        if (start, stop) == (0, len(self)):
+            return self
+        columns: dict[str, Any] = {
+            name: column[start:stop]
+            for name in self.STEPS.values()
+            if (column := getattr(self, name)) is not None
+        }
+        for group in GROUPED_STEP_FIELDS:
+            members = getattr(self, group)
+            columns[group] = {name: column[start:stop] for name, column in members.items()}
+        return replace(self, **columns)
 
 
-def _group_of(name: str) -> tuple[str, str]:
-    """Return the grouped field of a step column, and the column's key in it."""
-    for prefix, group in ((IMAGE_PREFIX, "images"), (VIDEO_PREFIX, "videos")):
-        if name.startswith(prefix):
-            return group, name.removeprefix(prefix)
-    return "policy_columns", name
+def step_fields(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return step columns, by their names in a record, as arguments of :class:`Trajectory`."""
+    values: dict[str, Any] = {name: {} for name in GROUPED_STEP_FIELDS}
+    for name, column in columns.items():
+        if name in Trajectory.STEPS:
+            values[Trajectory.STEPS[name]] = column
+        elif name.startswith(IMAGE_PREFIX):
+            values["images"][name.removeprefix(IMAGE_PREFIX)] = column
+        elif name.startswith(VIDEO_PREFIX):
+            values["videos"][name.removeprefix(VIDEO_PREFIX)] = column
+        else:
+            values["policy_columns"][name] = column
+    return values
+
+
+def context_fields(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return arrays of a whole sample, by their names in a record, as arguments of
+    :class:`Trajectory`."""
+    return _by_field(columns, Trajectory.CONTEXT, "context_columns")
+
+
+def info_fields(info: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Return numbers and texts, by their names in a record, as arguments of
+    :class:`Trajectory`."""
+    return _by_field(info, Trajectory.INFO, "extra")
+
+
+def _by_field(values: Mapping[str, Any], names: Mapping[str, str], rest: str) -> dict[str, Any]:
+    found = {names[name]: value for name, value in values.items() if name in names}
+    return {**found, rest: {name: value for name, value in values.items() if name not in names}}
+
+
+GROUPED_STEP_FIELDS = ("images", "videos", "policy_columns")
+GROUPED_FIELDS = (*GROUPED_STEP_FIELDS, "context_columns", "extra")
+"""Fields that hold several columns by name, and those of them whose columns are of steps."""

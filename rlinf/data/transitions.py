@@ -13,23 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from rlinf.data.loss_mask import action_mask, loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError
 
-TRUNCATION_STEPS, FINAL_OBSERVATIONS = "cut_steps", "cut_observations"
-"""Context of a trajectory: the steps ``[K]`` after which it was truncated, in order, and the
-observations after them ``[K, D]`` (Gymnasium's ``final_obs``)."""
-INTERVENED, EXECUTED_ACTIONS = "intervened", "performed"
-"""Step columns of a trajectory in which a person may have replaced the policy: where that happened,
-uint8 ``[T]`` (``[T, H]`` for chunks), and the actions that were executed. ``actions`` always hold
-the policy's own choice, to which its log-probabilities belong."""
-ACTION_LOW, ACTION_HIGH = "action_low", "action_high"
-"""Context of a trajectory of vectors: the bounds ``[A]`` of its actions, infinite where there are
-none, of an integer type where actions are rounded. ``actions`` may lie outside; the simulator clips
-them."""
-EPISODE_ENDS = "ends"
-"""Step column of rewards, uint8 ``[T]``: 1 at the end of an episode that got one reward for all of
-it, also where it was truncated. Nothing follows it."""
 TRANSITION_FIELDS = (
     "observations",
     "actions",
@@ -132,33 +118,33 @@ def clip_actions(actions: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.n
     return clipped
 
 
-def executed_actions(trajectory: Record) -> np.ndarray:
+def executed_actions(trajectory: Trajectory) -> np.ndarray:
     """Return the actions of a trajectory as they were executed, ``[T, ...]``.
 
     They are within the bounds, and a person's where a person intervened.
     """
-    actions = np.asarray(trajectory.steps["actions"])
-    if ACTION_LOW in trajectory.context:
-        low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
+    actions = np.asarray(trajectory.actions)
+    if trajectory.action_low is not None and trajectory.action_high is not None:
+        low, high = np.asarray(trajectory.action_low), np.asarray(trajectory.action_high)
         actions = clip_actions(actions, low, high).astype(actions.dtype)
-    if INTERVENED not in trajectory.steps:
+    if trajectory.intervened is None:
         return actions
-    acted = np.asarray(trajectory.steps[INTERVENED]) != 0
+    acted = np.asarray(trajectory.intervened) != 0
     acted = acted.reshape(*acted.shape, *[1] * (actions.ndim - acted.ndim))
-    return np.where(acted, trajectory.steps[EXECUTED_ACTIONS], actions).astype(actions.dtype)
+    return np.where(acted, trajectory.require("executed_actions"), actions).astype(actions.dtype)
 
 
-def action_clip_ratio(trajectory: Record) -> float | None:
+def action_clip_ratio(trajectory: Trajectory) -> float | None:
     """Return the fraction of action components outside their bounds, over counted steps.
 
     None: the actions have no bounds.
     """
-    if ACTION_LOW not in trajectory.context:
+    if trajectory.action_low is None or trajectory.action_high is None:
         return None
-    actions = np.asarray(trajectory.steps["actions"])
-    low, high = (np.asarray(trajectory.context[name]) for name in (ACTION_LOW, ACTION_HIGH))
+    actions = np.asarray(trajectory.actions)
     # Rounding of a policy's own scaling is no clipping.
-    low, high = (bound.astype(np.float64) for bound in (low, high))
+    low = np.asarray(trajectory.action_low, np.float64)
+    high = np.asarray(trajectory.action_high, np.float64)
     slack = 1e-6 * np.minimum(np.maximum(abs(low), abs(high)), 1e18)
     beyond = (actions < low - slack) | (actions > high + slack)
     counts, of_chunks = loss_mask(trajectory), action_mask(trajectory)
@@ -168,22 +154,24 @@ def action_clip_ratio(trajectory: Record) -> float | None:
     return float(found.mean()) if found.size else 0.0
 
 
-def intervention_mask(trajectory: Record) -> np.ndarray:
+def intervention_mask(trajectory: Trajectory) -> np.ndarray:
     """Return the rows of :func:`to_transitions` in which a person acted, bool ``[n]``."""
     counts = loss_mask(trajectory)
-    acted = np.asarray(trajectory.steps.get(INTERVENED, np.zeros(len(trajectory)))) != 0
+    if trajectory.intervened is None:
+        return np.zeros(int(counts.sum()), bool)
+    acted: np.ndarray = np.asarray(trajectory.intervened) != 0
     return acted[counts]
 
 
 def to_transitions(
-    trajectory: Record, rewards: np.ndarray, ends: np.ndarray | None = None
+    trajectory: Trajectory, rewards: np.ndarray, ends: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the counted steps of a trajectory as transitions.
 
     Args:
-        trajectory: steps ``observations`` ``[T, D]``, ``actions`` ``[T, A]`` or ``[T]``,
-            ``terminated``; context :data:`TRUNCATION_STEPS` and :data:`FINAL_OBSERVATIONS`. Every
-            other step that did not end its episode is followed by the observation of the next.
+        trajectory: one with ``observations``, ``terminated``, ``truncation_steps`` and
+            ``final_observations``. Every other step that did not end its episode is followed by
+            the observation of the next.
         rewards: ``[T]``.
         ends: ``[T]`` 1 where nothing follows although the episode was truncated. None: nowhere.
 
@@ -194,16 +182,14 @@ def to_transitions(
     Raises:
         InputError: the trajectory has no vector observations, or lacks the observation at its end.
     """
-    steps, context = trajectory.steps, trajectory.context
-    lacking = [name for name in ("observations", "actions", "terminated") if name not in steps]
-    lacking += [name for name in (TRUNCATION_STEPS, FINAL_OBSERVATIONS) if name not in context]
-    if lacking:
+    needed = ("observations", "terminated", "truncation_steps", "final_observations")
+    if lacking := [name for name in needed if getattr(trajectory, name) is None]:
         raise InputError(
             f"{trajectory.identity}: the trajectory has no {lacking[0]!r}; transitions are made of "
             "trajectories that a simulator gave (task.name=gym)"
         )
     reject_action_chunks(trajectory)
-    observations, length = np.asarray(steps["observations"], np.float32), len(trajectory)
+    observations, length = np.asarray(trajectory.observations, np.float32), len(trajectory)
     actions = executed_actions(trajectory).astype(np.float32).reshape(length, -1)
     if observations.ndim != 2:
         raise InputError(
@@ -212,12 +198,12 @@ def to_transitions(
         )
     rows = np.zeros(length, transition_dtype(observations.shape[1], actions.shape[1]))
     rows["observations"], rows["actions"], rows["rewards"] = observations, actions, rewards
-    rows["terminated"] = steps["terminated"]
+    rows["terminated"] = trajectory.terminated
     if ends is not None:
         rows["terminated"] |= np.asarray(ends, np.uint8)
     rows["next_observations"][:-1] = observations[1:]
-    cut = context[TRUNCATION_STEPS]
-    rows["next_observations"][cut] = context[FINAL_OBSERVATIONS]
+    cut = trajectory.truncation_steps
+    rows["next_observations"][cut] = trajectory.final_observations
     rows["truncated"][cut] = 1
     ended = rows["terminated"] == 1
     rows["truncated"][ended] = 0
@@ -230,13 +216,13 @@ def to_transitions(
     return rows[loss_mask(trajectory)]
 
 
-def reject_action_chunks(trajectory: Record) -> None:
+def reject_action_chunks(trajectory: Trajectory) -> None:
     """Raise if the steps of a trajectory are chunks of actions.
 
     Raises:
         InputError: the observations between the actions of a chunk were not recorded.
     """
-    if "executed" in trajectory.steps:
+    if trajectory.is_chunked:
         raise InputError(
             f"{trajectory.identity}: its policy acts by chunks, and what was seen between their "
             "actions was not kept; collect with model.chunk_size=1"

@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from rlinf.config import Section
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.models.base import ModelSpec
@@ -93,15 +94,15 @@ class ArithmeticEnvironment(PromptEnvironment):
             for start in request.group_ids
         ]
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         random = generator(seed, "arithmetic", "demonstration", step)
         prompts = [self._draw(random, "train") for _ in range(count)]
         answers = [self._demonstrated(random, prompt.answer) for prompt in prompts]
         questions = self.encode_prompts([prompt.text for prompt in prompts])
         replies = self.encode(answers)
         return [
-            Record(
-                RecordId(step, i), {"actions": self.append_end_token(reply)}, {"prompt": question}
+            Trajectory(
+                identity=RecordId(step, i), actions=self.append_end_token(reply), prompt=question
             )
             for i, (question, reply) in enumerate(zip(questions, replies, strict=True))
         ]

@@ -20,6 +20,7 @@ from rlinf.capabilities import Component
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, Scalar
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class RolloutRequest:
     """Samples per group: sample ``group * group_size + k``."""
     horizon: int
     temperature: float
-    partial_samples: Mapping[int, Record] | None = None
+    partial_samples: Mapping[int, Trajectory] | None = None
     """Samples that another engine started, with their tokens so far. If set, only these are
     collected."""
     open_episodes: Mapping[int, Record] | None = None
@@ -97,7 +98,7 @@ class TaskSize:
 
 
 def score_trajectories(
-    environment: Environment, trajectories: Sequence[Record], counts: Counter[str]
+    environment: Environment, trajectories: Sequence[Trajectory], counts: Counter[str]
 ) -> list[float]:
     """Return the task's score of each trajectory, NaN if there is none.
 
@@ -225,20 +226,19 @@ class Environment(Component, ABC):
     @abstractmethod
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
-    ) -> Iterator[Record]:
-        """Collect trajectories: yield one record per sample, as soon as it is complete.
+    ) -> Iterator[Trajectory]:
+        """Collect trajectories: yield one per sample, as soon as it is complete.
 
-        Every trajectory has ``steps["actions"]`` and ``steps["logprobs"]`` (of the behaviour
-        policy), and ``info`` with ``group``, ``policy_version`` and ``stop_reason``. It has
-        ``steps["versions"]`` if weights may change during a sample, and ``steps["mask"]``, 0 at
-        steps outside the loss, if not all steps count (see :mod:`rlinf.data.loss_mask`). The
+        Every trajectory has ``actions`` and ``logprobs`` (of the behaviour policy), ``group``,
+        ``policy_version`` and ``stop_reason``. It has ``versions`` if weights may change during a
+        sample, and ``mask`` if not all steps count (see :mod:`rlinf.data.loss_mask`). The
         environment closes ``observations`` after the last one. With :attr:`supports_resume`, a
         sample that the engine aborts has the stop reason :data:`UNFINISHED` and is continued from
         ``request.partial_samples``.
         """
 
     @abstractmethod
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         """Return the task's own score of each finished trajectory, which evaluation averages. NaN
         marks a trajectory that could not be scored; evaluation leaves it out.
 
@@ -247,7 +247,7 @@ class Environment(Component, ABC):
                 metric of the stage.
         """
 
-    def episode_metrics(self, trajectories: Sequence[Record]) -> dict[str, float]:
+    def episode_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Return means over trajectories that are metrics of a stage beside the score; none by
         default."""
         return {}
@@ -261,11 +261,11 @@ class Environment(Component, ABC):
             ConfigError: the configuration sets none.
         """
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return expert trajectories for supervised fine-tuning; none by default."""
         return []
 
-    def test_demonstrations(self, count: int) -> list[Record]:
+    def test_demonstrations(self, count: int) -> list[Trajectory]:
         """Return the first ``count`` expert trajectories of the test split, or as many as there
         are.
 

@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import Field
 
 from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.arithmetic import OPERATIONS, is_test_question
 from rlinf.envs.dialogue import (
     Dialogue,
@@ -77,7 +78,7 @@ class CalculatorEnvironment(DialogueEnvironment):
             if is_test_question(f"{a}*{b}=") == (split == "test"):
                 return CalculatorDialogue(f"{a}*{b}")
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return dialogues that call the calculator and repeat its result."""
         random = generator(seed, "calculator", "demonstration", step)
         out = []
@@ -93,8 +94,11 @@ class CalculatorEnvironment(DialogueEnvironment):
             actions = np.concatenate([call, tool_reply, answer])
             mask = np.ones(len(actions), np.float32)
             mask[len(call) : len(call) + len(tool_reply)] = 0
-            steps = {"actions": actions, "mask": mask}
-            out.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
+            out.append(
+                Trajectory(
+                    identity=RecordId(step, number), actions=actions, mask=mask, prompt=prompt
+                )
+            )
         return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from pydantic import Field
 
 from rlinf.capabilities import EVAL_DEMONSTRATIONS
 from rlinf.data.json_lines import JsonLinesFile
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import TaskSize
 from rlinf.envs.problem_set import (
     ChatProblem,
@@ -78,7 +79,7 @@ class ConversationsEnvironment(ProblemSetEnvironment):
 
     def __init__(self, config: Any, processor: Any) -> None:
         super().__init__(config, processor)
-        self._learnt: dict[Split, RenderedDataset[Record]] = {}
+        self._learnt: dict[Split, RenderedDataset[Trajectory]] = {}
         self._drawn: tuple[tuple[int, int], np.ndarray] | None = None
 
     @classmethod
@@ -105,32 +106,30 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             train, test = (len(cls.load_problems(config, split)) for split in ("train", "test"))
             return TaskSize(train - config.num_fewshot, test)
         environment = cls(config, processor)
-        environment._training_records("train")
-        environment._training_records("test")
+        environment._training_trajectories("train")
+        environment._training_trajectories("test")
         return super().task_size(config, processor)
 
     def grade(self, response: str, answer: str) -> float:
         marks = self.chat_format.thinking_marks
         return float(split_thought(response, marks)[1] == split_thought(answer, marks)[1])
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return conversations without replacement, in a new order for each epoch."""
-        learnt = self._training_records("train")
+        learnt = self._training_trajectories("train")
         chosen = []
         for i in range(count):
             epoch, place = divmod(step * count + i, len(learnt))
             chosen.append(int(self._order_of(seed, epoch, len(learnt))[place]))
         return [
-            Record(RecordId(step, i), record.steps, record.context)
-            for i, record in enumerate(learnt.take(chosen))
+            replace(trajectory, identity=RecordId(step, i))
+            for i, trajectory in enumerate(learnt.take(chosen))
         ]
 
-    def test_demonstrations(self, count: int) -> list[Record]:
-        learnt = self._training_records("test")
+    def test_demonstrations(self, count: int) -> list[Trajectory]:
+        learnt = self._training_trajectories("test")
         chosen = learnt.take(range(min(count, len(learnt))))
-        return [
-            Record(RecordId(0, i), record.steps, record.context) for i, record in enumerate(chosen)
-        ]
+        return [replace(trajectory, identity=RecordId(0, i)) for i, trajectory in enumerate(chosen)]
 
     def _order_of(self, seed: int, epoch: int, count: int) -> np.ndarray:
         if self._drawn is None or self._drawn[0] != (seed, epoch):
@@ -138,12 +137,12 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             self._drawn = ((seed, epoch), order)
         return self._drawn[1]
 
-    def _training_records(self, split: Split) -> RenderedDataset[Record]:
-        """Return all conversations of a split as training records; each is tokenized on use."""
+    def _training_trajectories(self, split: Split) -> RenderedDataset[Trajectory]:
+        """Return all conversations of a split for training; each is tokenized on use."""
         if split not in self._learnt:
             problems = self.load_problems(self.config, split)
             problems = problems[self.config.num_fewshot :] if split == "train" else problems
-            dataset = RenderedDataset(problems, self._records, _tokens)
+            dataset = RenderedDataset(problems, self._trajectories, _tokens)
             key, most = f"task.{split}", f"task.max_length={self.config.max_length}"
             with name_key_in_memory_errors(key):
                 dataset.filter_by_length(self.config.max_length, self._address(problems, dataset))
@@ -155,12 +154,12 @@ class ConversationsEnvironment(ProblemSetEnvironment):
             self._learnt[split] = dataset
         return self._learnt[split]
 
-    def _records(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Record]]:
-        """Return training records, each with the index of its conversation in the argument.
+    def _trajectories(self, problems: Sequence[ChatProblem]) -> list[tuple[int, Trajectory]]:
+        """Return trajectories, each with the index of its conversation in the argument.
 
         If the template renders an answer differently once a message follows (without its reasoning,
-        for instance), the conversation continues in a new record. So each answer follows the prompt
-        that a rollout would use.
+        for instance), the conversation continues in a new trajectory. So each answer follows the
+        prompt that a rollout would use.
 
         Raises:
             DataError: the template drops an answer, or does not write what it promises.
@@ -178,11 +177,11 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         rows = [(i, row) for i, talk in enumerate(turns) for row in self._spans(talk)]
         encoded = iter(self.encode([piece.text for _, row in rows for piece in row]))
         return [
-            (number, self._record([(next(encoded), piece.in_loss) for piece in row]))
+            (number, self._trajectory([(next(encoded), piece.in_loss) for piece in row]))
             for number, row in rows
         ]
 
-    def _record(self, pieces: Sequence[tuple[np.ndarray, bool]]) -> Record:
+    def _trajectory(self, pieces: Sequence[tuple[np.ndarray, bool]]) -> Trajectory:
         (prompt, _), *rest = pieces
         actions = [ids for ids, _ in rest]
         masks = [np.full(len(ids), learnt, np.float32) for ids, learnt in rest]
@@ -192,8 +191,12 @@ class ConversationsEnvironment(ProblemSetEnvironment):
                 self.append_end_token(actions[-1]),
                 np.append(masks[-1], np.float32(1)),
             )
-        steps = {"actions": np.concatenate(actions), "mask": np.concatenate(masks)}
-        return Record(RecordId(0, 0), steps, {"prompt": prompt})
+        return Trajectory(
+            identity=RecordId(0, 0),
+            actions=np.concatenate(actions),
+            mask=np.concatenate(masks),
+            prompt=prompt,
+        )
 
     def _spans(self, turns: Sequence[AssistantTurn]) -> list[list[ConversationSpan]]:
         """Return the spans of one conversation: a new row for each prompt that does not extend the
@@ -214,5 +217,5 @@ class ConversationsEnvironment(ProblemSetEnvironment):
         return rows
 
 
-def _tokens(record: Record) -> int:
-    return len(record.context["prompt"]) + len(record)
+def _tokens(trajectory: Trajectory) -> int:
+    return len(trajectory.require("prompt")) + len(trajectory)

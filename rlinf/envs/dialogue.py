@@ -31,6 +31,7 @@ from rlinf.capabilities import PROMPTS, STEP_REWARDS, TURNS
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.data.trajectory import Trajectory, info_fields
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.text_environment import TextEnvironment
 from rlinf.errors import InputError, UserCodeError
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 STOP_REASON_ERROR = "error"
 """Stop reason of a dialogue that was lost."""
 TOOL_METRICS = ("tool_errors", "tool_retries")
-"""Counts in the ``info`` of each trajectory: refused calls, and retried calls."""
+"""Counts of each trajectory: refused calls, and retried calls."""
 SLACK_S = 5.0
 TEST_SEED = 1234
 """Seed of evaluation dialogues; the run's seed does not change them."""
@@ -80,7 +81,7 @@ class Dialogue(ABC):
     """One conversation, from the other side's view. It has a state of its own."""
 
     info: Mapping[str, Scalar] = {}
-    """Extra fields for the reward; they are in the trajectory's ``info``."""
+    """Extra fields for the reward; they are in ``extra`` of the trajectory."""
     limits: ToolLimits = ToolLimits()
     """Set by the environment from its configuration."""
     tool_errors: int = 0
@@ -325,7 +326,7 @@ class DialogueEnvironment(TextEnvironment):
 
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
-    ) -> Iterator[Record]:
+    ) -> Iterator[Trajectory]:
         talks = [self._create_state(request, int(sample)) for sample in request.sample_ids()]
         try:
             self._encode_openings(talks)
@@ -337,16 +338,18 @@ class DialogueEnvironment(TextEnvironment):
                     self._add_replies(request, live)
                     for talk in live:
                         if talk.ended:
-                            yield talk.record(request)
+                            yield talk.trajectory(request)
                     live = [talk for talk in live if not talk.ended]
             observations.close()
         finally:
             for talk in talks:
                 talk.dialogue.close()
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         """Return the sum of each dialogue's rewards; NaN for one that was lost."""
-        return [math.nan if is_failed(t) else float(t.info["return"]) for t in trajectories]
+        return [
+            math.nan if is_failed(t) else float(t.require("episode_return")) for t in trajectories
+        ]
 
     def _create_state(self, request: RolloutRequest, sample: int) -> _DialogueState:
         start, split = sample // request.group_size, request.split
@@ -524,35 +527,31 @@ class _DialogueState:
         self.mask = [0.0] * len(self.mask)
         self.rewards = [0.0] * len(self.rewards)
 
-    def record(self, request: RolloutRequest) -> Record:
-        steps: dict[str, np.ndarray] = {
-            "actions": np.array(self.tokens, np.int64),
-            "logprobs": np.array(self.logprobs, np.float32),
-            "mask": np.array(self.mask, np.float32),
-            "rewards": np.array(self.rewards, np.float32),
-            "turns": np.array(self.turn, np.int32),
+    def trajectory(self, request: RolloutRequest) -> Trajectory:
+        """Return the finished dialogue; its own ``info`` does not replace what is recorded."""
+        recorded: dict[str, Any] = {
+            "group": self.start,
+            "policy_version": int(self.version or 0),
+            "stop_reason": self.ended,
+            "prompt_text": self.prompt_text,
+            "text": self.text,
+            "num_turns": self.turns,
+            "tool_errors": self.dialogue.tool_errors,
+            "tool_retries": self.dialogue.tool_retries,
+            "error": self.error,
+            "failed_in_user_code": int(self.bug),
+            "episode_return": float(sum(self.rewards)),
         }
-        if self.versions:
-            steps["versions"] = np.array(self.versions, np.int64)
-        return Record(
-            RecordId(request.iteration, self.sample),
-            steps=steps,
-            context={"prompt": self.prompt},
-            info={
-                "answer": "",
-                **self.dialogue.info,
-                "group": self.start,
-                "policy_version": int(self.version or 0),
-                "stop_reason": self.ended,
-                "prompt_text": self.prompt_text,
-                "text": self.text,
-                "turns": self.turns,
-                "tool_errors": self.dialogue.tool_errors,
-                "tool_retries": self.dialogue.tool_retries,
-                "error": self.error,
-                "bug": int(self.bug),
-                "return": float(sum(self.rewards)),
-            },
+        return Trajectory(
+            identity=RecordId(request.iteration, self.sample),
+            actions=np.array(self.tokens, np.int64),
+            logprobs=np.array(self.logprobs, np.float32),
+            mask=np.array(self.mask, np.float32),
+            rewards=np.array(self.rewards, np.float32),
+            turns=np.array(self.turn, np.int32),
+            versions=np.array(self.versions, np.int64) if self.versions else None,
+            prompt=self.prompt,
+            **{"answer": "", **info_fields(self.dialogue.info), **recorded},
         )
 
 
@@ -582,9 +581,9 @@ def _request(
     )
 
 
-def is_failed(trajectory: Record) -> bool:
+def is_failed(trajectory: Trajectory) -> bool:
     """Return whether the trajectory is a dialogue that was lost."""
-    return trajectory.info["stop_reason"] == STOP_REASON_ERROR
+    return trajectory.stop_reason == STOP_REASON_ERROR
 
 
 def _format_traceback(error: Exception) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, OUTCOME_STEPS, OUTCOMES
+from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE
 from rlinf.data.record import IMAGE_PREFIX, VIDEO_PREFIX, Record, RecordId
-from rlinf.data.transitions import ACTION_HIGH, ACTION_LOW, FINAL_OBSERVATIONS, TRUNCATION_STEPS
+from rlinf.data.trajectory import Trajectory, info_fields, step_fields
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.observations import (
     INSTRUCTION,
@@ -30,21 +31,21 @@ from rlinf.envs.vector_env import ACTION_REWARDS, STEP_INFO_TYPES, SyncVectorEnv
 from rlinf.errors import ConfigError, InputError, UserCodeError, exception_line
 from rlinf.seeding import generator
 
-EpisodeLoop = Generator[Record, Record, list[Record]]
+EpisodeLoop = Generator[Record, Record, list[Trajectory]]
 """The loop of some samples: it yields requests, receives their replies, and returns
 trajectories."""
 
 
 def run_interleaved(
     parts: Sequence[EpisodeLoop], put: Callable[[Record], None], get: Callable[[], Record]
-) -> list[Record]:
+) -> list[Trajectory]:
     """Run the loops to their ends, one stepping while another waits; return their trajectories in
     the order of ``parts``.
 
     Every loop has at most one open request. ``get`` returns replies in any order; a reply belongs
     to the request that began with the same sample.
     """
-    results: dict[int, list[Record]] = {}
+    results: dict[int, list[Trajectory]] = {}
     waiting: dict[int, int] = {}
 
     def advance(number: int, reply: Record | None) -> None:
@@ -62,14 +63,14 @@ def run_interleaved(
     while waiting:
         reply = get()
         advance(waiting.pop(int(reply.steps["sample"][0])), reply)
-    return [record for number in range(len(parts)) for record in results[number]]
+    return [trajectory for number in range(len(parts)) for trajectory in results[number]]
 
 
 log = logging.getLogger(__name__)
 MAX_FAILED_EPISODES = 3
 EPISODE_METRICS = ("return", "episode_length", "success_once", "success_at_end")
-"""Means over the episodes that a sample completed (of the open one, if none), in the ``info`` of
-its trajectory."""
+"""Means over the episodes that a sample completed (of the open one, if none), by their names in
+the record of its trajectory."""
 REQUEST_NAMES = {STATE: "observation"}
 """Names of observations in requests; others keep their names."""
 TRAJECTORY_NAMES = {
@@ -79,7 +80,8 @@ TRAJECTORY_NAMES = {
     "value": "values",
     "version": "versions",
 }
-"""Names of reply columns in trajectories; others keep their names."""
+"""Names of observations and reply columns in the record of a trajectory; others keep their
+names."""
 
 
 def run_episodes(
@@ -101,9 +103,9 @@ def run_episodes(
 
     A step is one reply of the policy: an action, or a chunk of actions, which is executed until the
     episode ends. For a chunk, the reward is the sum over its actions, ``action_rewards`` float32
-    ``[T, C]`` are those of the actions, and ``executed`` int32 ``[T]`` is their number. If the
-    policy returns log-probabilities of each action (``[C]`` or ``[C, D]`` of a chunk), ``submask``
-    is 0 at actions that were not executed.
+    ``[T, C]`` are those of the actions, and ``num_executed`` int32 ``[T]`` is their number. If the
+    policy returns log-probabilities of each action (``[C]`` or ``[C, D]`` of a chunk),
+    ``choice_mask`` is 0 at actions that were not executed.
 
     Args:
         film: cameras that the policy does not see.
@@ -168,7 +170,7 @@ def run_episodes(
             # Of a chunk's values the first one follows the state after the truncation.
             values = reply.steps["value"].reshape(len(who), -1)[:, 0]
             trajectories.columns["bootstrap"][who, at] = values
-    return trajectories.records(version)
+    return trajectories.build(version)
 
 
 def _request(
@@ -215,13 +217,15 @@ class _Trajectories:
         box: tuple[np.ndarray, np.ndarray] | None,
     ) -> None:
         count = len(samples)
-        self._box = {} if box is None else dict(zip((ACTION_LOW, ACTION_HIGH), box, strict=True))
+        self._box: dict[str, Any] = (
+            {} if box is None else {"action_low": box[0], "action_high": box[1]}
+        )
         self._film, self._instruction = film, instruction
         self._score = EPISODE_METRICS.index(score)
         self._rollout, self._samples = request, samples
         self.starts = samples // request.group_size
         self.columns: dict[str, np.ndarray] = {}
-        """``[n, horizon, ...]`` each."""
+        """``[n, horizon, ...]`` each, by their names in a record."""
         self.observations = Arrays()
         self.truncated_observations: list[tuple[np.ndarray, int, Arrays]] = []
         """Samples that were truncated, after which step, and their observations then."""
@@ -300,12 +304,6 @@ class _Trajectories:
         for place, error in errors.items():
             start = int(self.starts[rows[place]])
             log.warning("start %d: the simulator failed to save its state: %s", start, error)
-
-    def _open(self, row: int) -> dict[str, np.ndarray]:
-        if row not in self._open_states:
-            return {}
-        measured = self._open_metrics[:, row].copy()
-        return {OPEN_STATE: self._open_states[row], OPEN_METRICS: measured}
 
     def observations_of(self, rows: np.ndarray) -> Arrays:
         """Return a copy of the samples' current observations."""
@@ -408,55 +406,47 @@ class _Trajectories:
         }
         return who, at, observations
 
-    def records(self, version: int) -> list[Record]:
+    def build(self, version: int) -> list[Trajectory]:
         """Return the trajectories; they are views of the columns."""
         state = self.observations.get(STATE, np.zeros((0, 0), np.float32))
         who, at, after = np.zeros(0, np.int64), np.zeros(0, np.int64), state[:0]
         if self.truncated_observations:
             who, at, observations = self.all_truncations()
             after = observations[STATE]
-        records = []
+        trajectories = []
         for row, sample in enumerate(self._samples.tolist()):
             length, ended, mine = int(self._length[row]), self._finished[row], who == row
+            columns = {name: column[row, :length] for name, column in self.columns.items()}
             means = np.mean([m for _, m in ended] or [self._open_metrics[:, row]], axis=0)
-            records.append(
-                Record(
-                    RecordId(self._rollout.iteration, sample),
-                    steps={
-                        **{name: column[row, :length] for name, column in self.columns.items()},
-                        "mask": self._mask(row),
-                    },
-                    context={
-                        **{
-                            TRUNCATION_STEPS: at[mine],
-                            FINAL_OBSERVATIONS: after[mine],
-                            **self._box,
-                        },
-                        **self._outcomes(row),
-                        **self._open(row),
-                    },
-                    info={
-                        "group": int(self.starts[row]),
-                        "policy_version": version,
-                        "stop_reason": "stop" if ended else "length",
-                        **dict(zip(EPISODE_METRICS, means.tolist(), strict=True)),
-                        "episodes": len(ended),
-                        "scored": int(self._scored(row)),
-                        "failed": len(self._lost_steps[row]) + (row in self._unsaved_rows),
-                    },
+            outcomes, is_open = self._outcomes(row), row in self._open_states
+            trajectories.append(
+                Trajectory(
+                    identity=RecordId(self._rollout.iteration, sample),
+                    **step_fields({**columns, "mask": self._mask(row)}),
+                    truncation_steps=at[mine],
+                    final_observations=after[mine],
+                    **self._box,
+                    outcome_steps=np.array([last for last, _ in outcomes], np.int64),
+                    outcomes=np.array([m[self._score] for _, m in outcomes], np.float64),
+                    open_state=self._open_states.get(row),
+                    open_metrics=self._open_metrics[:, row].copy() if is_open else None,
+                    group=int(self.starts[row]),
+                    policy_version=version,
+                    stop_reason="stop" if ended else "length",
+                    **info_fields(dict(zip(EPISODE_METRICS, means.tolist(), strict=True))),
+                    num_episodes=len(ended),
+                    is_scored=int(self._scored(row)),
+                    num_failed_episodes=len(self._lost_steps[row]) + (row in self._unsaved_rows),
                 )
             )
-        return records
+        return trajectories
 
-    def _outcomes(self, row: int) -> dict[str, np.ndarray]:
-        """Return the episode outcomes; see :mod:`rlinf.data.episodes`."""
+    def _outcomes(self, row: int) -> list[tuple[int, np.ndarray]]:
+        """Return last step and metrics of the scored episodes; see :mod:`rlinf.data.episodes`."""
         finished = self._finished[row]
         if not finished and self._rollout.open_episodes is None and self._scored(row):
-            finished = [(int(self._length[row]) - 1, self._open_metrics[:, row])]
-        return {
-            OUTCOME_STEPS: np.array([last for last, _ in finished], np.int64),
-            OUTCOMES: np.array([measured[self._score] for _, measured in finished], np.float64),
-        }
+            return [(int(self._length[row]) - 1, self._open_metrics[:, row])]
+        return finished
 
     def _scored(self, row: int) -> bool:
         """Return whether there is an episode to measure: a finished one, or the open one."""
@@ -464,8 +454,8 @@ class _Trajectories:
         return bool(self._finished[row]) or not lost or lost[-1].stop < self._length[row]
 
     def _mask(self, row: int) -> np.ndarray:
-        """Return the step column ``mask``, even if all steps count: another sample may have lost
-        some, and records of one channel have the same columns."""
+        """Return the loss mask, even if all steps count: another sample may have lost some, and
+        records of one channel have the same columns."""
         mask = np.ones(int(self._length[row]), np.float32)
         for steps in self._lost_steps[row]:
             mask[steps] = 0
@@ -473,7 +463,7 @@ class _Trajectories:
 
 
 def check_not_all_failed(
-    records: Sequence[Record], raised: Sequence[str], *, is_test: bool
+    trajectories: Sequence[Trajectory], raised: Sequence[str], *, is_test: bool
 ) -> None:
     """Check, if a sample is one episode, that not all episodes of several groups were lost.
 
@@ -486,9 +476,9 @@ def check_not_all_failed(
     Raises:
         SimulatorError: all were lost, in as many groups as a sample may have failed episodes.
     """
-    starts = {int(record.info["group"]) for record in records}
-    if len(starts) >= MAX_FAILED_EPISODES and all(record.info["failed"] for record in records):
-        message = f"the simulator fails in each of {len(records)} episodes, of {len(starts)} starts"
+    starts, count = {t.group for t in trajectories}, len(trajectories)
+    if len(starts) >= MAX_FAILED_EPISODES and all(t.num_failed_episodes for t in trajectories):
+        message = f"the simulator fails in each of {count} episodes, of {len(starts)} starts"
         last = raised[-1] if raised else "the warnings before this have its errors"
         error = create_simulator_error(f"{message}; {last}", *raised)
         if isinstance(error, UserCodeError) or not is_test:
@@ -539,14 +529,14 @@ MAX_EXPERT_STEPS = 1000
 
 def collect_demonstrations(
     envs: SyncVectorEnv | SubprocessVectorEnv, seed: int, count: int, instruction: bool | str
-) -> list[Record]:
+) -> list[Trajectory]:
     """Return expert episodes from ``count`` seeds, each to its first success; unsolved ones are
     left out.
 
     Raises:
         ConfigError: the simulator has no expert, or it solves nothing.
     """
-    records = []
+    episodes = []
     for number in range(count):
         begin = int(generator(seed, "demonstration", number).integers(2**31))
         try:
@@ -570,10 +560,10 @@ def collect_demonstrations(
         if actions.dtype.kind == "f":
             actions = actions.astype(np.float32)
         steps |= {"actions": actions, "rewards": came["reward"].astype(np.float32)}
-        records.append(Record(RecordId(0, number), steps))
-    if not records:
+        episodes.append(Trajectory(identity=RecordId(0, number), **step_fields(steps)))
+    if not episodes:
         raise ConfigError(
             f"task.demonstrations: the simulator's expert solved none of {count} episodes; ask for "
             "more, or set it to 0"
         )
-    return records
+    return episodes

@@ -17,6 +17,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlinf.capabilities import DEMONSTRATIONS, OBSERVATIONS, STEP_REWARDS
 from rlinf.channels.channel import Channel
 from rlinf.config import Section
 from rlinf.data.record import VIDEO_PREFIX, Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import Environment, RolloutRequest, TaskSize
 from rlinf.envs.episode_runner import (
     EPISODE_METRICS,
@@ -272,7 +274,7 @@ class GymEnvironment(Environment):
         self._filming = MultiProcessVectorEnv(
             functools.partial(create_simulator_process, filming), max(count, 1)
         )
-        self._demonstrations: list[Record] = []
+        self._demonstrations: list[Trajectory] = []
 
     @classmethod
     def model_spec(cls, config: GymConfig) -> ModelSpec:
@@ -487,13 +489,12 @@ class GymEnvironment(Environment):
 
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
-    ) -> Iterator[Record]:
+    ) -> Iterator[Trajectory]:
         """Send one request per time step for all running environments of a loop.
 
-        Trajectories have all columns of the replies and ``observations`` ``[T, D]``, ``rewards``,
-        ``terminated``, ``truncated``, and as context the observation after each truncation
-        (:mod:`rlinf.data.transitions`). If the policy returns ``values``, ``bootstrap`` is the
-        value of the state after a step that truncated an episode, 0 at all others.
+        Trajectories have all columns of the replies and ``observations``, ``rewards``,
+        ``terminated``, ``truncated``, and ``final_observations`` after each truncation. If the
+        policy returns values, they have ``bootstrap_values``.
         """
         samples = request.sample_ids()
 
@@ -501,13 +502,13 @@ class GymEnvironment(Environment):
             observations.put(message)
 
         single = get_requirements(self.config.simulator).single
-        records, raised = [], list[str]()
+        trajectories, raised = list[Trajectory](), list[str]()
         try:
             each = 1 if single else self.config.max_parallel_envs or len(samples) or 1
             for first in range(0, len(samples), each):
                 parts = self._loops(request, samples[first : first + each], raised)
                 with _translate_user_errors(self.config):
-                    records += run_interleaved(parts, put, actions.get)
+                    trajectories += run_interleaved(parts, put, actions.get)
         except BaseException as error:
             # What processes were about to say belongs to this attempt, not to the next one.
             self.close()
@@ -516,16 +517,16 @@ class GymEnvironment(Environment):
             raise
         is_test = request.split == "test"
         if is_test or request.group_size > 1:
-            check_not_all_failed(records, raised, is_test=is_test)
+            check_not_all_failed(trajectories, raised, is_test=is_test)
         if single:
             # The next stage may be another process, and there is one robot for all.
             self.close()
         observations.close()
         ids = task_ids(self.config)
-        for record in records if len(ids) > 1 else ():
-            turn = request.task_indices(np.array(int(record.info["group"])))
-            record.info["task"] = ids[int(turn) % len(ids)]
-        yield from records
+        for trajectory in trajectories if len(ids) > 1 else ():
+            turn = request.task_indices(np.array(trajectory.group))
+            trajectory.task = ids[int(turn) % len(ids)]
+        yield from trajectories
 
     @property
     def pids(self) -> list[int]:
@@ -565,7 +566,7 @@ class GymEnvironment(Environment):
                 "a number of episodes by the simulator's own expert, or warm_start.max_steps to 0"
             )
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return whole episodes: ``observations``, images, instruction, ``actions`` and ``rewards``
         of every step. (seed, step) draws the episodes of a step.
 
@@ -590,36 +591,47 @@ class GymEnvironment(Environment):
             len(self._demonstrations), count, replace=count > len(self._demonstrations)
         )
         return [
-            Record(RecordId(step, number), self._demonstrations[int(episode)].steps)
+            replace(self._demonstrations[int(episode)], identity=RecordId(step, number))
             for number, episode in enumerate(chosen)
         ]
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         """Return the mean return or success rate of the episodes that a trajectory completed (of
         the open one, if none); NaN if the simulator failed in all of them."""
-        counts["failed_episodes"] += sum(
-            int(trajectory.info["failed"]) for trajectory in trajectories
-        )
+        counts["failed_episodes"] += sum(t.num_failed_episodes or 0 for t in trajectories)
         for name in COUNTED_STEP_INFO:
-            columns = [t.steps[name] for t in trajectories if name in t.steps]
+            columns = [c for t in trajectories if (c := getattr(t, name)) is not None]
             if columns:
                 counts[f"{name}_steps"] += sum(int(np.count_nonzero(steps)) for steps in columns)
         return [
-            float(t.info[self._score_metric]) if t.info.get("scored", True) else float("nan")
+            _episode_metric(t, self._score_metric) if _is_scored(t) else float("nan")
             for t in trajectories
         ]
 
-    def episode_metrics(self, trajectories: Sequence[Record]) -> dict[str, float]:
-        scored = [t.info for t in trajectories if t.info.get("scored", True)]
+    def episode_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        scored = [t for t in trajectories if _is_scored(t)]
         names = (
             *EPISODE_METRICS[:2],
             *(EPISODE_METRICS[2:] if self.config.score_by_success else ()),
         )
-        return {name: float(np.mean([info[name] for info in scored])) for name in names if scored}
+        return {
+            name: float(np.mean([_episode_metric(t, name) for t in scored]))
+            for name in names
+            if scored
+        }
 
     def close(self) -> None:
         self._envs.close()
         self._filming.close()
+
+
+def _is_scored(trajectory: Trajectory) -> bool:
+    return trajectory.is_scored is None or bool(trajectory.is_scored)
+
+
+def _episode_metric(trajectory: Trajectory, name: str) -> float:
+    """Return one of :data:`EPISODE_METRICS`."""
+    return float(trajectory.require(Trajectory.INFO[name]))
 
 
 def task_ids(config: GymConfig) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from rlinf.data.json_lines import JsonLinesFile
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.problem_set import (
     ChatProblem,
     ProblemSetConfig,
@@ -35,7 +35,7 @@ class JsonlConfig(ProblemSetConfig):
     """Field that holds a text, or a list of messages with ``role`` and ``content``."""
     answer_field: str = "answer"
     info_fields: tuple[str, ...] = ()
-    """Further fields of each row that the reward receives in the ``info`` of a trajectory. Texts
+    """Further fields of each row that the reward receives in ``extra`` of a trajectory. Texts
     and numbers stay as they are; other values become JSON. If a field is not a number in some row
     of the file, it is JSON in all rows."""
     grader_workers: int = Field(default=2, gt=0)
@@ -72,8 +72,8 @@ class JsonlEnvironment(ProblemSetEnvironment):
         require_package("math_verify", "math", "task.name: jsonl")
         return {}
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        pairs = [(str(t.info["text"]), str(t.info["answer"])) for t in trajectories]
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
+        pairs = [(str(t.text), str(t.answer)) for t in trajectories]
         grades = self._math_grader().grade(pairs)
         counts.update(count_outcomes(grades))
         return [grade.score for grade in grades]

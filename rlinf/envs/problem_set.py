@@ -22,7 +22,8 @@ from pydantic import Field, field_validator
 from rlinf.config import Section
 from rlinf.data.array_cache import cached_arrays
 from rlinf.data.json_lines import JsonLinesFile, count_overlap
-from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.data.record import RecordId, Scalar
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.errors import ConfigError, DataError, did_you_mean, name_key_in_memory_errors
@@ -455,7 +456,7 @@ class ProblemSetEnvironment(PromptEnvironment):
         prompt = self._problems["test"][0].rendered
         return replace(tags, starts_open=tags.ends_with_open_tag(prompt))
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         problems = self._problems["train"]
         # The name is part of the address of what is drawn; runs begun earlier had this one.
         chosen = generator(seed, "jsonl", "demonstration", step).integers(len(problems), size=count)
@@ -467,7 +468,7 @@ class ProblemSetEnvironment(PromptEnvironment):
             ids if len(ids) and ids[-1] == ended else self.append_end_token(ids) for ids in replies
         ]
         return [
-            Record(RecordId(step, i), {"actions": reply}, {"prompt": question})
+            Trajectory(identity=RecordId(step, i), actions=reply, prompt=question)
             for i, (question, reply) in enumerate(zip(questions, actions, strict=True))
         ]
 

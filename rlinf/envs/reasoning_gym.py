@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.problem_set import ChatProblem, ProblemSetConfig, ProblemSetEnvironment, Split
 from rlinf.errors import ConfigError, did_you_mean, require_package
 from rlinf.models.base import ModelSpec
@@ -89,13 +89,13 @@ class ReasoningGymEnvironment(ProblemSetEnvironment):
             )
         return kept
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         tags, scores = self.reasoning_tags(), []
         for trajectory in trajectories:
-            answer = tags.strip_reasoning(str(trajectory.info["text"]))
+            answer = tags.strip_reasoning(str(trajectory.text))
             if answer is None:
                 counts["unfinished_thoughts"] += 1
-            number = int(trajectory.info["number"])
+            number = int(trajectory.extra["number"])
             scores.append(0.0 if answer is None else self._grade(answer, number, counts))
         return scores
 

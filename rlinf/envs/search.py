@@ -24,7 +24,8 @@ from pydantic import Field, model_validator
 
 from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS, STEP_REWARDS, TURNS
 from rlinf.data.json_lines import count_overlap
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import TaskSize
 from rlinf.envs.dialogue import (
     Dialogue,
@@ -223,22 +224,28 @@ class SearchEnvironment(DialogueEnvironment):
         question = among[int(random.integers(len(among)))]
         return SearchDialogue(question, self._opening(question), self.config, self._find)
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        return [math.nan if is_failed(t) else float(t.info["exact"]) for t in trajectories]
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
+        return [math.nan if is_failed(t) else float(t.extra["exact"]) for t in trajectories]
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Dialogues of an expert that makes a question's searches and knows the answer."""
         random = generator(seed, "search", "demonstration", step)
-        records = []
+        dialogues = []
         for number in range(count):
             question = self._train[int(random.integers(len(self._train)))]
             (prompt,) = self.encode_prompts(self._rendered([self._opening(question)]))
             parts = self._answered(question)
             ids = self.encode([text for text, _ in parts], literal=True)
             masks = [np.full(len(i), p[1], np.float32) for i, p in zip(ids, parts, strict=True)]
-            steps = {"actions": np.concatenate(ids), "mask": np.concatenate(masks)}
-            records.append(Record(RecordId(step, number), steps, {"prompt": prompt}))
-        return records
+            dialogues.append(
+                Trajectory(
+                    identity=RecordId(step, number),
+                    actions=np.concatenate(ids),
+                    mask=np.concatenate(masks),
+                    prompt=prompt,
+                )
+            )
+        return dialogues
 
     @cached_property
     def _index(self) -> Bm25Index:

@@ -14,13 +14,14 @@ import numpy as np
 from rlinf.capabilities import DEMONSTRATIONS, PROMPTS, REFERENCE_ANSWERS
 from rlinf.channels.channel import Channel
 from rlinf.data.record import Record, RecordId, Scalar
+from rlinf.data.trajectory import Trajectory, context_fields, info_fields
 from rlinf.envs.base import UNFINISHED, Environment, RolloutRequest
 from rlinf.models.chat_format import ChatFormat
 
 RESERVED_INFO_KEYS = frozenset(
     {"group", "policy_version", "stop_reason", "prompt_text", "text", "answer"}
 )
-"""Keys in the ``info`` of every trajectory; a prompt's own info must not use them."""
+"""Names that every trajectory has in its record; a prompt's own info must not use them."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class Prompt:
     text: str
     answer: str
     info: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
-    """Extra fields for the reward; they are in the ``info`` of every trajectory."""
+    """Extra fields for the reward; they are in ``extra`` of every trajectory."""
 
     def extra_columns(self) -> Mapping[str, np.ndarray]:
-        """Return further columns of requests and of the context of trajectories (such as
-        images)."""
+        """Return further columns of requests and of trajectories (such as images)."""
         return {}
 
     @property
@@ -108,7 +108,7 @@ class PromptEnvironment(TextEnvironment):
 
     def simulate(
         self, request: RolloutRequest, observations: Channel, actions: Channel
-    ) -> Iterator[Record]:
+    ) -> Iterator[Trajectory]:
         prompts = self.prompts(request)
         encoded = self.encode_prompts([prompt.model_input for prompt in prompts])
         samples = request.sample_ids()
@@ -143,30 +143,28 @@ class PromptEnvironment(TextEnvironment):
                 reason = "stop" if reply.steps["stopped"][i] else "length"
                 if "unfinished" in reply.steps and reply.steps["unfinished"][i]:
                     reason = UNFINISHED
-                first = partial[int(sample)] if partial else reply
-                steps = {
-                    "actions": reply.steps["tokens"][i, :length],
-                    "logprobs": reply.steps["logprobs"][i, :length],
-                }
-                if "version" in reply.steps:
-                    steps["versions"] = reply.steps["version"][i, :length]
-                yield Record(
-                    RecordId(request.iteration, int(sample)),
-                    steps=steps,
-                    context={"prompt": encoded[row], **columns[row]},
-                    info={
-                        **prompts[row].info,
-                        "group": int(request.group_ids[row]),
-                        "policy_version": first.info["policy_version" if partial else "version"],
-                        "stop_reason": reason,
-                        "prompt_text": prompts[row].text,
-                        "text": texts[i],
-                        "answer": prompts[row].answer,
-                    },
+                version = reply.info["version"]
+                if partial:
+                    version = partial[int(sample)].require("policy_version")
+                versions = reply.steps.get("version")
+                yield Trajectory(
+                    identity=RecordId(request.iteration, int(sample)),
+                    actions=reply.steps["tokens"][i, :length],
+                    logprobs=reply.steps["logprobs"][i, :length],
+                    versions=None if versions is None else versions[i, :length],
+                    prompt=encoded[row],
+                    group=int(request.group_ids[row]),
+                    policy_version=int(version),
+                    stop_reason=reason,
+                    prompt_text=prompts[row].text,
+                    text=texts[i],
+                    answer=prompts[row].answer,
+                    **context_fields(columns[row]),
+                    **info_fields(prompts[row].info),
                 )
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
-        return [float(self.grade(str(t.info["text"]), str(t.info["answer"]))) for t in trajectories]
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
+        return [float(self.grade(str(t.text), str(t.answer))) for t in trajectories]
 
     def grade(self, response: str, answer: str) -> float:
         """Return 1 for a right response, 0 for a wrong one, or a value between them.
@@ -196,18 +194,18 @@ def _stack_columns(prompts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.
     return columns
 
 
-def _partial_columns(partial: Sequence[Record]) -> dict[str, np.ndarray]:
+def _partial_columns(partial: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """Return the request columns of samples that the engine continues; none if there are none."""
     if not partial:
         return {}
-    lengths = np.array([len(record) for record in partial])
+    lengths = np.array([len(trajectory) for trajectory in partial])
     shape = (len(partial), int(lengths.max()))
     tokens, versions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     logprobs = np.zeros(shape, dtype=np.float32)
-    for row, (record, length) in enumerate(zip(partial, lengths.tolist(), strict=True)):
-        tokens[row, :length] = record.steps["actions"]
-        logprobs[row, :length] = record.steps["logprobs"]
-        versions[row, :length] = record.steps.get("versions", record.info["policy_version"])
+    for row, (trajectory, length) in enumerate(zip(partial, lengths.tolist(), strict=True)):
+        tokens[row, :length] = trajectory.actions
+        logprobs[row, :length] = trajectory.logprobs
+        versions[row, :length] = trajectory.step_versions()
     return {
         "begun_length": lengths,
         "begun_tokens": tokens,

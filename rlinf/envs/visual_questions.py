@@ -17,7 +17,8 @@ from pydantic import Field, field_validator
 
 from rlinf.capabilities import IMAGE_INPUTS, VISION
 from rlinf.config import Section
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, context_fields
 from rlinf.envs.arithmetic import is_test_question
 from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
@@ -167,16 +168,17 @@ class VisualQuestionsEnvironment(PromptEnvironment):
             for start in request.group_ids
         ]
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         draws = generator(seed, "visual_questions", "demonstration", step)
         prompts = [self._draw(draws, "train") for _ in range(count)]
         questions = self.encode_prompts([prompt.model_input for prompt in prompts])
         replies = self.encode([f"<answer>{prompt.answer}</answer>" for prompt in prompts])
         return [
-            Record(
-                RecordId(step, i),
-                {"actions": self.append_end_token(reply)},
-                {"prompt": question, **prompt.extra_columns()},
+            Trajectory(
+                identity=RecordId(step, i),
+                actions=self.append_end_token(reply),
+                prompt=question,
+                **context_fields(prompt.extra_columns()),
             )
             for i, (question, reply, prompt) in enumerate(
                 zip(questions, replies, prompts, strict=True)

@@ -309,8 +309,8 @@ def reset_unlike_value_head(
 def action_chunks(actions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the chunk ``[T, C, ...]`` of actions that starts at each step, and its mask.
 
-    The mask (``submask`` of a trajectory) is uint8 ``[T, C, 1]`` or ``[T, C, D]``. Masked actions
-    after the end repeat the last action.
+    The mask (``choice_mask`` of a trajectory) is uint8 ``[T, C, 1]`` or ``[T, C, D]``. Masked
+    actions after the end repeat the last action.
 
     Args:
         actions: ``[T]`` or ``[T, D]``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
-from rlinf.data.record import IMAGE_PREFIX, Record
+from rlinf.data.record import IMAGE_PREFIX
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, ValueLevel, action_chunks, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
@@ -105,16 +107,15 @@ class MLPPolicy(NormalizedVectorPolicy):
         if spec["action"]["kind"] == "box":
             check_action_scale(spec["action"], config.action_scale, squashed=False)
 
-    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert expert actions to the chunk that starts at each step, if chunk_size > 1.
 
-        ``submask`` masks actions after the end of the episode.
+        ``choice_mask`` masks actions after the end of the episode.
         """
         if self.chunk_size == 1:
-            return record
-        chunks, counts = action_chunks(record.steps["actions"], self.chunk_size)
-        steps = {**record.steps, "actions": chunks, "submask": counts}
-        return Record(record.identity, steps, record.context, record.info)
+            return trajectory
+        chunks, counts = action_chunks(trajectory.actions, self.chunk_size)
+        return replace(trajectory, actions=chunks, choice_mask=counts)
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         out, log_std, values = self._parameters(batch["observations"], batch)
@@ -282,12 +283,14 @@ class CNNPolicy(MLPPolicy):
                     f"which needs {MIN_IMAGE_SIDE} at least"
                 )
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the inputs of the base class and ``images.NAME``, uint8 ``[B, T, H, W, 3]``."""
-        length = max(len(record) for record in records)
-        names = [IMAGE_PREFIX + name for name in self.settings["images"]]
-        pictures = {name: pad_right([r.steps[name] for r in records], length) for name in names}
-        return {**super().collate(records), **pictures}
+        length = max(len(trajectory) for trajectory in trajectories)
+        images = {
+            IMAGE_PREFIX + camera: pad_right([t.images[camera] for t in trajectories], length)
+            for camera in self.settings["images"]
+        }
+        return {**super().collate(trajectories), **images}
 
     def forward_network(
         self, state: Tensor, columns: Mapping[str, Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlinf.capabilities import Component
 from rlinf.config import Section
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.images import ImageProcessor
 from rlinf.safetensors_io import StreamedState
@@ -37,7 +37,7 @@ class StepOutputs:
 
     If a step consists of several choices, log-probabilities and entropies may have one value per
     choice: ``[B, T, K]`` for the tokens of an action, ``[B, T, C, D]`` for a chunk of ``C`` actions
-    of ``D`` tokens or dimensions. The step column ``submask`` of a trajectory masks these choices.
+    of ``D`` tokens or dimensions. ``choice_mask`` of a trajectory masks these choices.
     """
 
     logprobs: Tensor
@@ -155,21 +155,21 @@ class Policy(Component, ABC):
         """Write a policy folder with streamed weights. The default collects all of them first."""
         self.save(folder, state.collect())
 
-    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
-        """Convert a demonstration of the task to a training record; default: no change.
+    def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
+        """Convert a demonstration of the task to a training trajectory; default: no change.
 
         The warm start maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
         tractable density, these are the negative of another loss. If some choices of a step are
-        padding, the record has ``submask`` (:mod:`rlinf.data.loss_mask`).
+        padding, the trajectory has ``choice_mask`` (:mod:`rlinf.data.loss_mask`).
 
         Args:
-            record: The demonstration.
-            seed: Seed of random numbers, together with the identity of the record.
+            trajectory: The demonstration.
+            seed: Seed of random numbers, together with the identity of the trajectory.
         """
-        return record
+        return trajectory
 
     @abstractmethod
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories, padded on the right to the longest one.
 
         They include ``mask`` and, for token policies, ``actions`` ``[B, T]``; a loss may replace
@@ -242,14 +242,14 @@ class Policy(Component, ABC):
     tracks_observations: ClassVar[bool] = False
     """Whether :meth:`update_observation_stats` has an effect."""
 
-    def update_observation_stats(self, records: Sequence[Record]) -> None:
-        """Update running statistics with all records of a batch, after the policy update."""
+    def update_observation_stats(self, trajectories: Sequence[Trajectory]) -> None:
+        """Update running statistics with all trajectories of a batch, after the policy update."""
 
-    def num_tokens(self, record: Record) -> int:
+    def num_tokens(self, trajectory: Trajectory) -> int:
         """Return the number of positions of a trajectory in a batch, for token budgets."""
-        return max(1, len(record))
+        return max(1, len(trajectory))
 
-    def shared_prefix(self, record: Record) -> tuple[bytes, int]:
+    def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
         """Return the key and the length of the prefix that a batch computes once for all its
         trajectories with an equal key."""
         return b"", 0

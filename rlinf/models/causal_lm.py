@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.models.causal_lm_config import Architecture, check_causal, check_model_sizes, hf_config
@@ -232,17 +232,17 @@ class CausalLM(Policy):
         names = [name for name in state.templates if name not in tied]
         save_tensors(folder / WEIGHTS_FILE, state, names, {"format": "pt"})
 
-    def collate(self, records: Sequence[Record]) -> Batch:
-        prompts = [record.context["prompt"] for record in records]
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
+        prompts = [trajectory.require("prompt") for trajectory in trajectories]
         if not all(len(prompt) for prompt in prompts):
             raise DataError("a prompt is empty; training needs at least one prompt token")
-        actions = [record.steps["actions"] for record in records]
+        actions = [trajectory.actions for trajectory in trajectories]
         length = max(len(action) for action in actions)
         mask = pad_right([np.ones(len(action), np.float32) for action in actions], length)
         steps = {"actions": pad_right(actions, length), "mask": mask}
         if self._packing:
-            keys = [self._prompt_key(record) for record in records]
-            where = self._positions(records)
+            keys = [self._prompt_key(trajectory) for trajectory in trajectories]
+            where = self._positions(trajectories)
             packed = pack(
                 prompts, actions, length, share=self._shares_prompts, keys=keys, positions=where
             )
@@ -256,12 +256,12 @@ class CausalLM(Policy):
             **steps,
         }
 
-    def _prompt_key(self, record: Record) -> bytes:
+    def _prompt_key(self, trajectory: Trajectory) -> bytes:
         """Return a key of the prompt; equal prompts have equal keys."""
-        key: bytes = record.context["prompt"].tobytes()
+        key: bytes = trajectory.require("prompt").tobytes()
         return key
 
-    def _positions(self, records: Sequence[Record]) -> list[np.ndarray] | None:
+    def _positions(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray] | None:
         """Return the positions of the tokens, ``[..., P + T - 1]`` each; None: consecutive."""
         return None
 
@@ -381,12 +381,12 @@ class CausalLM(Policy):
             self._shares_prompts = enable_packed_attention(network, device, dtype)
         self._packing = True
 
-    def num_tokens(self, record: Record) -> int:
-        return len(record.context["prompt"]) + len(record)
+    def num_tokens(self, trajectory: Trajectory) -> int:
+        return len(trajectory.require("prompt")) + len(trajectory)
 
-    def shared_prefix(self, record: Record) -> tuple[bytes, int]:
-        length = len(record.context["prompt"])
-        return (self._prompt_key(record), length) if self._shares_prompts else (b"", 0)
+    def shared_prefix(self, trajectory: Trajectory) -> tuple[bytes, int]:
+        length = len(trajectory.require("prompt"))
+        return (self._prompt_key(trajectory), length) if self._shares_prompts else (b"", 0)
 
     def blocks(self) -> list[nn.Module]:
         return [block for stack in self.block_stacks() for block in stack]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rlinf.capabilities import IMITATION_LOSS, OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionScale, check_action_scale
 from rlinf.models.base import Batch, ModelSpec, StepOutputs
@@ -107,20 +108,23 @@ class FlowPolicy(NormalizedVectorPolicy):
             )
         check_action_scale(spec["action"], config.action_scale, squashed=False)
 
-    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Add random numbers for the imitation loss: ``noise`` ``[T, A]``, ``uniform`` ``[T]``."""
-        random = generator(seed, "imitation", *record.identity.key)
-        noise = random.standard_normal((len(record), self.size), np.float32)
-        steps = {"noise": noise, "uniform": random.random(len(record), np.float32)}
-        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+        random = generator(seed, "imitation", *trajectory.identity.key)
+        noise = random.standard_normal((len(trajectory), self.size), np.float32)
+        draws = {"noise": noise, "uniform": random.random(len(trajectory), np.float32)}
+        return replace(trajectory, policy_columns={**trajectory.policy_columns, **draws})
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the inputs of the base class and ``chain`` ``[B, T, N + 1, A]`` or, for
         demonstrations, ``noise`` and ``uniform``."""
-        length = max(len(record) for record in records)
-        names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
-        more = {name: pad_right([r.steps[name] for r in records], length) for name in names}
-        return {**super().collate(records), **more}
+        length = max(len(trajectory) for trajectory in trajectories)
+        sampled = CHAIN_COLUMN in trajectories[0].policy_columns
+        columns = {
+            name: pad_right([t.policy_columns[name] for t in trajectories], length)
+            for name in ([CHAIN_COLUMN] if sampled else ["noise", "uniform"])
+        }
+        return {**super().collate(trajectories), **columns}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         """Return log-probabilities, entropies and values ``[B, T]``; for demonstrations, only the

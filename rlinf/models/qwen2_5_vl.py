@@ -1,6 +1,6 @@
 """Qwen2.5-VL policies (arXiv 2502.13923): language models with image inputs.
 
-The images of a prompt are in its record (:mod:`rlinf.models.images`), and the prompt has their
+The images of a prompt are in its trajectory (:mod:`rlinf.models.images`), and the prompt has their
 image tokens. With sharded weights, either all ranks call the vision network for a micro-batch or
 none does. So either all prompts of a task have images, or none has.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS, VISION
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_max_model_len
@@ -36,6 +36,7 @@ from rlinf.models.hf_folder import (
 from rlinf.models.images import (
     PIXELS_COLUMN,
     PREPROCESSOR_FILE,
+    SIZES_COLUMN,
     ImageProcessor,
     image_sizes,
     unpack_images,
@@ -166,44 +167,45 @@ class Qwen25VL(CausalLM):
         }
         (folder / PREPROCESSOR_FILE).write_text(json.dumps(values, indent=1))
 
-    def collate(self, records: Sequence[Record]) -> Batch:
-        for record in records:
-            if np.isin(record.steps["actions"][:-1], self._ungenerated).any():
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
+        for trajectory in trajectories:
+            if np.isin(trajectory.actions[:-1], self._ungenerated).any():
                 raise DataError(
-                    f"record {tuple(record.identity)}: an answer has an image token, "
+                    f"trajectory {tuple(trajectory.identity)}: an answer has an image token, "
                     "which engines must not generate"
                 )
-        batch = super().collate(records)
+        batch = super().collate(trajectories)
         if not self._packing:
-            rows = [row.T for row in self._positions(records)]
+            rows = [row.T for row in self._positions(trajectories)]
             batch["positions"] = pad_right(rows, batch["tokens"].shape[1] - 1).permute(2, 0, 1)
         seen, images, sizes = set[bytes](), list[np.ndarray](), list[np.ndarray]()
-        for record in records:
-            key = self._prompt_key(record)
+        for trajectory in trajectories:
+            key = self._prompt_key(trajectory)
             if key in seen and self._shares_prompts:
                 continue
             seen.add(key)
-            images += unpack_images(record.context)
-            sizes.append(image_sizes(record.context))
+            columns = _image_columns(trajectory)
+            images += unpack_images(columns)
+            sizes.append(image_sizes(columns))
         if images:
             patches = np.concatenate([self._images.to_patches(image) for image in images])
             batch["patches"] = torch.from_numpy(patches)
             batch["grids"] = torch.from_numpy(self._images.patch_grids(np.concatenate(sizes)))
         return batch
 
-    def _prompt_key(self, record: Record) -> bytes:
-        pixels = record.context.get(PIXELS_COLUMN)
-        sizes = image_sizes(record.context).tobytes()
+    def _prompt_key(self, trajectory: Trajectory) -> bytes:
+        pixels = trajectory.pixels
+        sizes = image_sizes(_image_columns(trajectory)).tobytes()
         image = b"" if pixels is None else np.ascontiguousarray(pixels).tobytes()
-        return super()._prompt_key(record) + sizes + image
+        return super()._prompt_key(trajectory) + sizes + image
 
-    def _positions(self, records: Sequence[Record]) -> list[np.ndarray]:
+    def _positions(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return [
             self._images.rope_positions(
-                np.concatenate([record.context["prompt"], record.steps["actions"][:-1]]),
-                image_sizes(record.context),
+                np.concatenate([trajectory.require("prompt"), trajectory.actions[:-1]]),
+                image_sizes(_image_columns(trajectory)),
             )
-            for record in records
+            for trajectory in trajectories
         ]
 
     def _extra_inputs(self, batch: Batch) -> dict[str, Any]:
@@ -266,3 +268,10 @@ def new_hf_config(config: Qwen25VLConfig, vocabulary: dict[str, int]) -> Any:
         vision_end_token_id=vocabulary[VISION_END],
         tie_word_embeddings=True,
     )
+
+
+def _image_columns(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """Return the columns of :mod:`rlinf.models.images`; none if the prompt has no images."""
+    if trajectory.image_sizes is None:
+        return {}
+    return {PIXELS_COLUMN: trajectory.require("pixels"), SIZES_COLUMN: trajectory.image_sizes}

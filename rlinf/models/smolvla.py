@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
-from rlinf.data.record import IMAGE_PREFIX, Record
+from rlinf.data.record import IMAGE_PREFIX
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import ActionBox, action_chunks, reset_unlike_value_head
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
@@ -109,9 +111,8 @@ class SmolVLAPolicy(Policy):
         )  # adapters do not cover the noise head
         self.steps = int(settings["num_steps"])
         self._denoising = DenoisingChain(self.steps, config.noise_level, 2)
-        self._pictures = [
-            IMAGE_PREFIX + name for name in map_cameras(settings, config.camera_map).values()
-        ]
+        self._cameras = list(map_cameras(settings, config.camera_map).values())
+        self._pictures = [IMAGE_PREFIX + camera for camera in self._cameras]
         self._widths = (int(settings["max_state_dim"]), int(settings["max_action_dim"]))
         self._state = read_normalizer(
             folder,
@@ -271,25 +272,24 @@ class SmolVLAPolicy(Policy):
         copy_non_weight_files(self._folder / VLM_FOLDER, folder / VLM_FOLDER)
         _write(folder, tensors)
 
-    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert expert actions ``[T, D]`` to the chunk that starts at each step.
 
         Adds the random numbers of the imitation loss: ``noise`` ``[T, C, max_action_dim]`` and
         ``uniform`` ``[T]``.
         """
         length = self.action_shape[0]
-        chunks, counts = action_chunks(record.steps["actions"], length)
-        random = generator(seed, "imitation", *record.identity.key)
-        shape = (len(record), length, self._widths[1])
-        steps = {
-            "actions": chunks,
+        chunks, counts = action_chunks(trajectory.actions, length)
+        random = generator(seed, "imitation", *trajectory.identity.key)
+        shape = (len(trajectory), length, self._widths[1])
+        draws = {
             "noise": random.standard_normal(shape).astype(np.float32),
-            "uniform": random.random(len(record), np.float32),
-            "submask": counts,
+            "uniform": random.random(len(trajectory), np.float32),
         }
-        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+        columns = {**trajectory.policy_columns, **draws}
+        return replace(trajectory, actions=chunks, choice_mask=counts, policy_columns=columns)
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
 
         These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
@@ -297,24 +297,25 @@ class SmolVLAPolicy(Policy):
         ``[B, T, N + 1, C, A]``; demonstrations add ``actions``, ``noise`` ``[B, T, C, A]`` and
         ``uniform``.
         """
-        length = max(map(len, records))
-        rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
+        length = max(map(len, trajectories))
+        rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
         prompt, there = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
             "there": there,
             "state": self._scale_state(
-                pad_right([r.steps["observations"] for r in records], length)
+                pad_right([t.require("observations") for t in trajectories], length)
             ),
-            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
+            "mask": pad_right([np.ones(len(t), np.float32) for t in trajectories], length),
         }
-        names = [CHAIN_COLUMN] if CHAIN_COLUMN in records[0].steps else ["noise", "uniform"]
-        for name in (*self._pictures, *names):
-            batch[name] = pad_right([r.steps[name] for r in records], length)
+        for camera in self._cameras:
+            images = [t.images[camera] for t in trajectories]
+            batch[IMAGE_PREFIX + camera] = pad_right(images, length)
+        sampled = CHAIN_COLUMN in trajectories[0].policy_columns
+        for name in [CHAIN_COLUMN] if sampled else ["noise", "uniform"]:
+            batch[name] = pad_right([t.policy_columns[name] for t in trajectories], length)
         if CHAIN_COLUMN not in batch:
-            actions = self._action.normalize(
-                pad_right([r.steps["actions"] for r in records], length)
-            )
+            actions = self._action.normalize(pad_right([t.actions for t in trajectories], length))
             batch["actions"] = F.pad(actions, (0, self._widths[1] - self.action_shape[1]))
         return batch
 
@@ -384,10 +385,10 @@ class SmolVLAPolicy(Policy):
     def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
-    def num_tokens(self, record: Record) -> int:
+    def num_tokens(self, trajectory: Trajectory) -> int:
         vision: Any = self.module.model.vlm_with_expert.vlm.model.vision_model
         patches = (self.module.width // vision.patch_size) ** 2 * len(self._pictures)
-        return max(1, len(record)) * (patches + self.steps * self.action_shape[0])
+        return max(1, len(trajectory)) * (patches + self.steps * self.action_shape[0])
 
     def blocks(self) -> list[nn.Module]:
         pair: Any = self.module.model.vlm_with_expert

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlinf.data.batch import pad_right
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import transition_dtype
 from rlinf.errors import DataError
 from rlinf.models.action_encoding import ActionBox
@@ -89,17 +89,17 @@ class VectorPolicy(Policy):
             else self.action_box.normalize(self.action_box.clip_to_bounds(actions))
         )
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return ``observations`` ``[B, T, D]``, ``actions`` ``[B, T]`` or, in the policy's units,
         ``[B, T, A]``, and ``mask`` ``[B, T]``."""
-        length = max(len(record) for record in records)
-        actions = [np.asarray(record.steps["actions"]) for record in records]
+        length = max(len(trajectory) for trajectory in trajectories)
+        actions = [np.asarray(trajectory.actions) for trajectory in trajectories]
         if self.action_box is not None:
             actions = [self.action_box.normalize(column) for column in actions]
         return {
-            "observations": pad_right([r.steps["observations"] for r in records], length),
+            "observations": pad_right([t.require("observations") for t in trajectories], length),
             "actions": pad_right(actions, length),
-            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
+            "mask": pad_right([np.ones(len(t), np.float32) for t in trajectories], length),
         }
 
 
@@ -139,7 +139,7 @@ class NormalizedVectorPolicy(VectorPolicy):
     tracks_observations = True
 
     @torch.no_grad()
-    def update_observation_stats(self, records: Sequence[Record]) -> None:
+    def update_observation_stats(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the observations of unmasked steps to the running statistics.
 
         Masked steps may have observations that are no simulator state. The pairwise update of Chan,
@@ -148,7 +148,7 @@ class NormalizedVectorPolicy(VectorPolicy):
         if not self.settings["normalize_observations"]:
             return
         module = self.module
-        every = [record.steps["observations"][loss_mask(record)] for record in records]
+        every = [t.require("observations")[loss_mask(t)] for t in trajectories]
         observations = np.concatenate(every)
         if not len(observations):
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +32,8 @@ from torch import Tensor, nn
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
 from rlinf.data.episodes import INSTRUCTION_COLUMN
-from rlinf.data.record import IMAGE_PREFIX, Record
+from rlinf.data.record import IMAGE_PREFIX
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import (
     STATISTICS_FILE,
@@ -191,35 +193,36 @@ class VLAPolicy(Policy):
         contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
         save_file(contiguous, folder / WEIGHTS_FILE, {"format": "pt"})
 
-    def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
+    def prepare_demonstration(self, trajectory: Trajectory, seed: int = 0) -> Trajectory:
         """Convert expert actions ``[T, D]`` to the chunk that starts at each step, as tokens.
 
-        ``submask`` masks actions after the end of the episode.
+        ``choice_mask`` masks actions after the end of the episode.
         """
-        chunks, counts = action_chunks(record.steps["actions"], self.module.action_shape[0])
-        steps = {"actions": chunks, "tokens": self.bins.encode(chunks), "submask": counts}
-        return Record(record.identity, {**record.steps, **steps}, record.context, record.info)
+        chunks, counts = action_chunks(trajectory.actions, self.module.action_shape[0])
+        columns = {**trajectory.policy_columns, "tokens": self.bins.encode(chunks)}
+        return replace(trajectory, actions=chunks, choice_mask=counts, policy_columns=columns)
 
-    def collate(self, records: Sequence[Record]) -> Batch:
+    def collate(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the model inputs of trajectories.
 
         These are ``images.NAME`` uint8 ``[B, T, H, W, 3]``, ``prompt`` and its mask ``there``
         ``[B, T, L]``, ``state`` ``[B, T, proprio_dim]``, ``actions`` (token ids) ``[B, T, C, D]``
         and ``mask`` ``[B, T]``.
         """
-        length = max(map(len, records))
-        rows = [instructions_or_empty(r.steps.get(INSTRUCTION_COLUMN), len(r)) for r in records]
+        length = max(map(len, trajectories))
+        rows = [instructions_or_empty(t.instruction, len(t)) for t in trajectories]
         prompt, token_mask = self._prompts(pad_right(rows, length).numpy())
         batch = {
             "prompt": prompt,
             "there": token_mask,
-            "actions": pad_right([r.steps["tokens"] for r in records], length),
-            "mask": pad_right([np.ones(len(r), np.float32) for r in records], length),
+            "actions": pad_right([t.policy_columns["tokens"] for t in trajectories], length),
+            "mask": pad_right([np.ones(len(t), np.float32) for t in trajectories], length),
         }
-        for name in (IMAGE_PREFIX + camera for camera in self.module.cameras):
-            batch[name] = pad_right([r.steps[name] for r in records], length)
+        for camera in self.module.cameras:
+            images = [t.images[camera] for t in trajectories]
+            batch[IMAGE_PREFIX + camera] = pad_right(images, length)
         if self.module.proprio_dim:
-            batch["state"] = pad_right([r.steps["observations"] for r in records], length)
+            batch["state"] = pad_right([t.require("observations") for t in trajectories], length)
         return batch
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
@@ -274,9 +277,9 @@ class VLAPolicy(Policy):
     def parameter_group(self, parameter: str) -> str:
         return "value" if parameter.startswith("value_head.") else "policy"
 
-    def num_tokens(self, record: Record) -> int:
+    def num_tokens(self, trajectory: Trajectory) -> int:
         # The template approximates the length of the prompt.
-        return max(1, len(record)) * (self.module.positions + len(self._prompt))
+        return max(1, len(trajectory)) * (self.module.positions + len(self._prompt))
 
     def blocks(self) -> list[nn.Module]:
         return self.module.blocks

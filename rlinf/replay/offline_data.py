@@ -19,7 +19,8 @@ import numpy as np
 
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.data import lerobot
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import (
     InMemoryTransitions,
     concatenate_transitions,
@@ -33,8 +34,8 @@ COLUMN_ALIASES = {"terminated": "terminals", "truncated": "timeouts"}
 REQUIRED_COLUMNS = ("observations", "actions", "rewards", "terminated")
 VECTOR_COLUMNS = ("observations", "actions", "next_observations")
 TRAJECTORY_FILES = "trajectories-*.h5"
-RewardFunction = Callable[[Record], np.ndarray]
-"""Computes the rewards of a record's steps, ``[T]``, from the simulator's."""
+RewardFunction = Callable[[Trajectory], np.ndarray]
+"""Computes the rewards of a trajectory's steps, ``[T]``, from the simulator's."""
 
 
 def check_offline_data(path: Path) -> None:
@@ -55,9 +56,9 @@ def check_offline_data(path: Path) -> None:
         _columns(path, file)
 
 
-def environment_rewards(record: Record) -> np.ndarray:
+def environment_rewards(trajectory: Trajectory) -> np.ndarray:
     """Return the simulator's rewards, ``[T]``."""
-    return np.asarray(record.steps["rewards"])
+    return np.asarray(trajectory.require("rewards"))
 
 
 def load_offline_data(
@@ -69,7 +70,7 @@ def load_offline_data(
     next row is missing or begins another episode without a recorded end (``truncated``).
 
     Args:
-        reward: for a column file it receives one record of all rows, without episode ends.
+        reward: for a column file it receives one trajectory of all rows, without episode ends.
 
     Raises:
         DataError: there are no transitions.
@@ -104,17 +105,17 @@ def _open(path: Path) -> h5py.File:
 
 def _records(path: Path, files: list[Path], judge: RewardFunction) -> InMemoryTransitions:
     try:
-        return _transitions(path, RecordFileReader(files), judge)
+        return _transitions(path, map(Trajectory.from_record, RecordFileReader(files)), judge)
     except ValueError as error:
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
 
 
 def _transitions(
-    path: Path, records: Iterable[Record], judge: RewardFunction
+    path: Path, trajectories: Iterable[Trajectory], judge: RewardFunction
 ) -> InMemoryTransitions:
     try:
         return InMemoryTransitions(
-            concatenate_transitions(to_transitions(r, judge(r)) for r in records)
+            concatenate_transitions(to_transitions(t, judge(t)) for t in trajectories)
         )
     except (ValueError, KeyError, InputError) as error:
         raise DataError(f"algorithm.offline_data: {path}: {error}") from None
@@ -150,8 +151,14 @@ def _rows(path: Path, file: h5py.File, judge: RewardFunction) -> np.ndarray:
     rows = np.zeros(len(observations), transition_dtype(observations.shape[1], actions.shape[1]))
     for name, column in columns.items():
         rows[name] = column[:]
-    record_columns = {name: rows[name] for name in ("observations", "actions", "rewards")}
-    rows["rewards"] = judge(Record(RecordId(0, 0), record_columns))
+    rows["rewards"] = judge(
+        Trajectory(
+            identity=RecordId(0, 0),
+            observations=rows["observations"],
+            actions=rows["actions"],
+            rewards=rows["rewards"],
+        )
+    )
     kept = np.ones(len(rows), bool)
     if "next_observations" not in columns and len(rows):
         rows["next_observations"][:-1] = rows["observations"][1:]

@@ -22,7 +22,7 @@ from rlinf.data.loss_mask import (
     move_rewards_to_actions,
     place_on_last_action,
 )
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import InputError, RlinfError
 
 if TYPE_CHECKING:
@@ -77,17 +77,6 @@ def rewards_per_step(reward: np.ndarray) -> np.ndarray:
     """Return the reward per step, float32 ``[T]``, from rewards per step ``[T]`` or per action
     ``[T, C]``."""
     return reward if reward.ndim == 1 else reward.sum(1, dtype=np.float64).astype(np.float32)
-
-
-def describe_fields(trajectory: Record) -> str:
-    """Return one line that lists the fields of a trajectory that a reward can read."""
-    parts = {
-        "info": sorted(trajectory.info),
-        "steps": sorted(trajectory.steps),
-        "context": sorted(trajectory.context),
-    }
-    listed = [f"{name}: {', '.join(names)}" for name, names in parts.items() if names]
-    return f"a trajectory has the fields {'; '.join(listed)}"
 
 
 def _numbers(value: Any, where: str) -> np.ndarray:
@@ -154,13 +143,13 @@ class Reward(Component, ABC):
 
     @abstractmethod
     def compute(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> Sequence[RewardValue | RewardResult]:
         """Return the reward of each trajectory.
 
         Args:
-            trajectories: whole groups. ``info`` holds the task's data of each, including the
-                columns of the user's data file.
+            trajectories: whole groups. ``extra`` holds the task's own data of each, such as the
+                fields of the user's data file that ``task.info_fields`` names.
             scores: the task's score of each; empty unless :attr:`needs_score`.
 
         Returns:
@@ -174,7 +163,7 @@ class Reward(Component, ABC):
 
     @final
     def compute_step_rewards(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[np.ndarray]:
         """Return rewards per step, float32 ``[T]`` for each trajectory.
 
@@ -185,7 +174,7 @@ class Reward(Component, ABC):
 
     @final
     def compute_results(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[RewardResult]:
         """Return the results of :meth:`compute`, with rewards placed on unmasked steps.
 
@@ -201,7 +190,7 @@ class Reward(Component, ABC):
             computed = self.compute(trajectories, scores)
         except Exception as error:
             if trajectories and not isinstance(error, RlinfError):
-                error.add_note(describe_fields(trajectories[0]))
+                error.add_note(f"a trajectory has the fields {trajectories[0].describe()}")
             raise
         name = f"reward {type(self).__name__}"
         if not _is_list(computed):
@@ -220,7 +209,7 @@ class Reward(Component, ABC):
             results.append(replace(result, reward=self._placed(trajectory, result.reward)))
         return results
 
-    def _placed(self, trajectory: Record, value: RewardValue) -> np.ndarray:
+    def _placed(self, trajectory: Trajectory, value: RewardValue) -> np.ndarray:
         where = f"reward {type(self).__name__}: sample {trajectory.identity.sample}"
         reward, length = _numbers(value, where), len(trajectory)
         actions = action_mask(trajectory)

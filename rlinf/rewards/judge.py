@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlinf.capabilities import PROMPTS
 from rlinf.config import Section, json_digest
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError, did_you_mean
 from rlinf.rewards.base import Reward, RewardResources, RewardResult, RewardValue
 from rlinf.rewards.chat_endpoint import (
@@ -129,7 +129,7 @@ log = logging.getLogger(__name__)
 UNPARSABLE = "unreadable"
 TEMPLATE_FIELD = re.compile(r"\{(\w+)\}")
 FIELD_ALIASES = {"prompt": "prompt_text", "response": "text"}
-"""Fields that have another name in the ``info`` of a trajectory."""
+"""Fields that have another name in the record of a trajectory."""
 RESERVED_FIELDS = frozenset({"model", "messages", "temperature", "max_tokens"})
 VERDICT_PATTERN = r"(?im)^\W*?(?:(?:score|rating|verdict|reward)\W*?)?(-?\d+(?:\.\d+)?)\W*$"
 """A line that is a number or names one, such as ``Score: 7``, but not ``7/10``."""
@@ -199,7 +199,7 @@ class JudgeConfig(Section):
     """Name of the model at the endpoint."""
     prompt: str
     """Question template. ``{prompt}``, ``{response}``, ``{answer}`` and other names of the
-    trajectory's ``info`` are replaced by their texts; other braces stay."""
+    trajectory's texts and numbers are replaced by them; other braces stay."""
     system_prompt: str = ""
     """System message; empty: none."""
     temperature: float = Field(default=0.0, ge=0)
@@ -252,7 +252,7 @@ class JudgeReward(Reward):
         self._endpoint = ChatEndpoint(config.endpoint, self._spent)
 
     def compute(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[RewardValue | RewardResult]:
         """Return rewards; see :class:`Reward`. Equal questions are requested once.
 
@@ -320,7 +320,7 @@ class JudgeReward(Reward):
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         return {"model": config.model, **sampling, **config.extra_body}
 
-    def _messages(self, trajectory: Record) -> list[dict[str, str]]:
+    def _messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
         question = fill_template(self.config.prompt, trajectory)
         system = (
             [{"role": "system", "content": self.config.system_prompt}]
@@ -334,21 +334,22 @@ class JudgeReward(Reward):
         return RewardResult(0.0 if masked else float(self.config.fallback), not masked, failure)
 
 
-def fill_template(template: str, trajectory: Record) -> str:
+def fill_template(template: str, trajectory: Trajectory) -> str:
     """Fill a template with the texts of a trajectory's fields, which are not templates themselves.
 
     Raises:
         DataError: the template names a field that the trajectory does not have.
     """
+    fields = trajectory.scalars()
 
     def text(match: re.Match[str]) -> str:
         name = FIELD_ALIASES.get(match[1], match[1])
-        if name not in trajectory.info:
-            hint = did_you_mean(match[1], [*FIELD_ALIASES, *trajectory.info])
+        if name not in fields:
+            hint = did_you_mean(match[1], [*FIELD_ALIASES, *fields])
             raise DataError(
                 f"reward.prompt: sample {trajectory.identity.sample} has no field "
                 f"{{{match[1]}}}{hint}"
             )
-        return str(trajectory.info[name])
+        return str(fields[name])
 
     return TEMPLATE_FIELD.sub(text, template)

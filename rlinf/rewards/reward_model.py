@@ -18,7 +18,7 @@ from torch import Tensor
 from rlinf.capabilities import PROMPTS
 from rlinf.config import Section
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors, move_to_device
 from rlinf.models.chat_template import render_conversations
 from rlinf.models.device import DeviceName, local_device
@@ -75,7 +75,7 @@ class RewardModelReward(OffloadableTensors, Reward):
         return {"weights": [*self._module.parameters(), *self._module.buffers()]}
 
     def compute(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[RewardValue | RewardResult]:
         config, module = self.config, self._ready()
         rows = self._rows(trajectories)
@@ -116,9 +116,9 @@ class RewardModelReward(OffloadableTensors, Reward):
             residency.acquire(self)
         return self._module
 
-    def _rows(self, trajectories: Sequence[Record]) -> list[list[int]]:
+    def _rows(self, trajectories: Sequence[Trajectory]) -> list[list[int]]:
         """Return the token ids of prompt and response, one row for each trajectory."""
-        pairs = [(str(t.info["prompt_text"]), str(t.info["text"])) for t in trajectories]
+        pairs = [(t.require("prompt_text"), t.require("text")) for t in trajectories]
         template = self._tokenizer.chat_template
         if template is None:
             texts = [prompt + response for prompt, response in pairs]

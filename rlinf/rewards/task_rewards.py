@@ -12,7 +12,7 @@ from rlinf.capabilities import EPISODE_REWARDS, REFERENCE_ANSWERS, STEP_REWARDS,
 from rlinf.config import Section
 from rlinf.data.episodes import scored_episodes
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.rewards.base import Reward, RewardResult
 
 
@@ -52,7 +52,7 @@ class ScoreReward(Reward):
     config: ScoreConfig
 
     def compute(
-        self, trajectories: Sequence[Record], scores: Sequence[float]
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[RewardResult]:
         results = []
         for trajectory, score in zip(trajectories, scores, strict=True):
@@ -96,11 +96,9 @@ class DigitsReward(Reward):
     requires = frozenset({REFERENCE_ANSWERS})
     config: DigitsConfig
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         partial = self.config.partial_credit
-        shares = [
-            character_accuracy(str(t.info["text"]), str(t.info["answer"])) for t in trajectories
-        ]
+        shares = [character_accuracy(t.require("text"), t.require("answer")) for t in trajectories]
         return [
             (1 - partial) * score + partial * share
             for score, share in zip(scores, shares, strict=True)
@@ -128,6 +126,11 @@ class EnvironmentReward(Reward):
     provides = frozenset({TURN_REWARDS})
     config: EnvironmentRewardConfig
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[np.ndarray]:
-        step_rewards = [t.steps.get("action_rewards", t.steps["rewards"]) for t in trajectories]
+    def compute(
+        self, trajectories: Sequence[Trajectory], scores: Sequence[float]
+    ) -> list[np.ndarray]:
+        step_rewards = [
+            t.require("rewards") if t.action_rewards is None else t.action_rewards
+            for t in trajectories
+        ]
         return [np.asarray(rewards, np.float32) * self.config.scale for rewards in step_rewards]

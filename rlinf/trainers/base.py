@@ -13,7 +13,7 @@ from torch import Tensor
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import MemorySize
 from rlinf.errors import ConfigError
 from rlinf.models.base import Batch, Policy, StepOutputs
@@ -65,7 +65,7 @@ def loss_from_steps(
 class Trainer(ABC):
     """Owns a policy's weights, sharded over the processes of a group, and their optimizer.
 
-    Every process makes the same calls with the same records in the same order; calls may be
+    Every process makes the same calls with the same trajectories in the same order; calls may be
     collective unless stated otherwise. The split of a minibatch over processes and micro-batches
     does not change the mathematics.
     """
@@ -130,10 +130,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def forward(
-        self, records: Sequence[Record], temperature: float
+        self, trajectories: Sequence[Trajectory], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
-        """Return step outputs ``[T]`` of this process's share of the records, as (row, outputs) on
-        CPU.
+        """Return step outputs ``[T]`` of this process's share of the trajectories, as (row,
+        outputs) on CPU.
 
         Only the primary rank of a model replica must return them.
         """
@@ -141,7 +141,7 @@ class Trainer(ABC):
     @abstractmethod
     def accumulate(
         self,
-        records: Sequence[Record],
+        trajectories: Sequence[Trajectory],
         loss: LossFunction,
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
@@ -151,7 +151,7 @@ class Trainer(ABC):
         If it fails, nothing is accumulated.
 
         Args:
-            records: the same on every process.
+            trajectories: the same on every process.
             loss: its sums over micro-batches of all processes are the loss of these samples.
                 Several threads may call it at once.
             row_groups: groups of rows that the loss needs in one micro-batch, unsplit, each row
@@ -208,14 +208,14 @@ class Trainer(ABC):
 
     def step(
         self,
-        records: Sequence[Record],
+        trajectories: Sequence[Trajectory],
         loss: LossFunction,
         *,
         lr: float | Mapping[str, float],
         groups: Collection[str] | None = None,
     ) -> dict[str, float]:
         """Do one optimizer step on a minibatch: :meth:`accumulate`, then :meth:`update`."""
-        self.accumulate(records, loss)
+        self.accumulate(trajectories, loss)
         return self.update(lr=lr, groups=groups)
 
     @abstractmethod

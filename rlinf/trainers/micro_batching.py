@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlinf.data.load_balancing import StepSpan, balance_costs, even_microbatches, pack_microbatches
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Policy
 
 
@@ -26,7 +26,7 @@ class MicroBatches:
 
 def split_micro_batches(
     policy: Policy,
-    records: Sequence[Record],
+    trajectories: Sequence[Trajectory],
     row_groups: Sequence[Sequence[int]] | None,
     *,
     max_tokens: int,
@@ -52,23 +52,23 @@ def split_micro_batches(
     """
     if row_groups is None:
         workers = [speed for speed in speeds for _ in range(num_threads)]
-        units = _units(policy, records, max_tokens, workers)
+        units = _units(policy, trajectories, max_tokens, workers)
     else:
         units = [list(unit) for unit in row_groups]
-    if sorted(row for unit in units for row in unit) != list(range(len(records))):
+    if sorted(row for unit in units for row in unit) != list(range(len(trajectories))):
         raise ValueError("each row has to be in one micro-batch")
     pieces, unit_piece_ids = list[list[StepSpan]](), list[list[int]]()
     for unit in units:
-        unsplit = [StepSpan(row, 0, len(records[row])) for row in unit]
+        unsplit = [StepSpan(row, 0, len(trajectories[row])) for row in unit]
         unit_pieces = (
-            _pieces(policy, records, unit, max_tokens) if row_groups is None else [unsplit]
+            _pieces(policy, trajectories, unit, max_tokens) if row_groups is None else [unsplit]
         )
         unit_piece_ids.append(list(range(len(pieces), len(pieces) + len(unit_pieces))))
         pieces += unit_pieces
     widest = max(map(len, pieces), default=1)
     costs = []
     for piece in pieces:
-        parts = [records[row].slice_steps(start, stop) for row, start, stop in piece]
+        parts = [trajectories[row].slice_steps(start, stop) for row, start, stop in piece]
         # An upper bound of the padded size: the number of rows times the largest cost.
         size = widest * max(map(policy.num_tokens, parts)) if padded else _packed(policy, parts)
         costs.append(size)
@@ -100,21 +100,21 @@ def split_micro_batches(
     return out
 
 
-def _packed(policy: Policy, records: Sequence[Record]) -> int:
+def _packed(policy: Policy, trajectories: Sequence[Trajectory]) -> int:
     """Return the number of positions of trajectories in one packed sequence."""
-    shared = [policy.shared_prefix(record) for record in records]
-    own = sum(map(policy.num_tokens, records)) - sum(length for _, length in shared)
+    shared = [policy.shared_prefix(trajectory) for trajectory in trajectories]
+    own = sum(map(policy.num_tokens, trajectories)) - sum(length for _, length in shared)
     return own + sum(dict(shared).values())
 
 
 def _units(
-    policy: Policy, records: Sequence[Record], budget: int, workers: Sequence[float]
+    policy: Policy, trajectories: Sequence[Trajectory], budget: int, workers: Sequence[float]
 ) -> list[list[int]]:
     """Group rows that share a prompt, unless a worker would become slower by it."""
-    shared = [policy.shared_prefix(record) for record in records]
+    shared = [policy.shared_prefix(trajectory) for trajectory in trajectories]
     if not any(length for _, length in shared):
-        return [[row] for row in range(len(records))]
-    costs = [policy.num_tokens(record) for record in records]
+        return [[row] for row in range(len(trajectories))]
+    costs = [policy.num_tokens(trajectory) for trajectory in trajectories]
     groups: dict[object, list[int]] = {}
     for row, (key, length) in enumerate(shared):
         groups.setdefault(key if length else row, []).append(row)
@@ -149,13 +149,13 @@ def _units(
 
 
 def _pieces(
-    policy: Policy, records: Sequence[Record], unit: Sequence[int], budget: int
+    policy: Policy, trajectories: Sequence[Trajectory], unit: Sequence[int], budget: int
 ) -> list[list[StepSpan]]:
     """Split a unit into parts that are evaluated at once: all of it, or spans where its steps are
     independent."""
     if len(unit) > 1 or not policy.has_independent_steps:
-        return [[StepSpan(row, 0, len(records[row])) for row in unit]]
-    row, length = unit[0], len(records[unit[0]])
-    count = max(1, min(length, -(-policy.num_tokens(records[row]) // budget)))
+        return [[StepSpan(row, 0, len(trajectories[row])) for row in unit]]
+    row, length = unit[0], len(trajectories[unit[0]])
+    count = max(1, min(length, -(-policy.num_tokens(trajectories[row]) // budget)))
     bounds = [length * k // count for k in range(count + 1)]
     return [[StepSpan(row, *pair)] for pair in itertools.pairwise(bounds)]

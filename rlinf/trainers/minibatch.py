@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from rlinf.channels.process_group import ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection, Section
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import OffloadableTensors
 from rlinf.errors import ConfigError, StageError
 from rlinf.models.base import Batch, Policy, StepOutputs, concat_outputs
@@ -167,12 +167,12 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
 
     def split_micro_batches(
-        self, records: Sequence[Record], together: Sequence[Sequence[int]] | None = None
+        self, trajectories: Sequence[Trajectory], together: Sequence[Sequence[int]] | None = None
     ) -> list[MicroBatches]:
         """Return the micro-batches of each thread of this rank."""
         return split_micro_batches(
             self.policy,
-            records,
+            trajectories,
             together,
             max_tokens=self.config.max_tokens_per_microbatch,
             padded=not self._packs,
@@ -182,7 +182,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         )
 
     def forward(
-        self, records: Sequence[Record], temperature: float
+        self, trajectories: Sequence[Trajectory], temperature: float
     ) -> list[tuple[int, StepOutputs]]:
         torch.set_num_threads(self._torch_threads)
 
@@ -190,7 +190,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         def lane(policy: Policy, cut: MicroBatches) -> list[tuple[StepSpan, StepOutputs]]:
             policy.module.eval()
             out: list[tuple[StepSpan, StepOutputs]] = []
-            every = self._outputs(policy, records, cut, temperature)
+            every = self._outputs(policy, trajectories, cut, temperature)
             for spans, real, outputs in zip(cut.batches, cut.is_real, every, strict=True):
                 for i, span in enumerate(spans) if real else ():
                     length = span.stop - span.start
@@ -202,7 +202,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         outputs_of_row: dict[int, list[StepOutputs]] = defaultdict(list)
         every = (
             pair
-            for part in self._lanes.map(lane, self.split_micro_batches(records))
+            for part in self._lanes.map(lane, self.split_micro_batches(trajectories))
             for pair in part
         )
         for span, outputs in sorted(every, key=lambda pair: pair[0]):
@@ -211,7 +211,7 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
 
     def accumulate(
         self,
-        records: Sequence[Record],
+        trajectories: Sequence[Trajectory],
         loss: LossFunction,
         *,
         row_groups: Sequence[Sequence[int]] | None = None,
@@ -222,10 +222,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         def lane(policy: Policy, cut: MicroBatches) -> dict[str, Any]:
             if not policy.module.training:
                 policy.module.train()
-            return self._gradients(policy, records, cut, loss)
+            return self._gradients(policy, trajectories, cut, loss)
 
         try:
-            for part in self._lanes.map(lane, self.split_micro_batches(records, row_groups)):
+            for part in self._lanes.map(lane, self.split_micro_batches(trajectories, row_groups)):
                 merge_metrics(self._sums, part)
             self._lanes.reduce_gradients()
         except BaseException:
@@ -286,20 +286,28 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         return {**totals, "grad_norm": norm}
 
     def _outputs(
-        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, temperature: float
+        self,
+        policy: Policy,
+        trajectories: Sequence[Trajectory],
+        cut: MicroBatches,
+        temperature: float,
     ) -> Iterable[StepOutputs]:
         """Return step outputs of each micro-batch of a thread, without gradients."""
         for spans in cut.batches:
-            yield self._evaluate(policy, self._inputs(policy, records, spans), temperature)
+            yield self._evaluate(policy, self._inputs(policy, trajectories, spans), temperature)
 
     def _gradients(
-        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, loss: LossFunction
+        self,
+        policy: Policy,
+        trajectories: Sequence[Trajectory],
+        cut: MicroBatches,
+        loss: LossFunction,
     ) -> dict[str, Any]:
         """Add the gradients of a thread's micro-batches. Return the sums of their metrics."""
         sums: dict[str, Any] = {}
         for number, (spans, real) in enumerate(zip(cut.batches, cut.is_real, strict=True), 1):
             counted = 1.0 if real else 0.0
-            inputs = self._inputs(policy, records, spans)
+            inputs = self._inputs(policy, trajectories, spans)
             parts = self._backward(
                 functools.partial(loss, policy, inputs, spans),
                 # Gradients are averaged over ranks, but the loss is a sum over them.
@@ -427,10 +435,10 @@ class MinibatchTrainer(OffloadableTensors, Trainer):
         """Drop other references that would keep weights or optimizer state in memory."""
 
     def _inputs(
-        self, policy: Policy, records: Sequence[Record], spans: Sequence[StepSpan]
+        self, policy: Policy, trajectories: Sequence[Trajectory], spans: Sequence[StepSpan]
     ) -> Batch:
         batch = policy.collate(
-            [records[row].slice_steps(start, stop) for row, start, stop in spans]
+            [trajectories[row].slice_steps(start, stop) for row, start, stop in spans]
         )
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 

@@ -34,6 +34,7 @@ from rlinf.channels.mailbox_protocol import Block
 from rlinf.channels.record_streams import find_channel_host
 from rlinf.channels.wire_format import decode_record, encode_record
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.errors import (
     EXIT_REQUEUE,
@@ -138,7 +139,7 @@ class PolicyClient(Channel):
 
     def rollout_iter(
         self, ctx: StageContext, environment: Environment, episodes: RolloutRequest
-    ) -> Generator[Record]:
+    ) -> Generator[Trajectory]:
         """Yield the trajectories of ``episodes``; both device slots are kept until :meth:`finish`.
 
         Raises:

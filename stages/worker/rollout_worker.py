@@ -18,7 +18,7 @@ from socket import gethostname
 from rlinf.artifacts import read_manifest
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import UNFINISHED
 from rlinf.errors import EXIT_REQUEUE, RequeueRequested, UpstreamFailed
 from rlinf.user_code import exit_code_and_message
@@ -112,7 +112,7 @@ class RolloutWorker:
     def _do(self, order: GenerateStarts) -> None:
         claim, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
-        rest, successor = list[Record](), ""
+        rest, successor = list[Trajectory](), ""
         ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
         name = order.label
         self._activity.add(name, ctx.stage)
@@ -155,7 +155,7 @@ class RolloutWorker:
             self._waiting.discard(report.work_item)
             self._report(report)
 
-    def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Record], str]:
+    def _send(self, ctx: StageContext, order: GenerateStarts) -> tuple[list[Trajectory], str]:
         """Generate the trajectories and send them to the receiver.
 
         Returns:
@@ -174,7 +174,7 @@ class RolloutWorker:
             channel, total = order.partial.channel, order.partial.num_samples
             output = self._board.output(out)
             there = output.iter_records(channel, total, ctx.should_stop)
-            begun = {record.identity.sample: record for record in there}
+            begun = {r.identity.sample: Trajectory.from_record(r) for r in there}
             output.drop_stream(channel)
 
         def should_abort(remaining: int, of: int) -> bool:
@@ -184,11 +184,11 @@ class RolloutWorker:
         for done, trajectory in enumerate(
             generate_trajectories(ctx, order.starts, begun, should_abort), 1
         ):
-            if trajectory.info["stop_reason"] == UNFINISHED:
+            if trajectory.stop_reason == UNFINISHED:
                 rest.append(trajectory)
             else:
-                marked = replace(trajectory, info={**trajectory.info, **mark})
-                sender.put(marked)
+                marked = replace(trajectory, extra={**trajectory.extra, **mark})
+                sender.put(marked.to_record())
                 ctx.report_progress(done, total, "samples")
         if not sender.flush():
             raise UpstreamFailed(f"{to} did not take all trajectories")
@@ -199,7 +199,7 @@ class RolloutWorker:
             f"{out}:{partial_samples_channel(claim)}", [successor], 0, 1
         )
         for trajectory in rest:
-            sender.put(trajectory)
+            sender.put(trajectory.to_record())
         return rest, successor if sender.flush() else ""
 
     def _take_weights(self, ctx: StageContext, order: GenerateStarts) -> None:

@@ -23,8 +23,12 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import StepBatch, TrainingSample
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
-from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import (
+    PolicyOutputs,
+    StepRewards,
+    Trajectory,
+)
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -80,7 +84,7 @@ def batch_of(seed: int, groups: int = 3, size: int = 4, longest: int = 7) -> Ste
         rollout_logprobs=old + column(0.05),
         terminated=torch.tensor(last & ~cut, dtype=torch.float32),
         truncated=torch.tensor(last & cut, dtype=torch.float32),
-        bootstrap=column() * torch.tensor(last & cut),
+        bootstrap_values=column() * torch.tensor(last & cut),
         values=column(),
         reference_logprobs=old + column(0.1),
     )
@@ -282,34 +286,39 @@ class Update:
         random, found = np.random.default_rng(1), []
         for number in range(groups * size):
             length = int(random.integers(1, 7))
-            steps: dict[str, Any] = {"actions": random.integers(2, 14, length)}
+            trajectory = Trajectory(
+                identity=RecordId(0, number),
+                actions=random.integers(2, 14, length),
+                group=number // size,
+                policy_version=0,
+            )
             if self.valued:
-                steps["actions"] = random.integers(0, 3, length)
-                steps["observations"] = random.normal(size=(length, 4)).astype(np.float32)
-            info: dict[str, Any] = {"group": number // size, "policy_version": 0}
-            context = {} if self.valued else {"prompt": random.integers(2, 14, 3)}
+                trajectory.actions = random.integers(0, 3, length)
+                trajectory.observations = random.normal(size=(length, 4)).astype(np.float32)
+            else:
+                trajectory.prompt = random.integers(2, 14, 3)
             if self.replays:
                 seen = random.normal(size=(length + 1, 4)).astype(np.float32)
-                steps["observations"], cut = seen[:-1], seen[-1:] if number % 2 else seen[:0]
-                steps["actions"] = random.uniform(-1, 1, (length, 2))
-                context = {
-                    TRUNCATION_STEPS: np.arange(length)[length - len(cut) :],
-                    FINAL_OBSERVATIONS: cut,
-                }
-            found.append(Record(RecordId(0, number), steps, context, info))
+                cut = seen[-1:] if number % 2 else seen[:0]
+                trajectory.observations, trajectory.final_observations = seen[:-1], cut
+                trajectory.actions = random.uniform(-1, 1, (length, 2))
+                trajectory.truncation_steps = np.arange(length)[length - len(cut) :]
+            found.append(trajectory)
         samples = []
         for row, said in self.trainer().forward(found, 1.0):
             record, old = found[row], said.logprobs.numpy()
-            record.steps["logprobs"] = old
-            record.steps["terminated"] = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
-            if self.replays and len(record.context[TRUNCATION_STEPS]):
-                record.steps["terminated"][-1] = 0
+            record.logprobs = old
+            record.terminated = (np.arange(len(old)) == len(old) - 1).astype(np.float32)
+            if self.replays and len(record.truncation_steps):
+                record.terminated[-1] = 0
             rewards = random.normal(size=len(old)).astype(np.float32)
-            columns = {"logprobs": old, "reference_logprobs": old - 0.1}
+            outputs = PolicyOutputs(
+                identity=record.identity, logprobs=old, reference_logprobs=old - 0.1
+            )
             if said.values is not None:
-                columns["values"] = said.values.numpy()
-            reward = Record(record.identity, {"rewards": rewards}, info={"keep": 1})
-            samples.append(TrainingSample(record, reward, Record(record.identity, columns)))
+                outputs.values = said.values.numpy()
+            reward = StepRewards(identity=record.identity, rewards=rewards)
+            samples.append(TrainingSample(record, reward, outputs))
         return samples
 
 
@@ -337,7 +346,7 @@ def test_samples_that_are_not_kept_teach_nothing(name: str, tmp_path: Path) -> N
     dropped = []
     for sample in update.samples[4:]:
         assert sample.reward is not None
-        reward = replace(sample.reward, info={"keep": 0})
+        reward = replace(sample.reward, is_included=False)
         dropped.append(sample._replace(reward=reward))
     alike(update.trainer().full_state_dict(), update.weights([dropped]))
     some, alone = update.samples[:4], update.weights([update.samples[:4]])

@@ -25,6 +25,7 @@ from scipy import stats
 from rlinf.capabilities import LANGUAGE_MODEL
 from rlinf.channels.channel import ChannelFailed, LocalChannel
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.engines import engines
 from rlinf.engines.base import (
@@ -154,10 +155,10 @@ class Tried:
         for i, steps in enumerate(actions):
             if self.kind == "tokens":
                 prompt = request.steps["prompt"][i, : request.steps["prompt_length"][i]]
-                records.append(Record(RecordId(0, i), {"actions": steps}, {"prompt": prompt}))
+                inputs = {"prompt": prompt}
             else:
-                seen = request.steps["observation"][[i]]
-                records.append(Record(RecordId(0, i), {"observations": seen, "actions": steps}))
+                inputs = {"observations": request.steps["observation"][[i]]}
+            records.append(Trajectory(identity=RecordId(0, i), actions=steps, **inputs))
         with torch.no_grad():
             batch = self.policy.collate(records)
             logprobs = self.policy.evaluate(batch, temperature).logprobs.numpy()

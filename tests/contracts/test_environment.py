@@ -14,7 +14,7 @@ import pytest
 
 from rlinf.capabilities import OBSERVATIONS, STEP_REWARDS, VISION
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs import environments
@@ -28,7 +28,7 @@ from stages.rollout_loop import local_rollout_iter
 GROUP = 2
 LETTERS = "0123456789+-*=? errobad"
 CARTPOLE = {"id": "CartPole-v1", "observation": 4, "action": {"kind": "discrete", "size": 2}}
-Play = Callable[..., list[Record]]
+Play = Callable[..., list[Trajectory]]
 
 
 def options(name: str, folder: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
 
     def play(
         starts: range = range(4), split: Literal["train", "test"] = "train", iteration: int = 2
-    ) -> list[Record]:
+    ) -> list[Trajectory]:
         episodes = RolloutRequest(1, iteration, split, starts, 4, GROUP, 12, 1.0)
         records = list(local_rollout_iter(environment, engine, episodes, "rollout"))
         return sorted(records, key=lambda record: record.identity)
@@ -116,12 +116,11 @@ def made(kind: tuple[Any, Any], tmp_path: Path) -> Iterator[tuple[Environment, P
     engine.close()
 
 
-def asked(record: Record) -> bytes:
+def asked(record: Trajectory) -> bytes:
     """What an episode begins with."""
-    prompt = record.context.get("prompt")
-    first = record.steps["observations"][0] if prompt is None else prompt
-    image: bytes = record.context.get("pixels", np.zeros(0, np.uint8)).tobytes()
-    return np.asarray(first).tobytes() + image
+    prompt = record.prompt
+    first = record.observations[0] if prompt is None else prompt
+    return np.asarray(first).tobytes() + (b"" if record.pixels is None else record.pixels.tobytes())
 
 
 def test_every_sample_is_there_once_with_what_the_algorithms_need(
@@ -132,18 +131,20 @@ def test_every_sample_is_there_once_with_what_the_algorithms_need(
     assert [record.identity for record in records] == [(2, sample, 0) for sample in range(8)]
     for record in records:
         assert 0 < len(record) <= 12
-        assert {"actions", "logprobs"} <= record.steps.keys()
-        assert record.info["group"] == record.identity.sample // GROUP
-        assert record.info["policy_version"] == 5
-        assert isinstance(record.info["stop_reason"], str)
-        assert np.isfinite(record.steps["logprobs"]).all()
+        assert record.logprobs is not None
+        assert record.group == record.identity.sample // GROUP
+        assert record.policy_version == 5
+        assert isinstance(record.stop_reason, str)
+        assert np.isfinite(record.logprobs).all()
         assert loss_mask(record).any()
-        assert ("rewards" in record.steps) == (STEP_REWARDS in environment.provides)
+        assert (record.rewards is not None) == (STEP_REWARDS in environment.provides)
 
 
 def test_the_same_address_gives_the_same_experience(made: tuple[Environment, Play]) -> None:
     _, play = made
-    assert [record.digest() for record in play()] == [record.digest() for record in play()]
+    assert [record.to_record().digest() for record in play()] == [
+        record.to_record().digest() for record in play()
+    ]
 
 
 def test_a_part_of_the_starts_begins_as_in_the_whole(made: tuple[Environment, Play]) -> None:
@@ -232,4 +233,4 @@ def test_a_crash_costs_one_episode(
         if after.identity.sample == 2:
             assert not loss_mask(after)[:3].any()
         else:
-            assert before.digest() == after.digest()
+            assert before.to_record().digest() == after.to_record().digest()

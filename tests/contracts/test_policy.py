@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlinf.capabilities import LANGUAGE_MODEL, SINGLE_PASS_ACTIONS
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.batch import pad_right
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory, context_fields, step_fields
 from rlinf.engines import engines
 from rlinf.engines.external import ExternalEngine
 from rlinf.envs.episode_runner import TRAJECTORY_NAMES
@@ -133,7 +135,7 @@ class Tried:
     def acts(self) -> bool:
         return SINGLE_PASS_ACTIONS in self.cls.provides
 
-    def record(self, number: int, steps: int) -> Record:
+    def record(self, number: int, steps: int) -> Trajectory:
         """A trajectory that follows from its number; a shorter one is the beginning of it."""
         random = np.random.default_rng(number)
         if self.kind == "tokens":
@@ -145,13 +147,17 @@ class Tried:
                 seen = np.full(images.num_tokens(image), images.image_token_id)
                 context = {"prompt": np.concatenate([prompt[:2], seen, prompt[2:]])}
                 context |= pack_images([image])
-            return Record(RecordId(0, number), {"actions": actions[:steps]}, context)
+            return Trajectory(
+                identity=RecordId(0, number), actions=actions[:steps], **context_fields(context)
+            )
         columns = {
             "observations": random.normal(size=(20, 4)).astype(np.float32),
             "images.front": random.integers(0, 256, (20, 36, 40, 3), np.uint8),
         }
         noise = self.policy.draw_noise(random, 20)
-        whole = Record(RecordId(0, number), columns | self.acted(columns, noise, 1.0))
+        whole = Trajectory(
+            identity=RecordId(0, number), **step_fields(columns | self.acted(columns, noise, 1.0))
+        )
         return whole.slice_steps(0, steps)
 
     def acted(
@@ -166,7 +172,7 @@ class Tried:
             )
         return {TRAJECTORY_NAMES.get(name, name): column.numpy() for name, column in found.items()}
 
-    def judged(self, records: Sequence[Record], temperature: float = 1.0) -> list[np.ndarray]:
+    def judged(self, records: Sequence[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probs, entropies and values of the steps of each record: ``[T, columns]``."""
         with torch.no_grad():
             batch = self.policy.collate(records)
@@ -190,16 +196,18 @@ def test_evaluated_log_probs_are_those_of_acting(tried: Tried, temperature: floa
         records = [tried.record(number, 6) for number in range(5)]
         for record in records:
             noise = tried.policy.draw_noise(generator(1, record.identity.sample), 6)
-            shown = {n: record.steps[n] for n in ("observations", "images.front")}
-            record.steps |= tried.acted(shown, noise, temperature)
+            shown = {"observations": record.observations, "images.front": record.images["front"]}
+            acted = step_fields(tried.acted(shown, noise, temperature)) | {"images": record.images}
+            for name, column in acted.items():
+                setattr(record, name, column)
     else:
         records = generated(tried, temperature)
     judged = tried.judged(records, temperature)
     for record, row in zip(records, judged, strict=True):
-        acted = record.steps["logprobs"].reshape(len(record), -1)
+        acted = record.logprobs.reshape(len(record), -1)
         np.testing.assert_allclose(row[:, : acted.shape[1]], acted, atol=1e-5)
-        if "values" in record.steps:
-            values = record.steps["values"].reshape(len(record), -1)
+        if record.values is not None:
+            values = record.values.reshape(len(record), -1)
             np.testing.assert_allclose(row[:, -values.shape[1] :], values, atol=1e-5)
 
 
@@ -212,11 +220,11 @@ def test_there_is_a_value_for_each_step_or_for_each_action_of_its_chunk(tried: T
         said = tried.policy.evaluate(tried.policy.collate([record]), 1.0)
     if said.values is not None:
         assert said.values.shape == (1, 6, *[3] * valued)
-    if "values" in record.steps:
-        assert record.steps["values"].shape == (6, *[3] * valued)
+    if record.values is not None:
+        assert record.values.shape == (6, *[3] * valued)
 
 
-def generated(tried: Tried, temperature: float) -> list[Record]:
+def generated(tried: Tried, temperature: float) -> list[Trajectory]:
     """Samples of an engine of this process for policies of tokens."""
     # Those of other projects take not all of these networks.
     known = map(engines.get, engines.names())
@@ -225,7 +233,7 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
     )
     engine = cls(cls.Config(device="cpu"), tried.cls, tried.options)
     engine.load(tried.folder, 0)
-    contexts = [tried.record(number, 0).context for number in range(5)]
+    contexts = [tried.record(number, 0).to_record().context for number in range(5)]
     prompts = [context["prompt"] for context in contexts]
     steps = {
         "sample": np.arange(5),
@@ -237,16 +245,20 @@ def generated(tried: Tried, temperature: float) -> list[Record]:
             columns = [context[name] for context in contexts]
             steps[name] = pad_right(columns, max(map(len, columns))).numpy()
     channel, records = LocalChannel(), []
-    channel.put(Record(RecordId(0, 0), steps, info={"horizon": 6, "temperature": temperature}))
+    info = {"horizon": 6, "temperature": temperature}
+    channel.put(Record(RecordId(0, 0), steps, info=info))
     channel.close()
     for reply in engine.generate(channel, seed=1, stage="rollout"):
         for i, sample in enumerate(reply.steps["sample"].tolist()):
             length = int(reply.steps["length"][i])
-            columns = {
-                "actions": reply.steps["tokens"][i, :length],
-                "logprobs": reply.steps["logprobs"][i, :length],
-            }
-            records.append(Record(RecordId(0, sample), columns, contexts[sample]))
+            records.append(
+                Trajectory(
+                    identity=RecordId(0, sample),
+                    actions=reply.steps["tokens"][i, :length],
+                    logprobs=reply.steps["logprobs"][i, :length],
+                    **context_fields(contexts[sample]),
+                )
+            )
     engine.close()
     return records
 
@@ -273,7 +285,7 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
         return
     record = tried.record(1, 1)
     # Of a chunk the first action is varied.
-    rest = record.steps["actions"].shape[1:] if tried.kind == "discrete" else ()
+    rest = record.actions.shape[1:] if tried.kind == "discrete" else ()
     count = 3
     if tried.kind == "tokens":
         count = tried.policy.network.config.get_text_config().vocab_size
@@ -281,8 +293,7 @@ def test_probabilities_of_numbered_actions_add_up_and_give_the_entropy(
     for action in range(count):
         actions = np.zeros((1, *rest), np.int64)
         actions[(0,) * actions.ndim] = action
-        steps = {**record.steps, "actions": actions}
-        every.append(Record(RecordId(0, action), steps, record.context))
+        every.append(replace(record, identity=RecordId(0, action), actions=actions))
     rows = np.stack(tried.judged(every, temperature))[:, 0].astype(np.float64)
     assert np.exp(rows[:, 0]).sum() == pytest.approx(1, abs=1e-5)
     entropy = rows[0, 1 if not rest else rest[0]]

@@ -16,7 +16,8 @@ from rlinf.algorithms.advantages import compute_gae, group_relative_advantages
 from rlinf.config import Section
 from rlinf.data.batch import TrainingSample, build_step_batch, join_by_identity
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory, info_fields, step_fields
 from rlinf.errors import InputError
 from rlinf.rewards import rewards
 from rlinf.rewards.base import Reward, RewardResources, RewardResult
@@ -59,7 +60,7 @@ def reward(
     made.close()
 
 
-def trajectories(first: int = 0) -> list[Record]:
+def trajectories(first: int = 0) -> list[Trajectory]:
     """Of two groups, as simulators and text tasks make them; most end on a masked step."""
     out = []
     for number, mask in enumerate(MASKS):
@@ -73,7 +74,11 @@ def trajectories(first: int = 0) -> list[Record]:
             steps["mask"] = np.array(mask, np.float32)
         text = "12345"[: number + 1]
         info = {"group": number // 2, "text": text, "answer": "12345", "prompt_text": "1+2="}
-        out.append(Record(RecordId(0, first + number), steps, info=info))
+        out.append(
+            Trajectory(
+                identity=RecordId(0, first + number), **step_fields(steps), **info_fields(info)
+            )
+        )
     return out
 
 
@@ -81,9 +86,11 @@ def scores(reward: Reward) -> list[float]:
     return SCORES if reward.needs_score else []
 
 
-def batch_of(given: Sequence[Record], judged: Sequence[np.ndarray]) -> Any:
-    columns = [Record(t.identity, {"rewards": r}) for t, r in zip(given, judged, strict=True)]
-    rows = join_by_identity(given, columns, [Record(t.identity) for t in given])
+def batch_of(given: Sequence[Trajectory], judged: Sequence[np.ndarray]) -> Any:
+    columns = [
+        StepRewards(identity=t.identity, rewards=r) for t, r in zip(given, judged, strict=True)
+    ]
+    rows = join_by_identity(given, columns, [PolicyOutputs(identity=t.identity) for t in given])
     return build_step_batch([TrainingSample(*row) for row in rows])
 
 
@@ -147,7 +154,7 @@ def test_a_sample_is_judged_alike_beside_others(reward: Reward) -> None:
 
 def test_a_trajectory_without_a_step_that_counts_earns_nothing(reward: Reward) -> None:
     none = trajectories()[0]
-    none.steps["mask"] = np.zeros(len(none))
+    none.mask = np.zeros(len(none))
     (steps,) = reward.compute_step_rewards([none], scores(reward)[:1])
     assert steps.tolist() == [0.0] * len(none)
 
@@ -162,7 +169,7 @@ class Given(Reward):
         super().__init__(Section(), RewardResources())
         self.given = judgements
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> Sequence[Any]:
         return self.given
 
 
@@ -213,14 +220,16 @@ def test_whatever_is_a_number_is_a_reward(number: Any) -> None:
 
 def test_an_error_of_a_reward_says_which_fields_there_are() -> None:
     class Broken(Given):
-        def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> Sequence[Any]:
-            return [trajectory.info["nowhere"] for trajectory in trajectories]
+        def compute(
+            self, trajectories: Sequence[Trajectory], scores: Sequence[float]
+        ) -> Sequence[Any]:
+            return [trajectory.extra["nowhere"] for trajectory in trajectories]
 
     with pytest.raises(KeyError) as caught:
         Broken().compute_step_rewards(trajectories(7)[:2], [])
     (note,) = caught.value.__notes__
-    assert note.startswith("a trajectory has the fields info: ")
-    assert "; steps: actions" in note
+    assert note.startswith("a trajectory has the fields identity, actions, ")
+    assert "prompt_text, text, answer" in note
 
 
 def test_what_could_not_be_judged_says_so_beside_its_worth() -> None:

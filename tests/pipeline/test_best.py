@@ -20,7 +20,7 @@ from pipeline.report.data import read_report_data
 from pipeline.report.page import report_html
 from pipeline.resume import OnMismatch
 from rlinf.artifacts import read_manifest
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, InputError
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
@@ -36,7 +36,7 @@ class Peaked(GymEnvironment):
 
     scores: ClassVar[list[float]] = []
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         found = super().score(trajectories, counts)
         return [self.scores.pop(0)] * HELD_OUT if len(found) == HELD_OUT else found
 
@@ -44,11 +44,11 @@ class Peaked(GymEnvironment):
 class Shuffled(GymEnvironment):
     """CartPole whose held-out score is a fixed but arbitrary function of the weights."""
 
-    def score(self, trajectories: Sequence[Record], counts: Counter[str]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory], counts: Counter[str]) -> list[float]:
         found = super().score(trajectories, counts)
         if len(found) != HELD_OUT:
             return found
-        text = b"".join(trajectory.steps["logprobs"].tobytes() for trajectory in trajectories)
+        text = b"".join(trajectory.logprobs.tobytes() for trajectory in trajectories)
         return [hashlib.sha256(text).digest()[0] / 256] * HELD_OUT
 
 

@@ -145,7 +145,7 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
     weights.chmod(0o600)
     weights.write_bytes(bytes(data))
     finish(start_driver(started, log), log)
-    assert "found damaged; rebuilding it" in log.read_text()
+    assert "is damaged; rebuilding it" in log.read_text()
     same_samples(run, reference, range(ITERATIONS))
 
 

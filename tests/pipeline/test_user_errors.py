@@ -22,7 +22,7 @@ CALLS = Path(__file__).with_name("calls")
 
 
 def difficulty(trajectory):
-    return trajectory.info["difficulty"]
+    return trajectory.extra["difficulty"]
 
 
 class Own(Reward):
@@ -96,7 +96,7 @@ def test_user_code_that_raises_ends_the_run_at_once(tmp_path: Path, place: str) 
     frames = [line for line in message.splitlines() if line.startswith("  File ")]
     assert [frame.rpartition(" ")[2] for frame in frames] == ["compute", "<listcomp>", "difficulty"]
     assert all("own_reward.py" in frame for frame in frames)
-    assert "a trajectory has the fields info: " in message
+    assert "a trajectory has the fields identity, actions, " in message
     assert "prompt_text" in message, "the fields there are"
 
 

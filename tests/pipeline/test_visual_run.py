@@ -12,6 +12,7 @@ import torch
 
 from pipeline.commands.experiment import run_experiment, validate_experiment
 from rlinf.channels.record_files import RecordFileReader
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from tests.pipeline.helpers import output
@@ -48,17 +49,17 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
     config = Qwen25VLConfig(hidden=32)
     for iteration, folder in ((0, "warm_start"), (1, "it/0000/sync")):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
-        records = list(RecordFileReader(data.glob("*.h5")))
+        records = list(map(Trajectory.from_record, RecordFileReader(data.glob("*.h5"))))
         assert len(records) == 16
         # Each group has its image, and its samples have it too.
-        images = {int(r.info["group"]): r.context["pixels"].tobytes() for r in records}
+        images = {r.group: r.pixels.tobytes() for r in records}
         assert len(set(images.values())) == 4
-        assert all(r.context["pixels"].tobytes() == images[int(r.info["group"])] for r in records)
+        assert all(r.pixels.tobytes() == images[r.group] for r in records)
         policy = Qwen25VL.load(output(run, folder)[1] / "weights", config)
         with torch.no_grad():
             said = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
         for row, record in zip(said, records, strict=True):
-            np.testing.assert_allclose(row[: len(record)], record.steps["logprobs"], atol=1e-5)
+            np.testing.assert_allclose(row[: len(record)], record.logprobs, atol=1e-5)
     one, two = (
         Qwen25VL.load(output(run, "it", f"000{i}", "sync")[1] / "weights", config).module
         for i in (0, 1)

@@ -76,7 +76,7 @@ def test_trajectories_are_the_records_of_the_iterations_in_order(opened: Any) ->
     assert [each.to_record().digest() for each in second] == [
         each.to_record().digest() for each in every[16:]
     ]
-    rewards = [record.steps["rewards"].sum() for record in opened.records("rewards", 1)]
+    rewards = [each.rewards.sum() for each in opened.rewards(1)]
     assert np.mean(rewards) == pytest.approx(opened.metrics()[1]["reward/mean"])
     with pytest.raises(InputError, match=r"iteration 7 on disk; there are those of \[0, 1\]"):
         opened.trajectories(7)

@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.mkl_warmup import FUNCTIONS
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 
@@ -65,9 +66,7 @@ def test_what_a_model_computes_with_is_among_them(tmp_path: Path, architecture: 
     )
     CausalLM.create(config, {"alphabet": "abc"}, 0, tmp_path)
     policy = CausalLM.load(tmp_path, config)
-    record = Record(
-        RecordId(0, 0), {"actions": np.array([2, 3])}, context={"prompt": np.array([2, 2])}
-    )
+    record = Trajectory(identity=RecordId(0, 0), actions=np.array([2, 3]), prompt=np.array([2, 2]))
     with Called() as called:
         outputs = policy.evaluate(policy.collate([record]), 0.7, entropy=True)
         outputs.logprobs.sum().backward()

@@ -18,7 +18,7 @@ from rlinf.capabilities import VALUE_ESTIMATES
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch, gather_steps
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.rewards.base import Reward
 from rlinf.trainers.base import Loss, loss_from_steps
@@ -31,8 +31,8 @@ class Favourite(Reward):
 
     needs_score = False
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
-        return [float(np.mean(record.steps["actions"] == 5)) for record in trajectories]
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
+        return [float(np.mean(record.actions == 5)) for record in trajectories]
 
 
 class Coached(GRPO):
@@ -82,7 +82,7 @@ class TwoTimescales(Algorithm):
             batch.require("values"),
             batch.terminated,
             batch.truncated,
-            batch.bootstrap,
+            batch.bootstrap_values,
             batch.mask,
             gamma=0.99,
             lam=0.95,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import PolicyOutputs
 from stages.live_store import LiveStore
 from stages.worker_state import ActivityTracker
 
@@ -36,10 +37,10 @@ def test_records_wait_until_a_stage_takes_them() -> None:
     board = LiveStore()
     stream = board.output("it/0000/rollout").stream("trajectories")
     for sample in range(4):
-        stream.put_remote(Record(RecordId(0, sample, 0)))
-    stream.put_remote(Record(RecordId(0, 0, 1)))
-    stream.put(Record(RecordId(0, 4, 0)))  # made here
+        stream.put_remote(PolicyOutputs(identity=RecordId(0, sample, 0)))
+    stream.put_remote(PolicyOutputs(identity=RecordId(0, 0, 1)))
+    stream.put(PolicyOutputs(identity=RecordId(0, 4, 0)))  # made here
     assert board.num_unread == 4
     stream.read(range(3))
-    stream.put_remote(Record(RecordId(0, 0, 2)))
+    stream.put_remote(PolicyOutputs(identity=RecordId(0, 0, 2)))
     assert board.num_unread == 1

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, info_fields
 from rlinf.errors import StageError, UserCodeError
 from stages.context import DialogueFailure
 from stages.dialogue_failures import DialogueFailures, check_failure_limits, mean_eval_score
@@ -31,10 +32,12 @@ class Metrics:
 
 def dialogue(
     number: int, stop_reason: str, errors: int = 0, retries: int = 0, bug: int = 0
-) -> Record:
+) -> Trajectory:
     info = {"stop_reason": stop_reason, "tool_errors": errors, "tool_retries": retries}
     info |= {"error": f"no {number}" if stop_reason == "error" else "", "bug": bug}
-    return Record(RecordId(0, number), {"actions": np.zeros(2, np.int64)}, info=info)
+    return Trajectory(
+        identity=RecordId(0, number), actions=np.zeros(2, np.int64), **info_fields(info)
+    )
 
 
 def configured(compose: Compose, *more: str) -> RunConfig:

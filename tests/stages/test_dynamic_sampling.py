@@ -14,7 +14,8 @@ from pipeline.metrics import read_metrics
 from pipeline.validate_config import validate_config
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig, Section, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.rewards.base import Reward
 from stages.dynamic_sampling import group_by_batch_index
@@ -30,12 +31,12 @@ class Parity(Reward):
     Config = Section
     needs_score = False
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
-        return [float(int(t.steps["actions"].sum()) % 2) for t in trajectories]
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
+        return [float(int(t.actions.sum()) % 2) for t in trajectories]
 
 
 class Never(Parity):
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         return [0.0] * len(trajectories)
 
 
@@ -56,9 +57,9 @@ def dynamic(compose: Compose, name: str, refills: int, **more: Any) -> dict[str,
     return values(compose, name, *words, **more)
 
 
-def samples(run: Path) -> dict[int, Record]:
+def samples(run: Path) -> dict[int, Trajectory]:
     found = RecordFileReader(run.glob("it/0000/rollout/*/trajectories-r*.h5"))
-    return {record.identity.sample: record for record in found}
+    return {record.identity.sample: Trajectory.from_record(record) for record in found}
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -77,15 +78,13 @@ def test_a_batch_is_filled_with_groups_that_teach(compose: Compose, tmp_path: Pa
     # Groups that teach are those of a rollout without it; the others are of other prompts.
     assert len(kept) == round(plain["reward/used_fraction"] * BATCH)
     for sample, record in now.items():
-        assert record.info["group"] == sample // SIZE
-        alike = record.info["prompt_text"] == now[sample // SIZE * SIZE].info["prompt_text"]
+        assert record.group == sample // SIZE
+        alike = record.prompt_text == now[sample // SIZE * SIZE].prompt_text
         assert alike
 
 
-def same(one: Record, other: Record) -> bool:
-    return np.array_equal(one.steps["actions"], other.steps["actions"]) and (
-        one.info["prompt_text"] == other.info["prompt_text"]
-    )
+def same(one: Trajectory, other: Trajectory) -> bool:
+    return np.array_equal(one.actions, other.actions) and (one.prompt_text == other.prompt_text)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -116,13 +115,16 @@ def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
 
 
 def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
-    drawn = [Record(RecordId(3, number), info={"group": number // 2}) for number in (27, 26, 4, 5)]
+    drawn = [
+        Trajectory(identity=RecordId(3, number), actions=np.zeros(1), group=number // 2)
+        for number in (27, 26, 4, 5)
+    ]
     found = group_by_batch_index(drawn, batch=6, group_size=2)
     assert {place: [r.identity.sample for r in group] for place, group in found.items()} == {
         1: [2, 3],
         2: [4, 5],
     }
-    assert all(r.info["group"] == place for place, group in found.items() for r in group)
+    assert all(r.group == place for place, group in found.items() for r in group)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import stages.evaluate
 from pipeline.commands.experiment import compose
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from stages.context import StageContext
 
 
@@ -21,8 +22,8 @@ from stages.context import StageContext
 def test_lost_episodes_have_no_weight_in_the_score(
     scores: list[float], weight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = {"actions": np.zeros(3, np.int64)}
-    records = [Record(RecordId(0, sample), steps) for sample in range(2)]
+    actions = np.zeros(3, np.int64)
+    records = [Trajectory(identity=RecordId(0, sample), actions=actions) for sample in range(2)]
     environment: Any = SimpleNamespace(
         video_columns=lambda config: (), episode_metrics=lambda records: {}
     )

@@ -23,6 +23,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileWriter
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import StageError, UserCodeError
 from rlinf.trainers import sharded_checkpoint
 from stages.context import StageContext, StageInput
@@ -177,9 +178,17 @@ def test_outages_are_judged_on_the_dialogues_of_all_ranks(two: Two, bug: bool) -
             outages = DialogueFailures(ctx.config)
             for number in range(of):
                 reason = "error" if number < lost else "stop"
-                info = {"stop_reason": reason, "tool_errors": 0, "tool_retries": 0}
-                info |= {"error": "KeyError: 'row'" if number < lost else "", "bug": int(bug)}
-                outages.add(Record(RecordId(0, number), {"actions": np.zeros(2)}, info=info))
+                outages.add(
+                    Trajectory(
+                        identity=RecordId(0, number),
+                        actions=np.zeros(2),
+                        stop_reason=reason,
+                        tool_errors=0,
+                        tool_retries=0,
+                        error="KeyError: 'row'" if number < lost else "",
+                        failed_in_user_code=int(bug),
+                    )
+                )
             outages.log_metrics(ctx)
 
         return work

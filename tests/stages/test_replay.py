@@ -128,9 +128,9 @@ def test_the_buffer_holds_what_was_collected(compose: Compose, tmp_path: Path) -
     wanted = offline_data.load_offline_data(folder)
     held = np.frombuffer(rows_of(run), wanted.dtype)[: len(wanted)]
     assert held.tobytes() == wanted.take(np.arange(len(wanted))).tobytes()
-    record = RecordFileReader(folder.glob("*.h5")).get()
-    assert np.abs(record.steps["actions"]).max() <= 2
-    assert np.abs(record.steps["actions"]).max() > 1
+    actions = RecordFileReader(folder.glob("*.h5")).get().steps["actions"]
+    assert np.abs(actions).max() <= 2
+    assert np.abs(actions).max() > 1
 
 
 def test_what_a_person_does_in_a_run_is_drawn_like_demonstrations(

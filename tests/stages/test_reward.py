@@ -20,6 +20,7 @@ from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import Section
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.envs import environments
 from rlinf.models.hf_folder import HFFolder
 from rlinf.rewards.base import Reward
@@ -31,12 +32,21 @@ from tests.rlinf.rewards.folders import write_reward_model
 Compose = Callable[..., dict[str, Any]]
 
 
-def records(run: Path, stage: str, channel: str) -> dict[int, Record]:
+def trajectories_of(run: Path) -> dict[int, Trajectory]:
+    read = map(Trajectory.from_record, records(run, "rollout", "trajectories"))
+    return {trajectory.identity.sample: trajectory for trajectory in read}
+
+
+def rewards_of(run: Path) -> dict[int, StepRewards]:
+    read = map(StepRewards.from_record, records(run, "reward", "rewards"))
+    return {rewards.identity.sample: rewards for rewards in read}
+
+
+def records(run: Path, stage: str, channel: str) -> list[Record]:
     folder = stage_folder(run, stage, 0)
     manifest = read_manifest(folder)
     assert manifest is not None
-    read = RecordFileReader((folder / manifest.data).glob(f"{channel}-r*.h5"))
-    return {record.identity.sample: record for record in read}
+    return list(RecordFileReader((folder / manifest.data).glob(f"{channel}-r*.h5")))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -53,17 +63,17 @@ def test_a_trajectory_that_ends_on_a_tools_word_is_learned_from(
     assert row["reward/group_std"] > 0
     assert row["train/grad_norm"] > 0
 
-    trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
-    given = records(tmp_path / "tiny", "reward", "rewards")
+    trajectories = trajectories_of(tmp_path / "tiny")
+    given = rewards_of(tmp_path / "tiny")
     for sample, trajectory in trajectories.items():
         places = loss_mask(trajectory).nonzero()[0]
-        found = given[sample].steps["rewards"].nonzero()[0]
+        found = given[sample].rewards.nonzero()[0]
         assert set(found.tolist()) <= set(places[-1:].tolist())
     # Without any step that counts there is nothing to learn from, nor to compare others with.
     assert row["reward/fully_masked"] == 1
-    assert [s for s, record in given.items() if not record.info["keep"]] == [0]
+    assert [s for s, record in given.items() if not record.is_included] == [0]
     # What the task knows of a prompt beside its answer is there for the reward.
-    assert all(t.info["hint"] == str(t.info["prompt_text"])[::-1] for t in trajectories.values())
+    assert all(t.extra["hint"] == str(t.prompt_text)[::-1] for t in trajectories.values())
     # Lengths are of what the policy said, without the tool's word.
     lengths = [int(loss_mask(trajectory).sum()) for trajectory in trajectories.values()]
     assert row["rollout/steps"] == sum(lengths)
@@ -75,9 +85,9 @@ class Length(Reward):
     Config = Section
     needs_score = False
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         assert not scores
-        return [float(len(str(trajectory.info["prompt_text"]))) for trajectory in trajectories]
+        return [float(len(str(trajectory.prompt_text))) for trajectory in trajectories]
 
 
 def again(run: Run, data: Path, world: ProcessGroupInfo) -> StageContext:
@@ -99,7 +109,7 @@ def test_processes_that_share_the_reward_give_what_one_gives(
         stages.reward.run(again(Run.open(tiny_run), tmp_path / "data", ProcessGroupInfo(rank, 3)))
     found = list(RecordFileReader((tmp_path / "data").glob("rewards-r*.h5")))
     assert {r.identity.sample: r.digest() for r in found} == {
-        sample: record.digest() for sample, record in records(tiny_run, "reward", "rewards").items()
+        r.identity.sample: r.digest() for r in records(tiny_run, "reward", "rewards")
     }
     assert len(found) == len({record.identity for record in found})
 
@@ -139,19 +149,19 @@ def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_p
     folder.mkdir()
     model = ["reward=reward_model", f"reward.path={write_reward_model(folder)}"]
     run_experiment(compose("iterations=1", *model, "reward.max_length=8", "evaluate.samples=2"))
-    trajectories = records(tmp_path / "tiny", "rollout", "trajectories")
-    given = records(tmp_path / "tiny", "reward", "rewards")
+    trajectories = trajectories_of(tmp_path / "tiny")
+    given = rewards_of(tmp_path / "tiny")
     (row,) = read_metrics(tmp_path / "tiny")
     tokenizer = HFFolder(folder).raw_tokenizer
     longer = {
         sample
         for sample, t in trajectories.items()
-        if len(tokenizer(f"{t.info['prompt_text']}{t.info['text']}")["input_ids"]) > 8
+        if len(tokenizer(f"{t.prompt_text}{t.text}")["input_ids"]) > 8
     }
     assert 0 < len(longer) < len(given), "some are longer, some are not"
     assert row["reward/too_long"] == len(longer)
-    assert {s for s, record in given.items() if record.info["trouble"]} == longer
-    assert all(not given[sample].info["keep"] for sample in longer)
+    assert {s for s, record in given.items() if record.failure} == longer
+    assert all(not given[sample].is_included for sample in longer)
     # The mean is of those that were judged.
-    judged = [float(r.steps["rewards"].sum()) for s, r in given.items() if s not in longer]
+    judged = [float(r.rewards.sum()) for s, r in given.items() if s not in longer]
     assert row["reward/mean"] == pytest.approx(sum(judged) / len(judged), abs=1e-5)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.base import NO_HOOKS, Engine, RolloutHooks
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs.base import RolloutRequest
@@ -34,7 +35,7 @@ class Asked(PromptEnvironment):
     def prompts(self, episodes: RolloutRequest) -> list[Prompt]:
         return [Prompt(text, "") for text in ("12+34=", "", "7=")]
 
-    def score(self, trajectories: Sequence[Record]) -> list[float]:
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         return [0.0] * len(trajectories)
 
     def grade(self, response: str, answer: str) -> float:
@@ -63,7 +64,7 @@ def test_an_empty_prompt_does_not_shift_the_trainers_log_probs(tmp_path: Path) -
     assert len(records) == 6
     for i, record in enumerate(records):
         got = outputs.logprobs[i, : len(record)].numpy()
-        np.testing.assert_allclose(got, record.steps["logprobs"], atol=2e-5)
+        np.testing.assert_allclose(got, record.logprobs, atol=2e-5)
 
 
 class Endless(Engine):
@@ -98,7 +99,7 @@ class Waiting(Asked):
 
     def simulate(self, episodes: RolloutRequest, observations: Any, actions: Any) -> Any:
         observations.put(Record(RecordId(0, 0), {"sample": np.arange(1)}))
-        yield Record(RecordId(0, 1), {"actions": np.zeros(1)})
+        yield Trajectory(identity=RecordId(0, 1), actions=np.zeros(1))
         actions.get()
 
 

@@ -16,7 +16,8 @@ from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.data.batch import TrainingSample, build_step_batch
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
 from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
@@ -88,21 +89,24 @@ def test_the_last_token_that_counts_is_the_end_of_a_response(reason: str) -> Non
     algorithm = PPO(PPOConfig(gamma=0.5, gae_lambda=0.8, whiten_advantages=False))
     samples = []
     for number, mask in enumerate(([1, 0, 1, 0], [1, 1, 1, 1])):
-        steps = {
-            "actions": np.arange(4),
-            "logprobs": np.zeros(4, np.float32),
-            "mask": np.array(mask),
-        }
-        info: dict[str, Any] = {"group": number, "policy_version": 0, "stop_reason": reason}
         worth = np.zeros(4, np.float32)
         worth[np.flatnonzero(mask)[-1]] = 1
         said = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
         identity = RecordId(0, number)
+        trajectory = Trajectory(
+            identity=identity,
+            actions=np.arange(4),
+            logprobs=np.zeros(4, np.float32),
+            mask=np.array(mask),
+            group=number,
+            policy_version=0,
+            stop_reason=reason,
+        )
         samples.append(
             TrainingSample(
-                Record(identity, steps, info=info),
-                Record(identity, {"rewards": worth}, info={"keep": 1}),
-                Record(identity, {"values": said, "logprobs": np.zeros(4, np.float32)}),
+                trajectory,
+                StepRewards(identity=identity, rewards=worth),
+                PolicyOutputs(identity=identity, values=said, logprobs=np.zeros(4, np.float32)),
             )
         )
     advantages, returns = algorithm.compute_advantages(build_step_batch(samples))

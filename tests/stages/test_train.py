@@ -13,7 +13,8 @@ from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics, stage_manifest
 from rlinf.algorithms.importance_sampling import policy_lags
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.errors import InputError
 from stages.train import logprob_gap_limit
 
@@ -21,9 +22,9 @@ Compose = Callable[..., dict[str, Any]]
 
 
 def test_each_step_is_as_far_behind_as_the_weights_that_chose_it() -> None:
-    def record(length: int, version: int, **columns: Any) -> Record:
+    def record(length: int, version: int, **columns: Any) -> Trajectory:
         steps = {"actions": np.zeros(length, np.int64), **columns}
-        return Record(RecordId(0, 0), steps, info={"policy_version": version})
+        return Trajectory(identity=RecordId(0, 0), **step_fields(steps), policy_version=version)
 
     stale, fresh = record(2, 3), record(3, 4)
     mixed = record(2, 3, versions=np.array([3, 4]))

@@ -12,16 +12,18 @@ import pytest
 
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import SftSection
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from stages import warm_start
 from stages.warm_start import fine_tune
 
 
 class Task:
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         seen = np.full((2, 1), step, np.float32)
         return [
-            Record(RecordId(step, n), {"observations": seen, "actions": seen}) for n in range(count)
+            Trajectory(identity=RecordId(step, n), observations=seen, actions=seen)
+            for n in range(count)
         ]
 
 
@@ -31,11 +33,11 @@ class Policy:
     def __init__(self) -> None:
         self.seen = list[float]()
 
-    def prepare_demonstration(self, record: Record, seed: int) -> Record:
+    def prepare_demonstration(self, record: Trajectory, seed: int) -> Trajectory:
         return record
 
-    def update_observation_stats(self, records: Sequence[Record]) -> None:
-        self.seen += [float(record.steps["observations"][0, 0]) for record in records]
+    def update_observation_stats(self, records: Sequence[Trajectory]) -> None:
+        self.seen += [float(record.observations[0, 0]) for record in records]
 
 
 class Trainer:
@@ -44,7 +46,7 @@ class Trainer:
     def __init__(self) -> None:
         self.policy, self.steps = Policy(), 0
 
-    def step(self, records: list[Record], loss: Any, lr: float) -> dict[str, float]:
+    def step(self, records: list[Trajectory], loss: Any, lr: float) -> dict[str, float]:
         assert self.policy.seen or self.steps, "it learns by the statistics that it goes on with"
         self.steps += 1
         return {"loss": 1.0}
@@ -89,7 +91,7 @@ def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None
     asked = []
 
     class Overflows(Trainer):
-        def step(self, records: list[Record], loss: Any, lr: float) -> dict[str, float]:
+        def step(self, records: list[Trajectory], loss: Any, lr: float) -> dict[str, float]:
             asked.append((records[0].identity.iteration, lr))
             if len(asked) in (1, 2, 4):
                 return {"loss": 9.0, "skipped_steps": 1.0}

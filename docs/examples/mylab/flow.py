@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from rlinf.data.record import Record
+from rlinf.data.trajectory import StepRewards, Trajectory
 from stages.context import StageContext
 from stages.flow import Flow, InputSource, StageSpec, on_policy
 
@@ -35,13 +35,12 @@ def run(ctx: StageContext) -> None:
         return
     output, shares = ctx.open_writer("rewards"), []
     for samples in ctx.chunks():
-        trajectories = ctx.read_records("trajectories", samples)
-        rewards = ctx.read_records("rewards", samples)
-        answers = [(t.info["group"], t.info["text"]) for t in trajectories]
+        trajectories = ctx.read(Trajectory, "trajectories", samples)
+        rewards = ctx.read(StepRewards, "rewards", samples)
+        answers = [(t.group, t.text) for t in trajectories]
         counts = Counter(answers)
         for answer, old in zip(answers, rewards, strict=True):
-            steps = {"rewards": old.steps["rewards"] / counts[answer]}
-            output.put(Record(old.identity, steps, info=old.info))
+            output.put(replace(old, rewards=old.rewards / counts[answer]).to_record())
         shares.append(len(counts) / len(answers))
     output.close()
     ctx.log_metric("distinct_fraction", sum(shares) / len(shares))

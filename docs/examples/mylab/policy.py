@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 
 from rlinf.capabilities import OBSERVATIONS, SINGLE_PASS_ACTIONS, VALUE_ESTIMATES
 from rlinf.data.batch import pad_right
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
 from rlinf.safetensors_io import load_tensors
 
@@ -46,10 +46,14 @@ class Linear(Policy):
         action = (choice.logits if noise is None else choice.logits + noise).argmax(-1)
         return {"action": action, "logprob": choice.log_prob(action), "value": value}
 
-    def collate(self, records: list[Record]) -> Batch:
-        length, names = max(map(len, records)), ("observations", "actions")
-        batch = {name: pad_right([r.steps[name] for r in records], length) for name in names}
-        return batch | {"mask": pad_right([np.ones(len(r), np.float32) for r in records], length)}
+    def collate(self, trajectories: list[Trajectory]) -> Batch:
+        length = max(map(len, trajectories))
+        columns = {
+            "observations": [t.observations for t in trajectories],
+            "actions": [t.actions for t in trajectories],
+            "mask": [np.ones(len(t), np.float32) for t in trajectories],
+        }
+        return {name: pad_right(arrays, length) for name, arrays in columns.items()}
 
     def evaluate(self, batch: Batch, temperature: float, *, entropy: bool = False) -> StepOutputs:
         p, values = self._heads(batch["observations"], temperature)

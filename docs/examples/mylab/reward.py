@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rlinf.config import Section
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.rewards.base import Reward
 
 
@@ -20,6 +20,6 @@ class BriefConfig(Section):
 class Brief(Reward):
     Config = BriefConfig
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         lengths = [int(loss_mask(trajectory).sum()) for trajectory in trajectories]
         return [s - self.config.price * n for s, n in zip(scores, lengths, strict=True)]

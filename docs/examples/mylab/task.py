@@ -6,7 +6,8 @@ import numpy as np
 from pydantic import Field
 
 from rlinf.config import Section
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import RolloutRequest, TaskSize
 from rlinf.envs.text_environment import Prompt, PromptEnvironment
 from rlinf.models.base import ModelSpec
@@ -40,15 +41,15 @@ class Reversal(PromptEnvironment):
     def grade(self, response: str, answer: str) -> float:
         return float(response.strip() == answer)
 
-    def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:
+    def demonstrations(self, seed: int, step: int, count: int) -> list[Trajectory]:
         """Return what the warm start imitates. Without any, set ``warm_start.max_steps=0``."""
         random = generator(seed, "reversal", "demonstration", step)
         prompts = [self._draw(random) for _ in range(count)]
         questions = self.encode([prompt.text for prompt in prompts])
         answers = self.encode([prompt.answer for prompt in prompts])
-        steps = [np.append(answer, self.tokenizer.eos_token_id) for answer in answers]
+        actions = [np.append(answer, self.tokenizer.eos_token_id) for answer in answers]
         return [
-            Record(RecordId(step, i), {"actions": steps[i]}, {"prompt": questions[i]})
+            Trajectory(identity=RecordId(step, i), actions=actions[i], prompt=questions[i])
             for i in range(count)
         ]
 

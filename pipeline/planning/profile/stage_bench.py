@@ -38,7 +38,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.channels.record_files import RecordFileReader
 from rlinf.config import RunConfig
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import RequeueRequested
 from rlinf.models.device import local_device
@@ -107,7 +107,7 @@ class StageBench:
     first_load_s: float = 0.0
     num_iterations: int = 0
     """Iterations of this process."""
-    records: list[Record] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
     trainable_keys: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -240,14 +240,14 @@ class StageBench:
             self.overhead("trainer_load", load + self.connect_s)
             self.connect_s = 0.0
         if stage == flow.producer_of("trajectories"):
-            self.records = list(
-                RecordFileReader((folder / manifest.data).glob("trajectories-*.h5"))
-            )
+            files = (folder / manifest.data).glob("trajectories-*.h5")
+            self.trajectories = list(map(Trajectory.from_record, RecordFileReader(files)))
             if samples == self.config.rollout.batch_size * self.config.rollout.group_size:
                 self.record_lengths()
         if stage == flow.producer_of("rewards"):
-            rewards = RecordFileReader((folder / manifest.data).glob("rewards-*.h5"))
-            self.trainable_keys = {record.identity.key for record in rewards if record.info["keep"]}
+            files = (folder / manifest.data).glob("rewards-*.h5")
+            rewards = map(StepRewards.from_record, RecordFileReader(files))
+            self.trainable_keys = {each.identity.key for each in rewards if each.is_included}
         if stage == flow.publish_stage:
             self.overhead("publish", parts["publish"])
             self.update_trial(weights_bytes=int(manifest.metrics["bytes"]))
@@ -280,20 +280,20 @@ class StageBench:
             return 0
         policy = trainer.policy
         chosen = [
-            r
-            for r in self.records
-            if stage != flow.train_stage or r.identity.key in self.trainable_keys
+            t
+            for t in self.trajectories
+            if stage != flow.train_stage or t.identity.key in self.trainable_keys
         ]
-        return sum(policy.num_tokens(record) for record in chosen)
+        return sum(map(policy.num_tokens, chosen))
 
     def lengths(self) -> list[int]:
         """Return the length of each response of the last rollout, without the output of tools."""
-        return [int(loss_mask(record).sum()) for record in self.records]
+        return [int(loss_mask(trajectory).sum()) for trajectory in self.trajectories]
 
     def record_lengths(self) -> None:
         """Record the response lengths of the last rollout."""
         if len(self.trial.lengths) < MAX_LENGTH_ROLLOUTS:
-            cut = sum(record.info["stop_reason"] == "length" for record in self.records)
+            cut = sum(trajectory.stop_reason == "length" for trajectory in self.trajectories)
             lengths = tuple(sorted(self.lengths()))
             self.update_trial(
                 lengths=(*self.trial.lengths, lengths), truncated=self.trial.truncated + cut

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlinf.channels.process_group import LAYOUT_VARIABLE, ParallelLayout, ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import allocate_parameters
 from rlinf.errors import ConfigError, require_package
 from rlinf.models.base import Policy, StepOutputs, weight_mismatch
@@ -234,14 +234,18 @@ class MegatronTrainer(MinibatchTrainer):
         return {"loss": value.detach(), **metrics}
 
     def _gradients(
-        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, loss: LossFunction
+        self,
+        policy: Policy,
+        trajectories: Sequence[Trajectory],
+        cut: MicroBatches,
+        loss: LossFunction,
     ) -> dict[str, Any]:
         if self.world.layout.pp == 1:
-            return super()._gradients(policy, records, cut, loss)
+            return super()._gradients(policy, trajectories, cut, loss)
 
         def compute(batch: tuple[list[StepSpan], bool]) -> tuple[Tensor, dict[str, Tensor]]:
             spans, real = batch
-            value, metrics = loss(policy, self._inputs(policy, records, spans), spans)
+            value, metrics = loss(policy, self._inputs(policy, trajectories, spans), spans)
             counted = 1.0 if real else 0.0
             every = {"loss": value.detach(), **metrics}
             value = value * (counted * self._scaling.value / self.world.layout.cp)
@@ -257,14 +261,18 @@ class MegatronTrainer(MinibatchTrainer):
         return dict(pipeline_parallel.broadcast_metric_sums(sums, self.device))
 
     def _outputs(
-        self, policy: Policy, records: Sequence[Record], cut: MicroBatches, temperature: float
+        self,
+        policy: Policy,
+        trajectories: Sequence[Trajectory],
+        cut: MicroBatches,
+        temperature: float,
     ) -> Iterable[StepOutputs]:
         if self.world.layout.pp == 1:
-            return super()._outputs(policy, records, cut, temperature)
+            return super()._outputs(policy, trajectories, cut, temperature)
         sizes: list[torch.Size] = []
 
         def compute(spans: list[StepSpan]) -> tuple[Tensor, Tensor]:
-            inputs = self._inputs(policy, records, spans)
+            inputs = self._inputs(policy, trajectories, spans)
             sizes.append(inputs["mask"].shape)
             logprobs_out = policy.evaluate(inputs, temperature).logprobs
             return logprobs_out, logprobs_out

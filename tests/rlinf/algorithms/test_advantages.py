@@ -185,7 +185,7 @@ def test_equal_rewards_teach_nothing_whatever_is_made_of_them(
         old_logprobs=zeros,
         terminated=last,
         truncated=zeros,
-        bootstrap=zeros,
+        bootstrap_values=zeros,
     )
     assert not masked_whiten(score * mask, mask).any()
     counted = mask.any(1)

@@ -91,7 +91,7 @@ def test_the_proximal_policy_lies_between_by_versions() -> None:
 def lagging(update: Update, versions: int) -> None:
     """The samples as those of weights so many versions before version 3."""
     for sample in update.samples:
-        sample.trajectory.info["policy_version"] = 3 - versions
+        sample.trajectory.policy_version = 3 - versions
 
 
 def test_each_choice_of_a_step_has_the_place_of_the_step() -> None:
@@ -137,8 +137,8 @@ def test_an_interpolated_update_needs_no_pass_of_the_policy_before(
         for sample in update.samples:
             noise = random.normal(size=len(sample.trajectory)).astype(np.float32) / 20
             assert sample.inference is not None
-            sample.trajectory.steps["logprobs"] = sample.trajectory.steps["logprobs"] + noise
-            sample.trajectory.steps["values"] = sample.inference.steps["values"] * 0
+            sample.trajectory.logprobs = sample.trajectory.logprobs + noise
+            sample.trajectory.values = sample.inference.values * 0
         samples = update.samples
         if way == "interpolate":
             samples = [sample._replace(inference=None) for sample in samples]

@@ -53,9 +53,9 @@ def drawn(
     random = np.random.default_rng(seed)
     steps = (4, 5)
     mask = random.random(steps) < 0.8
-    submask = random.random((*steps, *choices)) < (0.7 if masked else 2)
+    choice_mask = random.random((*steps, *choices)) < (0.7 if masked else 2)
     # A step counts where any of its choices does, as rlinf.data.loss_mask has it.
-    mask &= submask.reshape(*steps, -1).any(-1)
+    mask &= choice_mask.reshape(*steps, -1).any(-1)
     old = random.normal(-1, 0.3, (*steps, *choices))
 
     def near(scale: float) -> Tensor:
@@ -68,13 +68,13 @@ def drawn(
         old_logprobs=torch.tensor(old, dtype=torch.float32),
         terminated=torch.zeros(steps),
         truncated=torch.zeros(steps),
-        bootstrap=torch.zeros(steps),
+        bootstrap_values=torch.zeros(steps),
         reference_logprobs=near(0.2),
-        submask=torch.tensor(submask, dtype=torch.float32) if masked else None,
+        choice_mask=torch.tensor(choice_mask, dtype=torch.float32) if masked else None,
         advantages=torch.tensor(random.normal(size=steps) * mask, dtype=torch.float32),
     )
     outputs = StepOutputs(near(0.1).requires_grad_(), near(0.5).abs())
-    return batch, outputs, mask.reshape(*steps, *[1] * len(choices)) & submask
+    return batch, outputs, mask.reshape(*steps, *[1] * len(choices)) & choice_mask
 
 
 def computed(
@@ -224,9 +224,9 @@ def valued(seed: int) -> tuple[StepBatch, StepOutputs]:
         reference_logprobs=old + 0.2 * drawn_like(*shape, 2),
         terminated=torch.tensor(ends, dtype=torch.float32),
         truncated=torch.zeros(shape[:2]),
-        bootstrap=torch.zeros(shape[:2]),
+        bootstrap_values=torch.zeros(shape[:2]),
         values=drawn_like(*shape),
-        submask=torch.tensor(counts[..., None].repeat(2, -1), dtype=torch.float32),
+        choice_mask=torch.tensor(counts[..., None].repeat(2, -1), dtype=torch.float32),
     )
     said = StepOutputs(
         (old + 0.2 * drawn_like(*shape, 2)).requires_grad_(),
@@ -238,7 +238,7 @@ def valued(seed: int) -> tuple[StepBatch, StepOutputs]:
 
 def as_steps(batch: StepBatch, said: StepOutputs) -> tuple[StepBatch, StepOutputs]:
     """The same with every action as a step of its own, and an episode's end on the last of them."""
-    assert batch.submask is not None
+    assert batch.choice_mask is not None
     assert batch.action_rewards is not None
     assert said.entropy is not None
     assert said.values is not None
@@ -250,12 +250,14 @@ def as_steps(batch: StepBatch, said: StepOutputs) -> tuple[StepBatch, StepOutput
 
     other = replace(
         batch,
-        mask=(batch.submask[..., 0] * batch.mask[..., None]).flatten(1),
+        mask=(batch.choice_mask[..., 0] * batch.mask[..., None]).flatten(1),
         rewards=batch.action_rewards.flatten(1),
         action_rewards=None,
-        submask=batch.submask.flatten(1, 2),
+        choice_mask=batch.choice_mask.flatten(1, 2),
         **{n: batch.require(n).flatten(1, 2) for n in ("old_logprobs", "reference_logprobs")},
-        **{n: at_the_end(batch.require(n)) for n in ("terminated", "truncated", "bootstrap")},
+        **{
+            n: at_the_end(batch.require(n)) for n in ("terminated", "truncated", "bootstrap_values")
+        },
         values=batch.require("values").flatten(1),
     )
     columns = (said.logprobs.flatten(1, 2), said.entropy.flatten(1, 2), said.values.flatten(1))
@@ -314,7 +316,7 @@ def test_values_of_actions_need_ratios_as_fine(level: Any, choices: tuple[int, .
     """Others learn from the steps of such a batch as ever; of actions nothing is taken there."""
     batch, _ = valued(0)
     old = torch.zeros(4, 5, *choices)
-    whole = replace(batch, old_logprobs=old, reference_logprobs=old - 0.5, submask=None)
+    whole = replace(batch, old_logprobs=old, reference_logprobs=old - 0.5, choice_mask=None)
     reduced = batch_at_level(whole, level)
     with pytest.raises(InputError, match=r"algorithm\.logprob_level to action"):
         PPO(PPOConfig(logprob_level=level)).with_advantages(reduced)

@@ -219,7 +219,7 @@ def test_an_update_by_turns_follows_from_the_samples_alone(tmp_path: Path) -> No
     update = Update("grpo", tmp_path, advantage_level="turn")
     for sample in update.samples:
         count = len(sample.trajectory)
-        sample.trajectory.steps["turns"] = np.arange(count, dtype=np.int32) // 2
+        sample.trajectory.turns = np.arange(count, dtype=np.int32) // 2
     turns = build_step_batch(update.samples).require("turns")
     assert turns[0, : len(update.samples[0].trajectory)].tolist() == [
         step // 2 for step in range(len(update.samples[0].trajectory))

@@ -143,7 +143,7 @@ def test_the_weight_of_an_episode_does_not_depend_on_the_token_budget(
     random = np.random.default_rng(0)
     for sample in update.samples:
         noise = random.normal(size=len(sample.trajectory)).astype(np.float32)
-        sample.trajectory.steps["logprobs"] = sample.trajectory.steps["logprobs"] + noise / 20
+        sample.trajectory.logprobs = sample.trajectory.logprobs + noise / 20
     wide = update.weights([update.samples])
     limited = update.trainer
     update.trainer = lambda: (made := limited(), made.set_max_tokens(2))[0]  # type: ignore[method-assign]

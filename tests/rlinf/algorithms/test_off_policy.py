@@ -17,10 +17,9 @@ from rlinf.algorithms.off_policy import OffPolicyAlgorithm
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection, validate
 from rlinf.data.batch import TrainingSample
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.data.transitions import (
-    FINAL_OBSERVATIONS,
-    TRUNCATION_STEPS,
     ConcatenatedTransitions,
     InMemoryTransitions,
 )
@@ -218,18 +217,16 @@ class Recorded(OffPolicyAlgorithm):
 
 def sample(length: int, reward: float = 0.0) -> TrainingSample:
     random = np.random.default_rng(0)
-    steps = {
-        "observations": random.normal(size=(length, 3)).astype(np.float32),
-        "actions": random.uniform(-1, 1, (length, 2)),
-        "terminated": np.zeros(length),
-    }
-    context = {
-        TRUNCATION_STEPS: np.array([length - 1]),
-        FINAL_OBSERVATIONS: np.zeros((1, 3), np.float32),
-    }
-    record = Record(RecordId(0, 0), steps, context)
+    trajectory = Trajectory(
+        identity=RecordId(0, 0),
+        observations=random.normal(size=(length, 3)).astype(np.float32),
+        actions=random.uniform(-1, 1, (length, 2)),
+        terminated=np.zeros(length),
+        truncation_steps=np.array([length - 1]),
+        final_observations=np.zeros((1, 3), np.float32),
+    )
     rewards = np.full(length, reward, np.float32)
-    return TrainingSample(record, Record(record.identity, {"rewards": rewards}, info={"keep": 1}))
+    return TrainingSample(trajectory, StepRewards(identity=RecordId(0, 0), rewards=rewards))
 
 
 def learned(

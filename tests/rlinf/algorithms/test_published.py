@@ -50,7 +50,7 @@ def batch(rewards: str) -> StepBatch:
         advantages=GIVEN["advantages"],
         terminated=last,
         truncated=zeros,
-        bootstrap=zeros,
+        bootstrap_values=zeros,
     )
 
 

@@ -54,7 +54,7 @@ def text(rewards: list[list[float]], mask: list[list[float]], groups: list[int])
         old_logprobs=zeros,
         terminated=zeros,
         truncated=zeros,
-        bootstrap=zeros,
+        bootstrap_values=zeros,
     )
 
 
@@ -145,11 +145,9 @@ def test_an_update_learns_from_what_the_divergence_left_of_the_reward(
     for sample in update.samples:
         assert sample.reward is not None
         assert sample.inference is not None
-        said = sample.inference.steps
-        rewards = sample.reward.steps["rewards"] - 0.5 * (
-            said["logprobs"] - said["reference_logprobs"]
-        )
-        shaped.append(sample._replace(reward=replace(sample.reward, steps={"rewards": rewards})))
+        said = sample.inference
+        rewards = sample.reward.rewards - 0.5 * (said.logprobs - said.reference_logprobs)
+        shaped.append(sample._replace(reward=replace(sample.reward, rewards=rewards)))
     alike(found, update.weights([shaped]), 1e-2 / 50)
     plain = update.weights([update.samples])
     assert any(not torch.equal(plain[key], tensor) for key, tensor in found.items())

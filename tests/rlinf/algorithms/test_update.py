@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,7 @@ from rlinf.algorithms.learner import Learner
 from rlinf.algorithms.losses import LossAggMode
 from rlinf.algorithms.policy_gradient import nearest_power_of_two
 from rlinf.data.batch import StepBatch, TrainingSample
-from rlinf.data.record import Record
+from rlinf.data.trajectory import StepRewards
 from rlinf.models.base import StepOutputs
 from rlinf.trainers.base import Loss
 from rlinf.trainers.fsdp import FSDPTrainer
@@ -39,14 +40,13 @@ class All(GRPO):
 def samples(scores: list[int]) -> list[TrainingSample]:
     found = []
     for i, (record, score) in enumerate(zip(records(len(scores)), scores, strict=True)):
-        steps = {**record.steps, "logprobs": np.full(len(record), -2.5, np.float32)}
-        info = {"group": i // 3, "policy_version": 0}
+        logprobs = np.full(len(record), -2.5, np.float32)
         rewards = np.zeros(len(record), np.float32)
         rewards[-1] = score
         found.append(
             TrainingSample(
-                Record(record.identity, steps, record.context, info=info),
-                Record(record.identity, {"rewards": rewards}, info={"keep": 1}),
+                replace(record, logprobs=logprobs, group=i // 3, policy_version=0),
+                StepRewards(identity=record.identity, rewards=rewards),
             )
         )
     return found
@@ -177,6 +177,6 @@ def step_batch() -> StepBatch:
         old_logprobs=zero,
         terminated=zero,
         truncated=zero,
-        bootstrap=zero,
+        bootstrap_values=zero,
         advantages=torch.tensor([[0.0] * 3, [1.0] * 3]),
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,44 +13,50 @@ from hypothesis import strategies as st
 
 from rlinf.data.batch import TrainingSample, build_step_batch, gather_steps, join_by_identity
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
 from rlinf.errors import InputError
 
 
-def records(*samples: int, **steps: int) -> list[Record]:
-    return [
-        Record(
-            RecordId(0, s), {k: np.full(v, float(s)) for k, v in steps.items()}, info={"group": 0}
-        )
-        for s in samples
-    ]
+def trajectory(sample: int, length: int, **columns: Any) -> Trajectory:
+    """A trajectory whose columns are equal to its number."""
+    whole = np.full(length, float(sample))
+    return Trajectory(
+        identity=RecordId(0, sample), actions=whole, logprobs=whole, group=0, **columns
+    )
 
 
-def samples(*channels: list[Record]) -> list[TrainingSample]:
+def rewards(sample: int, length: int) -> StepRewards:
+    return StepRewards(identity=RecordId(0, sample), rewards=np.full(length, float(sample)))
+
+
+def outputs(*samples: int) -> list[PolicyOutputs]:
+    return [PolicyOutputs(identity=RecordId(0, sample)) for sample in samples]
+
+
+def samples(*channels: Sequence[Any]) -> list[TrainingSample]:
     return [TrainingSample(*row) for row in join_by_identity(*channels)]
 
 
 def test_records_meet_by_identity_whatever_their_order() -> None:
-    rows = join_by_identity(records(1, 2, 3), records(3, 1, 2))
+    rows = join_by_identity(outputs(1, 2, 3), outputs(3, 1, 2))
     assert all(a.identity == b.identity for a, b in rows)
 
 
 def test_a_missing_record_is_noticed() -> None:
     with pytest.raises(ValueError, match="no record for"):
-        join_by_identity(records(1, 2), records(1))
+        join_by_identity(outputs(1, 2), outputs(1))
 
 
 def test_a_doubled_record_is_noticed() -> None:
     with pytest.raises(ValueError, match="two records"):
-        join_by_identity(records(1), records(1, 1))
+        join_by_identity(outputs(1), outputs(1, 1))
 
 
 def test_columns_are_padded_and_masked() -> None:
-    trajectories = records(1, actions=2, logprobs=2) + records(2, actions=3, logprobs=3)
-    rewards = records(1, rewards=2) + records(2, rewards=3)
-    batch = build_step_batch(
-        samples(trajectories, rewards, [Record(RecordId(0, s)) for s in (1, 2)])
-    )
+    trajectories = [trajectory(1, 2), trajectory(2, 3)]
+    given = [rewards(1, 2), rewards(2, 3)]
+    batch = build_step_batch(samples(trajectories, given, outputs(1, 2)))
     assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.old_logprobs.tolist() == [[1, 1, 0], [2, 2, 2]], "falls back to the engine's"
     assert batch.values is None
@@ -57,30 +66,28 @@ def test_columns_are_padded_and_masked() -> None:
 
 def test_values_are_of_the_version_that_the_bootstrap_is_of() -> None:
     """With staleness the inference stage evaluates a later version than the one that collected."""
-    trajectories = records(1, actions=2, logprobs=2, values=2, bootstrap=2)
-    later = [Record(RecordId(0, 1), {"values": np.full(2, 9.0)})]
-    batch = build_step_batch(samples(trajectories, records(1, rewards=2), later))
-    assert batch.require("values").tolist() == batch.bootstrap.tolist() == [[1, 1]]
+    ones = np.ones(2)
+    trajectories = [trajectory(1, 2, values=ones, bootstrap_values=ones)]
+    later = [PolicyOutputs(identity=RecordId(0, 1), values=np.full(2, 9.0))]
+    batch = build_step_batch(samples(trajectories, [rewards(1, 2)], later))
+    assert batch.require("values").tolist() == batch.bootstrap_values.tolist() == [[1, 1]]
 
 
-def masked(sample: int, mask: list[float]) -> Record:
-    steps = {"logprobs": np.zeros(len(mask)), "mask": np.array(mask)}
-    return Record(RecordId(4, sample), steps, info={"group": 0})
+def masked(sample: int, mask: list[float]) -> Trajectory:
+    return trajectory(sample, len(mask), mask=np.array(mask))
 
 
 def test_a_reward_that_the_mask_would_take_away_is_an_error_that_names_the_sample() -> None:
     trajectories = [masked(1, [1, 1]), masked(2, [1, 0])]
-    given = [Record(RecordId(4, s), {"rewards": np.array([0.0, 0.5])}) for s in (1, 2)]
+    given = [StepRewards(identity=RecordId(0, s), rewards=np.array([0.0, 0.5])) for s in (1, 2)]
     with pytest.raises(InputError, match=r"sample=2.*reward of 0.5 lies on step 1"):
-        build_step_batch(samples(trajectories, given, [Record(RecordId(4, s)) for s in (1, 2)]))
+        build_step_batch(samples(trajectories, given, outputs(1, 2)))
 
 
 def test_trajectories_with_and_without_a_mask_stand_side_by_side() -> None:
-    whole = Record(RecordId(4, 1), {"logprobs": np.zeros(3)}, info={"group": 0})
-    given = [Record(RecordId(4, s), {"rewards": np.zeros(n)}) for s, n in ((1, 3), (2, 2))]
-    batch = build_step_batch(
-        samples([whole, masked(2, [1, 0])], given, [Record(RecordId(4, s)) for s in (1, 2)])
-    )
+    given = [StepRewards(identity=RecordId(0, s), rewards=np.zeros(n)) for s, n in ((1, 3), (2, 2))]
+    trajectories = [trajectory(1, 3), masked(2, [1, 0])]
+    batch = build_step_batch(samples(trajectories, given, outputs(1, 2)))
     assert batch.mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 

@@ -22,6 +22,7 @@ from rlinf.data.batch import pad_right
 from rlinf.data.lazy_array import LazyArray
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ArtifactError
 
 
@@ -145,9 +146,24 @@ def test_it_computes_as_the_array_does() -> None:
 def test_a_wide_submask_from_disk_counts(tmp_path: Path) -> None:
     submask = np.zeros((4, 300), np.float32)
     submask[1:3, 7] = 1
-    write_records(tmp_path / "a.h5", [Record(RecordId(0, 0), {"submask": submask})])
-    (found,) = read_records(tmp_path / "a.h5")
+    steps = {"actions": np.zeros(4, np.int64), "submask": submask}
+    write_records(tmp_path / "a.h5", [Record(RecordId(0, 0), steps)])
+    (found,) = map(Trajectory.from_record, read_records(tmp_path / "a.h5"))
+    assert isinstance(found.choice_mask, LazyArray)
     assert loss_mask(found).tolist() == [False, True, True, False]
+
+
+def test_large_columns_stay_on_disk_as_trajectories_are_converted_and_cut(tmp_path: Path) -> None:
+    def read(start: int, stop: int) -> np.ndarray:
+        raise AssertionError(f"rows {start} to {stop} were read")
+
+    images = LazyArray(read, (9, 8, 8, 3), np.dtype(np.uint8))
+    steps: dict[str, Any] = {"actions": np.zeros(9), "images.front": images}
+    trajectory = Trajectory.from_record(Record(RecordId(0, 0), steps))
+    assert trajectory.images["front"] is images
+    assert trajectory.to_record().steps["images.front"] is images
+    assert trajectory.slice_steps(0, 9) is trajectory
+    assert trajectory.slice_steps(2, 5).images["front"].shape == (3, 8, 8, 3)
 
 
 def test_the_size_of_blocks_is_the_files_own(

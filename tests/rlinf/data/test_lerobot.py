@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 from pipeline.commands.cli import app
 from rlinf.channels.record_files import RecordFileReader, write_records
 from rlinf.data import lerobot
-from rlinf.data.record import Record, RecordId
-from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS, to_transitions
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
+from rlinf.data.transitions import to_transitions
 from rlinf.data.video import read_video, write_video
 from rlinf.errors import DataError, InputError
 from rlinf.replay import offline_data
@@ -36,7 +38,7 @@ def picture(number: int) -> np.ndarray:
     return np.repeat(shown[..., None], 3, -1)
 
 
-def trajectory(sample: int, lengths: list[int], solved: list[bool], images: bool) -> Record:
+def trajectory(sample: int, lengths: list[int], solved: list[bool], images: bool) -> Trajectory:
     """Episodes one after the other; what is not solved is cut off."""
     random = np.random.default_rng(sample)
     count = sum(lengths)
@@ -44,20 +46,21 @@ def trajectory(sample: int, lengths: list[int], solved: list[bool], images: bool
     terminated, truncated = np.zeros((2, count), np.uint8)
     terminated[ends[solved]] = 1
     truncated[ends[~np.array(solved)]] = 1
-    steps: dict[str, np.ndarray] = {
-        "observations": random.normal(size=(count, 5)).astype(np.float32),
-        "actions": random.normal(size=(count, 2)).astype(np.float32),
-        "rewards": random.normal(size=count).astype(np.float32),
-        "terminated": terminated,
-        "truncated": truncated,
-        "success": terminated,
-        "logprobs": np.zeros(count, np.float32),
-    }
-    if images:
-        steps["images.front"] = np.stack([picture(sample + k) for k in range(count)])
     cut = np.flatnonzero(truncated)
-    context = {TRUNCATION_STEPS: cut, FINAL_OBSERVATIONS: np.zeros((len(cut), 5), np.float32)}
-    return Record(RecordId(0, sample), steps, context, {"instruction": f"task {sample % 2}"})
+    return Trajectory(
+        identity=RecordId(0, sample),
+        observations=random.normal(size=(count, 5)).astype(np.float32),
+        actions=random.normal(size=(count, 2)).astype(np.float32),
+        rewards=random.normal(size=count).astype(np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        success=terminated,
+        logprobs=np.zeros(count, np.float32),
+        images={"front": np.stack([picture(sample + k) for k in range(count)])} if images else {},
+        truncation_steps=cut,
+        final_observations=np.zeros((len(cut), 5), np.float32),
+        extra={"instruction": f"task {sample % 2}"},
+    )
 
 
 THREE = [([5, 7], [True, False]), ([4], [False]), ([9], [True])]
@@ -75,7 +78,7 @@ def test_episodes_come_back(
     count = lerobot.write_lerobot_dataset(tmp_path / "set", given, fps=20, task="", png=png)
     found = list(lerobot.LeRobotDataset(tmp_path / "set").trajectories())
     assert count == len(found) == len(wanted) == 4
-    assert [record.info["instruction"] for record in found] == [f"task {i}" for i in (0, 0, 1, 0)]
+    assert [record.extra["instruction"] for record in found] == [f"task {i}" for i in (0, 0, 1, 0)]
     files = 1 if frames > 100 else 2
     assert len(list((tmp_path / "set/data").rglob("*.parquet"))) == files
     assert len(list((tmp_path / "set").rglob("*.mp4"))) == (0 if png else files)
@@ -84,11 +87,11 @@ def test_episodes_come_back(
         length = len(episode["rewards"]) - (not solved)
         assert len(record) == length
         for name in ("observations", "actions", "rewards", "terminated", "success"):
-            np.testing.assert_array_equal(record.steps[name], episode[name][:length])
-        difference = record.steps["images.front"].astype(int) - episode["images.front"][:length]
+            np.testing.assert_array_equal(getattr(record, name), episode[name][:length])
+        difference = record.images["front"].astype(int) - episode["images.front"][:length]
         assert np.abs(difference).max() <= (0 if png else 40)
         assert np.abs(difference).mean() <= (0 if png else 2)
-        rows = to_transitions(record, record.steps["rewards"])
+        rows = to_transitions(record, record.rewards)
         assert rows["terminated"].tolist() == episode["terminated"][:length].tolist()
         assert rows["truncated"][-1] == (not solved)
         np.testing.assert_array_equal(
@@ -119,7 +122,7 @@ def test_a_folder_is_read_by_any_path_that_leads_to_it(
     for path, records in found.items():
         assert len(records) == len(absolute), path
         for one, other in zip(records, absolute, strict=True):
-            np.testing.assert_array_equal(one.steps["actions"], other.steps["actions"], path)
+            np.testing.assert_array_equal(one.actions, other.actions, path)
 
 
 def test_a_folder_whose_episodes_are_not_all_described_is_refused(tmp_path: Path) -> None:
@@ -136,9 +139,11 @@ def test_instructions_that_a_policy_saw_are_the_tasks_of_episodes(tmp_path: Path
     column = np.zeros((12, 256), np.uint8)
     for rows, text in ((slice(0, 5), "öffne die Schublade"), (slice(5, 12), "push the button")):
         column[rows, : len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
-    seen = Record(record.identity, {**record.steps, "instruction": column}, record.context)
+    seen = replace(record, instruction=column)
     lerobot.write_lerobot_dataset(tmp_path / "set", [seen], fps=20, task="another")
-    found = [r.info["instruction"] for r in lerobot.LeRobotDataset(tmp_path / "set").trajectories()]
+    found = [
+        r.extra["instruction"] for r in lerobot.LeRobotDataset(tmp_path / "set").trajectories()
+    ]
     assert found == ["öffne die Schublade", "push the button"]
 
 
@@ -161,7 +166,7 @@ def test_a_folder_has_what_version_three_says(tmp_path: Path) -> None:
     assert (second["dataset_from_index"], second["dataset_to_index"]) == (5, 12)
     assert second["videos/observation.images.front/from_timestamp"] == pytest.approx(0.25)
     stats = json.loads((tmp_path / "set/meta/stats.json").read_text())
-    every = np.concatenate([record.steps["actions"] for record in given])
+    every = np.concatenate([record.actions for record in given])
     np.testing.assert_allclose(stats["action"]["mean"], every.mean(0), rtol=1e-5)
     np.testing.assert_allclose(stats["action"]["std"], every.std(0), rtol=1e-5)
     assert np.shape(stats["observation.images.front"]["max"]) == (3, 1, 1)
@@ -211,12 +216,12 @@ FLAG = {"next.success": {"dtype": "bool", "shape": [1], "names": None}}
 
 def test_version_two_is_read(tmp_path: Path) -> None:
     first, second = lerobot.LeRobotDataset(version_two(tmp_path, features=FLAG)).trajectories()
-    assert first.steps["observations"].tolist() == [[0, 0, 0.5], [0, 1, 0.5]]
-    assert first.context[FINAL_OBSERVATIONS].tolist() == [[0, 2, 0.5]]
-    assert second.steps["actions"].tolist() == [[0], [1], [2], [3]]
-    assert second.steps["rewards"].tolist() == [0, 0, 0, 1], "success where there is no reward"
-    assert second.steps["images.top"].shape == (4, *SIZE, 3)
-    assert (first.info["success_once"], second.info["success_once"]) == (0, 1)
+    assert first.observations.tolist() == [[0, 0, 0.5], [0, 1, 0.5]]
+    assert first.final_observations.tolist() == [[0, 2, 0.5]]
+    assert second.actions.tolist() == [[0], [1], [2], [3]]
+    assert second.rewards.tolist() == [0, 0, 0, 1], "success where there is no reward"
+    assert second.images["top"].shape == (4, *SIZE, 3)
+    assert (first.success_once, second.success_once) == (0, 1)
 
 
 def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"info.json: .*no feature 'next.success'.*--solved"):
         offline_data.check_offline_data(folder)
     records = list(lerobot.LeRobotDataset(folder, all_successful=True).trajectories())
-    assert [record.steps["terminated"].tolist() for record in records] == [[0, 0, 1], [0, 0, 0, 1]]
+    assert [record.terminated.tolist() for record in records] == [[0, 0, 1], [0, 0, 0, 1]]
     out = CliRunner().invoke(app, ["demonstrations", str(folder), str(tmp_path / "out")])
     assert isinstance(out.exception, DataError)
     out = CliRunner().invoke(
@@ -285,7 +290,7 @@ def test_pictures_are_read_from_the_folder_alone(tmp_path: Path) -> None:
     (folder / "images").mkdir()
     secret.rename(folder / "images/own.png")
     (record,) = lerobot.LeRobotDataset(folder).trajectories()
-    assert record.steps["images.top"].mean() == 77
+    assert record.images["top"].mean() == 77
 
 
 def test_links_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
@@ -333,13 +338,14 @@ def test_it_is_prior_data_for_learning(tmp_path: Path) -> None:
     held = offline_data.load_offline_data(tmp_path / "set")
     assert len(held) == 25 - 2, "the last steps of two are left out"
     rows = held.take(np.arange(5))
-    np.testing.assert_array_equal(rows["observations"], given[0].steps["observations"][:5])
+    np.testing.assert_array_equal(rows["observations"], given[0].observations[:5])
 
 
 def test_trajectories_of_a_run_go_there_and_back_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     given = [trajectory(i, *each, images=True) for i, each in enumerate(THREE)]
-    write_records(tmp_path / "ours/trajectories-r000-p000.h5", given)
+    records = [each.to_record() for each in given]
+    write_records(tmp_path / "ours/trajectories-r000-p000.h5", records)
     for words in (
         ["ours", "set", "--fps", "10", "--task", "reach", "--png"],
         ["set", "back"],
@@ -349,7 +355,7 @@ def test_trajectories_of_a_run_go_there_and_back_by_the_command(tmp_path: Path) 
         assert out.exit_code == 0, out.output
     back = list(RecordFileReader((tmp_path / "back").glob("trajectories-*.h5")))
     assert [len(record) for record in back] == [5, 6, 3, 9]
-    first = given[0].steps["images.front"][:5]
+    first = given[0].images["front"][:5]
     np.testing.assert_array_equal(np.asarray(back[0].steps["images.front"]), first)
     out = CliRunner().invoke(app, ["demonstrations", str(tmp_path), str(tmp_path / "other")])
     assert isinstance(out.exception, DataError)
@@ -359,9 +365,9 @@ def test_trajectories_of_a_run_go_there_and_back_by_the_command(tmp_path: Path) 
 
 def test_steps_that_do_not_count_are_no_demonstration() -> None:
     record = trajectory(0, [5, 7], [True, False], images=False)
-    record.steps["mask"] = np.r_[np.zeros(5), np.ones(7)].astype(np.float32)
+    record.mask = np.r_[np.zeros(5), np.ones(7)].astype(np.float32)
     assert [len(e["done"]) for e in lerobot.split_episodes(record)] == [7]
-    del record.steps["success"]
+    record.success = None
     with pytest.raises(InputError, match="no 'success'"):
         list(lerobot.split_episodes(record))
 
@@ -380,6 +386,6 @@ def test_a_video_of_odd_size_has_all_its_pictures(tmp_path: Path) -> None:
 
 def test_chunks_of_actions_are_no_demonstration() -> None:
     record = trajectory(0, [4], [True], images=False)
-    record.steps["executed"] = np.full(4, 8, np.int32)
+    record.num_executed = np.full(4, 8, np.int32)
     with pytest.raises(InputError, match="acts by chunks"):
         list(lerobot.split_episodes(record))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf.data.loss_mask import loss_mask, move_rewards_to_actions
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 
 PLAIN = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
@@ -45,5 +46,5 @@ def test_a_reward_goes_to_the_choice_that_led_to_it() -> None:
 
 
 def test_without_a_mask_all_steps_count() -> None:
-    record = Record(RecordId(0, 0), {"actions": np.zeros(3)})
+    record = Trajectory(identity=RecordId(0, 0), actions=np.zeros(3))
     assert loss_mask(record).tolist() == [True] * 3

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from rlinf.data.record import Record, RecordId
 from rlinf.data.trajectory import (
-    CONTEXT_FIELDS,
     GROUPED_FIELDS,
-    INFO_FIELDS,
-    STEP_FIELDS,
+    ChannelItem,
+    PolicyOutputs,
+    StepRewards,
     Trajectory,
 )
+from rlinf.errors import InputError
 
 IDENTITY = RecordId(3, 7)
-STEP_NAMES = [*STEP_FIELDS, "images.front", "video.side", "chain", "tokens"]
-CONTEXT_NAMES = [*CONTEXT_FIELDS, "table"]
-INFO_NAMES = [*INFO_FIELDS, "exact", "number"]
+STEP_NAMES = [*Trajectory.STEPS, "images.front", "video.side", "chain", "tokens"]
+CONTEXT_NAMES = [*Trajectory.CONTEXT, "table"]
+INFO_NAMES = [*Trajectory.INFO, "exact", "number"]
 SHAPES = st.lists(st.integers(1, 3), max_size=2).map(tuple)
 
 
@@ -59,7 +60,7 @@ def test_steps_are_sliced_as_those_of_the_record(record: Record, data: st.DataOb
 
 def test_every_field_stands_in_one_table() -> None:
     """A field that no table names would be lost on the way."""
-    named = [*STEP_FIELDS.values(), *CONTEXT_FIELDS.values(), *INFO_FIELDS.values()]
+    named = [*Trajectory.STEPS.values(), *Trajectory.CONTEXT.values(), *Trajectory.INFO.values()]
     assert len(set(named)) == len(named)
     assert {*named, *GROUPED_FIELDS, "identity"} == {each.name for each in fields(Trajectory)}
 
@@ -87,13 +88,40 @@ def test_versions_are_those_of_each_step_or_of_the_sample() -> None:
     assert changed.step_versions().tolist() == [2, 2, 3]
 
 
-def test_columns_say_what_kind_a_trajectory_is() -> None:
-    plain = Trajectory(identity=IDENTITY, actions=np.zeros(3))
-    assert plain.is_demonstration
-    assert not plain.is_chunked
-    sampled = replace(plain, logprobs=np.zeros(3), num_executed=np.ones(3, np.int32))
-    assert sampled.is_chunked
-    assert not sampled.is_demonstration
+@pytest.mark.parametrize(
+    "item",
+    [
+        StepRewards(identity=IDENTITY, rewards=np.arange(3.0), score=0.5, group=3),
+        StepRewards(
+            identity=IDENTITY,
+            rewards=np.arange(3.0),
+            action_rewards=np.ones((3, 2)),
+            episode_ends=np.array([0, 1, 0], np.uint8),
+            is_included=False,
+            failure="unanswered",
+        ),
+        PolicyOutputs(identity=IDENTITY),
+        PolicyOutputs(identity=IDENTITY, logprobs=np.zeros(3), values=np.ones(3)),
+    ],
+)
+def test_rewards_and_policy_outputs_come_back_from_their_records(item: ChannelItem) -> None:
+    record = item.to_record()
+    back = type(item).from_record(record)
+    assert back.to_record().digest() == record.digest()
+    for each in fields(item):
+        np.testing.assert_array_equal(getattr(back, each.name), getattr(item, each.name))
+
+
+def test_rewards_keep_the_names_of_their_record() -> None:
+    record = StepRewards(identity=IDENTITY, rewards=np.zeros(2), failure="").to_record()
+    assert record.info == {"score": 0.0, "keep": 1, "group": 0, "trouble": ""}
+
+
+def test_a_field_that_is_needed_and_not_there_is_named_with_those_that_are() -> None:
+    trajectory = Trajectory(identity=IDENTITY, actions=np.zeros(3), text="7", extra={"unit": "cm"})
+    assert trajectory.require("text") == "7"
+    with pytest.raises(InputError, match=r"no .rewards.; the trajectory has .*actions.*text.*unit"):
+        trajectory.require("rewards")
 
 
 def test_a_record_without_actions_is_refused() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import (
-    FINAL_OBSERVATIONS,
-    TRUNCATION_STEPS,
     action_clip_ratio,
     concatenate_transitions,
     dtype_mismatch,
@@ -21,18 +21,17 @@ from rlinf.data.transitions import (
 from rlinf.errors import InputError
 
 
-def trajectory(**changed: Any) -> Record:
+def trajectory(**changed: Any) -> Trajectory:
     """Two episodes and a beginning: one ends after step 1, one is cut after step 3."""
-    steps = {
-        "observations": np.arange(6, dtype=np.float32)[:, None] * 10,
-        "actions": np.arange(6, dtype=np.float64)[:, None] / 10,
-        "terminated": np.array([0, 1, 0, 0, 0, 0], np.uint8),
-    }
-    context = {
-        TRUNCATION_STEPS: np.array([3, 5]),
-        FINAL_OBSERVATIONS: np.array([[333], [555]], np.float32),
-    }
-    return Record(RecordId(0, 0), {**steps, **changed}, context)
+    whole = Trajectory(
+        identity=RecordId(0, 0),
+        observations=np.arange(6, dtype=np.float32)[:, None] * 10,
+        actions=np.arange(6, dtype=np.float64)[:, None] / 10,
+        terminated=np.array([0, 1, 0, 0, 0, 0], np.uint8),
+        truncation_steps=np.array([3, 5]),
+        final_observations=np.array([[333], [555]], np.float32),
+    )
+    return replace(whole, **changed)
 
 
 REWARDS = np.arange(6, dtype=np.float32)
@@ -54,12 +53,12 @@ def test_steps_that_do_not_count_are_left_out() -> None:
 
 def test_a_trajectory_without_what_came_last_is_refused() -> None:
     record = trajectory()
-    record.context[TRUNCATION_STEPS] = np.array([3])
-    record.context[FINAL_OBSERVATIONS] = np.array([[333]], np.float32)
+    record.truncation_steps = np.array([3])
+    record.final_observations = np.array([[333]], np.float32)
     with pytest.raises(InputError, match="after its last step"):
         to_transitions(record, REWARDS)
-    with pytest.raises(InputError, match="'cut_steps'"):
-        to_transitions(Record(record.identity, record.steps), REWARDS)
+    with pytest.raises(InputError, match="'truncation_steps'"):
+        to_transitions(trajectory(truncation_steps=None, final_observations=None), REWARDS)
 
 
 def test_types_of_rows_are_told_apart_by_field() -> None:
@@ -77,7 +76,7 @@ def test_types_of_rows_are_told_apart_by_field() -> None:
 def test_chunks_of_actions_are_no_transitions() -> None:
     """Nothing says what was seen between their actions."""
     actions = np.zeros((6, 3, 1), np.float32)
-    record = trajectory(actions=actions, executed=np.full(6, 3, np.int32))
+    record = trajectory(actions=actions, num_executed=np.full(6, 3, np.int32))
     with pytest.raises(InputError, match=r"acts by chunks.*model\.chunk_size=1"):
         to_transitions(record, REWARDS)
 
@@ -86,33 +85,27 @@ def test_chunks_of_actions_are_no_transitions() -> None:
 def test_what_is_learned_from_is_what_was_carried_out(kind: type, wanted: list[float]) -> None:
     """Clipped to the bounds, and rounded where they are integers; where a person acted, theirs."""
     actions = np.array([[0.2], [9.0], [-9.0]], np.float32)
-    done = Record(
-        RecordId(0, 0),
-        {
-            "actions": actions,
-            "observations": np.zeros((3, 2), np.float32),
-            "terminated": np.array([0, 0, 1], np.uint8),
-        },
-        {
-            "cut_steps": np.zeros(0, np.int64),
-            "cut_observations": np.zeros((0, 2), np.float32),
-            "action_low": np.array([-1], kind),
-            "action_high": np.array([2], kind),
-        },
+    done = Trajectory(
+        identity=RecordId(0, 0),
+        actions=actions,
+        observations=np.zeros((3, 2), np.float32),
+        terminated=np.array([0, 0, 1], np.uint8),
+        truncation_steps=np.zeros(0, np.int64),
+        final_observations=np.zeros((0, 2), np.float32),
+        action_low=np.array([-1], kind),
+        action_high=np.array([2], kind),
     )
     rows = to_transitions(done, np.zeros(3, np.float32))
     np.testing.assert_allclose(rows["actions"][:, 0], wanted, rtol=1e-6)
     assert action_clip_ratio(done) == pytest.approx(2 / 3)
-    helped = Record(done.identity, {**done.steps, **HELP}, done.context)
+    helped = replace(
+        done,
+        intervened=np.array([0, 1, 0], np.uint8),
+        executed_actions=np.array([[0], [1.5], [0]], np.float32),
+    )
     np.testing.assert_allclose(
         executed_actions(helped)[:, 0], [wanted[0], 1.5, wanted[2]], rtol=1e-6
     )
-    unbounded = Record(done.identity, done.steps, {})
+    unbounded = replace(done, action_low=None, action_high=None)
     assert action_clip_ratio(unbounded) is None
     np.testing.assert_array_equal(executed_actions(unbounded), actions)
-
-
-HELP = {
-    "intervened": np.array([0, 1, 0], np.uint8),
-    "performed": np.array([[0], [1.5], [0]], np.float32),
-}

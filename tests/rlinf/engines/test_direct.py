@@ -15,6 +15,7 @@ from rlinf.capabilities import SINGLE_PASS_ACTIONS
 from rlinf.channels.channel import LocalChannel
 from rlinf.config import Section
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
@@ -76,7 +77,7 @@ def test_log_probs_and_values_are_those_of_the_training_stack(
 ) -> None:
     got = ask(engine, range(12), seen(12), temperature=temperature)
     policy = engine._policy
-    record = Record(RecordId(0, 0), {"observations": seen(12), "actions": got["action"]})
+    record = Trajectory(identity=RecordId(0, 0), observations=seen(12), actions=got["action"])
     with torch.no_grad():
         outputs = policy.evaluate(policy.collate([record]), temperature)
     np.testing.assert_allclose(got["logprob"], outputs.logprobs[0], atol=1e-5)

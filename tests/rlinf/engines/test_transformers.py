@@ -14,6 +14,7 @@ import torch
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
 from rlinf.data.sampling_params import SamplingParams
+from rlinf.data.trajectory import Trajectory
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.token_sampling import sample_tokens
@@ -92,8 +93,10 @@ def judged(
         length = int(got[number]["length"])
         prompt = wanted.steps["prompt"][number][: wanted.steps["prompt_length"][number]]
         records.append(
-            Record(
-                RecordId(0, number), {"actions": got[number]["tokens"][:length]}, {"prompt": prompt}
+            Trajectory(
+                identity=RecordId(0, number),
+                actions=got[number]["tokens"][:length],
+                prompt=prompt,
             )
         )
     with torch.no_grad():

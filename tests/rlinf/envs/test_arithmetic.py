@@ -49,7 +49,7 @@ def test_no_training_question_is_held_out(tokenizer: Any) -> None:
     assert not train & test
     assert all(is_test_question(text) for text in test)
     shown = task.demonstrations(0, 0, 200)
-    questions = {tokenizer.decode(record.context["prompt"]) for record in shown}
+    questions = {tokenizer.decode(record.prompt) for record in shown}
     assert not questions & test
 
 
@@ -69,11 +69,11 @@ def test_a_worker_asks_the_questions_of_its_starts(tokenizer: Any) -> None:
 def test_rambling_demonstrations_begin_with_the_answer(tokenizer: Any) -> None:
     rambling = 0
     for record in make(tokenizer, rambling_fraction=0.5).demonstrations(0, 0, 400):
-        question = tokenizer.decode(record.context["prompt"]).rstrip("=")
-        text = tokenizer.decode(record.steps["actions"], skip_special_tokens=True)
+        question = tokenizer.decode(record.prompt).rstrip("=")
+        text = tokenizer.decode(record.actions, skip_special_tokens=True)
         answer, _, more = text.partition(" ")
         assert int(answer) == eval(question)
-        assert record.steps["actions"][-1] == tokenizer.eos_token_id
+        assert record.actions[-1] == tokenizer.eos_token_id
         rambling += bool(more)
         assert not more or not is_test_question(more), (
             "what is shown in passing is training data too"

@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from rlinf.algorithms.granularity import batch_at_level
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.config import Section, validate
 from rlinf.data.batch import TrainingSample, build_step_batch
-from rlinf.data.episodes import INSTRUCTION_COLUMN, decode_instruction
-from rlinf.data.record import Record, RecordId
-from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS
+from rlinf.data.episodes import decode_instruction
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import StepRewards, Trajectory, step_fields
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
@@ -46,7 +47,7 @@ def collected(
     seed: int = 0,
     split: Any = "train",
     value_level: Any = "chunk",
-) -> tuple[list[Record], MLPPolicy]:
+) -> tuple[list[Trajectory], MLPPolicy]:
     """Experience of three samples with a policy of chunks, and that policy."""
     policy = MLPConfig(hidden=(8,), chunk_size=chunk, value_level=value_level)
     with tempfile.TemporaryDirectory() as name:
@@ -62,18 +63,18 @@ def collected(
         return records, MLPPolicy.load(folder, policy)
 
 
-def _identity(record: Record) -> RecordId:
+def _identity(record: Trajectory) -> RecordId:
     return record.identity
 
 
-def replayed(task: GymConfig, record: Record, seed: int, split: str) -> dict[str, list[Any]]:
+def replayed(task: GymConfig, record: Trajectory, seed: int, split: str) -> dict[str, list[Any]]:
     """What its actions do, one after the other, in a world of one's own."""
     import gymnasium
 
     world = gymnasium.make(task.id, **task.kwargs)
     columns: dict[str, list[Any]] = {}
     episode, over = 0, True
-    for chunk in record.steps["actions"]:
+    for chunk in record.actions:
         if over:
             random = generator(seed, 0, split, "reset", record.identity.sample, episode)
             seen = world.reset(seed=int(random.integers(2**31)))[0]
@@ -113,19 +114,20 @@ def test_a_chunk_is_its_actions_one_after_the_other_to_the_end_of_the_episode(
     records, policy = collected(task, chunk, horizon=8, seed=seed, split=split)
     for record in records:
         for column, expected in replayed(task, record, seed, split).items():
-            np.testing.assert_allclose(record.steps[column], expected, rtol=1e-5, err_msg=column)
-        executed, submask = record.steps["executed"], record.steps["submask"]
-        assert record.steps["actions"].shape[1] == chunk
-        assert submask.shape == record.steps["logprobs"].shape
-        for row, count in zip(submask, executed, strict=True):
+            found = record.to_record().steps[column]
+            np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=column)
+        executed, choices = record.num_executed, record.choice_mask
+        assert record.actions.shape[1] == chunk
+        assert choices.shape == record.logprobs.shape
+        for row, count in zip(choices, executed, strict=True):
             assert (row[:count] == 1).all()
             assert (row[count:] == 0).all()
         with torch.no_grad():
             said = policy.evaluate(policy.collate([record]), 1.0)
-        np.testing.assert_allclose(said.logprobs[0], record.steps["logprobs"], atol=1e-5)
-        if record.info["episodes"] == 1 and split == "test":
-            assert record.info["episode_length"] == executed.sum()
-            assert record.info["return"] == pytest.approx(record.steps["rewards"].sum(), rel=1e-4)
+        np.testing.assert_allclose(said.logprobs[0], record.logprobs, atol=1e-5)
+        if record.num_episodes == 1 and split == "test":
+            assert record.episode_length == executed.sum()
+            assert record.episode_return == pytest.approx(record.rewards.sum(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,7 @@ def test_processes_and_double_buffering_give_the_same_bytes(options: dict[str, A
     one, _ = collected(task, 3, horizon=12)
     other, _ = collected(task.model_copy(update=options), 3, horizon=12)
     for a, b in zip(one, other, strict=True):
-        assert a.info == b.info
-        assert a.steps.keys() == b.steps.keys()
-        for column in a.steps:
-            assert a.steps[column].tobytes() == b.steps[column].tobytes(), column
+        assert a.to_record().digest() == b.to_record().digest()
 
 
 def test_advantages_of_chunks_are_those_of_their_summed_rewards() -> None:
@@ -147,16 +146,13 @@ def test_advantages_of_chunks_are_those_of_their_summed_rewards() -> None:
     gamma, lam = 0.9, 0.8
     task = GymConfig(id="CartPole-v1", kwargs={"max_episode_steps": 21})
     records, _ = collected(task, 4, horizon=14)
-    rows = [
-        TrainingSample(r, Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}))
-        for r in records
-    ]
+    rows = [TrainingSample(r, StepRewards(identity=r.identity, rewards=r.rewards)) for r in records]
     batch = build_step_batch(rows)
     config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False)
     found, _ = PPO(config).compute_advantages(batch)
     kinds = set()
     for n, record in enumerate(records):
-        steps = record.steps
+        steps = record.to_record().steps
         ends = (steps["terminated"] | steps["truncated"]).astype(bool)
         for t in range(len(record)):
             expected, weight = 0.0, 1.0
@@ -180,26 +176,20 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
     task = GymConfig(id="Pendulum-v1", kwargs={"max_episode_steps": 9})
     records, policy = collected(task, 4, horizon=7, value_level="action")
     reward = EnvironmentReward(EnvironmentRewardConfig(scale=0.1), RewardResources())
-    verdict = compute_rewards(reward, PPO(PPOConfig()), None, records, Counter())
-    given = [
-        Record(r.identity, s, info={"keep": 1})
-        for r, s in zip(records, verdict.step_rewards, strict=True)
-    ]
+    given = compute_rewards(reward, PPO(PPOConfig()), None, records, Counter()).step_rewards
     batch = batch_at_level(build_step_batch(list(map(TrainingSample, records, given))), "action")
     config = PPOConfig(gamma=gamma, gae_lambda=lam, whiten_advantages=False, logprob_level="action")
     found, returns = PPO(config).compute_advantages(batch)
     cuts = 0
     for n, record in enumerate(records):
-        steps = record.steps
+        steps = record.to_record().steps
         assert steps["values"].shape == (7, 4)
-        for at, seen in zip(
-            record.context[TRUNCATION_STEPS], record.context[FINAL_OBSERVATIONS], strict=True
-        ):
+        for at, seen in zip(record.truncation_steps, record.final_observations, strict=True):
             with torch.no_grad():
                 said = policy.act({"observation": torch.tensor(seen)[None]}, None, 0.0)["value"]
             assert steps["bootstrap"][at] == pytest.approx(float(said[0, 0]), abs=1e-5)
             cuts += 1
-        np.testing.assert_allclose(0.1 * steps["rewards"], given[n].steps["rewards"], rtol=1e-5)
+        np.testing.assert_allclose(0.1 * steps["rewards"], given[n].rewards, rtol=1e-5)
         places = [(t, c) for t in range(7) for c in range(int(steps["executed"][t]))]
         assert len(places) < 7 * 4
         for first, begin in enumerate(places):
@@ -218,20 +208,17 @@ def test_advantages_of_actions_are_those_of_each_in_turn() -> None:
             assert float(returns[(n, *begin)]) == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     assert cuts > 3
     # A stage between may have changed what chunks are worth, and said nothing of their actions.
-    plain = [Record(r.identity, {"rewards": r.steps["rewards"]}, info={"keep": 1}) for r in given]
+    plain = [replace(r, action_rewards=None) for r in given]
     placed = build_step_batch(list(map(TrainingSample, records, plain))).require("action_rewards")
     torch.testing.assert_close(placed.sum(-1), batch.rewards)
-    done = torch.tensor(np.stack([record.steps["executed"] for record in records])).long()
+    done = torch.tensor(np.stack([record.num_executed for record in records])).long()
     at_last = placed.gather(2, done[..., None] - 1)[..., 0]
     torch.testing.assert_close(at_last, batch.rewards)
-    halved = [
-        Record(r.identity, {**r.steps, "rewards": 0.5 * r.steps["rewards"]}, info={"keep": 1})
-        for r in given
-    ]
+    halved = [replace(r, rewards=0.5 * r.rewards) for r in given]
     with pytest.raises(InputError, match="do not add up to 'rewards'; a stage that changes one"):
         build_step_batch(list(map(TrainingSample, records, halved)))
     for record in records:
-        del record.steps["executed"]
+        record.num_executed = None
     with pytest.raises(InputError, match="several values for a step"):
         build_step_batch(list(map(TrainingSample, records, plain)))
 
@@ -243,7 +230,7 @@ class Given(Reward):
     needs_score = False
     says: Any = None
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[Any]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[Any]:
         return [self.says for _ in trajectories]
 
 
@@ -254,7 +241,7 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
         "executed": np.array([3, 2, 1, 3], np.int32),
         "mask": np.array([1, 1, 0, 0], np.float32),
     }
-    record = Record(RecordId(0, 0), steps)
+    record = Trajectory(identity=RecordId(0, 0), **step_fields(steps))
     reward = Given(Section(), RewardResources())
     each = np.arange(1.0, 13).reshape(4, 3)
     for said, wanted in (
@@ -272,7 +259,9 @@ def test_what_a_chunk_is_worth_lies_on_the_last_action_that_was_carried_out() ->
     reward.says = np.zeros((4, 2))
     with pytest.raises(InputError, match=r"shape \[4, 2\]; .* 4 steps, or for .* 3 actions"):
         reward.compute_results([record], [])
-    none = Record(RecordId(0, 0), {**steps, "mask": np.zeros(4, np.float32)})
+    none = Trajectory(
+        identity=RecordId(0, 0), **step_fields({**steps, "mask": np.zeros(4, np.float32)})
+    )
     reward.says = each
     (judgement,) = reward.compute_results([none], [])
     assert np.asarray(judgement.reward).tolist() == [[0, 0, 0]] * 4
@@ -288,9 +277,9 @@ def test_an_instruction_reaches_the_policy_and_the_trajectory(
     records, _ = collected(task, 2, horizon=4)
     for record in records:
         if told is False:
-            assert INSTRUCTION_COLUMN not in record.steps
+            assert record.instruction is None
             continue
-        texts = [decode_instruction(row) for row in record.steps[INSTRUCTION_COLUMN]]
+        texts = [decode_instruction(row) for row in record.instruction]
         own = ["öffne 0", "öffne 0", "öffne 1", "öffne 2"]
         assert texts == (own if told is True else [told] * 4)
 

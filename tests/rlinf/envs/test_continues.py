@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.episodes import OPEN_METRICS, OPEN_STATE, pop_open_episode
+from rlinf.data.episodes import pop_open_episode
 from rlinf.data.loss_mask import loss_mask
 from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.episode_runner import EPISODE_METRICS
@@ -51,14 +52,14 @@ class Player:
 
     def play(
         self, iteration: int, horizon: int, left: dict[int, Record] | None, starts: int = STARTS
-    ) -> list[Record]:
+    ) -> list[Trajectory]:
         episodes = RolloutRequest(
             0, iteration, "train", range(starts), starts, 1, horizon, 0.0, open_episodes=left
         )
         with closing(GymEnvironment(self.config, None)) as environment:
             return list(local_rollout_iter(environment, self.engine, episodes, "rollout"))
 
-    def iterations(self, count: int, horizon: int) -> Iterator[list[Record]]:
+    def iterations(self, count: int, horizon: int) -> Iterator[list[Trajectory]]:
         left: dict[int, Record] = {}
         for iteration in range(count):
             records = self.play(iteration, horizon, left)
@@ -86,22 +87,23 @@ def test_four_samples_are_one_of_four_times_their_length(
     parts = list(player.iterations(4, 5))
     for sample in range(STARTS):
         mine = [records[sample] for records in parts]
-        for name, column in whole[sample].steps.items():
+        for name, column in whole[sample].to_record().steps.items():
             if name != "bootstrap":
-                joined = np.concatenate([record.steps[name] for record in mine])
+                joined = np.concatenate([record.to_record().steps[name] for record in mine])
                 np.testing.assert_array_equal(joined, column, err_msg=name)
         for name in EPISODE_METRICS:
-            assert mine[-1].info[name] == pytest.approx(whole[sample].info[name], rel=1e-12)
-        assert [record.info["episode_length"] for record in mine] == [5, 10, 15, 20]
+            wanted = whole[sample].scalars()[name]
+            assert mine[-1].scalars()[name] == pytest.approx(wanted, rel=1e-12)
+        assert [record.episode_length for record in mine] == [5, 10, 15, 20]
 
 
 def test_a_sample_that_is_cut_off_asks_for_the_value_of_what_follows(tmp_path: Path) -> None:
     """As at any horizon: the episode is neither terminated nor cut off by its simulator there."""
     for records in Player(PENDULUM, tmp_path).iterations(2, 5):
         for record in records:
-            assert not record.steps["terminated"].any()
-            assert not record.steps["truncated"].any()
-            assert (record.steps["bootstrap"] != 0).tolist() == [False] * 4 + [True]
+            assert not record.terminated.any()
+            assert not record.truncated.any()
+            assert (record.bootstrap_values != 0).tolist() == [False] * 4 + [True]
 
 
 def test_an_episode_has_the_limit_of_its_simulator_whatever_it_was_cut_into(
@@ -110,8 +112,8 @@ def test_an_episode_has_the_limit_of_its_simulator_whatever_it_was_cut_into(
     task = {**PENDULUM, "kwargs": {"max_episode_steps": 8}}
     ends, lengths = [], []
     for records in Player(task, tmp_path).iterations(4, 4 + 1):
-        ends += records[0].steps["truncated"].tolist()
-        lengths.append(records[0].info["episode_length"])
+        ends += records[0].truncated.tolist()
+        lengths.append(records[0].episode_length)
     assert np.flatnonzero(ends).tolist() == [7, 15]
     assert lengths == [5, 8, 7, 8]
 
@@ -119,10 +121,10 @@ def test_an_episode_has_the_limit_of_its_simulator_whatever_it_was_cut_into(
 def test_after_an_episode_that_ended_with_its_sample_another_begins(tmp_path: Path) -> None:
     """That of the iteration, as where nothing goes on."""
     player = Player({**PENDULUM, "kwargs": {"max_episode_steps": 5}}, tmp_path)
-    assert all(OPEN_STATE not in record.context for record in player.play(0, 5, {}))
+    assert all(record.open_state is None for record in player.play(0, 5, {}))
     *_, last = player.iterations(2, 5)
     for record, anew in zip(last, player.play(1, 5, None), strict=True):
-        assert record.digest() == anew.digest()
+        assert record.to_record().digest() == anew.to_record().digest()
 
 
 def test_samples_of_which_nothing_is_left_begin_anew_beside_those_that_go_on(
@@ -132,17 +134,18 @@ def test_samples_of_which_nothing_is_left_begin_anew_beside_those_that_go_on(
     left = {1: pop_open_episode(player.play(0, 5, {})[1])}
     first, second, third = player.play(1, 5, left)  # type: ignore[arg-type]
     anew = player.play(1, 5, None)
-    lengths = [record.info["episode_length"] for record in (first, second, third)]
+    lengths = [record.episode_length for record in (first, second, third)]
     assert lengths == [5, 10, 5]
     for one, other in ((first, anew[0]), (third, anew[2])):
-        np.testing.assert_array_equal(one.steps["observations"], other.steps["observations"])
-    assert (second.steps["observations"] != anew[1].steps["observations"]).any()
+        np.testing.assert_array_equal(one.observations, other.observations)
+    assert (second.observations != anew[1].observations).any()
 
 
 def test_nothing_is_left_where_nothing_is_to_go_on(tmp_path: Path) -> None:
     for record in Player(PENDULUM, tmp_path).play(0, 5, None):
         assert pop_open_episode(record) is None
-        assert not {OPEN_STATE, OPEN_METRICS} & record.context.keys()
+        assert record.open_state is None
+        assert record.open_metrics is None
 
 
 def test_what_a_dead_process_stepped_begins_anew(tmp_path: Path) -> None:
@@ -170,8 +173,8 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
     player = Player({**FORGETFUL, "kwargs": kwargs, "num_processes": processes}, tmp_path)
     records = player.play(0, 5, {})
     assert all(loss_mask(record).all() for record in records), "their steps were done"
-    (lost,) = [record for record in records if OPEN_STATE not in record.context]
-    assert [record.info["failed"] for record in records if record is not lost] == [0, 0]
+    (lost,) = [record for record in records if record.open_state is None]
+    assert [record.num_failed_episodes for record in records if record is not lost] == [0, 0]
     assert f"start {lost.identity.sample}: the simulator failed to save" in caplog.text
     assert "ZeroDivisionError: no save in this version" in caplog.text
     counts = Counter[str]()
@@ -182,7 +185,7 @@ def test_a_world_that_fails_to_save_loses_its_own_episode_alone(
         record.identity.sample: pop_open_episode(record) for record in records if record is not lost
     }
     after = player.play(1, 5, left)  # type: ignore[arg-type]
-    lengths = {record.identity.sample: record.info["episode_length"] for record in after}
+    lengths = {record.identity.sample: record.episode_length for record in after}
     assert lengths == {s: 5 if s == lost.identity.sample else 10 for s in range(STARTS)}
 
 

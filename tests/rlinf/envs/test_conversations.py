@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.conversations import (
     BEGIN,
     CHATML_TEMPLATE,
@@ -90,12 +90,12 @@ def task(
     return ConversationsEnvironment(config, processor)
 
 
-def whole(record: Record) -> list[int]:
-    return [*record.context["prompt"].tolist(), *record.steps["actions"].tolist()]
+def whole(record: Trajectory) -> list[int]:
+    return [*record.prompt.tolist(), *record.actions.tolist()]
 
 
-def learnt(record: Record) -> list[int]:
-    return [0] * len(record.context["prompt"]) + record.steps["mask"].astype(int).tolist()
+def learnt(record: Trajectory) -> list[int]:
+    return [0] * len(record.prompt) + record.mask.astype(int).tolist()
 
 
 @settings(max_examples=10)
@@ -124,7 +124,7 @@ def test_each_turn_is_learnt_with_its_end_and_nothing_else(tmp_path: Path) -> No
     ).test_demonstrations(1)
     ids, mask = np.array(whole(record)), np.array(learnt(record), bool)
     assert PROCESSOR.decode(ids[mask]) == f"there{END}end{END}"
-    assert PROCESSOR.decode(record.context["prompt"]) == (
+    assert PROCESSOR.decode(record.prompt) == (
         f"{BEGIN}system\nbe kind{END}\n{BEGIN}user\nhello{END}\n{BEGIN}assistant\n"
     )
 
@@ -132,11 +132,9 @@ def test_each_turn_is_learnt_with_its_end_and_nothing_else(tmp_path: Path) -> No
 def test_the_prompt_is_that_of_a_rollout(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", "there"), ("im", "end")])], train_on="last")
     (record,) = made.test_demonstrations(1)
-    assert record.steps["mask"].all()
+    assert record.mask.all()
     problem = made._problems["test"][0]
-    assert (
-        record.context["prompt"].tolist() == made.encode_prompts([problem.model_input])[0].tolist()
-    )
+    assert record.prompt.tolist() == made.encode_prompts([problem.model_input])[0].tolist()
     assert problem.answer == "end"
     assert made.grade(" end\n", problem.answer) == 1
     assert made.grade("ended", problem.answer) == 0
@@ -156,11 +154,11 @@ def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prom
     other = tokenizer(FORGETS)
     empty = "<think>\n\n</think>\n\n"
     records = task(tmp_path, [one, two], other).test_demonstrations(9)
-    assert [PROCESSOR.decode(r.steps["actions"]) for r in records] == [
+    assert [PROCESSOR.decode(r.actions) for r in records] == [
         f"{empty}{text}{END}" for text in ("there", "there", "end")
     ]
-    assert all(record.steps["mask"].all() for record in records)
-    last = PROCESSOR.decode(records[2].context["prompt"])
+    assert all(record.mask.all() for record in records)
+    last = PROCESSOR.decode(records[2].prompt)
     assert last.endswith(f"{BEGIN}assistant\nthere{END}\n{BEGIN}user\nim{END}\n{BEGIN}assistant\n")
     records = task(tmp_path, [one, two], other, train_on="last").test_demonstrations(9)
     assert len(records) == 2
@@ -169,11 +167,13 @@ def test_answers_that_a_template_rewrites_later_are_learnt_behind_their_own_prom
 def test_an_epoch_has_every_conversation_once(tmp_path: Path) -> None:
     made = task(tmp_path, [talk(None, [("hello", str(i))]) for i in range(6)])
     drawn = [made.demonstrations(3, step, 4) for step in range(3)]
-    said = [PROCESSOR.decode(r.steps["actions"][:1]) for part in drawn for r in part]
+    said = [PROCESSOR.decode(r.actions[:1]) for part in drawn for r in part]
     assert sorted(said[:6]) == sorted(said[6:]) == [str(i) for i in range(6)]
     assert said[:6] != said[6:]
     again = task(tmp_path, [talk(None, [("hello", str(i))]) for i in range(6)])
-    assert [r.digest() for r in again.demonstrations(3, 1, 4)] == [r.digest() for r in drawn[1]]
+    assert [r.to_record().digest() for r in again.demonstrations(3, 1, 4)] == [
+        r.to_record().digest() for r in drawn[1]
+    ]
 
 
 def test_long_conversations_are_left_out_and_counted(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.commands.experiment import run_experiment
 from pipeline.metrics import read_metrics as metrics
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.calculator import (
@@ -44,7 +44,7 @@ from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
 from rlinf.registry import import_user_attribute
 from stages.rollout_loop import local_rollout_iter
-from tests.stages.test_reward import records
+from tests.stages.test_reward import trajectories_of
 
 Compose = Callable[..., dict[str, Any]]
 CONFIG = CausalLMConfig(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64)
@@ -93,7 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def talked(folder: Path, task: DialogueEnvironment, starts: range, horizon: int) -> list[Record]:
+def talked(
+    folder: Path, task: DialogueEnvironment, starts: range, horizon: int
+) -> list[Trajectory]:
     engine = TransformersEngine(TransformersConfig(), CausalLM, CONFIG)
     engine.load(folder, 3)
     episodes = RolloutRequest(0, 1, "train", starts, 4, 2, horizon, 1.0)
@@ -111,20 +113,20 @@ def test_only_what_the_policy_said_counts_and_has_its_log_probs(folder: Path) ->
     for i, (record, talk) in enumerate(zip(made, task.begun, strict=True)):
         counts = loss_mask(record)
         got = outputs.logprobs[i, : len(record)].numpy()
-        np.testing.assert_allclose(got[counts], record.steps["logprobs"][counts], atol=2e-5)
-        said = task.tokenizer.decode(record.steps["actions"][~counts])
+        np.testing.assert_allclose(got[counts], record.logprobs[counts], atol=2e-5)
+        said = task.tokenizer.decode(record.actions[~counts])
         assert said == SAYS["content"] * 2, "between three messages, none behind the last"
-        own = task.tokenizer.decode(record.steps["actions"][counts], skip_special_tokens=True)
+        own = task.tokenizer.decode(record.actions[counts], skip_special_tokens=True)
         assert own == "".join(talk.heard)
-        ends = np.flatnonzero(np.diff(record.steps["turns"])) + 1
-        assert record.steps["turns"].tolist() == sorted(record.steps["turns"])
-        assert [part[0] for part in np.split(record.steps["turns"], ends)] == [0, 1, 2]
+        ends = np.flatnonzero(np.diff(record.turns)) + 1
+        assert record.turns.tolist() == sorted(record.turns)
+        assert [part[0] for part in np.split(record.turns, ends)] == [0, 1, 2]
         assert all(part[0] for part in np.split(counts, ends)), "the policy speaks first"
         # On the last token of each message.
-        assert record.steps["rewards"][counts].sum() == 1 + 2 + 3 == record.info["return"]
-        assert not record.steps["rewards"][~counts].any()
+        assert record.rewards[counts].sum() == 1 + 2 + 3 == record.episode_return
+        assert not record.rewards[~counts].any()
         assert counts[-1]
-        assert record.info["stop_reason"] == "length"
+        assert record.stop_reason == "length"
         assert talk.closed == 1
 
 
@@ -132,7 +134,7 @@ def test_no_dialogue_is_longer_than_the_horizon(folder: Path) -> None:
     task = Talks(DialogueConfig(max_turns=9, max_turn_tokens=6), HFFolder(folder).tokenizer)
     for record in talked(folder, task, range(3), 20):
         assert len(record) <= 20
-        assert record.info["stop_reason"] == "length"
+        assert record.stop_reason == "length"
 
 
 def test_a_dialogue_that_fails_costs_itself_alone(
@@ -143,10 +145,10 @@ def test_a_dialogue_that_fails_costs_itself_alone(
     monkeypatch.setattr(Talks, "failing", frozenset({1}))
     task = Talks(config, tokenizer)
     made = talked(folder, task, range(2), 40)
-    assert [r.info["stop_reason"] for r in made] == ["length", "error", "length", "length"]
+    assert [r.stop_reason for r in made] == ["length", "error", "length", "length"]
     assert not loss_mask(made[1]).any()
     for number in (0, 2, 3):
-        np.testing.assert_array_equal(made[number].steps["actions"], whole[number].steps["actions"])
+        np.testing.assert_array_equal(made[number].actions, whole[number].actions)
     np.testing.assert_array_equal(task.score(made, Counter()), [6.0, np.nan, 6.0, 6.0])
     assert [talk.closed for talk in task.begun] == [1] * 4
 
@@ -158,8 +160,8 @@ def test_dialogues_that_all_fail_are_left_to_the_stage_which_knows_of_others(
     task = Talks(DialogueConfig(max_turns=3, max_turn_tokens=5), HFFolder(folder).tokenizer)
     made = talked(folder, task, range(2), 40)
     assert all(is_failed(record) for record in made)
-    assert all("server is gone" in str(record.info["error"]) for record in made)
-    assert not any(record.info["bug"] for record in made)
+    assert all("server is gone" in str(record.error) for record in made)
+    assert not any(record.failed_in_user_code for record in made)
 
 
 def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
@@ -172,8 +174,8 @@ def test_a_chat_template_puts_the_other_sides_words_between_those_of_the_policy(
     task = Talks(DialogueConfig(max_turns=2, max_turn_tokens=4), tokenizer)
     end = tokenizer.eos_token
     for record in talked(folder, task, range(2), 60):
-        tokens, counts = record.steps["actions"], loss_mask(record)
-        assert tokenizer.decode(record.context["prompt"]).endswith(f"+1={end}e:")
+        tokens, counts = record.actions, loss_mask(record)
+        assert tokenizer.decode(record.prompt).endswith(f"+1={end}e:")
         first, second = np.flatnonzero(np.diff(counts.astype(int)))
         said = tokenizer.decode(tokens[first + 1 : second + 1])
         # A message that the budget cut is ended for the policy.
@@ -370,15 +372,15 @@ def test_what_is_trained_on_does_not_depend_on_an_outage(
         assert is_failed(record) == np.isnan(scores[number]) == (number in lost)
         if number in lost:
             assert not loss_mask(record).any()
-            assert not record.steps["rewards"].any()
-            assert record.info["tool_retries"] == config.tool_retries
+            assert not record.rewards.any()
+            assert record.tool_retries == config.tool_retries
             continue
-        assert record.info["tool_retries"] == failing.get(number, 0)
-        assert {**record.info, "tool_retries": 0} == wanted.info
-        for name, column in wanted.steps.items():
+        assert record.tool_retries == failing.get(number, 0)
+        assert {**record.scalars(), "tool_retries": 0} == wanted.scalars()
+        for name, column in wanted.to_record().steps.items():
             # The engine's batch is smaller once dialogues are lost, which moves last bits.
             rtol = 1e-5 if lost and name == "logprobs" else 0
-            np.testing.assert_allclose(record.steps[name], column, rtol=rtol)
+            np.testing.assert_allclose(record.to_record().steps[name], column, rtol=rtol)
 
 
 def test_a_bug_of_a_tool_is_kept_as_the_users_error(
@@ -391,8 +393,8 @@ def test_a_bug_of_a_tool_is_kept_as_the_users_error(
         HFFolder(folder).tokenizer,
     )
     for record in talked(folder, task, range(2), 40):
-        assert record.info["bug"] == 1
-        error = str(record.info["error"])
+        assert record.failed_in_user_code == 1
+        error = str(record.error)
         assert "raised KeyError: 'no such row'" in error
         assert error.count("Traceback") == 1
 
@@ -465,11 +467,11 @@ def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Pat
     task = CalculatorEnvironment(CalculatorConfig(), HFFolder(folder).tokenizer)
     for record in task.demonstrations(0, 0, 5):
         counts, end = loss_mask(record), task.tokenizer.eos_token
-        question = task.tokenizer.decode(record.context["prompt"])[:-1]
+        question = task.tokenizer.decode(record.prompt)[:-1]
         value = str(eval(question))
-        own = task.tokenizer.decode(record.steps["actions"][counts])
+        own = task.tokenizer.decode(record.actions[counts])
         assert own == f"{question}?{end}{value}{end}"
-        assert task.tokenizer.decode(record.steps["actions"][~counts]) == value
+        assert task.tokenizer.decode(record.actions[~counts]) == value
 
 
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
@@ -486,9 +488,9 @@ def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_p
     values["task"]["digits"] = 1
     run_experiment(values)
     rows = metrics(tmp_path / "tiny")
-    made = records(tmp_path / "tiny", "rollout", "trajectories")
+    made = trajectories_of(tmp_path / "tiny")
     assert any(not loss_mask(record).all() for record in made.values()), "the calculator was asked"
-    assert any(record.info["turns"] == 2 for record in made.values())
+    assert any(record.num_turns == 2 for record in made.values())
     for row in rows:
         assert row["train/rollout_logprob_diff"] < 1e-3
         assert row["rollout/failed_ratio"] == row["rollout/tool_retries"] == 0

@@ -16,7 +16,8 @@ from pipeline.validate_config import validate_config
 from rlinf.channels.channel import Channel, LocalChannel
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
-from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS, to_transitions
+from rlinf.data.trajectory import Trajectory
+from rlinf.data.transitions import to_transitions
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
@@ -41,7 +42,7 @@ def parts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[GymEnvironmen
 
 def run(
     parts: tuple[GymEnvironment, DirectEngine], starts: range, split: str = "train"
-) -> list[Record]:
+) -> list[Trajectory]:
     episodes = RolloutRequest(1, 2, split, starts, 4, 1, 40, 1.0 if split == "train" else 0.0)  # type: ignore[arg-type]
     return sorted(
         local_rollout_iter(*parts, episodes, "rollout"), key=lambda record: record.identity
@@ -56,15 +57,15 @@ def test_trajectories_are_those_of_a_plain_loop_over_their_own_policy(
     _, engine = parts
     for record in run(parts, range(3)):
         assert len(record) == 40
-        assert record.info["policy_version"] == 4
+        assert record.policy_version == 4
         policy = engine._policy
         with torch.no_grad():
             outputs = policy.evaluate(policy.collate([record]), 1.0)
-        np.testing.assert_allclose(outputs.logprobs[0], record.steps["logprobs"], atol=1e-5)
-        np.testing.assert_allclose(outputs.values[0], record.steps["values"], atol=1e-5)
-        cut = record.steps["bootstrap"] != 0
-        assert not np.any(cut & (record.steps["terminated"] == 1)), "no value after a real end"
-        if not record.steps["terminated"][-1]:
+        np.testing.assert_allclose(outputs.logprobs[0], record.logprobs, atol=1e-5)
+        np.testing.assert_allclose(outputs.values[0], record.values, atol=1e-5)
+        cut = record.bootstrap_values != 0
+        assert not np.any(cut & (record.terminated == 1)), "no value after a real end"
+        if not record.terminated[-1]:
             assert cut[-1], "an open segment is bootstrapped"
 
 
@@ -75,20 +76,18 @@ def test_experience_does_not_depend_on_who_collects_it(
     pieces = run(parts, range(0, 4, 2)) + run(parts, range(1, 4, 2))
     for a, b in zip(whole, sorted(pieces, key=lambda r: r.identity), strict=True):
         assert a.identity == b.identity
-        for name in a.steps:
-            assert a.steps[name].tobytes() == b.steps[name].tobytes()
+        ours, theirs = a.to_record().steps, b.to_record().steps
+        assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
 def test_evaluation_plays_one_episode_with_the_best_action(
     parts: tuple[GymEnvironment, DirectEngine],
 ) -> None:
     first, second = run(parts, range(3), "test"), run(parts, range(3), "test")
-    assert [r.info for r in first] == [r.info for r in second]
+    assert [r.scalars() for r in first] == [r.scalars() for r in second]
     for record in first:
-        assert record.info["episodes"] <= 1
-        assert record.info["return"] == pytest.approx(
-            float(record.steps["rewards"].sum()), rel=1e-4
-        )
+        assert record.num_episodes <= 1
+        assert record.episode_return == pytest.approx(float(record.rewards.sum()), rel=1e-4)
 
 
 def test_an_unknown_environment_is_a_configuration_error() -> None:
@@ -104,7 +103,8 @@ def test_observation_statistics_follow_all_batches() -> None:
     policy = MLPPolicy(MLPActorCritic(settings), settings)
     seen = np.random.default_rng(0).normal(3, 2, size=(100, 3)).astype(np.float32)
     for part in (seen[:30], seen[30:]):
-        policy.update_observation_stats([Record(RecordId(0, 0), {"observations": part})])
+        steps = Trajectory(identity=RecordId(0, 0), observations=part, actions=np.zeros(len(part)))
+        policy.update_observation_stats([steps])
     np.testing.assert_allclose(policy.module.mean, seen.mean(0), rtol=1e-5)
     np.testing.assert_allclose(policy.module.square, seen.var(0), rtol=1e-4)
 
@@ -144,7 +144,7 @@ def played(
     split: Literal["train", "test"] = "train",
     group_size: int = 1,
     horizon: int = 40,
-) -> list[Record]:
+) -> list[Trajectory]:
     """Three starts, simulated against a scripted engine."""
     asked, answers = LocalChannel(), LocalChannel()
     worker = threading.Thread(target=script(act), args=(asked, answers))
@@ -172,7 +172,7 @@ def test_rewards_ends_and_bootstraps_are_those_of_a_plain_loop() -> None:
 
         seen = reset(0)
         for t in range(horizon):
-            row = {name: column[t] for name, column in record.steps.items()}
+            row = {name: column[t] for name, column in record.to_record().steps.items()}
             np.testing.assert_array_equal(row["observations"], seen.astype(np.float32))
             seen, reward, terminated, truncated, _ = world.step(int(row["actions"]))
             truncated = truncated and not terminated
@@ -188,17 +188,17 @@ def test_rewards_ends_and_bootstraps_are_those_of_a_plain_loop() -> None:
             if terminated or truncated:
                 episode += 1
                 seen = reset(episode)
-        assert record.info["episodes"] == episode
+        assert record.num_episodes == episode
     assert {(True, False, False), (False, True, False), (False, True, True)} <= kinds
 
 
 def test_samples_of_a_group_share_their_start_and_not_their_actions() -> None:
     task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
     records = played(task, group_size=2)
-    first = [tuple(record.steps["observations"][0]) for record in records]
-    assert [record.info["group"] for record in records] == [0, 0, 1, 1, 2, 2]
+    first = [tuple(record.observations[0]) for record in records]
+    assert [record.group for record in records] == [0, 0, 1, 1, 2, 2]
     assert [a == b for a, b in zip(first, first[1:], strict=False)] == [1, 0, 1, 0, 1]
-    assert not np.array_equal(records[0].steps["actions"], records[1].steps["actions"])
+    assert not np.array_equal(records[0].actions, records[1].actions)
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
@@ -214,24 +214,22 @@ def test_experience_does_not_depend_on_what_a_simulator_did_before(name: str) ->
     used, fresh = (GymEnvironment(GymConfig(id=name), None) for _ in range(2))
     played(used, act, iteration=1, split="test", horizon=33)
     for a, b in zip(played(used, act), played(fresh, act), strict=True):
-        assert a.info == b.info
-        for column in a.steps:
-            assert a.steps[column].tobytes() == b.steps[column].tobytes()
+        assert a.to_record().digest() == b.to_record().digest()
 
 
 def test_iterations_and_splits_begin_in_different_states() -> None:
     task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
     runs = [played(task), played(task, iteration=3), played(task, split="test")]
-    first = {record.steps["observations"][0].tobytes() for run in runs for record in run}
+    first = {record.observations[0].tobytes() for run in runs for record in run}
     assert len(first) == 9
 
 
 def test_a_segment_whose_last_step_ends_the_episode_has_no_bootstrap() -> None:
     task = GymEnvironment(GymConfig(id="CartPole-v1"), None)
-    ends = int(played(task)[0].steps["terminated"].argmax())
+    ends = int(played(task)[0].terminated.argmax())
     record = played(task, horizon=ends + 1)[0]
-    assert record.steps["terminated"][-1]
-    assert not record.steps["bootstrap"].any()
+    assert record.terminated[-1]
+    assert not record.bootstrap_values.any()
 
 
 def test_actions_are_clipped_for_the_simulator_and_kept_as_drawn() -> None:
@@ -241,8 +239,8 @@ def test_actions_are_clipped_for_the_simulator_and_kept_as_drawn() -> None:
     rewards = []
     for size in (50.0, 1.0):
         record = played(task, lambda n, _, size=size: np.full((len(n), 6), size, np.float32))[0]
-        assert (record.steps["actions"] == size).all()
-        rewards.append(record.steps["rewards"])
+        assert (record.actions == size).all()
+        rewards.append(record.rewards)
     np.testing.assert_array_equal(*rewards)
 
 
@@ -288,9 +286,10 @@ def test_whatever_a_policy_says_of_its_actions_is_in_the_trajectory(processes: i
     worker.join(timeout=30)
     for record in records:
         np.testing.assert_array_equal(
-            record.steps["chain"], chain(record.steps["observations"])["chain"]
+            record.policy_columns["chain"], chain(record.observations)["chain"]
         )
-        assert not {"values", "bootstrap"} & record.steps.keys()
+        assert record.values is None
+        assert record.bootstrap_values is None
 
 
 def test_a_run_is_checked_without_a_simulator(
@@ -340,12 +339,12 @@ def test_what_was_seen_after_a_cut_is_kept(limit: int) -> None:
 
     environment = GymEnvironment(task, None)
     record = played(environment, push, horizon=30)[0]
-    cut = record.context[TRUNCATION_STEPS].tolist()
+    cut = record.truncation_steps.tolist()
     assert cut == ([6, 13, 20, 27, 29] if limit == 7 else [29])
     longer = played(environment, push, horizon=31)[0]
-    last = record.context[FINAL_OBSERVATIONS][-1]
-    np.testing.assert_array_equal(last, longer.steps["observations"][30])
-    rows = to_transitions(record, record.steps["rewards"])
+    last = record.final_observations[-1]
+    np.testing.assert_array_equal(last, longer.observations[30])
+    rows = to_transitions(record, record.rewards)
     assert rows["truncated"].nonzero()[0].tolist() == cut
     assert not rows["terminated"].any()
     environment.close()

@@ -7,11 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from rlinf.channels.record_files import read_records, write_records
 from rlinf.data import array_cache
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs import problem_set
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.jsonl import JsonlConfig, JsonlEnvironment
@@ -77,7 +79,7 @@ def asked(task: JsonlEnvironment) -> list[tuple[str, str, int]]:
         for prompt in task.prompts(RolloutRequest(3, iteration, "train", range(8), 8, 1, 8, 1.0))
     ]
     prompts += task.prompts(RolloutRequest(0, 0, "test", range(4), 4, 1, 8, 1.0))
-    actions = [record.steps["actions"].sum() for record in task.demonstrations(1, 2, 5)]
+    actions = [record.actions.sum() for record in task.demonstrations(1, 2, 5)]
     return [(p.model_input, p.answer, p.num_tokens) for p in prompts] + [
         ("", "", int(a)) for a in actions
     ]
@@ -178,7 +180,8 @@ def test_a_template_may_open_the_thought_that_a_response_ends(
     task = make(tmp_path, chat, grader_workers=1)
     texts = ("is it \\boxed{2}", "is it 3?</think>\\boxed{2}", "<think>\\boxed{2}")
     records = [
-        Record(RecordId(0, i), info={"text": text, "answer": "2"}) for i, text in enumerate(texts)
+        Trajectory(identity=RecordId(0, i), actions=np.zeros(1), text=text, answer="2")
+        for i, text in enumerate(texts)
     ]
     counts: Counter[str] = Counter()
     assert task.score(records, counts) == scores
@@ -214,7 +217,7 @@ def test_conversations_are_rendered_and_their_last_reply_is_learnt(tmp_path: Pat
     }
     assert prompts[0].text.splitlines()[-1] == "user: Q: 2+2?"
     for record in task.demonstrations(0, 0, 3):
-        assert record.steps["actions"].tolist() == [2, 2, 1, 99]
+        assert record.actions.tolist() == [2, 2, 1, 99]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
@@ -47,7 +47,7 @@ def engine_for(config: GymConfig, folder: Path) -> DirectEngine:
     return engine
 
 
-def played(split: str, starts: int, folder: Path, **changed: Any) -> tuple[Any, list[Record]]:
+def played(split: str, starts: int, folder: Path, **changed: Any) -> tuple[Any, list[Trajectory]]:
     config = GymConfig.model_validate({**BREAKING, **changed})
     engine = engine_for(config, folder)
     episodes = RolloutRequest(0, 0, split, range(starts), starts, 1, 10, 1.0)  # type: ignore[arg-type]
@@ -59,10 +59,10 @@ def test_its_rewards_are_nobodys(tmp_path: Path) -> None:
     """They would be credited to the last step that counts, which is of another episode."""
     _, (record,) = played("train", 1, tmp_path, kwargs={"fails": [2]})
     assert loss_mask(record).tolist() == [True] * 4 + [False] * 3 + [True] * 3
-    assert record.steps["rewards"].tolist() == [1] * 4 + [0] * 3 + [1] * 3
+    assert record.rewards.tolist() == [1] * 4 + [0] * 3 + [1] * 3
     reward = EnvironmentReward(EnvironmentReward.Config(), RewardResources())
     (found,) = reward.compute_results([record], [])
-    assert np.asarray(found.reward).tolist() == record.steps["rewards"].tolist()
+    assert np.asarray(found.reward).tolist() == record.rewards.tolist()
 
 
 @pytest.mark.parametrize("success", [True, False])
@@ -100,9 +100,9 @@ def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
     _, (record,) = played(
         "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, num_processes=1
     )
-    assert record.steps["intervened"].all()
-    clipped = np.clip(record.steps["actions"], -1, 1)
-    np.testing.assert_array_equal(record.steps["performed"], -clipped)
+    assert record.intervened.all()
+    clipped = np.clip(record.actions, -1, 1)
+    np.testing.assert_array_equal(record.executed_actions, -clipped)
 
 
 def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
@@ -206,9 +206,9 @@ def test_a_rollout_goes_on_where_an_episode_cannot_begin(
     counts = Counter[str]()
     environment.score(records, counts)
     lost = [record for record in records if not loss_mask(record).all()]
-    assert counts["failed_episodes"] == sum(int(record.info["failed"]) for record in lost) > 0
-    assert all(len(record.steps["rewards"]) == 10 for record in records)
-    assert all(np.isfinite(record.steps["observations"]).all() for record in records)
+    assert counts["failed_episodes"] == sum(int(record.num_failed_episodes) for record in lost) > 0
+    assert all(len(record.rewards) == 10 for record in records)
+    assert all(np.isfinite(record.observations).all() for record in records)
 
 
 def test_a_simulator_that_begins_nothing_is_an_error(tmp_path: Path) -> None:

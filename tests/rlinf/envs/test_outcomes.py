@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.data.trajectory import StepRewards
+
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.algorithms.ppo import PPO, PPOConfig
 from rlinf.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusConfig
 from rlinf.config import Section
 from rlinf.data.batch import StepBatch, TrainingSample, build_step_batch
-from rlinf.data.episodes import OUTCOME_STEPS, OUTCOMES
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record
-from rlinf.data.transitions import EPISODE_ENDS, to_transitions
+from rlinf.data.trajectory import Trajectory
+from rlinf.data.transitions import to_transitions
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.subprocess_env import SimulatorError
@@ -34,7 +35,7 @@ HORIZON = 10
 """Episodes of this world have four steps: two end, and the third is open."""
 
 
-def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> list[Record]:
+def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> list[Trajectory]:
     horizon = changed.pop("horizon", HORIZON)
     left: Any = {} if changed.pop("goes_on", False) else None
     config = GymConfig.model_validate({**BREAKING, **changed})
@@ -49,24 +50,22 @@ def played(folder: Path, *, starts: int = 1, size: int = 1, **changed: Any) -> l
     return records
 
 
-def judged(record: Record, **settings: Any) -> np.ndarray:
+def judged(record: Trajectory, **settings: Any) -> np.ndarray:
     reward = ScoreReward(ScoreConfig(**settings), RewardResources())
     return reward.compute_step_rewards([record], [float("inf")])[0]
 
 
-def batch_of(record: Record, **settings: Any) -> StepBatch:
+def batch_of(record: Trajectory, **settings: Any) -> StepBatch:
     return build_step_batch([TrainingSample(record, said_of(record, **settings))])
 
 
-def said_of(record: Record, **settings: Any) -> Record:
+def said_of(record: Trajectory, **settings: Any) -> StepRewards:
     """What the reward stage says of it."""
     reward = ScoreReward(ScoreConfig(**settings), RewardResources())
     (one,) = reward.compute_results([record], [float("inf")])
-    steps = {
-        "rewards": np.asarray(one.reward),
-        EPISODE_ENDS: np.asarray(one.episode_ends, np.uint8),
-    }
-    return Record(record.identity, steps, info={"keep": 1})
+    ends = np.asarray(one.episode_ends, np.uint8)
+    rewards = np.asarray(one.reward)
+    return StepRewards(identity=record.identity, rewards=rewards, episode_ends=ends)
 
 
 @pytest.mark.parametrize(("success", "each"), [(True, 1.0), (False, 4.0)])
@@ -75,8 +74,8 @@ def test_each_episode_has_its_own_score_on_its_own_last_step(
 ) -> None:
     """The sample's mean lay on the last step of the open episode before."""
     (record,) = played(tmp_path, score_by_success=success)
-    assert record.context[OUTCOME_STEPS].tolist() == [3, 7]
-    assert record.context[OUTCOMES].tolist() == [each, each]
+    assert record.outcome_steps.tolist() == [3, 7]
+    assert record.outcomes.tolist() == [each, each]
     wanted = np.zeros(HORIZON)
     wanted[[3, 7]] = 2 * each + 0.5
     assert judged(record, scale=2.0, offset=0.5).tolist() == wanted.tolist()
@@ -86,9 +85,9 @@ def test_a_later_episode_is_no_merit_of_the_one_before(tmp_path: Path) -> None:
     """Without a critic's values, and with discounts near one, what is to come of a step is what
     comes in its own episode."""
     (record,) = played(tmp_path, score_by_success=True)
-    record.context[OUTCOMES][:] = [1.0, 0.0]
+    record.outcomes[:] = [1.0, 0.0]
     batch = batch_of(record)
-    batch.values[:], batch.bootstrap[:] = 0, 0  # type: ignore[index]
+    batch.values[:], batch.bootstrap_values[:] = 0, 0  # type: ignore[index]
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
     assert plain.compute_advantages(batch)[0].tolist() == [[1.0] * 4 + [0.0] * 6]
     relative = (
@@ -108,12 +107,12 @@ def test_nothing_comes_after_an_episode_that_was_judged(tmp_path: Path) -> None:
     """A critic's word for the state in which it was cut off would be its outcome again, and again
     in the values of the next update."""
     (record,) = played(tmp_path, horizon=3)
-    assert record.steps["bootstrap"][-1] != 0
+    assert record.bootstrap_values[-1] != 0
     plain = PPO(PPOConfig(gae_lambda=1.0, gamma=1.0, whiten_advantages=False))
     _, returns = plain.compute_advantages(batch_of(record))
     assert returns.tolist() == [[pytest.approx(3.0)] * 3]
     said = said_of(record)
-    rows = to_transitions(record, said.steps["rewards"], said.steps[EPISODE_ENDS])
+    rows = to_transitions(record, said.rewards, said.episode_ends)
     assert rows["terminated"].tolist() == [0, 0, 1]
     assert rows["truncated"].tolist() == [0, 0, 0]
     (record,) = played(tmp_path)
@@ -155,7 +154,7 @@ class Same(Reward):
     Config = Section
     needs_score = False
 
-    def compute(self, trajectories: Sequence[Record], scores: Sequence[float]) -> list[float]:
+    def compute(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> list[float]:
         return [1.0] * len(trajectories)
 
 
@@ -171,9 +170,9 @@ def test_a_sample_of_a_group_is_one_episode(tmp_path: Path) -> None:
     """What comes after it is no part of what the group is compared by, and would be reinforced."""
     records = played(tmp_path, starts=2, size=2, score_by_success=True)
     assert [len(record) for record in records] == [4] * 4
-    assert [record.context[OUTCOMES].tolist() for record in records] == [[1.0]] * 4
+    assert [record.outcomes.tolist() for record in records] == [[1.0]] * 4
     (first,) = played(tmp_path, starts=1, size=1, score_by_success=True)
-    np.testing.assert_array_equal(records[0].steps["observations"], first.steps["observations"][:4])
+    np.testing.assert_array_equal(records[0].observations, first.observations[:4])
 
 
 def test_a_lost_episode_costs_its_sample_of_a_group(tmp_path: Path) -> None:

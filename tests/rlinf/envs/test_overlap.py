@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.episode_runner import EpisodeLoop, run_interleaved
 
 
@@ -18,7 +19,7 @@ def part(sample: int, steps: int) -> EpisodeLoop:
         reply = yield Record(RecordId(0, sample), asked)
         assert reply.steps["sample"][0] == sample
         total += int(reply.steps["action"][0])
-    return [Record(RecordId(0, sample), info={"total": total})]
+    return [Trajectory(identity=RecordId(0, sample), actions=np.zeros(0), extra={"total": total})]
 
 
 @given(lengths=st.lists(st.integers(0, 5), max_size=5), choices=st.randoms(use_true_random=False))
@@ -36,7 +37,7 @@ def test_replies_in_any_order_reach_the_loop_that_asked(lengths: list[int], choi
     records = run_interleaved(parts, waiting.append, get)
     assert [record.identity.sample for record in records] == list(range(len(lengths)))
     expected = [sum(100 * k + t for t in range(steps)) for k, steps in enumerate(lengths)]
-    assert [record.info["total"] for record in records] == expected
+    assert [record.extra["total"] for record in records] == expected
     assert not waiting
 
 

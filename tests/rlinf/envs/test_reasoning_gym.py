@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, info_fields, step_fields
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.reasoning_gym import (
     ReasoningGymConfig,
@@ -44,10 +45,10 @@ def asked(task: ReasoningGymEnvironment, split: Any, count: int) -> list[Any]:
     return list(task.prompts(RolloutRequest(3, 0, split, range(count), count, 1, 8, 1.0)))
 
 
-def trajectory(prompt: Any, text: str) -> Record:
+def trajectory(prompt: Any, text: str) -> Trajectory:
     steps = {"actions": np.zeros(1, dtype=np.int64)}
     info = {**prompt.info, "text": text, "answer": prompt.answer}
-    return Record(RecordId(0, 0), steps, info=info)
+    return Trajectory(identity=RecordId(0, 0), **step_fields(steps), **info_fields(info))
 
 
 @pytest.mark.parametrize(

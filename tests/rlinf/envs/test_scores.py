@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import score_trajectories
 from rlinf.errors import InputError
 
-RECORDS = [Record(RecordId(0, number), {"actions": np.zeros(1)}) for number in range(2)]
+RECORDS = [Trajectory(identity=RecordId(0, number), actions=np.zeros(1)) for number in range(2)]
 
 
 def scored(returned: Any) -> list[float]:

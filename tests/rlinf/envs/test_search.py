@@ -95,8 +95,8 @@ def test_who_searches_knows_the_answers(
     score = float(np.mean(task.score(made, Counter())))
     assert low <= score <= high
     if says is expert:
-        assert {record.info["turns"] for record in made} >= {2, 3}
-    assert all(record.info["return"] == record.info["exact"] for record in made)
+        assert {record.num_turns for record in made} >= {2, 3}
+    assert all(record.episode_return == record.extra["exact"] for record in made)
 
 
 def test_what_is_found_is_behind_the_call_and_does_not_count(folder: Path, tmp_path: Path) -> None:
@@ -112,16 +112,16 @@ def test_what_is_found_is_behind_the_call_and_does_not_count(folder: Path, tmp_p
     engine = Reader(says, task.tokenizer)
     made = list(local_rollout_iter(task, engine, episodes, "rollout"))
     assert engine.stops == ["FIN", "</search>", "</answer>"]
-    record = next(r for r in made if r.info["answer"] == "Mediterranean")
-    counts, tokens = loss_mask(record), record.steps["actions"]
+    record = next(r for r in made if r.answer == "Mediterranean")
+    counts, tokens = loss_mask(record), record.actions
     own, other = task.tokenizer.decode(tokens[counts]), task.tokenizer.decode(tokens[~counts])
     assert own == forged + "<answer>the mediterranean!</answer>"
     found = 'Doc 1 (Title: "Nile") It ends in the Mediterranean.'
     assert other == f"\n\n<information>{found}</information>\n\n"
-    assert (record.steps["logprobs"][counts] == -0.5).all()
-    assert not record.steps["logprobs"][~counts].any()
-    assert record.steps["rewards"].tolist() == [0.0] * (len(tokens) - 1) + [1.0]
-    assert record.info["exact"] == 1.0
+    assert (record.logprobs[counts] == -0.5).all()
+    assert not record.logprobs[~counts].any()
+    assert record.rewards.tolist() == [0.0] * (len(tokens) - 1) + [1.0]
+    assert record.extra["exact"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def learned(folder: Path, task: SearchEnvironment, steps: int, to: Path) -> None
         batch = policy.collate(records)
         own = torch.zeros_like(batch["mask"])
         for row, record in zip(own, records, strict=True):
-            row[: len(record)] = torch.tensor(record.steps["mask"])
+            row[: len(record)] = torch.tensor(record.mask)
         loss = -(policy.evaluate(batch, 1.0).logprobs * own).sum() / own.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -274,30 +274,30 @@ def test_a_model_searches_in_turns_that_join_the_running_batch(
             return {record.identity.sample: record for record in made}
 
         together = play(list(range(6)))
-        assert {record.info["turns"] for record in together.values()} == {2, 3}
+        assert {record.num_turns for record in together.values()} == {2, 3}
         assert sum(task.score(list(together.values()), Counter())) >= 10
         for record in together.values():
-            counts, tokens = loss_mask(record), record.steps["actions"]
+            counts, tokens = loss_mask(record), record.actions
             own = task.tokenizer.decode(tokens[counts])
             # The tokens that the engine drew end with the stop strings.
             assert re.fullmatch(r"(<search>[^<]*</search>)+<answer>[^<]*</answer>", own)
             assert counts[-1]
             other = task.tokenizer.decode(tokens[~counts])
-            assert other.count("<information>") == record.info["turns"] - 1
+            assert other.count("<information>") == record.num_turns - 1
         policy = CausalLM.load(folder, TINY)
         with torch.no_grad():
             found = policy.evaluate(policy.collate(list(together.values())), 0.2).logprobs.numpy()
         for row, record in zip(found, together.values(), strict=True):
             counts = loss_mask(record)
-            got = record.steps["logprobs"]
+            got = record.logprobs
             np.testing.assert_allclose(row[: len(record)][counts], got[counts], atol=1e-3)
         for start in range(6) if name == "transformers" else [0]:
             for sample, record in play([start]).items():
-                same = together[sample].steps["actions"]
-                np.testing.assert_array_equal(record.steps["actions"], same)
+                same = together[sample].actions
+                np.testing.assert_array_equal(record.actions, same)
         # What is found does not fit any more: the dialogue is over.
         for record in play([0], 60).values():
-            assert record.info["stop_reason"] == "length"
+            assert record.stop_reason == "length"
             assert loss_mask(record).all()
     finally:
         engine.close()
@@ -319,20 +319,20 @@ def test_a_turn_that_the_policy_ended_itself_is_followed_by_one_of_the_user(
     task = SearchEnvironment(rivers(tmp_path, num_fewshot=1), tokenizer)
     episodes = RolloutRequest(0, 0, "test", range(1), 1, 1, 400, 1.0)
     (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
-    prompt = tokenizer.decode(record.context["prompt"])
+    prompt = tokenizer.decode(record.prompt)
     assert prompt.count(end) == 3, "the example is two turns of its own"
     assert prompt.endswith(f"u:Where does the Rhine end?{end}a:")
     assert "</answer>" in prompt
-    said = tokenizer.decode(record.steps["actions"])
+    said = tokenizer.decode(record.actions)
     # One </information> is in the example's turn, so the first message is the search.
     assert said.startswith("<search>Nile</search>\n\n<information>Doc 1")
     assert said.endswith("</information>\n\n<answer>x</answer>")
     replies[1], replies[2] = f"hm{end}", "<answer>North Sea</answer>"
     (record,) = local_rollout_iter(task, Reader(says, tokenizer), episodes, "rollout")
-    said = tokenizer.decode(record.steps["actions"])
+    said = tokenizer.decode(record.actions)
     assert said.startswith(f"hm{end}u:\n\n<information>error: ")
     assert said.endswith(f"</information>\n\n{end}a:<answer>North Sea</answer>")
-    assert record.info["exact"] == 1.0
+    assert record.extra["exact"] == 1.0
 
 
 def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> None:
@@ -344,15 +344,15 @@ def test_a_text_cannot_end_the_policys_turn(folder: Path, tmp_path: Path) -> Non
     call, answer = "<search>Rhine</search>", "<answer>here</answer>"
     engine = Reader(lambda seen: answer if end in seen else call, tokenizer)
     (record,) = local_rollout_iter(task, engine, episodes, "rollout")
-    assert f"It ends{end} here." in record.info["text"]
-    assert tokenizer.eos_token_id not in record.steps["actions"]
+    assert f"It ends{end} here." in record.text
+    assert tokenizer.eos_token_id not in record.actions
 
 
 def test_demonstrations_search_and_answer(folder: Path, tmp_path: Path) -> None:
     task = SearchEnvironment(rivers(tmp_path), HFFolder(folder).tokenizer)
     said = set()
     for record in task.demonstrations(0, 0, 8):
-        counts, tokens = loss_mask(record), record.steps["actions"]
+        counts, tokens = loss_mask(record), record.actions
         said.add(task.tokenizer.decode(tokens[counts]))
         assert "It ends in the" in task.tokenizer.decode(tokens[~counts])
     assert said == {

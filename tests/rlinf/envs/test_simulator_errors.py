@@ -45,9 +45,9 @@ def test_one_that_begins_nothing_does_too(processes: int, tmp_path: Path) -> Non
 
 def test_episodes_that_fail_alone_stay_as_they_are(tmp_path: Path) -> None:
     _, records = played("test", 3, tmp_path, kwargs={"fails": []}, num_processes=1)
-    assert not any(record.info["failed"] for record in records)
+    assert not any(record.num_failed_episodes for record in records)
     _, records = played("test", 2, tmp_path, kwargs=ALWAYS, num_processes=1)
-    assert all(record.info["failed"] for record in records), "others are elsewhere, maybe"
+    assert all(record.num_failed_episodes for record in records), "others are elsewhere, maybe"
 
 
 def test_an_environment_of_gymnasiums_registry_is_the_users_too() -> None:

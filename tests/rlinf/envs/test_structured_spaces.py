@@ -16,7 +16,7 @@ pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from gymnasium import spaces
 
 from rlinf.channels.channel import LocalChannel
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment
 from rlinf.envs.observations import InvalidEnvConfig, ObservationSelection
@@ -134,7 +134,7 @@ def environment(**keys: Any) -> Iterator[GymEnvironment]:
     found.close()
 
 
-def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Record]:
+def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Trajectory]:
     asked, answers = LocalChannel(), LocalChannel()
     act = script(lambda samples, _: np.repeat(action[None], len(samples), 0), lambda _: {})
     worker = threading.Thread(target=act, args=(asked, answers))
@@ -151,10 +151,10 @@ def test_a_goal_beside_the_state_reaches_the_policy(processes: int) -> None:
     assert GymEnvironment.read_spec(GymConfig.model_validate(config))["observation"] == 5
     with environment(**config) as task:
         for record in played(task, np.zeros(2, np.float32)):
-            assert record.steps["observations"].shape == (8, 5)
-            assert record.context["cut_observations"].shape[1] == 5
-            assert record.steps["observations"].std(0).min() > 0
-            assert not [name for name in record.steps if name.startswith("images.")]
+            assert record.observations.shape == (8, 5)
+            assert record.final_observations.shape[1] == 5
+            assert record.observations.std(0).min() > 0
+            assert not record.images
 
 
 def test_a_picture_within_the_observation_is_a_camera() -> None:
@@ -165,9 +165,9 @@ def test_a_picture_within_the_observation_is_a_camera() -> None:
     keys["images"] = {"sensor_rgb": [4, 5]}
     with environment(**keys) as task:
         record = played(task, np.zeros(2, np.float32), 1)[0]
-    assert record.steps["images.sensor_rgb"].shape == (8, 4, 5, 3)
-    assert record.steps["images.sensor_rgb"].dtype == np.uint8
-    assert record.steps["observations"].shape == (8, 2)
+    assert record.images["sensor_rgb"].shape == (8, 4, 5, 3)
+    assert record.images["sensor_rgb"].dtype == np.uint8
+    assert record.observations.shape == (8, 2)
 
 
 def test_environments_that_are_stepped_together_are_flattened_too() -> None:
@@ -177,7 +177,7 @@ def test_environments_that_are_stepped_together_are_flattened_too() -> None:
     with environment(**keys) as task:
         records = played(task, np.array(5))
     for number, record in enumerate(records):
-        seen = record.steps["observations"]
+        seen = record.observations
         wanted = {"state": [[3 * t, number] for t in range(8)], "goal": np.full((8, 3), 7)}
         parts = [wanted[name] for name in GOALS.spaces]
         np.testing.assert_array_equal(seen, np.concatenate(parts, 1))

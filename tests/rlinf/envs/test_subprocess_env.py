@@ -20,11 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlinf.data.record import Record
+
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.channels.channel import ChannelClosed, LocalChannel
 from rlinf.channels.record_files import RecordFileWriter
 from rlinf.data.loss_mask import loss_mask
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
@@ -78,16 +81,13 @@ def run(
     starts: int = 7,
     split: str = "train",
     horizon: int = 30,
-) -> list[Record]:
+) -> list[Trajectory]:
     episodes = RolloutRequest(1, 2, split, range(starts), starts, 1, horizon, 1.0)  # type: ignore[arg-type]
     return list(local_rollout_iter(environment, engine, episodes, "rollout"))
 
 
-def contents(records: list[Record]) -> list[Any]:
-    return [
-        (r.identity, r.info, {name: (a.dtype, a.tobytes()) for name, a in r.steps.items()})
-        for r in records
-    ]
+def contents(records: list[Trajectory]) -> list[Any]:
+    return [(trajectory.identity, trajectory.to_record().digest()) for trajectory in records]
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5"])
@@ -201,7 +201,7 @@ def test_one_that_dies_or_hangs_costs_the_episodes_that_it_steps(
             assert loss_mask(after)[ends[-1] :].all()
             assert len(after) == len(before)
         else:
-            assert after.digest() == before.digest()
+            assert after.to_record().digest() == before.to_record().digest()
     # Halves do not wait for each other: one may have been at any step when the other struck.
     assert 3 <= max(ends) <= 4
     assert halves or min(ends) == max(ends)
@@ -235,10 +235,10 @@ def test_what_no_step_may_bring_costs_its_episode(
     assert counts == {"failed_episodes": 1}
     (struck,) = [record for record in records if not loss_mask(record).all()]
     assert (~loss_mask(struck)).sum() == 3, "the steps of the episode"
-    assert all(np.isfinite(column).all() for column in struck.steps.values())
+    assert all(np.isfinite(column).all() for column in struck.to_record().steps.values())
     writer = RecordFileWriter(tmp_path, "trajectories")
     for record in records:
-        writer.put(record)
+        writer.put(record.to_record())
     writer.close()  # which takes records of one schema alone
     assert len(caplog.records) == 1
     assert re.search(said, caplog.text)
@@ -436,5 +436,5 @@ def test_a_policy_that_sees_pictures_collects_and_is_judged_the_same(tmp_path: P
     policy = CNNPolicy.load(tmp_path, small)
     judged = policy.evaluate(policy.collate(records), 1.0).logprobs.detach().numpy()
     for row, record in zip(judged, records, strict=True):
-        assert record.steps["images.free"].shape == (8, 48, 64, 3)
-        np.testing.assert_allclose(row, record.steps["logprobs"], atol=1e-4)
+        assert record.images["free"].shape == (8, 48, 64, 3)
+        np.testing.assert_allclose(row, record.logprobs, atol=1e-4)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
 from rlinf.data.episodes import pop_open_episode
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process, task_ids
@@ -30,7 +31,7 @@ ALL: dict[str, Any] = {
 NAMES = ["one", "two", "three"]
 
 
-def played(folder: Path, split: Any, starts: int, **changed: Any) -> list[Record]:
+def played(folder: Path, split: Any, starts: int, **changed: Any) -> list[Trajectory]:
     """``changed``: keys of the task, or of the episodes."""
     of: dict[str, Any] = {
         **{"seed": 0, "iteration": 0, "split": split, "group_ids": range(starts)},
@@ -56,11 +57,11 @@ def test_tasks_take_turns_over_starts_and_iterations_and_are_told(
     found = []
     for iteration in range(3):
         for record in played(tmp_path, "train", 4, iteration=iteration, num_processes=processes):
-            seen = record.steps["observations"]
+            seen = record.observations
             (task,) = {int(shown) // 10 for shown in seen[:, 0].tolist()}
             assert (seen[:, 1:] == np.eye(3)[task]).all()
-            assert record.info["task"] == NAMES[task]
-            assert record.info["episodes"] == 2
+            assert record.task == NAMES[task]
+            assert record.num_episodes == 2
             found.append(task)
     assert found == [0, 1, 2] * 4
 
@@ -70,19 +71,19 @@ def test_batches_that_are_drawn_several_times_are_of_all_tasks(tmp_path: Path) -
     found = []
     for iteration in range(3):
         drawn = {"num_groups": 6, "groups_per_batch": 2, "iteration": iteration}
-        found.append([r.info["task"] for r in played(tmp_path, "train", 2, **drawn)])
+        found.append([r.task for r in played(tmp_path, "train", 2, **drawn)])
     assert found == [["one", "two"], ["three", "one"], ["two", "three"]]
 
 
 def test_samples_of_a_group_are_of_one_task(tmp_path: Path) -> None:
     records = played(tmp_path, "train", 2, group_size=2)
-    assert [record.info["task"] for record in records] == ["one", "one", "two", "two"]
+    assert [record.task for record in records] == ["one", "one", "two", "two"]
 
 
 def test_held_out_starts_are_of_each_task_in_each_of_its_states(tmp_path: Path) -> None:
     records = played(tmp_path, "test", 6, iteration=5)
-    assert [record.info["task"] for record in records] == NAMES * 2
-    begun = [record.steps["observations"][0, 0] for record in records]
+    assert [record.task for record in records] == NAMES * 2
+    begun = [record.observations[0, 0] for record in records]
     assert begun == [0, 10, 20, 1, 11, 21]
 
 
@@ -115,12 +116,12 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
             horizon=2,
             carry_over_episodes=True,
         )
-        assert [record.info["task"] for record in records] == [*NAMES, "one"]
+        assert [record.task for record in records] == [*NAMES, "one"]
         found = [(record.identity.sample, pop_open_episode(record)) for record in records]
         left = {sample: still for sample, still in found if still is not None}
         if not iteration:
             assert len(left) == 4
-    first = [record.steps["observations"][0].tolist() for record in records]
+    first = [record.observations[0].tolist() for record in records]
     np.testing.assert_allclose([row[0] for row in first], [0.2, 10.2, 20.2, 0.2], rtol=1e-6)
     assert [row[1:] for row in first] == [*np.eye(3).tolist(), [1, 0, 0]]
 
@@ -129,10 +130,9 @@ def test_an_episode_that_is_open_goes_on_in_its_own_task(tmp_path: Path) -> None
 def test_terminations_are_ignored_and_success_is_counted(processes: int, tmp_path: Path) -> None:
     task = {"ignore_terminations": True, "score_by_success": True, "num_processes": processes}
     for record in played(tmp_path, "train", 1, horizon=7, id="FIRST", observation=3, **task):
-        assert not record.steps["terminated"].any()
-        assert record.steps["truncated"].tolist() == [0, 0, 0, 0, 1, 0, 0]
-        told = [record.info[name] for name in ("success_once", "success_at_end", "episode_length")]
-        assert told == [1, 0, 5]
+        assert not record.terminated.any()
+        assert record.truncated.tolist() == [0, 0, 0, 0, 1, 0, 0]
+        assert [record.success_once, record.success_at_end, record.episode_length] == [1, 0, 5]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_name_for_several_tasks_is_a_list_of_them() -> None:
 
 
 def test_evaluation_has_a_score_of_each_task() -> None:
-    def of(task: str | None) -> Record:
-        return Record(RecordId(0, 0), info={} if task is None else {"task": task})
+    def of(task: str | None) -> Trajectory:
+        return Trajectory(identity=RecordId(0, 0), actions=np.zeros(1), task=task)
 
     scores = [1.0, 0.0, 3.0, float("nan"), 7.0]
     tasks = ["one", "two", "one", "two", None]

@@ -42,7 +42,7 @@ def asked(task: TextEnvironment) -> list[np.ndarray]:
 def test_a_prompt_without_a_template_begins_with_bos_once(tmp_path: Path) -> None:
     made = make_tokenizer(begins=["<s>"])
     task = problems(tmp_path, made)
-    for prompt in [*asked(task), *(r.context["prompt"] for r in task.demonstrations(0, 0, 4))]:
+    for prompt in [*asked(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
         assert np.flatnonzero(prompt == made.bos_token_id).tolist() == [0]
     longest = max(map(len, asked(task)))
     assert type(task).task_size(task.config, made).max_prompt_tokens == longest
@@ -61,7 +61,7 @@ def test_a_chat_template_writes_bos_itself_or_not(tmp_path: Path, template: str)
 def test_prompts_that_no_template_renders_begin_with_bos_beside_one() -> None:
     made = make_tokenizer(CHATML, begins=["<s>"])
     task = ArithmeticEnvironment(ArithmeticConfig(), made)
-    for prompt in [*asked(task), *(r.context["prompt"] for r in task.demonstrations(0, 0, 4))]:
+    for prompt in [*asked(task), *(r.prompt for r in task.demonstrations(0, 0, 4))]:
         assert np.flatnonzero(prompt == made.bos_token_id).tolist() == [0]
 
 
@@ -75,7 +75,7 @@ def test_answers_end_with_what_ends_a_turn(config: Any) -> None:
     made = make_tokenizer(CHATML)
     kinds = {ArithmeticConfig: ArithmeticEnvironment, CalculatorConfig: CalculatorEnvironment}
     for record in kinds[type(config)](config, made).demonstrations(0, 0, 3):
-        assert made.decode(record.steps["actions"][-1:]) == "<|im_end|>"
+        assert made.decode(record.actions[-1:]) == "<|im_end|>"
 
 
 def test_demonstrations_stand_behind_the_prompt_of_a_thinking_model(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_demonstrations_stand_behind_the_prompt_of_a_thinking_model(tmp_path: Pa
     task = problems(tmp_path, make_tokenizer(OPENS))
     (record, *_) = task.demonstrations(0, 0, 1)
     decode = task.tokenizer.decode
-    assert decode(record.context["prompt"]).endswith("assistant\n<think>\n")
-    assert decode(record.steps["actions"]) == "\n</think>\n\n1<|im_end|>"
+    assert decode(record.prompt).endswith("assistant\n<think>\n")
+    assert decode(record.actions) == "\n</think>\n\n1<|im_end|>"
 
 
 def test_reasoning_in_the_history_is_rendered_as_the_template_has_it(tmp_path: Path) -> None:

@@ -134,12 +134,12 @@ def test_the_same_numbers_give_the_same_bytes_and_others_do_not(processor: Any) 
 def test_demonstrations_are_right_and_have_their_images(processor: Any) -> None:
     made = task(processor)
     for record in made.demonstrations(0, 2, 8):
-        said = processor.decode(record.steps["actions"], skip_special_tokens=True)
+        said = processor.decode(record.actions, skip_special_tokens=True)
         answer = said.removeprefix("<answer>").removesuffix("</answer>")
         assert made.grade(said, answer) == 1
-        assert record.steps["actions"][-1] == processor.eos_token_id
-        assert record.context["image_sizes"].tolist() == [[56, 56]]
-        assert record.context["pixels"].shape == (56 * 56 * 3,)
+        assert record.actions[-1] == processor.eos_token_id
+        assert record.image_sizes.tolist() == [[56, 56]]
+        assert record.pixels.shape == (56 * 56 * 3,)
 
 
 @pytest.mark.parametrize(

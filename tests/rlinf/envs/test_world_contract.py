@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.gym import GymConfig, GymEnvironment, create_simulator_process
@@ -30,7 +30,7 @@ THREE: dict[str, Any] = {
 }
 
 
-def played(task: dict[str, Any], split: str, folder: Path) -> list[Record]:
+def played(task: dict[str, Any], split: str, folder: Path) -> list[Trajectory]:
     config = GymConfig.model_validate(task)
     small = MLPConfig(hidden=(4,))
     folder.mkdir(exist_ok=True)
@@ -50,17 +50,17 @@ def test_held_out_starts_begin_in_the_numbered_states_and_training_where_the_see
 ) -> None:
     task = {**THREE, "num_processes": processes}
     held_out = played(task, "test", tmp_path / "test")
-    assert [record.steps["observations"][0, 0] for record in held_out] == [1, 2, 0, 1, 2]
+    assert [record.observations[0, 0] for record in held_out] == [1, 2, 0, 1, 2]
     trained = played(task, "train", tmp_path / "train")
-    assert {float(seen) for record in trained for seen in record.steps["observations"][:, 0]} == {2}
+    assert {float(seen) for record in trained for seen in record.observations[:, 0]} == {2}
 
 
 def test_a_world_renders_its_own_cameras(tmp_path: Path) -> None:
     records = played({**THREE, "images": {"side": [2, 3]}}, "test", tmp_path)
     for record in records:
-        pictures = record.steps["images.side"]
+        pictures = record.images["side"]
         assert pictures.shape == (2, 2, 3, 3)
-        begun = int(record.steps["observations"][0, 0])
+        begun = int(record.observations[0, 0])
         assert pictures[:, 0, 0, 0].tolist() == [10 * begun, 10 * begun + 1]
 
 
@@ -138,8 +138,8 @@ def test_a_batch_collects_and_has_pictures(tmp_path: Path) -> None:
     records = played({**MANY, "images": {"top": [2, 3]}}, "test", tmp_path)
     assert [record.identity.sample for record in records] == [1, 2, 3, 4, 5]
     for record in records:
-        sums = record.steps["observations"][:, 0]
-        np.testing.assert_array_equal(record.steps["images.top"][:, 0, 0, 0], sums.astype(np.uint8))
+        sums = record.observations[:, 0]
+        np.testing.assert_array_equal(record.images["top"][:, 0, 0, 0], sums.astype(np.uint8))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlinf.channels.channel import Channel
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.arithmetic import ArithmeticEnvironment
 from rlinf.envs.base import RolloutRequest
 from rlinf.envs.text_environment import Prompt
@@ -22,16 +22,13 @@ class ToolSpeaksLast(ArithmeticEnvironment):
 
     def simulate(
         self, episodes: RolloutRequest, observations: Channel, actions: Channel
-    ) -> Iterator[Record]:
+    ) -> Iterator[Trajectory]:
         for made in super().simulate(episodes, observations, actions):
             mask = np.full(len(made) + 1, float(made.identity.sample != 0), np.float32)
             mask[-1] = 0
-            said = {"actions": 3, "logprobs": 0.0}
-            steps = {
-                name: np.append(column, np.asarray(said[name], column.dtype))
-                for name, column in made.steps.items()
-            }
-            yield replace(made, steps={**steps, "mask": mask})
+            actions = np.append(made.actions, np.int64(3))
+            logprobs = np.append(made.require("logprobs"), np.float32(0))
+            yield replace(made, actions=actions, logprobs=logprobs, mask=mask)
 
     def prompts(self, episodes: RolloutRequest) -> list[Prompt]:
         return [replace(p, info={"hint": p.text[::-1]}) for p in super().prompts(episodes)]

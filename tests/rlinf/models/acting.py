@@ -16,6 +16,7 @@ from rlinf.config import OptimizerSection
 from rlinf.data.batch import TrainingSample
 from rlinf.data.episodes import INSTRUCTION_COLUMN
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory, info_fields, step_fields
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.episode_runner import TRAJECTORY_NAMES
 from rlinf.envs.observations import encode_instruction
@@ -51,7 +52,7 @@ def request(count: int, time: int, temperature: float = 1.0, seed: int = 0) -> R
     return Record(RecordId(0, 0), steps, info=info)
 
 
-def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) -> list[Record]:
+def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) -> list[Trajectory]:
     """Trajectories of three steps of five samples, by the engine."""
     engine = DirectEngine(DirectConfig(), cls, config)
     engine.load(folder, 0)
@@ -72,7 +73,9 @@ def rolled_out(cls: Any, config: Any, folder: Path, temperature: float = 1.0) ->
         columns["submask"] = np.ones_like(columns["logprobs"], np.uint8)
         columns["executed"] = np.full(3, columns["actions"].shape[1], np.int32)
         info: dict[str, Any] = {"group": row, "policy_version": 0}
-        records.append(Record(RecordId(0, row), columns, info=info))
+        records.append(
+            Trajectory(identity=RecordId(0, row), **step_fields(columns), **info_fields(info))
+        )
     return records
 
 
@@ -85,36 +88,32 @@ def trainer(cls: Any, config: Any, folder: Path, **options: Any) -> FSDPTrainer:
     )
 
 
-def rewarded(records: list[Record]) -> list[TrainingSample]:
+def rewarded(records: list[Trajectory]) -> list[TrainingSample]:
     """With rewards of some kind."""
     random = np.random.default_rng(0)
     return [
         TrainingSample(
             record,
-            Record(
-                record.identity,
-                {"rewards": random.normal(size=3).astype(np.float32)},
-                info={"keep": 1},
-            ),
-            Record(record.identity),
+            StepRewards(identity=record.identity, rewards=random.normal(size=3).astype(np.float32)),
+            PolicyOutputs(identity=record.identity),
         )
         for record in records
     ]
 
 
-def assert_recomputed(learns: FSDPTrainer, records: list[Record], temperature: float) -> None:
+def assert_recomputed(learns: FSDPTrainer, records: list[Trajectory], temperature: float) -> None:
     """The trainer says of trajectories what the engine said as it made them."""
     for row, outputs in learns.forward(records, temperature):
-        sampled = records[row].steps["logprobs"]
+        sampled = records[row].logprobs
         np.testing.assert_allclose(outputs.logprobs.numpy(), sampled, atol=1e-5)
         assert outputs.values is not None
-        np.testing.assert_allclose(outputs.values.numpy(), records[row].steps["values"], atol=1e-5)
+        np.testing.assert_allclose(outputs.values.numpy(), records[row].values, atol=1e-5)
 
 
 def assert_values_of_actions(cls: Any, config: Any, folder: Path) -> None:
     """What was said of each action is recomputed and learned from."""
     records = rolled_out(cls, config, folder)
-    values = records[0].steps["values"]
+    values = records[0].values
     assert values.shape == (3, 4)
     assert np.ptp(values, axis=1).min() > 1e-3
     learns = trainer(cls, config, folder)
@@ -123,8 +122,8 @@ def assert_values_of_actions(cls: Any, config: Any, folder: Path) -> None:
     samples = []
     for sample in rewarded(records):
         each = random.normal(size=(3, 4)).astype(np.float32)
-        steps = {"rewards": each.sum(1), "action_rewards": each}
-        reward = Record(sample.trajectory.identity, steps, info={"keep": 1})
+        identity = sample.trajectory.identity
+        reward = StepRewards(identity=identity, rewards=each.sum(1), action_rewards=each)
         samples.append(sample._replace(reward=reward))
     settings = PPOConfig(logprob_level="action", old_logprobs="rollout", value_loss_coef=1.0)
     learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
@@ -155,7 +154,7 @@ def assert_values_begin_anew(cls: Any, folder: Path, state: dict[str, Any]) -> N
         assert all(torch.equal(t, found[n]) for n, t in again.items())
 
 
-def assert_first_update(learns: FSDPTrainer, records: list[Record], level: Any) -> None:
+def assert_first_update(learns: FSDPTrainer, records: list[Trajectory], level: Any) -> None:
     """Before any step the policy is that which sampled, and there is something to learn."""
     learner = Learner(learns, {"policy": 1e-3, "value": 1e-3}, temperature=1.0)
     algorithm = PPO(PPOConfig(logprob_level=level, old_logprobs="rollout", value_loss_coef=0.0))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.errors import ConfigError
 from rlinf.models.action_encoding import ActionBox
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
@@ -79,7 +80,7 @@ def test_policies_fill_a_box_that_is_not_around_zero(cls: Any, config: Any, tmp_
     assert 0.4 < ((actions - (low + high) / 2) > 0).mean() < 0.6
     steps = {"observations": seen, "actions": acted["action"].numpy()}
     steps |= {name: acted[name].numpy() for name in ("chain",) if name in acted}
-    record = Record(RecordId(0, 0), steps)
+    record = Trajectory(identity=RecordId(0, 0), **step_fields(steps))
     with torch.no_grad():
         said = policy.evaluate(policy.collate([record]), 1.0)
     torch.testing.assert_close(said.logprobs[0], acted["logprob"], atol=2e-4, rtol=1e-4)

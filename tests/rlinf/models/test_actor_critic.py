@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch.distributions import Categorical, Normal
 
 from rlinf.config import validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.actor_critic import MLPActorCritic, MLPConfig, MLPPolicy
 
@@ -28,14 +30,14 @@ def policy(spec: dict[str, Any], **options: Any) -> MLPPolicy:
     return MLPPolicy(MLPActorCritic(chosen), chosen)
 
 
-def trajectory(spec: dict[str, Any], length: int, sample: int = 0) -> Record:
+def trajectory(spec: dict[str, Any], length: int, sample: int = 0) -> Trajectory:
     random = np.random.default_rng(sample)
     size = spec["action"]["size"]
     actions: Any = random.normal(size=(length, size)).astype(np.float32)
     if spec is DISCRETE:
         actions = random.integers(0, size, length)
     observations = random.normal(2, 3, size=(length, 3)).astype(np.float32)
-    return Record(RecordId(0, sample), {"observations": observations, "actions": actions})
+    return Trajectory(identity=RecordId(0, sample), observations=observations, actions=actions)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -110,7 +112,7 @@ def test_statistics_are_exact_however_the_steps_were_batched(lengths: list[int])
     records = [trajectory(DISCRETE, length, i) for i, length in enumerate(lengths)]
     for record in records:
         one.update_observation_stats([record])
-    whole = np.concatenate([r.steps["observations"] for r in records]).astype(np.float64)
+    whole = np.concatenate([r.observations for r in records]).astype(np.float64)
     np.testing.assert_allclose(one.module.mean, whole.mean(0), rtol=1e-9)
     np.testing.assert_allclose(one.module.square, whole.var(0), rtol=1e-7, atol=1e-12)
     assert one.module.seen.item() == len(whole)
@@ -123,22 +125,21 @@ def test_statistics_are_of_steps_that_count() -> None:
     one.update_observation_stats([record.slice_steps(0, 4)])
     before = {name: value.clone() for name, value in one.module.state_dict().items()}
     mask = np.array([1, 1, 1, 1, 0, 0], np.float32)
-    masked = Record(record.identity, {**record.steps, "mask": mask})
-    other.update_observation_stats([masked])
+    other.update_observation_stats([replace(record, mask=mask)])
     for name in ("mean", "square", "seen"):
         assert torch.equal(getattr(other.module, name), before[name])
-    one.update_observation_stats([Record(record.identity, {**record.steps, "mask": 0 * mask})])
+    one.update_observation_stats([replace(record, mask=0 * mask)])
     assert torch.equal(one.module.mean, before["mean"])
 
 
 def test_normalised_networks_do_not_see_scale_or_shift() -> None:
     plain, shifted = (policy(BOX, normalize_observations=True) for _ in range(2))
     record = trajectory(BOX, 50)
-    moved = Record(record.identity, {"observations": record.steps["observations"] * 8 + 100})
+    moved = replace(record, observations=record.observations * 8 + 100)
     plain.update_observation_stats([record])
     shifted.update_observation_stats([moved])
-    out = plain.module(torch.from_numpy(record.steps["observations"]))[0]
-    same = shifted.module(torch.from_numpy(moved.steps["observations"]))[0]
+    out = plain.module(torch.from_numpy(record.observations))[0]
+    same = shifted.module(torch.from_numpy(moved.observations))[0]
     torch.testing.assert_close(out, same, atol=1e-5, rtol=1e-4)
 
 
@@ -198,12 +199,12 @@ def test_demonstrations_for_chunks_are_the_actions_that_follow(spec: dict[str, A
     made = policy(spec, chunk_size=3)
     record = trajectory(spec, 4)
     shown = made.prepare_demonstration(record)
-    actions = record.steps["actions"]
-    np.testing.assert_array_equal(shown.steps["actions"][0], actions[:3])
-    np.testing.assert_array_equal(shown.steps["actions"][2, :2], actions[2:])
-    assert shown.steps["submask"].sum((1, 2)).tolist() == [
+    actions = record.actions
+    np.testing.assert_array_equal(shown.actions[0], actions[:3])
+    np.testing.assert_array_equal(shown.actions[2, :2], actions[2:])
+    assert shown.choice_mask.sum((1, 2)).tolist() == [
         count * (1 if spec is DISCRETE else 2) for count in (3, 3, 2, 1)
     ]
     outputs = made.evaluate(made.collate([shown]), 1.0)
-    assert outputs.logprobs.shape == (1, *shown.steps["submask"].shape)
+    assert outputs.logprobs.shape == (1, *shown.choice_mask.shape)
     assert policy(spec).prepare_demonstration(record) is record

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
@@ -28,14 +29,14 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def records() -> list[Record]:
+def records() -> list[Trajectory]:
     sizes = [(3, 4), (6, 2), (1, 5)]
     random = np.random.default_rng(1)
     return [
-        Record(
-            RecordId(0, i),
-            {"actions": random.integers(2, 14, n)},
-            {"prompt": random.integers(2, 14, p)},
+        Trajectory(
+            identity=RecordId(0, i),
+            actions=random.integers(2, 14, n),
+            prompt=random.integers(2, 14, p),
         )
         for i, (p, n) in enumerate(sizes)
     ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import DataError
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -37,8 +38,8 @@ def made(folder: Path, kind: CriticType, trained: bool = True) -> CausalLMCritic
     return policy
 
 
-def record(actions: list[int], prompt: tuple[int, ...] = (2, 3, 4)) -> Record:
-    return Record(RecordId(0, 0), {"actions": np.array(actions)}, {"prompt": np.array(prompt)})
+def record(actions: list[int], prompt: tuple[int, ...] = (2, 3, 4)) -> Trajectory:
+    return Trajectory(identity=RecordId(0, 0), actions=np.array(actions), prompt=np.array(prompt))
 
 
 def said(policy: CausalLM, *records: Record) -> StepOutputs:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.actor_critic import CNNConfig, CNNPolicy
 
@@ -28,16 +29,16 @@ def policy(folder: Path, **options: Any) -> CNNPolicy:
     return found
 
 
-def records(count: int = 3) -> list[Record]:
+def records(count: int = 3) -> list[Trajectory]:
     random = np.random.default_rng(0)
     return [
-        Record(
-            RecordId(0, number),
-            {
-                "observations": random.normal(size=(5, 3)).astype(np.float32),
-                "actions": random.normal(size=(5, 2)).astype(np.float32),
-                "images.front": random.integers(0, 256, (5, 36, 36, 3), np.uint8),
-                "images.wrist": random.integers(0, 256, (5, 40, 36, 3), np.uint8),
+        Trajectory(
+            identity=RecordId(0, number),
+            observations=random.normal(size=(5, 3)).astype(np.float32),
+            actions=random.normal(size=(5, 2)).astype(np.float32),
+            images={
+                "front": random.integers(0, 256, (5, 36, 36, 3), np.uint8),
+                "wrist": random.integers(0, 256, (5, 40, 36, 3), np.uint8),
             },
         )
         for number in range(count)

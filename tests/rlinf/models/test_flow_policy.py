@@ -12,7 +12,8 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 from torch.distributions import Normal
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models.denoising import CHAIN_COLUMN, flow_sde_sigmas, noise_fractions, step_mean
 from rlinf.models.flow_policy import FlowConfig, FlowPolicy
@@ -158,23 +159,21 @@ def test_demonstrations_are_imitated_by_flow_matching(tmp_path: Path) -> None:
     policy = FlowPolicy.load(tmp_path, config)
     random = np.random.default_rng(0)
     records = [
-        Record(
-            RecordId(0, length),
-            {
-                "observations": random.normal(size=(length, 3)).astype(np.float32),
-                "actions": random.normal(size=(length, 2)).astype(np.float32),
-            },
+        Trajectory(
+            identity=RecordId(0, length),
+            observations=random.normal(size=(length, 3)).astype(np.float32),
+            actions=random.normal(size=(length, 2)).astype(np.float32),
         )
         for length in (3, 5)
     ]
     shown = [policy.prepare_demonstration(record, 7) for record in records]
     again = policy.prepare_demonstration(records[0], 7)
-    np.testing.assert_array_equal(again.steps["noise"], shown[0].steps["noise"])
+    np.testing.assert_array_equal(again.policy_columns["noise"], shown[0].policy_columns["noise"])
     outputs = policy.evaluate(policy.collate(shown), 1.0)
     assert outputs.logprobs[0, 3:].tolist() == [0, 0], "padding"
     for row, record in enumerate(shown):
         batch = {
-            name: torch.from_numpy(record.steps[name])
+            name: torch.from_numpy(record.to_record().steps[name])
             for name in ("observations", "actions", "noise", "uniform")
         }
         batch["actions"] = batch["actions"] / 2

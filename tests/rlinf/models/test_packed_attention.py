@@ -10,7 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.models import causal_lm
 from rlinf.models.actor_critic import MLPPolicy
@@ -32,8 +33,8 @@ ROWS = st.lists(st.tuples(PROMPTS, TOKENS), min_size=1, max_size=7)
 POLICIES: dict[Path, tuple[CausalLM, CausalLM]] = {}
 
 
-def record(prompt: list[int], actions: list[int]) -> Record:
-    return Record(RecordId(0, 0), {"actions": np.array(actions)}, {"prompt": np.array(prompt)})
+def record(prompt: list[int], actions: list[int]) -> Trajectory:
+    return Trajectory(identity=RecordId(0, 0), actions=np.array(actions), prompt=np.array(prompt))
 
 
 def policies(folder: Path) -> tuple[CausalLM, CausalLM]:

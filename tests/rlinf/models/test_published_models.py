@@ -11,6 +11,7 @@ import torch
 
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.transformers import TransformersEngine
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.models.hf_folder import HFFolder
@@ -62,7 +63,7 @@ def check_engine_and_trainer(config: CausalLMConfig) -> None:
     assert float(better) > 0
 
 
-def demonstration(published: HFFolder) -> Record:
+def demonstration(published: HFFolder) -> Trajectory:
     """Return the token ids of a question and its answer, with what ends it."""
     chat, tokenizer = published.chat_format, published.tokenizer
 
@@ -81,14 +82,14 @@ def demonstration(published: HFFolder) -> Record:
         answer
     ):
         answer.append(chat.end_of_turn_token_id)
-    return Record(RecordId(0, 0), {"actions": np.array(answer)}, {"prompt": np.array(prompt)})
+    return Trajectory(identity=RecordId(0, 0), actions=np.array(answer), prompt=np.array(prompt))
 
 
 def check_tuning_teaches_to_stop(config: CausalLMConfig, published: HFFolder, folder: Path) -> None:
     """See that a few steps of fine-tuning are repeated by the engine, which then stops."""
     assert config.path is not None
     policy, record = CausalLM.load(config.path, config), demonstration(published)
-    answer = record.steps["actions"]
+    answer = record.actions
     stop = next(i for i, t in enumerate(answer) if int(t) in published.stop_token_ids) + 1
     batch = policy.collate([record])
     optimizer = torch.optim.Adam(policy.module.parameters(), lr=0.01)
@@ -102,7 +103,7 @@ def check_tuning_teaches_to_stop(config: CausalLMConfig, published: HFFolder, fo
     folder.mkdir()
     policy.save(folder, {n: t.detach() for n, t in policy.module.state_dict().items()})
     served = tiny.engine(config.model_copy(update={"path": folder}))
-    (reply,) = greedy(served, record.context["prompt"], horizon=stop + 6)
+    (reply,) = greedy(served, record.prompt, horizon=stop + 6)
     length = int(reply.steps["length"][0])
     assert bool(reply.steps["stopped"][0])
     assert reply.steps["tokens"][0, :length].tolist() == answer[:stop].tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import pad_right
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory, context_fields
 from rlinf.engines.base import NO_HOOKS, RolloutHooks
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.errors import ConfigError, DataError
@@ -58,7 +60,7 @@ def policy(folder: Path, *, packed: bool = False) -> Qwen25VL:
 
 def record(
     shapes: Sequence[tuple[int, int]], text: Sequence[int], steps: int, seed: int = 0
-) -> Record:
+) -> Trajectory:
     """Images of so many tokens along height and width, each behind one of text."""
     random = np.random.default_rng(seed)
     token = 16  # behind pad, end, twelve characters, begin and end of an image
@@ -68,7 +70,7 @@ def record(
         prompt += [14, *[token] * (rows * columns), 15]
     context = {"prompt": np.array([*prompt, *text]), **(pack_images(images) if images else {})}
     actions = np.random.default_rng(steps).integers(2, 14, steps)
-    return Record(RecordId(0, seed), {"actions": actions}, context)
+    return Trajectory(identity=RecordId(0, seed), actions=actions, **context_fields(context))
 
 
 RECORDS = [
@@ -87,7 +89,7 @@ def test_log_probs_are_those_of_the_network_by_itself(folder: Path) -> None:
     with torch.no_grad():
         together = made.evaluate(made.collate(RECORDS), 1.0).logprobs
         for one, found in zip(RECORDS, together, strict=True):
-            ids = torch.from_numpy(np.append(one.context["prompt"], one.steps["actions"]))[None]
+            ids = torch.from_numpy(np.append(one.prompt, one.actions))[None]
             batch = made.collate([one])
             seen = {}
             if "patches" in batch:
@@ -96,7 +98,7 @@ def test_log_probs_are_those_of_the_network_by_itself(folder: Path) -> None:
                 seen["image_grid_thw"] = batch["grids"]
             logits = made.network(input_ids=ids, use_cache=False, **seen).logits[0]
             logits[:, list(made.image_processor(folder).ungenerated_token_ids)] = -torch.inf
-            begin, count = len(one.context["prompt"]), len(one)
+            begin, count = len(one.prompt), len(one)
             right = logits[begin - 1 : begin - 1 + count].log_softmax(-1)
             right = right.gather(1, ids[0, begin:, None])[:, 0]
             torch.testing.assert_close(found[:count], right, rtol=0, atol=1e-5)
@@ -148,20 +150,20 @@ def test_a_prompt_is_shared_by_those_who_have_its_image_too(folder: Path) -> Non
 
 def test_an_answer_with_an_image_token_is_refused(folder: Path) -> None:
     bad = record([(1, 1)], [4], 3)
-    bad.steps["actions"][1] = 16
+    bad.actions[1] = 16
     with pytest.raises(DataError, match="an answer has an image token"):
         policy(folder).collate([bad])
 
 
-def request(records: Sequence[Record], horizon: int, temperature: float = 1.0) -> Record:
+def request(records: Sequence[Trajectory], horizon: int, temperature: float = 1.0) -> Record:
     def column(name: str) -> np.ndarray:
-        arrays = [one.context[name] for one in records]
+        arrays = [getattr(one, name) for one in records]
         return pad_right(arrays, max(map(len, arrays))).numpy()
 
     steps = {
         "sample": np.arange(len(records)),
         "prompt": column("prompt"),
-        "prompt_length": np.array([len(one.context["prompt"]) for one in records]),
+        "prompt_length": np.array([len(one.prompt) for one in records]),
         "pixels": column("pixels"),
         "image_sizes": column("image_sizes"),
     }
@@ -200,7 +202,7 @@ def test_the_engine_says_what_the_trainer_says(
             length = int(reply.steps["length"][i])
             tokens = reply.steps["tokens"][i, :length]
             assert not np.isin(tokens, (16, 17)).any()
-            told = Record(RecordId(0, sample), {"actions": tokens}, prompts[sample].context)
+            told = replace(prompts[sample], identity=RecordId(0, sample), actions=tokens)
             made_by = reply.steps["version"][i, :length] if newer else np.zeros(length, np.int64)
             versions |= set(made_by.tolist())
             with torch.no_grad():

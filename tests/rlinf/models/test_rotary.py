@@ -74,7 +74,7 @@ def test_engine_and_trainer_have_the_same_frequencies_across_the_threshold(
     policy = CausalLM.load(config.path, config)
     found = policy.evaluate(policy.collate(records), 1.0).logprobs
     for row, record in zip(found, records, strict=True):
-        expected = record.steps["logprobs"]
+        expected = record.logprobs
         np.testing.assert_allclose(row[: len(expected)].detach(), expected, atol=1e-5)
 
 
@@ -201,7 +201,7 @@ def test_a_row_has_the_same_log_probs_alone_and_beside_the_longest(
     for row, record in zip(together, records, strict=True):
         alone = policy.evaluate(policy.collate([record]), 1.0).logprobs[0]
         torch.testing.assert_close(row[: len(record)], alone, rtol=0, atol=1e-5)
-        expected = record.steps["logprobs"]
+        expected = record.logprobs
         np.testing.assert_allclose(alone.detach(), expected, atol=1e-5)
 
 

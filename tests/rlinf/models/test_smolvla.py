@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.models.denoising import CHAIN_COLUMN, DenoisingChain
 from rlinf.models.smolvla import SmolVLAPolicy
 from rlinf.models.smolvla_folder import SmolVLAConfig
@@ -78,7 +79,7 @@ def made(folder: Path, **options: Any) -> SmolVLAPolicy:
     return policy
 
 
-def rolled_out(folder: Path, temperature: float = 1.0, **options: Any) -> list[Record]:
+def rolled_out(folder: Path, temperature: float = 1.0, **options: Any) -> list[Trajectory]:
     config = SmolVLAConfig(**SIZES, **options)
     return acting.rolled_out(SmolVLAPolicy, config, folder, temperature)
 
@@ -118,8 +119,8 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
     """Row by row, whatever the lengths of the instructions beside it."""
     policy = made(tmp_path, noise_method=noise)
     records = rolled_out(tmp_path, temperature, noise_method=noise)
-    assert records[0].steps["logprobs"].shape == records[0].steps["actions"].shape == (3, 4, 3)
-    assert records[0].steps[CHAIN_COLUMN].shape == (3, policy.steps + 1, 4, 3)
+    assert records[0].logprobs.shape == records[0].actions.shape == (3, 4, 3)
+    assert records[0].policy_columns["chain"].shape == (3, policy.steps + 1, 4, 3)
     learns = acting.trainer(SmolVLAPolicy, SmolVLAConfig(**SIZES, noise_method=noise), tmp_path)
     acting.assert_recomputed(learns, records, temperature)
     learns.close()
@@ -160,7 +161,7 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
         means.append(float(rewards.mean()))
         advantages = ((rewards - rewards.mean()) / rewards.std())[:, None]
         chained = {**steps, CHAIN_COLUMN: done[CHAIN_COLUMN].numpy()}
-        batch = policy.collate([Record(RecordId(0, 0), chained)])
+        batch = policy.collate([Trajectory(identity=RecordId(0, 0), **step_fields(chained))])
         for _ in range(2):
             said = policy.evaluate(batch, 1.0).logprobs[0]
             ratios = (said - done["logprob"]).sum(-1).exp()
@@ -261,16 +262,16 @@ def test_actions_that_are_not_carried_out_have_no_part_in_those_before(tmp_path:
 def test_a_demonstration_is_learned_as_the_chunks_that_begin_at_its_steps(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 3)).astype(np.float32)
-    record = Record(RecordId(2, 1), {"actions": actions})
-    found = policy.prepare_demonstration(record, 5).steps
+    record = Trajectory(identity=RecordId(2, 1), actions=actions)
+    found = policy.prepare_demonstration(record, 5).to_record().steps
     for t in range(6):
         for k in range(4):
             assert (found["submask"][t, k] == (t + k < 6)).all()
             if t + k < 6:
                 np.testing.assert_array_equal(found["actions"][t, k], actions[t + k])
     again, other = (
-        policy.prepare_demonstration(record, 5).steps,
-        policy.prepare_demonstration(record, 6).steps,
+        policy.prepare_demonstration(record, 5).to_record().steps,
+        policy.prepare_demonstration(record, 6).to_record().steps,
     )
     np.testing.assert_array_equal(found["noise"], again["noise"])
     assert not (found["uniform"] == other["uniform"]).any()
@@ -294,9 +295,12 @@ def test_imitation_makes_it_do_what_was_shown(tmp_path: Path) -> None:
     losses = []
     for number in range(150):
         shown = policy.prepare_demonstration(
-            Record(RecordId(number, 0), {**steps, "actions": wanted.astype(np.float32)})
+            Trajectory(
+                identity=RecordId(number, 0),
+                **step_fields({**steps, "actions": wanted.astype(np.float32)}),
+            )
         )
-        shown.steps["actions"] = chunks
+        shown.actions = chunks
         loss = -policy.evaluate(policy.collate([shown]), 1.0).logprobs.mean()
         optimizer.zero_grad()
         loss.backward()

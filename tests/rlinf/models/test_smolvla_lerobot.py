@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlinf.data.episodes import INSTRUCTION_COLUMN
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.envs.observations import encode_instruction
 from rlinf.models.character_tokenizer import DEFAULT_ALPHABET, write_character_tokenizer
 from rlinf.models.denoising import CHAIN_COLUMN, bounded_log_std, noise_fractions
@@ -116,15 +117,17 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
         )
         sampled = made._action.unnormalize(euler[:, -1, :, :size])
         uniform = ((torch.tensor(tau) - 0.001) / 0.999) ** 1.5
-        shown = Record(
-            RecordId(0, 0),
-            {
-                **seen,
-                "observations": seen["observation"],
-                "actions": actions[:, :length],
-                "noise": noise[:, :length],
-                "uniform": uniform.numpy(),
-            },
+        shown = Trajectory(
+            identity=RecordId(0, 0),
+            **step_fields(
+                {
+                    **seen,
+                    "observations": seen["observation"],
+                    "actions": actions[:, :length],
+                    "noise": noise[:, :length],
+                    "uniform": uniform.numpy(),
+                }
+            ),
         )
         losses = -made.evaluate(made.collate([shown]), 1.0).logprobs[0]
     named = {"camera1": "front", "camera2": "wrist"} if make is of_theirs else {}
@@ -137,7 +140,9 @@ def test_network_sampler_loss_and_likelihood_are_lerobots(tmp_path: Path, make: 
             with torch.no_grad():
                 acted = policy.act(columns, steps, temperature)
                 chained[CHAIN_COLUMN] = chains[f"{kind}{temperature}"] = acted[CHAIN_COLUMN].numpy()
-                batch = policy.collate([Record(RecordId(0, 0), chained)])
+                batch = policy.collate(
+                    [Trajectory(identity=RecordId(0, 0), **step_fields(chained))]
+                )
                 judged = policy.evaluate(batch, temperature).logprobs[0]
             np.testing.assert_allclose(judged.numpy(), acted["logprob"].numpy(), atol=1e-5)
             logprobs[f"{kind}{temperature}"] = judged.numpy()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.action_encoding import STATISTICS_FILE
 from rlinf.models.vla import VLAPolicy
@@ -45,7 +46,7 @@ def made(folder: Path, **options: Any) -> VLAPolicy:
     return policy
 
 
-def rolled_out(folder: Path, temperature: float = 1.0) -> list[Record]:
+def rolled_out(folder: Path, temperature: float = 1.0) -> list[Trajectory]:
     return acting.rolled_out(VLAPolicy, VLAConfig(**SIZES), folder, temperature)
 
 
@@ -60,7 +61,7 @@ def test_the_trainer_recomputes_the_log_probabilities_of_what_was_sampled(
     """Row by row, whatever the lengths of the prompts beside it."""
     made(tmp_path)
     records = rolled_out(tmp_path, temperature)
-    assert records[0].steps["logprobs"].shape == (3, 4, 3)
+    assert records[0].logprobs.shape == (3, 4, 3)
     learns = trainer(tmp_path)
     acting.assert_recomputed(learns, records, temperature)
     learns.close()
@@ -113,7 +114,7 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
     total = torch.zeros(3, 4, 3)
     with torch.no_grad():
         for token in range(policy.module.first_action_token, policy.module.first_action_token + 8):
-            record.steps["tokens"] = np.full((3, 4, 3), token)
+            record.policy_columns["tokens"] = np.full((3, 4, 3), token)
             said = policy.evaluate(policy.collate([record]), 1.0, entropy=True)
             total += said.logprobs[0].exp()
     assert torch.allclose(total, torch.ones_like(total), atol=1e-5)
@@ -124,7 +125,11 @@ def test_a_place_has_the_probabilities_of_the_tokens_of_actions_alone(tmp_path: 
 def test_a_demonstration_is_learned_as_the_chunks_that_begin_at_its_steps(tmp_path: Path) -> None:
     policy = made(tmp_path)
     actions = np.random.default_rng(0).uniform(-1, 1, (6, 3)).astype(np.float32)
-    found = policy.prepare_demonstration(Record(RecordId(0, 0), {"actions": actions})).steps
+    found = (
+        policy.prepare_demonstration(Trajectory(identity=RecordId(0, 0), actions=actions))
+        .to_record()
+        .steps
+    )
     for t in range(6):
         for k in range(4):
             assert (found["submask"][t, k] == (t + k < 6)).all()

@@ -10,6 +10,7 @@ import torch
 
 from rlinf.channels.channel import LocalChannel
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.engines.transformers import TransformersConfig, TransformersEngine
 from rlinf.models.base import StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -108,20 +109,20 @@ def generate(served: TransformersEngine, *asked: Record) -> dict[int, tuple[Any,
     return found
 
 
-def trajectories(request: Record, found: dict[int, tuple[Any, Any]]) -> list[Record]:
+def trajectories(request: Record, found: dict[int, tuple[Any, Any]]) -> list[Trajectory]:
     """Return generated samples as what a trainer learns from."""
     made = []
     for i, sample in enumerate(request.steps["sample"].tolist()):
         prompt = request.steps["prompt"][i, : request.steps["prompt_length"][i]]
         tokens, logprobs = found[sample]
-        steps = {"actions": tokens, "logprobs": logprobs}
-        made.append(Record(RecordId(0, sample), steps, {"prompt": prompt}))
+        identity = RecordId(0, sample)
+        made.append(Trajectory(identity=identity, actions=tokens, logprobs=logprobs, prompt=prompt))
     return made
 
 
 def assert_trainer_agrees(
     config: CausalLMConfig, request: Record, found: dict[int, tuple[Any, Any]]
-) -> tuple[CausalLM, list[Record], StepOutputs]:
+) -> tuple[CausalLM, list[Trajectory], StepOutputs]:
     """See that the trainer gives the log-probabilities of the engine, to 1e-4 nats.
 
     Returns:
@@ -132,6 +133,6 @@ def assert_trainer_agrees(
     records = trajectories(request, found)
     outputs = policy.evaluate(policy.collate(records), 1.0)
     for line, record in zip(outputs.logprobs, records, strict=True):
-        expected = record.steps["logprobs"]
+        expected = record.logprobs
         np.testing.assert_allclose(line[: len(expected)].detach(), expected, atol=1e-4)
     return policy, records, outputs

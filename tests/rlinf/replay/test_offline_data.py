@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlinf.channels.record_files import write_records
-from rlinf.data.record import Record, RecordId
-from rlinf.data.transitions import FINAL_OBSERVATIONS, TRUNCATION_STEPS
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import DataError
 from rlinf.replay import offline_data
 
@@ -49,14 +49,16 @@ def test_without_it_rows_whose_next_is_unknown_are_left_out(tmp_path: Path) -> N
 
 
 def test_trajectories_of_a_rollout_are_read(tmp_path: Path) -> None:
-    steps = {
-        "observations": np.ones((3, 2), np.float32),
-        "actions": np.zeros((3, 1)),
-        "rewards": np.arange(3, dtype=np.float32),
-        "terminated": np.zeros(3, np.uint8),
-    }
-    context = {TRUNCATION_STEPS: np.array([2]), FINAL_OBSERVATIONS: np.full((1, 2), 9, np.float32)}
-    write_records(tmp_path / "trajectories-r000-p000.h5", [Record(RecordId(0, 0), steps, context)])
+    trajectory = Trajectory(
+        identity=RecordId(0, 0),
+        observations=np.ones((3, 2), np.float32),
+        actions=np.zeros((3, 1)),
+        rewards=np.arange(3, dtype=np.float32),
+        terminated=np.zeros(3, np.uint8),
+        truncation_steps=np.array([2]),
+        final_observations=np.full((1, 2), 9, np.float32),
+    )
+    write_records(tmp_path / "trajectories-r000-p000.h5", [trajectory.to_record()])
     for path in (tmp_path, tmp_path / "trajectories-r000-p000.h5"):
         offline_data.check_offline_data(path)
         rows = offline_data.load_offline_data(path).take(np.arange(3))
@@ -80,5 +82,5 @@ def test_what_holds_none_is_refused(tmp_path: Path) -> None:
 
 def test_rewards_are_what_a_run_makes_of_the_simulators(tmp_path: Path) -> None:
     path = written(tmp_path / "data.hdf5", COLUMNS)
-    held = offline_data.load_offline_data(path, lambda record: record.steps["rewards"] * 0.1)
+    held = offline_data.load_offline_data(path, lambda record: record.rewards * 0.1)
     np.testing.assert_allclose(held.take(np.arange(3))["rewards"], [0, 0.1, 0.2], rtol=1e-6)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import select_semantic, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, fill_template
@@ -38,13 +39,16 @@ def server() -> Iterator[ChatServer]:
         yield state
 
 
-def trajectories(*texts: str) -> list[Record]:
-    steps = {"actions": np.zeros(2, np.int64)}
+def trajectories(*texts: str) -> list[Trajectory]:
     return [
-        Record(
-            RecordId(0, n),
-            steps,
-            info={"prompt_text": "1+1=", "text": text, "answer": "2", "unit": "cm", "group": 0},
+        Trajectory(
+            identity=RecordId(0, n),
+            actions=np.zeros(2, np.int64),
+            prompt_text="1+1=",
+            text=text,
+            answer="2",
+            group=0,
+            extra={"unit": "cm"},
         )
         for n, text in enumerate(texts)
     ]
@@ -332,7 +336,7 @@ def test_a_run_counts_and_records_what_was_not_judged(
     """From the configuration group to the metrics; then the stage is made again, for nothing."""
     from pipeline.commands.experiment import run_experiment
     from pipeline.metrics import read_metrics
-    from tests.stages.test_reward import records
+    from tests.stages.test_reward import rewards_of
 
     lock, seen = threading.Lock(), list[str]()
 
@@ -345,11 +349,11 @@ def test_a_run_counts_and_records_what_was_not_judged(
     words = ["reward=judge", f"reward.endpoint.base_url={server.url}", "reward.model=tiny"]
     run_experiment(compose("iterations=1", *words, "evaluate.samples=2"))
     (row,) = read_metrics(tmp_path / "tiny")
-    given = records(tmp_path / "tiny", "reward", "rewards")
-    troubles = Counter(str(record.info["trouble"]) for record in given.values())
+    given = rewards_of(tmp_path / "tiny")
+    troubles = Counter(str(record.failure) for record in given.values())
     assert row["reward/unreadable"] == troubles["unreadable"] >= 3
     assert row["reward/unanswered"] == row["reward/refused"] == row["reward/over_budget"] == 0
-    assert all(not r.info["keep"] for r in given.values() if r.info["trouble"])
+    assert all(not r.is_included for r in given.values() if r.failure)
     assert len(seen) == len(set(seen)), "no question was asked twice"
     (path,) = (tmp_path / "tiny" / "answers").iterdir()
     assert len(path.read_text().splitlines()) == len(seen)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlinf.config import RunConfig
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory, step_fields
 from rlinf.device_memory import DeviceMemoryManager
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
@@ -30,10 +31,10 @@ TEMPLATE = (
 )
 
 
-def trajectory(prompt: str, text: str, sample: int = 0) -> Record:
+def trajectory(prompt: str, text: str, sample: int = 0) -> Trajectory:
     steps = {"actions": torch.zeros(3, dtype=torch.int64).numpy()}
-    return Record(
-        RecordId(0, sample), steps, info={"prompt_text": prompt, "text": text, "group": 0}
+    return Trajectory(
+        identity=RecordId(0, sample), **step_fields(steps), prompt_text=prompt, text=text, group=0
     )
 
 

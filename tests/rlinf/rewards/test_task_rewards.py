@@ -10,7 +10,8 @@ import pytest
 
 from rlinf.algorithms.group_relative import DAPO, DAPOConfig
 from rlinf.config import validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.task_rewards import ScoreConfig, ScoreReward
@@ -37,7 +38,9 @@ def test_the_penalty_grows_linearly_between_its_ends() -> None:
     reward = ScoreReward(
         ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6), RewardResources()
     )
-    samples = [Record(RecordId(0, n), {"actions": np.zeros(n, np.int64)}) for n in (1, 2, 5, 6, 9)]
+    samples = [
+        Trajectory(identity=RecordId(0, n), actions=np.zeros(n, np.int64)) for n in (1, 2, 5, 6, 9)
+    ]
     got = [float(steps[-1]) for steps in reward.compute_step_rewards(samples, [1.0] * 5)]
     assert got == pytest.approx([1.0, 1.0, 0.25, 0.0, 0.0])
 
@@ -46,8 +49,9 @@ def test_what_a_tool_says_is_no_part_of_a_samples_length() -> None:
     reward = ScoreReward(
         ScoreConfig(overlong_penalty_start=2, overlong_penalty_end=6), RewardResources()
     )
-    steps = {"actions": np.zeros(9, np.int64), "mask": np.array([1, 0, 0, 0, 0, 1, 0, 1, 0])}
-    (got,) = reward.compute_step_rewards([Record(RecordId(0, 0), steps)], [1.0])
+    mask = np.array([1, 0, 0, 0, 0, 1, 0, 1, 0])
+    sample = Trajectory(identity=RecordId(0, 0), actions=np.zeros(9, np.int64), mask=mask)
+    (got,) = reward.compute_step_rewards([sample], [1.0])
     assert got.tolist() == [0, 0, 0, 0, 0, 0, 0, 0.75, 0]
 
 
@@ -59,12 +63,12 @@ def test_wrong_answers_of_unlike_lengths_teach_nothing() -> None:
     lengths = (2, 3, 6, 2, 2, 5)
     group = [1, 1, 1, 2, 2, 2]
     samples = [
-        Record(RecordId(0, n), {"actions": np.zeros(length, np.int64)}, info={"group": group[n]})
+        Trajectory(identity=RecordId(0, n), actions=np.zeros(length, np.int64), group=group[n])
         for n, length in enumerate(lengths)
     ]
     said = reward.compute_results(samples, [0.0, 0.0, 0.0, 1.0, 0.0, 1.0])
     assert [np.sum(one.reward) for one in said] == [0, -0.25, -1, 1, 0, 0.25]
     scored = SimpleNamespace(score=lambda *_: [0.0, 0.0, 0.0, 1.0, 0.0, 1.0])
-    verdict = compute_rewards(reward, DAPO(DAPOConfig()), scored, samples, Counter())  # type: ignore[arg-type]
-    assert verdict.trainable.tolist() == [False] * 3 + [True] * 3
-    assert verdict.reward_sums.tolist() == [0, -0.25, -1, 1, 0, 0.25], "what is learned from"
+    batch = compute_rewards(reward, DAPO(DAPOConfig()), scored, samples, Counter())  # type: ignore[arg-type]
+    assert [one.is_included for one in batch.step_rewards] == [False] * 3 + [True] * 3
+    assert batch.reward_sums.tolist() == [0, -0.25, -1, 1, 0, 0.25], "what is learned from"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.causal_lm import CausalLM
 from rlinf.trainers.micro_batching import MicroBatches, split_micro_batches
 
@@ -25,24 +26,24 @@ class Shares(CausalLM):
         self._shares_prompts = True
 
 
-def records(groups: list[tuple[int, list[int]]]) -> list[Record]:
+def records(groups: list[tuple[int, list[int]]]) -> list[Trajectory]:
     return [
-        Record(
-            RecordId(0, 0),
-            {"actions": np.zeros(length, np.int64)},
-            {"prompt": np.full(prompt, number)},
+        Trajectory(
+            identity=RecordId(0, 0),
+            actions=np.zeros(length, np.int64),
+            prompt=np.full(prompt, number),
         )
         for number, (prompt, lengths) in enumerate(groups)
         for length in lengths
     ]
 
 
-def size(data: list[Record], rows: list[int]) -> int:
-    prompts = {data[row].context["prompt"].tobytes(): data[row].context["prompt"] for row in rows}
+def size(data: list[Trajectory], rows: list[int]) -> int:
+    prompts = {data[row].prompt.tobytes(): data[row].prompt for row in rows}
     return sum(map(len, prompts.values())) + sum(len(data[row]) for row in rows)
 
 
-def cut_of(data: list[Record], budget: int, ranks: int, lanes: int) -> list[MicroBatches]:
+def cut_of(data: list[Trajectory], budget: int, ranks: int, lanes: int) -> list[MicroBatches]:
     speeds = [1.0] * ranks
     return [
         one

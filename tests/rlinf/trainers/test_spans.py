@@ -19,7 +19,8 @@ from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.batch import TrainingSample
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
 from rlinf.models.actor_critic import MLPConfig, MLPPolicy
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 
@@ -57,18 +58,20 @@ def samples() -> list[TrainingSample]:
         def column(*shape: int, length: int = length) -> Any:
             return random.normal(size=(length, *shape)).astype(np.float32)
 
-        steps = {
-            "observations": column(3),
-            "actions": column(2),
-            "logprobs": column() - 2,
-            "values": column(),
-            "terminated": last.astype(np.float32),
-            "mask": mask.astype(np.float32),
-        }
-        info: dict[str, Any] = {"group": number, "policy_version": 0}
         identity = RecordId(0, number)
-        reward = Record(identity, {"rewards": column() * mask}, info={"keep": 1})
-        found.append(TrainingSample(Record(identity, steps, info=info), reward, Record(identity)))
+        trajectory = Trajectory(
+            identity=identity,
+            observations=column(3),
+            actions=column(2),
+            logprobs=column() - 2,
+            values=column(),
+            terminated=last.astype(np.float32),
+            mask=mask.astype(np.float32),
+            group=number,
+            policy_version=0,
+        )
+        reward = StepRewards(identity=identity, rewards=column() * mask)
+        found.append(TrainingSample(trajectory, reward, PolicyOutputs(identity=identity)))
     return found
 
 

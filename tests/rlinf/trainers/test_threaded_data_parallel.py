@@ -12,7 +12,8 @@ import torch
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
 from rlinf.data.load_balancing import StepSpan
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import Batch, Policy, StepOutputs
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.base import Loss, loss_from_steps
@@ -28,15 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def records(count: int = 11, lowest: int = 2) -> list[Record]:
+def records(count: int = 11, lowest: int = 2) -> list[Trajectory]:
     """Some answer the same prompt. The tokens 0 and 1 are padding and the end."""
     random = np.random.default_rng(1)
     prompts = [random.integers(lowest, 14, random.integers(1, 6)) for _ in range(1 + count // 3)]
     return [
-        Record(
-            RecordId(0, i),
-            {"actions": random.integers(lowest, 14, random.integers(1, 9))},
-            {"prompt": prompts[i // 3]},
+        Trajectory(
+            identity=RecordId(0, i),
+            actions=random.integers(lowest, 14, random.integers(1, 9)),
+            prompt=prompts[i // 3],
         )
         for i in range(count)
     ]
@@ -60,7 +61,7 @@ loss = loss_from_steps(step_loss)
 
 
 def updated(
-    folder: Path, threads: int, data: list[Record], budget: int = 40
+    folder: Path, threads: int, data: list[Trajectory], budget: int = 40
 ) -> dict[str, torch.Tensor]:
     made = trainer(folder, threads, budget)
     for _ in range(3):

@@ -15,6 +15,7 @@ import pytest
 
 from rlinf.config import RunConfig, validate
 from rlinf.data.record import Record, RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.envs.base import Environment, RolloutRequest
 from rlinf.errors import EXIT_BAD_INPUT, DataError, InputError, RlinfError, UpstreamFailed
 from stages import rollout
@@ -58,7 +59,7 @@ class Steps:
 
     def simulate(
         self, episodes: RolloutRequest, observations: Any, actions: Any
-    ) -> Iterator[Record]:
+    ) -> Iterator[Trajectory]:
         for step in range(self.steps):
             asked = [self.sample, self.sample + 1]
             for sample in asked:
@@ -69,7 +70,7 @@ class Steps:
             found = {int(r.steps["sample"][0]): float(r.steps["action"].flat[0]) for r in replies}
             assert found == {sample: 20.0 * sample + 2 * step for sample in asked}
             assert self.go_on.wait(10)
-        yield Record(RecordId(3, self.sample))
+        yield Trajectory(identity=RecordId(3, self.sample), actions=np.zeros(0))
         observations.close()
 
 

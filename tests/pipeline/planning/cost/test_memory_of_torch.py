@@ -38,7 +38,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import OptimizerSection
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from rlinf.models.causal_lm import CausalLM, CausalLMConfig
 from rlinf.trainers.base import loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
@@ -55,10 +56,10 @@ def loss(outputs, spans):
 for dtype, recompute, rows in cases:
     random = np.random.default_rng(0)
     records = [
-        Record(
-            RecordId(0, row),
-            {"actions": random.integers(2, 14, tokens - 32)},
-            {"prompt": random.integers(2, 14, 32)},
+        Trajectory(
+            identity=RecordId(0, row),
+            actions=random.integers(2, 14, tokens - 32),
+            prompt=random.integers(2, 14, 32),
         )
         for row in range(rows * processes)
     ]

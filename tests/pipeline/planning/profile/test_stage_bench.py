@@ -26,7 +26,8 @@ from pipeline.validate_config import validate_config
 from rlinf.artifacts import Manifest
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import RunConfig, validate
-from rlinf.data.record import Record, RecordId
+from rlinf.data.record import RecordId
+from rlinf.data.trajectory import Trajectory
 from stages.flow import on_policy
 from stages.layout import CONFIG_FILE, offline_folder
 
@@ -111,14 +112,14 @@ def test_what_a_stage_moves_is_measured_apart_from_its_work(
 
 def test_what_a_tool_said_is_no_part_of_a_response() -> None:
     mask = np.array([1, 1, 0, 0, 0, 1], np.int8)
-    records = [
-        Record(RecordId(0, 0), {"mask": mask}, info={"stop_reason": "length"}),
-        Record(RecordId(0, 1), {"actions": np.zeros(4)}, info={"stop_reason": "end"}),
+    trajectories = [
+        Trajectory(identity=RecordId(0, 0), actions=np.zeros(6), mask=mask, stop_reason="length"),
+        Trajectory(identity=RecordId(0, 1), actions=np.zeros(4), stop_reason="stop"),
     ]
     bench: Any = object.__new__(StageBench)
-    bench.graph, bench.records, bench.world = (
+    bench.graph, bench.trajectories, bench.world = (
         SimpleNamespace(flow=on_policy),
-        records,
+        trajectories,
         ProcessGroupInfo(1, 2),
     )
     bench.trial = Trial(key="key", nodes=1, processes=2)

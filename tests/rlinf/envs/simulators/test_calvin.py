@@ -200,7 +200,7 @@ def test_held_out_chains_are_scored_by_how_many_subtasks_were_solved(
         episodes = RolloutRequest(0, 0, "test", range(2), 2, 1, 12, 0.0)
         records = list(local_rollout_iter(environment, engine, episodes, "evaluate"))
         scores = environment.score(records, Counter())
-    asked = [record.steps["observations"][0, 39:].argmax() for record in records]
+    asked = [record.observations[0, 39:].argmax() for record in records]
     assert asked[0] != asked[1], "another chain for each held-out start"
     assert scores == [0.0, 0.0]
     assert [len(record) for record in records] == [12, 12]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gymnasium", reason="the extra 'sims' is not installed")
-from rlinf.data.record import Record
+from rlinf.data.trajectory import Trajectory
 from rlinf.data.transitions import to_transitions
 from rlinf.engines.direct import DirectConfig, DirectEngine
 from rlinf.envs.base import RolloutRequest
@@ -324,17 +324,19 @@ def test_a_person_takes_over_and_it_is_learned_from(arm: Arm, tmp_path: Path) ->
     engine.load(tmp_path, 0)
     with contextlib.closing(GymEnvironment(config, None)) as environment:
         episodes = RolloutRequest(0, 0, "train", range(2), 2, 1, 4, 1.0)
-        records: list[Record] = list(local_rollout_iter(environment, engine, episodes, "rollout"))
-        assert environment.pids == []
-    np.testing.assert_array_equal(records[0].steps["intervened"], [0, 1, 1, 0])
-    np.testing.assert_array_equal(records[1].steps["intervened"], [1, 1, 0, 1])
-    for record in records:
-        acted = record.steps["intervened"] != 0
-        np.testing.assert_allclose(
-            record.steps["performed"][acted], np.tile([0.5, 0, -0.5], (acted.sum(), 1)), atol=1e-6
+        records: list[Trajectory] = list(
+            local_rollout_iter(environment, engine, episodes, "rollout")
         )
-        rows = to_transitions(record, record.steps["rewards"])
-        np.testing.assert_array_equal(rows["actions"][acted], record.steps["performed"][acted])
+        assert environment.pids == []
+    np.testing.assert_array_equal(records[0].intervened, [0, 1, 1, 0])
+    np.testing.assert_array_equal(records[1].intervened, [1, 1, 0, 1])
+    for record in records:
+        acted = record.intervened != 0
+        np.testing.assert_allclose(
+            record.executed_actions[acted], np.tile([0.5, 0, -0.5], (acted.sum(), 1)), atol=1e-6
+        )
+        rows = to_transitions(record, record.rewards)
+        np.testing.assert_array_equal(rows["actions"][acted], record.executed_actions[acted])
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_episodes_are_scored_by_success_and_measured(tmp_path: Path) -> None:
         scores = environment.score(records, Counter())
         found = environment.episode_metrics(records)
     assert set(found) == set(EPISODE_METRICS)
-    assert scores == [record.info["success_once"] for record in records] == [0.0, 0.0]
+    assert scores == [record.success_once for record in records] == [0.0, 0.0]
     assert found["episode_length"] == 20
     assert found["return"] > 0
 
@@ -132,7 +132,7 @@ def test_demonstrations_are_solved_episodes_of_the_simulators_expert() -> None:
     with contextlib.closing(GymEnvironment(config, None)) as environment:
         records = environment.demonstrations(3, 0, 2)
         drawn = [environment.demonstrations(3, step, 2) for step in (4, 4, *range(5, 12))]
-    assert [len({len(a) for a in records}), len(records[0].steps)] == [2, 4]
+    assert [len({len(a) for a in records}), len(records[0].to_record().steps)] == [2, 4]
     lengths = [[len(record) for record in each] for each in drawn]
     assert lengths[0] == lengths[1]
     assert len({tuple(each) for each in lengths}) == 2, "the order is drawn anew at each step"
@@ -140,7 +140,7 @@ def test_demonstrations_are_solved_episodes_of_the_simulators_expert() -> None:
         for number in range(2):
             begin = int(generator(3, "demonstration", number).integers(2**31))
             first = process.reset([0], [begin])["state"][0].astype(np.float32)
-            (steps,) = [r.steps for r in records if (r.steps["observations"][0] == first).all()]
+            (steps,) = [r.to_record().steps for r in records if (r.observations[0] == first).all()]
             chunk = steps["actions"][None]
             came, errors = process.step([0], chunk)
             assert not errors
