@@ -22,12 +22,12 @@ from pipeline.plan import StagePlan
 from pipeline.resources import job_resources
 from rlinf.channels.control_link import Controller, PeerJoined
 from rlinf.channels.curve_sockets import (
-    INTERFACE_VARIABLE,
     first_reachable,
     interface_address,
     interface_towards,
     local_addresses,
 )
+from rlinf.channels.process_group import INTERFACE_VARIABLE
 from rlinf.channels.record_streams import SocketSink, SocketSource
 from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
