@@ -95,7 +95,9 @@ def current_job_window(
         return JobWindow(None, None)
     names = current_het_components(environment) or [identity]
     if run_command is None:
-        from slurm.client import run_command
+        from slurm import client
+
+        run_command = client.run_command
     try:
         spans = [
             parse_job_window(run_command(["scontrol", "show", "job", "-o", name])) for name in names
