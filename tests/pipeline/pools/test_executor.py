@@ -238,7 +238,7 @@ def test_a_trainer_ends_its_checkpoint_when_a_pool_it_started_with_is_lost(
     note, log, run = tmp_path / "note", tmp_path / "log", tmp_path / "tiny"
     (tmp_path / "sitecustomize.py").write_text(SLOW_COMMIT.format(note=str(note)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    driver = start_driver([*_words(tmp_path, "together"), "cluster.poll_interval_s=0.2"], log)
+    driver = start_driver([*_words(tmp_path, "hetjob"), "cluster.poll_interval_s=0.2"], log)
     until(note.exists, driver, log)
     (generator,) = [one for one in workers(run) if "pool-0-0" in one.cmdline()]
     generator.kill()
