@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan, device_keys
-from rlinf.channels.process_group import (
-    DATA_PARALLEL_ONLY,
-    INTERFACE_VARIABLE,
-    LAYOUT_VARIABLE,
-)
+from rlinf.channels import INTERFACE_VARIABLE
+from rlinf.channels.process_group import DATA_PARALLEL_ONLY, LAYOUT_VARIABLE
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError, PlanError
 from rlinf.interpreters import configured_interpreter, resolve_interpreter, set_interpreters

@@ -54,14 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_sweep(swept)
 
 
-def cli() -> Any:
-    """Run the ``rlinf`` command."""
-    package_paths.add_to_sys_path()
-    from pipeline.commands.cli import main as command
-
-    return command()
-
-
 def _compose_and_run(words: Sequence[str], choice: str) -> int:
     """Pass the command line to Hydra; returns the exit code of the first failed point."""
     import hydra

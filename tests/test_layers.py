@@ -20,7 +20,7 @@ ALLOWED = {
     "launchers": {"rlinf", "slurm"},
     "pipeline": {"rlinf", "stages", "launchers", "slurm"},
 }
-ENTRY_POINTS = {"rlinf/api.py", "rlinf/launch.py"}
+ENTRY_POINTS = {"rlinf/__main__.py", "rlinf/api.py", "rlinf/launch.py"}
 HEAVY = {
     "vllm",
     "sglang",

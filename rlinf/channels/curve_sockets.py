@@ -29,8 +29,8 @@ import psutil
 import zmq
 from zmq.utils import z85
 
+from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.mailbox_protocol import PIECE_BYTES
-from rlinf.channels.process_group import INTERFACE_VARIABLE
 from rlinf.errors import ConfigError, InputError, did_you_mean
 from rlinf.threads import start_service_thread
 

@@ -17,9 +17,6 @@ SPEED_WEIGHTS_VARIABLE, LAYOUT_VARIABLE = "RLINF_SHARES", "RLINF_LAYOUT"
 GROUP_VARIABLE = "RLINF_GROUP"
 """Unique name of the processes that were started together."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-INTERFACE_VARIABLE = "RLINF_INTERFACE"
-"""Interface that the sockets of a process listen on; the key is ``cluster.network_interface``."""
-LOOPBACK = "127.0.0.1"
 
 
 class ParallelLayout(Section):

@@ -20,6 +20,7 @@ import zmq
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import StagePlan
 from pipeline.resources import job_resources
+from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.control_link import Controller, PeerJoined
 from rlinf.channels.curve_sockets import (
     first_reachable,
@@ -27,7 +28,6 @@ from rlinf.channels.curve_sockets import (
     interface_towards,
     local_addresses,
 )
-from rlinf.channels.process_group import INTERFACE_VARIABLE
 from rlinf.channels.record_streams import SocketSink, SocketSource
 from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError
