@@ -360,4 +360,4 @@ def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
     pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
     plan = parse_plan({"pools": pools}, "plan.yaml")
     with pytest.raises(PlanError, match=said):
-        assess_plan(ask(config, "a100", "h100", grain="pools"), plan, "plan.yaml")
+        assess_plan(ask(config, "a100", "h100", execution="pools"), plan, "plan.yaml")

@@ -60,7 +60,7 @@ def test_interpolated_the_simulators_values_spare_the_pass_of_inference(
     ("words", "match"),
     [
         (["rollout.staleness=0"], "algorithm.name: 'async_ppo' needs rollouts that go on .*ppo"),
-        (["algorithm.rollout_is_threshold=null"], "algorithm.rollout_is_threshold: without it"),
+        (["algorithm.rollout_is_threshold=null"], "algorithm.rollout_is_threshold: without importance weights"),
         (["algorithm.old_logprobs=rollout"], "old_logprobs: recompute, or interpolate"),
         (["algorithm.old_logprobs=interpolated"], "algorithm.old_logprobs: .*'interpolate'"),
         (["++flow=off_policy"], "flow: 'off_policy' needs an algorithm that learns from trans"),
