@@ -395,7 +395,8 @@ def metrics() -> str:
     known = yaml.safe_load((DATA / "metrics.yaml").read_text())
     text = (
         "# Metrics\n\nMetrics are named `stage/metric`. `metrics.jsonl` has all of an iteration on "
-        "a line, `rlinf.load(RUN).metrics` has them by iteration, and trackers get the same names. "
+        "a line, `rlinf.api.load(RUN).metrics` has them by iteration, and trackers get the same "
+        "names. "
         "A metric stands there only when the run has what it measures.\n"
     )
     for stage, names in known.items():
@@ -406,20 +407,20 @@ def metrics() -> str:
 
 def api() -> str:
     """Return the page of the Python API; the site replaces ``:::`` by signatures."""
-    import rlinf
     from pipeline.commands.results import RunResults
+    from rlinf import api as python_api
     from rlinf.data.trajectory import PolicyOutputs, StepRewards, Trajectory
     from stages.identity import CLASS_REGISTRIES
 
     groups: dict[str, list[Any]] = {
-        "Run and read": [getattr(rlinf, name) for name in rlinf.__all__ if name[0] != "_"],
+        "Run and read": [python_api.run, python_api.load],
         "Results": [RunResults],
         "Data": [Trajectory, StepRewards, PolicyOutputs],
         "Base classes": [base_of(registry) for registry in CLASS_REGISTRIES.values()],
     }
     text = (
-        "# Python API\n\n```python\nimport rlinf\n\n"
-        'run = rlinf.run("cartpole_ppo", {"iterations": 20})\nprint(run.metrics()[-1])\n```\n\n'
+        "# Python API\n\n```python\nfrom rlinf import api\n\n"
+        'run = api.run("cartpole_ppo", {"iterations": 20})\nprint(run.metrics()[-1])\n```\n\n'
         "| name | what it does |\n|---|---|\n"
     )
     for members in groups.values():

@@ -24,8 +24,7 @@ from typing import Any
 
 from rlinf.channels.process_group import GROUP_VARIABLE, SPEED_WEIGHTS_VARIABLE
 from rlinf.errors import EXIT_BAD_ARTIFACT, EXIT_BAD_INPUT, EXIT_REQUEUE, PlanError
-from slurm.client import STOP_SIGNALS
-from slurm.jobs import HET_GROUPS_VARIABLE, current_job_id
+from slurm.jobs import HET_GROUPS_VARIABLE, STOP_SIGNALS, current_job_id
 from slurm.requeue import requeue
 
 REQUEUE_STAGGER_S = 0.005

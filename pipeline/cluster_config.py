@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rlinf.channels.curve_sockets import LOOPBACK
+from rlinf.channels import LOOPBACK
 from rlinf.config import Section
 from slurm.sbatch_options import EnvironmentVariables, OptionText, ShellText
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import Plan, StagePlan, device_keys
-from rlinf.channels.curve_sockets import INTERFACE_VARIABLE
+from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.process_group import DATA_PARALLEL_ONLY, LAYOUT_VARIABLE
 from rlinf.config import RunConfig
 from rlinf.errors import ConfigError, PlanError

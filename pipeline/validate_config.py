@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,6 @@ from rlinf.interpreters import (
     set_interpreters,
 )
 from rlinf.models import policies
-from rlinf.models.chat_format import ChatFormat
 from rlinf.registry import Registry, import_user_attribute
 from rlinf.rewards import rewards
 from rlinf.track import LogConfig, trackers
@@ -66,6 +65,9 @@ from stages.factory import create_algorithm, environment_class, policy_class, re
 from stages.flow import DYNAMIC_SAMPLING_MODULE, EVALUATE, Flow, carries_over_episodes, flow_of
 from stages.layout import CONFIG_FILE
 from stages.runner import load_config
+
+if TYPE_CHECKING:
+    from rlinf.models.chat_format import ChatFormat
 
 log = logging.getLogger("rlinf")
 
@@ -137,6 +139,8 @@ def validate_config(config: RunConfig) -> None:
     engine.check_policy(engine_options, model_options)
     extent = environment.task_size(task_options, processor)
     if processor is not None and LANGUAGE_MODEL in policy.provides:
+        from rlinf.models.chat_format import ChatFormat
+
         check_stop_strings(config, ChatFormat.from_tokenizer(processor))
     positions = policy.max_model_len(model_options)
     check_context(getattr(engine_options, "max_model_len", None), positions)

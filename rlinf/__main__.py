@@ -1,7 +1,18 @@
 """``python -m rlinf``: the ``rlinf`` command."""
 
 import sys
+from typing import Any
 
-from rlinf.launch import cli
+from rlinf import package_paths
 
-sys.exit(cli())
+
+def cli() -> Any:
+    """Run the ``rlinf`` command."""
+    package_paths.add_to_sys_path()
+    from pipeline.commands.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

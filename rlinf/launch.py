@@ -10,17 +10,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from rlinf import package_paths, process_tuning
 from rlinf.errors import EXIT_INTERRUPTED, ConfigError, RlinfError, translate_resource_errors
-from rlinf.hydra_config import force_add, to_config_error, to_override_value
+from rlinf.hydra_config import force_add, to_config_error
 from rlinf.user_code import translate_user_errors
-
-if TYPE_CHECKING:
-    from pipeline.commands.results import RunResults
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FULL_ERROR_VARIABLE = "HYDRA_FULL_ERROR"
@@ -56,63 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pipeline.commands.sweep import show_sweep
 
             show_sweep(swept)
-
-
-def run(
-    experiment: str,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    *,
-    config_dir: str | Path | None = None,
-    on_mismatch: Literal["error", "recompute", "keep"] = "error",
-) -> RunResults:
-    """Run an experiment to its end, as ``rlinf run experiment=... key=value`` does; returns it.
-
-    A run of that name that is there goes on. With ``cluster=slurm`` this process is the driver, and
-    waits; what was committed stays when it is interrupted.
-
-    Args:
-        experiment: name of a file in ``configs/experiment``, or in that folder of ``config_dir``.
-        overrides: as on the command line (``["optimizer.lr=3e-4"]``), or values by dotted key.
-        config_dir: a folder of further configuration files.
-        on_mismatch: handling of results that this configuration or code would not reproduce.
-
-    Raises:
-        ConfigError, DataError, PlanError, MismatchError: it cannot be run; nothing was written.
-        RlinfError: it failed; the message says where.
-    """
-    package_paths.add_to_sys_path()
-    process_tuning.tune_process()
-    from pipeline.commands.experiment import compose, drive, prepare_run
-    from pipeline.resume import OnMismatch
-
-    if isinstance(overrides, Mapping):
-        overrides = [f"{key}={to_override_value(value)}" for key, value in overrides.items()]
-    words = [f"experiment={experiment}", *overrides]
-    values = compose([force_add(word) for word in words], [str(config_dir)] if config_dir else [])
-    with translate_resource_errors(), translate_user_errors():
-        made = prepare_run(values, OnMismatch(on_mismatch))
-        drive(made)
-    return load(made.folder)
-
-
-def load(folder: str | Path) -> RunResults:
-    """Return the results of a run directory, whether the run is finished, running or interrupted.
-
-    Raises:
-        ConfigError: the folder is no run directory.
-    """
-    package_paths.add_to_sys_path()
-    from pipeline.commands.results import RunResults
-
-    return RunResults.open(folder)
-
-
-def cli() -> Any:
-    """Run the ``rlinf`` command."""
-    package_paths.add_to_sys_path()
-    from pipeline.commands.cli import main as command
-
-    return command()
 
 
 def _compose_and_run(words: Sequence[str], choice: str) -> int:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from rlinf.errors import SlurmError, SlurmUnresponsiveError
 from slurm.jobs import (
+    STOP_SIGNALS,
     JobState,
     JobStatus,
     expand_job_ids,
@@ -48,8 +49,6 @@ SLURM_ENV_PREFIXES = (
 process (``SLURM_MEM_PER_CPU``) and the user's own (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
 CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """Variables that commands need to find their controller."""
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-"""Signals by which Slurm announces the end of a job."""
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
 _NO_ANSWER = re.compile(
     "unable to contact|socket timed out|connection (?:refused|failure|timed out|reset)"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from enum import Enum
 
 JOB_NOTE = "job.json"
 """File beside the output of a submitted job: its Slurm id, name and tag."""
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+"""Signals by which Slurm announces the end of a job."""
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
 """Variable with the component numbers of a heterogeneous job that this process belongs to."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")

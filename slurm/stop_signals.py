@@ -33,8 +33,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from rlinf.errors import SlurmError
-from slurm.client import STOP_SIGNALS, run_command
-from slurm.jobs import current_het_components, current_job_id
+from slurm.jobs import STOP_SIGNALS, current_het_components, current_job_id
 
 DEFAULT_STOP_MARGIN_S = 90.0
 """Seconds before the end at which work stops, unless :data:`STOP_MARGIN_VARIABLE` sets them."""
@@ -77,7 +76,7 @@ class JobWindow:
 
 def current_job_window(
     environment: Mapping[str, str] = os.environ,
-    run_command: Callable[[list[str]], str] = run_command,
+    run_command: Callable[[list[str]], str] | None = None,
 ) -> JobWindow:
     """Return the start and end of the job of this process.
 
@@ -95,6 +94,10 @@ def current_job_window(
     if environment.get("SLURM_PROCID", "0") != "0":
         return JobWindow(None, None)
     names = current_het_components(environment) or [identity]
+    if run_command is None:
+        from slurm import client
+
+        run_command = client.run_command
     try:
         spans = [
             parse_job_window(run_command(["scontrol", "show", "job", "-o", name])) for name in names

@@ -15,7 +15,6 @@ from rlinf.config import RunConfig
 from rlinf.data.batch import TrainingSample, join_by_identity
 from rlinf.data.trajectory import ChannelItem, PolicyOutputs, StepRewards, Trajectory
 from rlinf.data.transitions import InMemoryTransitions, Transitions
-from rlinf.replay import offline_data
 from rlinf.trainers.base import Trainer
 from stages.context import StageContext
 from stages.factory import (
@@ -26,7 +25,6 @@ from stages.factory import (
     get_trainer,
     mark_trainer_dirty,
 )
-from stages.replay import INTERVENTIONS_FOLDER, REPLAY_FOLDER, open_replay_buffer
 
 SAMPLE_CHANNELS = {"trajectory": "trajectories", "reward": "rewards", "inference": "logprobs"}
 """The inputs of a training sample by field; a flow may have only the first."""
@@ -100,6 +98,8 @@ class StageLearner(Learner):
 
     def replay_transitions(self, parts: Iterable[list[TrainingSample]]) -> Transitions:
         if "replay" in self._ctx.inputs:
+            from stages.replay import open_replay_buffer
+
             # Waits for the commit, with which what it added is on disk.
             _ = self._ctx.inputs["replay"].manifest
             buffer = open_replay_buffer(self._ctx, self.policy.transition_dtype)
@@ -110,6 +110,8 @@ class StageLearner(Learner):
         return super().replay_transitions(parts)
 
     def load_offline_data(self, path: Path) -> InMemoryTransitions:
+        from rlinf.replay import offline_data
+
         reward = get_reward(self._ctx)
         # There are no scores: a reward that looks at them is refused, for it is not finite.
         return offline_data.load_offline_data(
@@ -117,11 +119,11 @@ class StageLearner(Learner):
         )
 
     def intervention_transitions(self) -> Transitions:
-        there = (
-            "replay" in self._ctx.inputs
-            and (self._ctx.run_folder / REPLAY_FOLDER / INTERVENTIONS_FOLDER).exists()
-        )
-        if not there:
+        if "replay" not in self._ctx.inputs:
+            return super().intervention_transitions()
+        from stages.replay import INTERVENTIONS_FOLDER, REPLAY_FOLDER, open_replay_buffer
+
+        if not (self._ctx.run_folder / REPLAY_FOLDER / INTERVENTIONS_FOLDER).exists():
             return super().intervention_transitions()
         with self._ctx.span("verify"):
             return open_replay_buffer(

@@ -20,7 +20,7 @@ ALLOWED = {
     "launchers": {"rlinf", "slurm"},
     "pipeline": {"rlinf", "stages", "launchers", "slurm"},
 }
-ENTRY_POINTS = {"rlinf/launch.py"}
+ENTRY_POINTS = {"rlinf/__main__.py", "rlinf/api.py", "rlinf/launch.py"}
 HEAVY = {
     "vllm",
     "sglang",
@@ -130,6 +130,34 @@ def test_no_two_folders_import_each_other() -> None:
             for line in sorted(edges.get(pair, edges.get(pair[::-1], set())))[:3]
         ]
         pytest.fail("\n".join([" -> ".join(circle), *lines]))
+
+
+def module_imports(path: Path) -> set[str]:
+    """Product files that a module imports at any level, but for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    found = set()
+    for target in _targets(tree):
+        where = package_paths.ROOT / Path(*target.split("."))
+        found |= {file for file in (where / "__init__.py", _file(target)) if file.exists()}
+    return {str(file.relative_to(package_paths.ROOT)) for file in found - {path}}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports within functions count too: a circle of them is one concept in several files."""
+    graph = {
+        str(path.relative_to(package_paths.ROOT)): module_imports(path)
+        for package in PACKAGES
+        for path in sorted((package_paths.ROOT / package).rglob("*.py"))
+        if not {"plugins", "engine_plugins"} & set(path.parts)
+    }
+    assert graph["rlinf/__main__.py"] == {"pipeline/commands/cli.py", "rlinf/package_paths.py"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Start a run from Python and read what it produced."""
 
-import rlinf
+from rlinf import api
 
-run = rlinf.run("reversal", {"seed": 1, "run.name": "seed1"}, config_dir="configs")
+run = api.run("reversal", {"seed": 1, "run.name": "seed1"}, config_dir="configs")
 
 for row in run.metrics():
     print(row["iteration"], row["reward/mean"])

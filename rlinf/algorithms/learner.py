@@ -20,7 +20,6 @@ from rlinf.data.transitions import (
     transition_dtype,
 )
 from rlinf.models.base import Batch, Policy, StepOutputs
-from rlinf.replay import offline_data
 from rlinf.seeding import generator
 from rlinf.trainers.base import BatchLoss, LossFunction, Trainer
 
@@ -180,6 +179,8 @@ class Learner:
         Raises:
             DataError: the dataset has no transitions.
         """
+        from rlinf.replay import offline_data
+
         return offline_data.load_offline_data(path)
 
     def intervention_transitions(self) -> Transitions:

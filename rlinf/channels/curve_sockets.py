@@ -29,6 +29,7 @@ import psutil
 import zmq
 from zmq.utils import z85
 
+from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.mailbox_protocol import PIECE_BYTES
 from rlinf.errors import ConfigError, InputError, did_you_mean
 from rlinf.threads import start_service_thread
@@ -127,10 +128,6 @@ has sent says nothing, it may be anything; and the socket's monitor, which tells
 that succeeded, does not say of which connection."""
 TCP_INFO_BYTES, BYTES_ACKED = 128, 120
 """Of ``struct tcp_info`` (linux/tcp.h): how much of it is read, and where the number stands."""
-INTERFACE_VARIABLE = "RLINF_INTERFACE"
-"""Environment variable with the interface that hosts of this process listen on; the configuration
-key is ``cluster.network_interface``."""
-LOOPBACK = "127.0.0.1"
 log = logging.getLogger("rlinf")
 
 

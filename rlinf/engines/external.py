@@ -14,7 +14,7 @@ from rlinf.config import Section
 from rlinf.engines.base import Engine
 from rlinf.engines.resumable import SegmentRequest
 from rlinf.errors import ConfigError, DataError
-from rlinf.models.causal_lm import CausalLMConfig
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.models.device import DeviceName, local_device
 from rlinf.models.hf_folder import HFFolder, read_config_json
 from rlinf.models.loading import CheckpointExporter, inspect_module

@@ -31,7 +31,8 @@ from rlinf.engines.kv_cache import (
     supports_padding,
 )
 from rlinf.models.base import Policy, copy_weights
-from rlinf.models.causal_lm import CausalLMConfig, causal_mask
+from rlinf.models.causal_lm import causal_mask
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.models.device import DeviceName, local_device
 from rlinf.models.hf_folder import HFFolder
 from rlinf.models.images import (

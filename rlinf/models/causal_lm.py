@@ -7,20 +7,18 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from rlinf.capabilities import LANGUAGE_MODEL, PROMPTS
-from rlinf.config import Section
 from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec, Policy, StepOutputs
-from rlinf.models.causal_lm_config import Architecture, check_causal, check_model_sizes, hf_config
+from rlinf.models.causal_lm_config import CausalLMConfig, check_causal, check_model_sizes, hf_config
 from rlinf.models.character_tokenizer import write_character_tokenizer
 from rlinf.models.chat_format import check_template_kwargs
 from rlinf.models.checkpoint_tensors import (
@@ -70,35 +68,6 @@ from rlinf.safetensors_io import StreamedState, save_tensors
 log = logging.getLogger("rlinf")
 TokenOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities, entropies and values."""
-
-
-class CausalLMConfig(Section):
-    """Options of causal language models: a checkpoint folder, or the sizes of a new model."""
-
-    path: Path | None = None
-    """Checkpoint folder in the Hugging Face format, for any ``AutoModelForCausalLM``."""
-    trust_remote_code: bool = False
-    """Whether to run model code in the checkpoint folder. If false, such folders are rejected."""
-    max_model_len: int | None = Field(default=None, gt=0)
-    """Largest number of tokens of prompt and response together; null: the limit of the model.
-    Rotary scalings that depend on the length (LongRoPE, dynamic NTK) use this length for the entire
-    run; for them null means the length without scaling."""
-    architecture: Architecture = "qwen2"
-    hidden: int = Field(default=128, gt=0)
-    layers: int = Field(default=4, gt=0)
-    heads: int = Field(default=4, gt=0)
-    kv_heads: int = Field(default=2, gt=0)
-    intermediate: int = Field(default=384, gt=0)
-    max_position_embeddings: int = Field(default=512, gt=0)
-    sliding_window: int | None = Field(default=None, gt=0)
-    """Size of the attention window, tokens; null: the default of the architecture."""
-    num_experts: int | None = Field(default=None, gt=0)
-    """Experts per layer of a mixture of experts; null: 4."""
-    num_experts_per_tok: int = Field(default=2, gt=0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the checkpoint's chat template (``enable_thinking: false``), for rollout,
-    fine-tuning and evaluation."""
 
 
 class CausalLM(Policy):

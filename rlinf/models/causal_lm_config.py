@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import Field
+
+from rlinf.config import Section
 from rlinf.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from rlinf.models.causal_lm import CausalLMConfig
 
 Architecture = Literal[
     "qwen2", "qwen3", "llama", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"
@@ -17,6 +18,35 @@ SLIDING_WINDOW_FAMILIES = {"gemma2", "gemma3_text", "mixtral"}
 Mixtral."""
 MOE_FAMILIES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "olmoe": "num_experts"}
 """Architectures that are mixtures of experts, with their name for the number of experts."""
+
+
+class CausalLMConfig(Section):
+    """Options of causal language models: a checkpoint folder, or the sizes of a new model."""
+
+    path: Path | None = None
+    """Checkpoint folder in the Hugging Face format, for any ``AutoModelForCausalLM``."""
+    trust_remote_code: bool = False
+    """Whether to run model code in the checkpoint folder. If false, such folders are rejected."""
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Largest number of tokens of prompt and response together; null: the limit of the model.
+    Rotary scalings that depend on the length (LongRoPE, dynamic NTK) use this length for the entire
+    run; for them null means the length without scaling."""
+    architecture: Architecture = "qwen2"
+    hidden: int = Field(default=128, gt=0)
+    layers: int = Field(default=4, gt=0)
+    heads: int = Field(default=4, gt=0)
+    kv_heads: int = Field(default=2, gt=0)
+    intermediate: int = Field(default=384, gt=0)
+    max_position_embeddings: int = Field(default=512, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Size of the attention window, tokens; null: the default of the architecture."""
+    num_experts: int | None = Field(default=None, gt=0)
+    """Experts per layer of a mixture of experts; null: 4."""
+    num_experts_per_tok: int = Field(default=2, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the checkpoint's chat template (``enable_thinking: false``), for rollout,
+    fine-tuning and evaluation."""
 
 
 def check_model_sizes(config: CausalLMConfig) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rlinf.capabilities import LANGUAGE_MODEL, VALUE_ESTIMATES
 from rlinf.errors import DataError
 from rlinf.models.base import ModelSpec
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.models.hf_folder import WEIGHTS_FILE
 from rlinf.models.loading import load_weights
 from rlinf.models.onednn_linear import use_onednn

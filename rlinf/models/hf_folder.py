@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlinf.errors import ArtifactError, DataError, did_you_mean
-from rlinf.models.chat_format import ChatFormat, select_chat_template
-from rlinf.models.rotary import length_scaling
 from rlinf.verified_io import allowed_link_targets, copy_file, read_text, verified_temporary_copy
+
+if TYPE_CHECKING:
+    from rlinf.models.chat_format import ChatFormat
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -127,6 +128,8 @@ class HFFolder:
             limit: The limit of the run (``model.max_model_len``); None: the limit of the model, or,
                 if rotary frequencies depend on the length, the length without scaling (as vLLM).
         """
+        from rlinf.models.rotary import length_scaling
+
         scaling = length_scaling(self.config_json)
         return limit or (self.context_length if scaling is None else scaling.original_length)
 
@@ -158,6 +161,8 @@ class HFFolder:
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
+        from rlinf.models.chat_format import ChatFormat
+
         tokenizer.chat_format = ChatFormat.from_tokenizer(
             tokenizer,
             template_kwargs=self.chat_template_kwargs,
@@ -217,6 +222,8 @@ class HFFolder:
         template = tokenizer.chat_template
         if not template and (path := self.folder / LEGACY_TEMPLATE_FILE).is_file():
             template = read_json_object(path).get("chat_template")
+        from rlinf.models.chat_format import select_chat_template
+
         return select_chat_template(template, f"model.path: {self.folder}")
 
 

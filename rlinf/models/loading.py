@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlinf.errors import DataError
 from rlinf.models.base import weight_mismatch
-from rlinf.models.causal_lm_config import hf_config
+from rlinf.models.causal_lm_config import CausalLMConfig, hf_config
 from rlinf.models.checkpoint_tensors import (
     add_base_prefix,
     check_tensors,
@@ -39,9 +39,6 @@ from rlinf.models.rotary import freeze_rotary, length_scaling
 from rlinf.safetensors_io import SafetensorsReader, load_tensors
 from rlinf.sharded_tensors import local_rows, local_shard
 from rlinf.verified_io import verified_temporary_copy
-
-if TYPE_CHECKING:
-    from rlinf.models.causal_lm import CausalLMConfig
 
 EAGER_ATTENTION_FAMILIES = {"gemma2"}
 """Families that may cap attention scores, which torch's fused attention does not support."""

@@ -22,8 +22,8 @@ from rlinf.data.batch import pad_right
 from rlinf.data.trajectory import Trajectory
 from rlinf.errors import ConfigError, DataError
 from rlinf.models.base import Batch, ModelSpec
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig, check_max_model_len
-from rlinf.models.causal_lm_config import check_model_sizes
+from rlinf.models.causal_lm import CausalLM, check_max_model_len
+from rlinf.models.causal_lm_config import CausalLMConfig, check_model_sizes
 from rlinf.models.character_tokenizer import write_character_tokenizer
 from rlinf.models.checkpoint_tensors import check_checkpoint_tensors
 from rlinf.models.hf_folder import (

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from rlinf.channels.curve_sockets import INTERFACE_VARIABLE, interface_address, local_addresses
+from rlinf.channels import INTERFACE_VARIABLE
+from rlinf.channels.curve_sockets import interface_address, local_addresses
 from rlinf.channels.process_group import GLOO_INTERFACE_VARIABLE
 from rlinf.channels.rendezvous import join_rendezvous
 from rlinf.data.record import Record, RecordId

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import rlinf
 from pipeline.commands.experiment import run_experiment
 from pipeline.resume import OnMismatch
+from rlinf import api
 from rlinf.errors import MismatchError
 from stages.layout import LEDGER_FILE
 from tests.environments import need_environment
@@ -28,7 +28,7 @@ SPLIT = {"processes": 2, "layout": {"tp": 2}}
 def assert_alike(run: Path, other: Path) -> None:
     """Weights up to a fiftieth of the learning rate: where a gradient is zero but for rounding, a
     step of Adam is not."""
-    right, found = (rlinf.load(folder).weights() for folder in (other, run))
+    right, found = (api.load(folder).weights() for folder in (other, run))
     assert right.keys() == found.keys()
     for name, tensor in right.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-4, msg=name)
@@ -94,7 +94,7 @@ def test_a_run_changes_its_engine_and_back(compose: Compose, tmp_path: Path) -> 
     # Samples are drawn from the same weights by the same seeds, each engine by its own numbers.
     gaps = [
         row["train/rollout_logprob_diff"]
-        for row in rlinf.load(run).metrics()
+        for row in api.load(run).metrics()
         if "train/rollout_logprob_diff" in row
     ]
     assert len(gaps) == 3

@@ -13,12 +13,12 @@ import numpy
 import pytest
 import torch
 
-import rlinf
 from launchers.launcher import JobSpec
 from launchers.local import LocalLauncher
 from launchers.sbatch import batch_script
 from pipeline.commands.experiment import run_experiment
 from pipeline.resources import stage_interpreter
+from rlinf import api
 from rlinf.config import RunConfig, validate
 from rlinf.errors import ConfigError, InputError
 from rlinf.interpreters import INTERPRETERS_VARIABLE, missing_modules, resolve_interpreter
@@ -81,7 +81,7 @@ def test_a_run_trains_in_an_environment_that_has_the_trainer(
     plan = tmp_path / "plan.yaml"
     plan.write_text("stages: {train: {processes: 2}}\n")
     run_experiment(compose(*words, f"++plan={plan}"))
-    one, other = (rlinf.load(folder) for folder in (tiny_run, tmp_path / "tiny"))
+    one, other = (api.load(folder) for folder in (tiny_run, tmp_path / "tiny"))
     right, found = one.weights(), other.weights()
     assert right.keys() == found.keys()
     for name, tensor in right.items():
@@ -108,7 +108,7 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
         compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}")
     )
     for name in ("apart", "one"):
-        rows = rlinf.load(tmp_path / name).metrics()
+        rows = api.load(tmp_path / name).metrics()
         assert len(rows) == 2
         assert max(row["train/rollout_logprob_diff"] for row in rows) < 1e-5
 

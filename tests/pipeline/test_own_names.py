@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import rlinf
 from pipeline.commands.experiment import compose
 from pipeline.commands.export import export_weights
 from pipeline.commands.status import read_status
@@ -18,6 +17,7 @@ from pipeline.plan import Plan
 from pipeline.planning.profile.stage_job_bench import clone_run
 from pipeline.report.data import read_report_data
 from pipeline.run import Run
+from rlinf import api
 from rlinf.config import RunConfig, validate
 from stages.factory import newer_weights_poller
 from stages.worker_state import WorkerState
@@ -43,7 +43,7 @@ def test_names_change_no_number(run: Path, tiny_run: Path) -> None:
 
 
 def test_the_weights_before_the_first_iteration_are_found(run: Path, tmp_path: Path) -> None:
-    results = rlinf.load(run)
+    results = api.load(run)
     assert results.versions() == [0, 1, 2]
     before, after = results.weights(0), results.weights(2)
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -71,7 +71,7 @@ def test_status_and_report_say_what_they_say_of_other_flows(
 
 def test_a_profile_begins_with_what_the_run_made(run: Path, tmp_path: Path) -> None:
     made = clone_run(Run.open(run), Plan(), tmp_path, "alone", 1)
-    assert rlinf.load(made.folder).versions() == [0]
+    assert api.load(made.folder).versions() == [0]
     graph_key = (made.folder / "prepare/manifest.json").read_text()
     assert (run / "prepare/manifest.json").read_text() != graph_key, "its own key"
 

@@ -1,4 +1,4 @@
-"""``rlinf.run`` and ``rlinf.load``: a run from Python, and what it made."""
+"""``rlinf.api``: a run from Python, and what it made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rlinf
 from pipeline.commands.experiment import compose
-from rlinf import package_paths
+from rlinf import api, package_paths
 from rlinf.errors import ArtifactError, ConfigError, InputError
 from rlinf.hydra_config import force_add, to_override_value
 from tests.conftest import QUIET, TINY
@@ -24,13 +23,13 @@ from tests.conftest import QUIET, TINY
 
 @pytest.fixture(scope="module")
 def opened(tiny_run: Path) -> Any:
-    return rlinf.load(tiny_run)
+    return api.load(tiny_run)
 
 
 def test_importing_rlinf_loads_nothing_else() -> None:
     code = (
-        "import sys, rlinf; "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'hydra', 'rlinf.launch')))"
+        "import sys, rlinf.api; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'hydra', 'stages', 'pipeline')))"
     )
     assert not subprocess.run(
         [sys.executable, "-c", code], cwd=package_paths.ROOT, check=False
@@ -39,15 +38,15 @@ def test_importing_rlinf_loads_nothing_else() -> None:
 
 def test_a_run_from_python_gives_what_it_made(tmp_path: Path, undrawn: None, opened: Any) -> None:
     words = [word.removeprefix("++") for word in [*QUIET, *TINY]]
-    made = rlinf.run("arithmetic_grpo", [*words, f"run.root={tmp_path}"])
+    made = api.run("arithmetic_grpo", [*words, f"run.root={tmp_path}"])
     assert made.folder == tmp_path / "tiny"
     assert made.metrics() == opened.metrics()
-    again = rlinf.run("arithmetic_grpo", [*words, f"run.root={tmp_path}", "iterations=3"])
+    again = api.run("arithmetic_grpo", [*words, f"run.root={tmp_path}", "iterations=3"])
     assert [row["iteration"] for row in again.metrics()] == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"algorithm\.lrr"):
-        rlinf.run("arithmetic_grpo", {"run.root": tmp_path, "algorithm.lrr": 1.0})
+        api.run("arithmetic_grpo", {"run.root": tmp_path, "algorithm.lrr": 1.0})
     with pytest.raises(ConfigError, match="arithmetic_grpo"):
-        rlinf.run("arithmetic_grop")
+        api.run("arithmetic_grop")
 
 
 def test_metrics_are_rows_of_numbers(opened: Any) -> None:
@@ -97,7 +96,7 @@ def test_weights_are_those_of_any_version_on_disk(opened: Any) -> None:
 
 def test_damaged_files_are_an_error(tiny_run: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_run, tmp_path / "tiny")
-    damaged = rlinf.load(tmp_path / "tiny")
+    damaged = api.load(tmp_path / "tiny")
     for pattern in (
         "it/0001/rollout/data-*/trajectories-*.h5",
         "it/0001/sync/data-*/weights/*.saf*",
@@ -116,7 +115,7 @@ def test_damaged_files_are_an_error(tiny_run: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        rlinf.load(tmp_path)
+        api.load(tmp_path)
 
 
 VALUES = st.recursive(

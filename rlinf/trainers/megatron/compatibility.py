@@ -9,8 +9,7 @@ from typing import Any
 from rlinf.channels.process_group import ParallelLayout
 from rlinf.config import OptimizerSection
 from rlinf.errors import ConfigError
-from rlinf.models.causal_lm import CausalLMConfig
-from rlinf.models.causal_lm_config import family_settings
+from rlinf.models.causal_lm_config import CausalLMConfig, family_settings
 from rlinf.models.hf_folder import read_config_json
 from rlinf.trainers.minibatch import MinibatchTrainerConfig
 

@@ -20,9 +20,9 @@ import zmq
 from pipeline.cluster_config import ClusterConfig
 from pipeline.plan import StagePlan
 from pipeline.resources import job_resources
+from rlinf.channels import INTERFACE_VARIABLE
 from rlinf.channels.control_link import Controller, PeerJoined
 from rlinf.channels.curve_sockets import (
-    INTERFACE_VARIABLE,
     first_reachable,
     interface_address,
     interface_towards,
