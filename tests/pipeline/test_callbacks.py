@@ -242,5 +242,5 @@ def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path
     driver.send_signal(signal.SIGINT)
     said = driver.stderr.read()
     assert driver.wait() == 130
-    assert f"Go on with: rlinf resume {tmp_path / 'tiny'}" in said
+    assert f"Continue with: rlinf resume {tmp_path / 'tiny'}" in said
     assert "Traceback" not in said
