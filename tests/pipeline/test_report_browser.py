@@ -102,17 +102,18 @@ def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
         told + ".includes('iteration 250') || " + told[7:] + ".includes('iteration 251')",
         "#plot-train-loss",
     )
-    assert "iteration 25" in opened.run(told, "#plot-reward-mean")
+    assert "iteration 25" in opened.run(told, "#plot-train-entropy")
 
 
 def test_the_line_of_constant_metrics_opens_and_a_search_opens_it_too(opened: Browser) -> None:
-    hidden = "return document.querySelector('#constant .plot').getClientRects().length === 0"
+    hidden = "return !document.querySelector('#constant .plot').checkVisibility()"
     first = "return document.querySelector('#constant .plot code').textContent"
     name = opened.run(first)
     assert name in opened.run("return document.querySelector('#constant summary').textContent")
     assert opened.run(hidden)
     opened.run("document.querySelector('#constant summary').click()")
     assert not opened.run(hidden)
+    opened.place("#constant .draw", 0.5)
     opened.wait("return document.querySelector('#constant .draw').plot.u")
     opened.run("document.querySelector('#constant summary').click()")
     opened.run(
@@ -122,7 +123,7 @@ def test_the_line_of_constant_metrics_opens_and_a_search_opens_it_too(opened: Br
     )
     assert not opened.run(hidden)
     shown = opened.run(
-        "return [...document.querySelectorAll('.plot')].filter((e) => e.getClientRects().length)"
+        "return [...document.querySelectorAll('.plot')].filter((e) => e.checkVisibility())"
         ".map((e) => e.querySelector('code').textContent)"
     )
     assert shown == [name]
@@ -134,12 +135,13 @@ def test_every_iteration_has_its_bar_of_stage_times(opened: Browser) -> None:
     opened.wait("return document.querySelector('#plot-stage-times .draw').plot.u")
     seen = opened.run(
         """const u = document.querySelector('#plot-stage-times .draw').plot.u;
+        const { left, top, width, height } = u.bbox;
         const context = u.ctx.canvas.getContext('2d');
+        const row = context.getImageData(left, top + height - 3, width, 1).data;
         return [1, 2, 250, 499, 500].map((x) => {
-          const left = Math.min(Math.max(u.valToPos(x, 'x', true), u.bbox.left + 1),
-                                u.bbox.left + u.bbox.width - 2);
-          const y = u.bbox.top + u.bbox.height - 3;
-          return [...context.getImageData(left, y, 1, 1).data];
+          const at = Math.round(u.valToPos(x, 'x', true) - left);
+          const pixel = 4 * Math.min(Math.max(at, 1), width - 2);
+          return [...row.slice(pixel, pixel + 4)];
         })"""
     )
     assert all(pixel[3] == 255 for pixel in seen), seen
