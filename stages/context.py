@@ -353,7 +353,7 @@ class StageContext:
         if nonzero := [f"{number} {name}" for name, number in counts.items() if number]:
             nonzero = [text.replace("_", " ") for text in nonzero]
             log.info(
-                "%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
+                "%s/%d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
             )
 
     @contextlib.contextmanager
@@ -422,4 +422,4 @@ class StageContext:
         elif time.monotonic() - self._logged_at > 5:
             self._logged_at = time.monotonic()
             progress = f"{done}/{total} {unit}" + (f", {note}" if note else "")
-            log.info("%s %d: %s", self.stage, self.iteration, progress)
+            log.info("%s/%d: %s", self.stage, self.iteration, progress)

@@ -230,7 +230,9 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
     try:
         check_files(step, files, checksums=True)
     except (OSError, ValueError) as error:
-        log.warning("the state of the fine-tuning cannot be used, it begins anew: %s", error)
+        log.warning(
+            "the saved state of the fine-tuning cannot be used, so it starts again: %s", error
+        )
         return []
     trainer.load(step)
     try:
