@@ -89,7 +89,10 @@ def _in_charge(run: Path, since: float) -> bool:
     except FileNotFoundError:
         return False
     return content["time"] > since and all(
-        any(worker["pool"] == pool["pool"] and worker["alive"] for worker in content["workers"])
+        any(
+            worker["pool"] == pool["pool"] and worker["is_connected"]
+            for worker in content["workers"]
+        )
         for pool in content["pools"]
     )
 

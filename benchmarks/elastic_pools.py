@@ -120,7 +120,7 @@ class ElasticRun:
 
         def found() -> dict[str, str]:
             rows = json.loads((self.folder / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
-            there = {r["worker"]: r["job"] for r in rows if r["pool"] == 0 and r["alive"]}
+            there = {r["worker"]: r["job"] for r in rows if r["pool"] == 0 and r["is_connected"]}
             there.pop(but, None)
             return there if len(there) == count else {}
 

@@ -76,7 +76,7 @@ def trains_again(folder: Path, iteration: int) -> list[float]:
     None of an iteration in which it left no tail to the generator.
     """
     rows = [row for row in claims(folder, iteration) if row["worker"].startswith(TRAINER)]
-    if not any(row["rest"] for row in rows):
+    if not any(row["unfinished_starts"] for row in rows):
         return []
     ended = max(end for row in rows for name, _, end in row["spans"] if name == "generate")
     later = [start for start in others(folder, iteration) if start >= ended]

@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +22,11 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
-from pipeline.console import create_console
+from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import StageNode
-from pipeline.metrics import read_metrics
+from pipeline.metrics import headline_metrics, read_metrics, step_unit
 from pipeline.run import Run
 from rlinf.artifacts import Manifest
 from rlinf.config import json_digest
@@ -46,6 +46,11 @@ WARM_START_PROGRAM = "stages.warm_start"
 """Program of the stage that the section ``warm_start`` configures."""
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between two progress lines of a stage without a terminal."""
+MIN_RATE_INTERVAL_S = 1.0
+"""A rate is shown once it was measured for this long."""
+TIME_FORMAT = "%H:%M:%S"
+RECENT_ITERATIONS = 10
+"""Number of iterations from which the time left is computed."""
 LAUNCHER_DESCRIPTIONS = {
     "inprocess": "stages run in this process",
     "local": "stages run as processes of this machine",
@@ -55,7 +60,11 @@ log = logging.getLogger("rlinf")
 
 
 class ProgressCallback:
-    """Shows progress bars on a terminal, and plain log lines elsewhere."""
+    """Shows progress: bars on a terminal, and log lines everywhere.
+
+    Each finished iteration gets a line with its metrics, throughput, the newest held-out score and
+    the time left.
+    """
 
     def __init__(self, run: Run, launcher: str = "inprocess") -> None:
         self._run = run
@@ -63,38 +72,54 @@ class ProgressCallback:
         self._logged_at = time.monotonic()
         self._terminal = create_console(stderr=True)
         self._bars: Progress | None = None
-        self._score: float | None = None
+        self._held_out = ""
+        """The newest held-out score and its iteration."""
+        self._rates: dict[tuple[str, str], RateEstimate] = {}
+        """By stage and unit."""
+        self._rollout_starts: dict[int, float] = {}
+        """Time at which the rollout of an unfinished iteration started, by iteration."""
+        self._publish_times = (0.0, 0.0)
+        """Time at which the previous and the newest weights were published."""
+        self._iteration_ends: deque[float] = deque(maxlen=RECENT_ITERATIONS + 1)
+        """Monotonic times of the newest ends of iterations; at first the start of an iteration."""
 
     def __enter__(self) -> ProgressCallback:
         log.setLevel(logging.INFO)
         log.propagate = False
         handler: logging.Handler
+        config = self._run.config
         if self._terminal.is_terminal:
-            handler = RichHandler(console=self._terminal, show_path=False, show_level=False)
+            handler = RichHandler(
+                console=self._terminal,
+                show_path=False,
+                show_level=False,
+                log_time_format=TIME_FORMAT,
+            )
+            handler.setFormatter(LevelFormatter())
             self._bars = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}", markup=False),
+                TimeElapsedColumn(),
                 console=self._terminal,
             )
             self._bars.start()
-            total = self._run.config.iterations
-            self._iterations_task: TaskID = self._bars.add_task("iterations", total=total, note="")
+            self._iterations_task: TaskID = self._bars.add_task(
+                "iterations", total=config.iterations, note=""
+            )
             self._stage_task: TaskID = self._bars.add_task("", total=None, note="", visible=False)
         else:
             handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+            handler.setFormatter(LevelFormatter("%(asctime)s %(message)s", TIME_FORMAT))
         self._handler = handler
         log.handlers = [handler]
-        config = self._run.config
         log.info("run %s in %s", self._run.folder.name, self._run.folder)
         log.info(
-            "%s on task %s, %d iterations; %s",
+            "algorithm %s, task %s, model %s, %d iterations; %s",
             config.algorithm.name,
-            config.task.name,
+            (config.task.model_extra or {}).get("id", config.task.name),
+            config.model.name,
             config.iterations,
             self._where,
         )
@@ -111,75 +136,135 @@ class ProgressCallback:
         log.handlers = []
         log.propagate = True
 
-    def on_stage_progress(self, stage: str, done: int, total: int, what: str) -> None:
-        """Show the progress within a stage."""
+    def on_stage_progress(
+        self, stage: str, done: int, total: int, unit: str, note: str = ""
+    ) -> None:
+        """Show the progress within a stage: amount, rate and time left."""
+        estimate = self._rates.get((stage, unit))
+        if estimate is None or done < estimate.done:
+            estimate = self._rates[stage, unit] = RateEstimate(done)
+        estimate.done = done
+        details = [note] if note else []
+        if rate := estimate.per_second():
+            details.append(f"{format_rate(rate)} {unit.rpartition(' ')[2]}/s")
+            if done < total:
+                details.append(f"{format_duration((total - done) / rate)} left")
         if self._bars is not None:
             self._bars.update(
                 self._stage_task,
                 description=stage,
                 completed=done,
                 total=total,
-                note=what,
+                note=", ".join([unit, *details]),
                 visible=True,
             )
         elif time.monotonic() - self._logged_at > PROGRESS_INTERVAL_S:
             self._logged_at = time.monotonic()
-            log.info("%s: %d of %d %s", stage, done, total, what)
+            log.info("%s: %s", stage, ", ".join([f"{done}/{total} {unit}", *details]))
 
     def on_resume(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._bars is not None:
             self._bars.update(self._iterations_task, completed=len(rows))
 
     def on_node_start(self, node: StageNode) -> None:
-        settings = self._run.config.warm_start
+        config, flow = self._run.config, flow_of(self._run.config)
+        settings = config.warm_start
         if self._is_warm_start(node) and settings.max_steps:
             if settings.eval_generation:
                 log.info(
-                    "warm start: fine-tuning until the held-out score is %g, %d steps at most",
+                    "warm start: supervised fine-tuning until the held-out score reaches %g, at "
+                    "most %d steps",
                     settings.target_score,
                     settings.max_steps,
                 )
             else:
-                log.info("warm start: %d steps of fine-tuning", settings.max_steps)
+                log.info("warm start: %d steps of supervised fine-tuning", settings.max_steps)
+        if node.stage in flow.stages and not self._iteration_ends:
+            self._iteration_ends.append(time.monotonic())
+        for key in [key for key in self._rates if key[0] == node.stage]:
+            del self._rates[key]
         if self._bars is not None:
-            self._bars.update(
-                self._stage_task,
-                description=node.stage,
-                completed=0,
-                total=None,
-                note="",
-                visible=True,
-            )
+            # A task cannot lose its total, so each stage has its own.
+            self._bars.remove_task(self._stage_task)
+            self._stage_task = self._bars.add_task(node.stage, total=None, note="")
 
     def _is_warm_start(self, node: StageNode) -> bool:
         return flow_of(self._run.config).module_of(node.stage) == WARM_START_PROGRAM
 
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
+        flow = flow_of(self._run.config)
+        if node.stage == flow.rollout_stage:
+            self._rollout_starts[node.iteration] = manifest.timing["start"]
+        if node.stage == flow.publish_stage:
+            self._publish_times = (self._publish_times[1], manifest.timing["end"])
         if node.stage == EVALUATE:
-            self._score = manifest.metrics["score"]
-            log.info("version %d: held-out score %.3f", node.iteration, self._score)
+            score = format_number(manifest.metrics["score"])
+            self._held_out = f"held-out score {score} (iteration {node.iteration})"
+            when = f"after iteration {node.iteration}" if node.iteration else "before iteration 1"
+            lengths = [
+                f", {name} {format_number(manifest.metrics[name])}"
+                for name in ("episode_length", "completion_length")
+                if name in manifest.metrics
+            ]
+            log.info("held-out score %s: %s%s", when, score, *lengths[:1] or [""])
         elif self._is_warm_start(node):
-            for name, what in (("score", "score"), ("eval_loss", "loss")):
+            for name, label in (("score", "score"), ("eval_loss", "loss")):
                 if name in manifest.metrics:
                     log.info(
-                        "warm start: held-out %s %.3f after %d steps",
-                        what,
-                        manifest.metrics[name],
+                        "warm start: held-out %s %s after %d steps",
+                        label,
+                        format_number(manifest.metrics[name]),
                         manifest.metrics["steps"],
                     )
 
     def on_iteration_end(self, iteration: int, metrics: dict[str, Any]) -> None:
-        # Flows that learn from a data set have no rewards.
-        score = metrics.get("reward/score")
-        summary = "" if score is None else f"score {score:.3f}"
+        config = self._run.config
+        details = [
+            f"{name} {format_number(value)}"
+            for name, value in headline_metrics(config, metrics).items()
+        ]
+        # In pools a rollout may start long before its weights exist.
+        start = self._rollout_starts.pop(iteration, None)
+        steps = metrics.get(f"{flow_of(config).rollout_stage}/steps")
+        if start is not None and steps is not None:
+            seconds = self._publish_times[1] - max(start, self._publish_times[0])
+            unit = step_unit(config)
+            details.append(f"{format_rate(steps / max(1e-9, seconds))} {unit}/s")
+        details += [self._held_out] if self._held_out else []
+        self._iteration_ends.append(time.monotonic())
+        remaining, left = config.iterations - iteration - 1, ""
+        if remaining > 0 and len(self._iteration_ends) > 1:
+            first, last = self._iteration_ends[0], self._iteration_ends[-1]
+            iteration_s = (last - first) / (len(self._iteration_ends) - 1)
+            left = f"{format_duration(iteration_s * remaining)} left"
+            details.append(left)
         if self._bars is not None:
-            held_out = "" if self._score is None else f", held-out {self._score:.3f}"
-            self._bars.update(
-                self._iterations_task, completed=iteration + 1, note=f"{summary}{held_out}"
-            )
-        else:
-            total = self._run.config.iterations
-            log.info("iteration %d of %d: %s", iteration + 1, total, summary or "done")
+            self._bars.update(self._iterations_task, completed=iteration + 1, note=left)
+        log.info("iteration %d/%d: %s", iteration + 1, config.iterations, ", ".join(details))
+
+
+class LevelFormatter(logging.Formatter):
+    """A formatter that names the level of warnings and errors."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            record.message = f"{record.levelname.lower()}: {record.message}"
+        return super().formatMessage(record)
+
+
+class RateEstimate:
+    """The rate of a stage's progress since its first report."""
+
+    def __init__(self, done: int) -> None:
+        self.done = self._first_done = done
+        self._started_at = time.monotonic()
+
+    def per_second(self) -> float | None:
+        """Return the amount done per second; None if it is still unknown."""
+        elapsed_s = time.monotonic() - self._started_at
+        if elapsed_s < MIN_RATE_INTERVAL_S or self.done == self._first_done:
+            return None
+        return (self.done - self._first_done) / elapsed_s
 
 
 class TrackerCallback:

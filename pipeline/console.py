@@ -21,3 +21,14 @@ def format_duration(seconds: float) -> str:
         return f"{total_s // 60} min {total_s % 60} s"
     minutes = round(total_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_number(value: float) -> str:
+    """Return a metric with four significant digits, or a large one with all digits before the
+    point."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def format_rate(rate: float) -> str:
+    """Return an amount per second: ``1,234``, ``12``, ``1.2``."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rlinf.artifacts import Manifest, read_manifest, write_atomic
 from rlinf.config import RunConfig, json_digest
 from rlinf.errors import ArtifactError
 from stages.context import IDLE_SPANS
-from stages.flow import Flow, get_flow, on_policy
+from stages.flow import Flow, flow_of, get_flow, on_policy
 from stages.layout import CONFIG_FILE, METRICS_FILE, TIMINGS_FILE, stage_folder
 from stages.runner import read_config_values
 
@@ -87,6 +87,43 @@ def metrics_row(iteration: int, manifests: Iterable[Manifest | None]) -> dict[st
         stage = manifest.stage
         values.update({f"{stage}/{name}": value for name, value in manifest.metrics.items()})
     return values
+
+
+def uses_simulator(config: RunConfig) -> bool:
+    """Return whether the task steps a simulator, whose steps are actions and not tokens."""
+    return "action" in (config.task.model_extra or {})
+
+
+def step_unit(config: RunConfig) -> str:
+    """Return the unit of ``rollout/steps``."""
+    return "steps" if uses_simulator(config) else "tokens"
+
+
+def headline_metrics(config: RunConfig, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of an iteration that show whether the run learns, by their short names.
+
+    The mean score of the samples is left out where it equals the reward. With simulators it is the
+    mean return of episodes, or the share that solved the task; ``completion_length`` is left out,
+    because a sample may have several episodes.
+    """
+    task, simulator, flow = config.task.model_extra or {}, uses_simulator(config), flow_of(config)
+    score = "success_once" if task.get("score_by_success") else "return" if simulator else "score"
+    rollout, reward, train = flow.rollout_stage, flow.producer_of("rewards"), flow.train_stage
+    names = {
+        "reward": f"{reward}/mean",
+        score: f"{reward}/score",
+        "loss": f"{train}/loss",
+        "kl": f"{train}/kl" if f"{train}/kl" in row else f"{train}/reward_kl_penalty",
+        "approx_kl": f"{train}/approx_kl",
+        "entropy": f"{train}/entropy",
+        "completion_length": f"{rollout}/completion_length",
+    }
+    found = {name: row[key] for name, key in names.items() if key in row}
+    if found.get(score) == found.get("reward"):
+        found.pop(score, None)
+    if simulator:
+        found.pop("completion_length", None)
+    return found
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -369,7 +369,7 @@ def _reopen(
     if fewer is None:
         return run
     log.info(
-        "ends after %d iterations this time; the run stays one of %d, and what is finished stays",
+        "this start ends after %d of %d iterations; later results stay",
         fewer,
         run.config.iterations,
     )
@@ -474,4 +474,6 @@ def _check_schedule(config: RunConfig) -> None:
             "nothing; start another run with more iterations, or with optimizer.min_lr_ratio "
             "above 0"
         )
-    log.info("iterations beyond the %d of the schedule run at its last rate, %g", span, last)
+    log.info(
+        "iterations after the %d of the learning rate schedule use its last rate, %g", span, last
+    )

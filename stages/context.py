@@ -23,7 +23,7 @@ from rlinf.errors import RequeueRequested
 from stages.device_schedule import DeviceSlot, Unscheduled
 from stages.identity import stage_code_digest, stage_key
 from stages.live_store import LiveOutput
-from stages.worker_state import COMPUTING, DEVICE_TURN, WorkerState
+from stages.worker_state import COMPUTING, WAITING_FOR_DEVICE, WorkerState
 
 if TYPE_CHECKING:
     from rlinf.envs.base import Environment, RolloutRequest
@@ -214,8 +214,8 @@ class StageContext:
     manifest_extra: dict[str, Any] = field(default_factory=dict)
     worker: str = ""
     """Name of the resident worker; empty in a job of the stage's own."""
-    status: str = COMPUTING
-    """What the stage does now, shown in the status."""
+    activity: str = COMPUTING
+    """Activity of the stage, for the status of the run."""
     _logged_at: float = 0.0
     _read: dict[str, list[Record]] = field(default_factory=dict)
 
@@ -251,7 +251,7 @@ class StageContext:
     def yield_device(self, chunk: int) -> None:
         """Yield the device to other stages of this worker and wait for the next slot."""
         if self.live is not None:
-            with self._timed(DEVICE_TURN):
+            with self._timed(WAITING_FOR_DEVICE):
                 self.live.slot.start_chunk(chunk)
 
     def read(self, item: type[Item], channel: str, samples: range) -> list[Item]:
@@ -362,7 +362,7 @@ class StageContext:
         if nonzero := [f"{number} {name}" for name, number in counts.items() if number]:
             nonzero = [text.replace("_", " ") for text in nonzero]
             log.info(
-                "%s %d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
+                "%s/%d: %s of %d %s", self.stage, self.iteration, ", ".join(nonzero), total, unit
             )
 
     @contextlib.contextmanager
@@ -378,18 +378,18 @@ class StageContext:
     def waiting(self, name: str) -> Iterator[None]:
         """Release the device while waiting for an input, and acquire it again afterwards."""
         rest = contextlib.nullcontext() if self.live is None else self.live.slot.released()
-        with self._timed(name), rest:
+        with self._timed(f"waiting for {name}"), rest:
             yield
 
     @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def _timed(self, activity: str) -> Iterator[None]:
         """Record a wait as a span, unless it is too short to matter."""
-        before, self.status = self.status, f"waits for {what}"
+        before, self.activity = self.activity, activity
         start = time.time()
         try:
             yield
         finally:
-            self.status = before
+            self.activity = before
             if time.time() - start > MIN_WAIT_SPAN_S:
                 self.add_span(WAIT_SPAN, start)
 
@@ -414,8 +414,11 @@ class StageContext:
             }
         )
 
-    def report_progress(self, done: int, total: int, unit: str) -> None:
+    def report_progress(self, done: int, total: int, unit: str, note: str = "") -> None:
         """Report progress, at most every few seconds, and stop here if requested.
+
+        Args:
+            note: a further text, such as ``loss 0.5``.
 
         Raises:
             RequeueRequested: the allocation is about to end.
@@ -424,7 +427,8 @@ class StageContext:
             raise RequeueRequested(f"{self.stage}: stopping after {done} of {total} {unit}")
         hook = self.worker_state.on_progress
         if hook is not None:
-            hook(self.stage, done, total, unit)
+            hook(self.stage, done, total, unit, note)
         elif time.monotonic() - self._logged_at > 5:
             self._logged_at = time.monotonic()
-            log.info("%s %d: %d of %d %s", self.stage, self.iteration, done, total, unit)
+            progress = f"{done}/{total} {unit}" + (f", {note}" if note else "")
+            log.info("%s/%d: %s", self.stage, self.iteration, progress)

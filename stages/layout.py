@@ -39,8 +39,8 @@ def stage_folder(run: Path, stage: str, iteration: int) -> Path:
     return run / "it" / f"{iteration:04d}" / stage
 
 
-WORK_ITEM = "claim"
-"""A share of the starts of a rollout, in status and reports."""
+WORK_ITEM = "work_item"
+"""Stage name of a share of the starts of a rollout, in the status."""
 
 
 def worker_name(pool: str, rank: int) -> str:

@@ -158,9 +158,10 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
             save_progress(ctx, trainer, curve)
         known += [] if score is None else [score]
         score_text = f", held-out score {known[-1]:.3f}" if known else ""
+        note = f"loss {metrics['loss']:.4g}{score_text}"
         if beyond is not None:
             log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
-        ctx.report_progress(step + 1, settings.max_steps, f"fine-tuning steps{score_text}")
+        ctx.report_progress(step + 1, settings.max_steps, "steps", note)
     return curve
 
 
@@ -227,7 +228,9 @@ def load_progress(ctx: StageContext, trainer: Trainer) -> list[CurveRow]:
     try:
         check_files(step, files, checksums=True)
     except (OSError, ValueError) as error:
-        log.warning("the state of the fine-tuning cannot be used, it begins anew: %s", error)
+        log.warning(
+            "the saved state of the fine-tuning cannot be used, so it starts again: %s", error
+        )
         return []
     trainer.load(step)
     try:

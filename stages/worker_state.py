@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # they import torch, which processes that only wait do withou
     from rlinf.trainers.base import Trainer
     from stages.weight_deltas import WeightDeltas
 
-StageProgressCallback = Callable[[str, int, int, str], None]
-"""Called with the stage, the amount done, the total and the unit."""
+StageProgressCallback = Callable[[str, int, int, str, str], None]
+"""Called with the stage, the amount done, the total, the unit, and a note such as ``loss 0.5``."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class WorkerState:
             stack.callback(self.drop_trainer)
 
 
-DEVICE_TURN = "its turn"
-COMPUTING, COMMITTING, WAITING_FOR_DEVICE = "computes", "commits", f"waits for {DEVICE_TURN}"
+COMPUTING, COMMITTING, WAITING_FOR_DEVICE = "computing", "committing", "waiting for the device"
 
 
 @dataclass(eq=False)
@@ -110,65 +109,71 @@ class ActiveStage:
     stage: str
     started_at: float
     """When it first had the device; before that, when it was ordered."""
-    get_status: Callable[[], str]
+    get_activity: Callable[[], str]
     done: int = 0
     total: int = 0
     unit: str = ""
+    note: str = ""
     compute_s: float | None = None
     """The compute time, once it is known."""
 
 
 class ActivityTracker:
-    """The stages of a worker that are under way, by their node's name."""
+    """The running stages of a worker, by the name of their node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._doing: dict[str, ActiveStage] = {}
+        self._active: dict[str, ActiveStage] = {}
 
     def add(self, node: str, stage: str) -> None:
         with self._lock:
-            self._doing[node] = ActiveStage(stage, time.time(), lambda: WAITING_FOR_DEVICE)
+            self._active[node] = ActiveStage(stage, time.time(), lambda: WAITING_FOR_DEVICE)
 
-    def start(self, node: str, get_status: Callable[[], str]) -> None:
-        """It has its first turn; ``watch`` says what it does."""
-        with self._lock:
-            if node in self._doing:
-                self._doing[node].started_at = time.time()
-                self._doing[node].get_status = get_status
+    def start(self, node: str, get_activity: Callable[[], str]) -> None:
+        """Note that a stage has the device for the first time.
 
-    def update(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Progress of the current stage instance: of one stage, one computes at a time."""
+        Args:
+            get_activity: returns what the stage does now, for the status.
+        """
         with self._lock:
-            now = [doing for doing in self._doing.values() if doing.stage == stage]
-            for doing in now:
-                if doing.compute_s is None:
-                    doing.done, doing.total, doing.unit = done, total, unit
+            if node in self._active:
+                self._active[node].started_at = time.time()
+                self._active[node].get_activity = get_activity
+
+    def update(self, stage: str, done: int, total: int, unit: str, note: str = "") -> None:
+        """Set the progress of the instance of a stage that computes; there is one at a time."""
+        with self._lock:
+            for active in self._active.values():
+                if active.stage == stage and active.compute_s is None:
+                    active.done, active.total = done, total
+                    active.unit, active.note = unit, note
                     break
 
     def mark_computed(self, node: str) -> None:
-        """Note that only writing files is left."""
+        """Note that a stage has computed and only its commit is left."""
         with self._lock:
-            if node in self._doing:
-                self._doing[node].compute_s = time.time() - self._doing[node].started_at
-                self._doing[node].get_status = lambda: COMMITTING
+            if node in self._active:
+                self._active[node].compute_s = time.time() - self._active[node].started_at
+                self._active[node].get_activity = lambda: COMMITTING
 
     def remove(self, node: str) -> None:
         with self._lock:
-            self._doing.pop(node, None)
+            self._active.pop(node, None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the stages as plain values, in the order of their orders."""
+        """Return the running stages as plain values, in the order in which they were ordered."""
         with self._lock:
             return [
                 {
                     "node": node,
-                    "stage": doing.stage,
-                    "doing": doing.get_status(),
-                    "since": doing.started_at,
-                    "done": doing.done,
-                    "total": doing.total,
-                    "what": doing.unit,
-                    "took_s": doing.compute_s,
+                    "stage": active.stage,
+                    "activity": active.get_activity(),
+                    "started_at": active.started_at,
+                    "done": active.done,
+                    "total": active.total,
+                    "unit": active.unit,
+                    "note": active.note,
+                    "compute_s": active.compute_s,
                 }
-                for node, doing in self._doing.items()
+                for node, active in self._active.items()
             ]

@@ -74,7 +74,7 @@ def test_one_job_can_be_a_whole_iteration(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "report" / "report.html").exists()
     refused = snakemake("-n", "--config", f"run={tmp_path / 'whole'}", "iterations=3")
     assert refused.returncode
-    assert "leave out iterations" in refused.stdout + refused.stderr
+    assert "remove iterations" in refused.stdout + refused.stderr
 
 
 def test_each_rule_has_the_processes_of_its_own_stage(tmp_path: Path) -> None:

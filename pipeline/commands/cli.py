@@ -14,7 +14,7 @@ from rlinf.errors import ConfigError, RlinfError, translate_resource_errors
 from rlinf.user_code import translate_user_errors
 
 app = typer.Typer(
-    help="Reinforcement-learning post-training on Slurm, without Ray and without daemons.",
+    help="Post-train models with reinforcement learning on Slurm, without Ray or daemons.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -24,26 +24,28 @@ RunFolder = Annotated[Path, typer.Argument(help="A run directory, such as runs/a
 
 RunOrOverrides = Annotated[
     list[str],
-    typer.Argument(help="A run directory and key=value, or experiment=NAME and key=value"),
+    typer.Argument(help="A run directory or experiment=NAME, then overrides key=value"),
 ]
-Overrides = Annotated[
-    list[str], typer.Argument(help="experiment=NAME and key=value, as for rlinf.launch")
-]
+Overrides = Annotated[list[str], typer.Argument(help="experiment=NAME, then overrides key=value")]
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Write sbatch scripts, configuration and plan to a folder; submit nothing"
+        "--dry-run", help="Only write the sbatch scripts, configuration and plan to a folder"
     ),
 ]
 Redo = Annotated[
     bool,
     typer.Option(
         "--redo",
-        help="Recompute results of another configuration or code, and archive the old ones",
+        help="Archive and recompute results of a changed configuration or changed code",
     ),
 ]
 Keep = Annotated[
-    bool, typer.Option("--keep", help="Accept such results; the run records the differences")
+    bool,
+    typer.Option(
+        "--keep",
+        help="Accept results of a changed configuration or changed code, and record the changes",
+    ),
 ]
 
 
@@ -58,7 +60,7 @@ class ExecutionMode(StrEnum):
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
 ) -> None:
-    """Reinforcement-learning post-training on Slurm, without Ray and without daemons."""
+    """Post-train models with reinforcement learning on Slurm, without Ray or daemons."""
     if show:
         typer.echo(__version__)
         raise typer.Exit
@@ -71,10 +73,9 @@ def run(
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Compose an experiment and run it (the same as python -m rlinf.launch).
+    """Compose an experiment and run it. An interrupted run continues.
 
-    Hydra's own options are accepted too: -m for a sweep, --config-dir for your own configuration
-    folder.
+    Hydra's options work too: -m for a sweep, --config-dir for a folder of your own configurations.
     """
     if dry_run:
         from pipeline.commands.submit import write_dry_run as write
@@ -91,15 +92,15 @@ def resume(
     folder: RunFolder,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value, changes of the run's configuration, as for rlinf run"),
+        typer.Argument(help="Changes of the run's configuration, key=value"),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="inprocess, local or slurm; as before by default")
+        str | None, typer.Option(help="inprocess, local or slurm; default: as before")
     ] = None,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Resume a run from its committed results, with changed settings if overrides are given."""
+    """Resume a run, optionally with changed settings. Committed results are kept."""
     from pipeline.commands.experiment import drive, reopen_run
     from pipeline.resume import OnMismatch
     from pipeline.run import Run
@@ -117,22 +118,25 @@ def resume(
 
 @app.command()
 def submit(
-    what: RunOrOverrides,
+    run_or_experiment: RunOrOverrides,
     partition: Annotated[
-        str | None, typer.Option(help="Of the driver's job; the cluster's default one by default")
+        str | None, typer.Option(help="Partition of the driver's job; default: that of the cluster")
     ] = None,
     time_limit_min: Annotated[
-        int | None, typer.Option(help="Its wall-time limit, minutes; a day by default", min=1)
+        int | None,
+        typer.Option(help="Time limit of the driver's job, minutes; default: one day", min=1),
     ] = None,
-    mem_mb: Annotated[int | None, typer.Option(help="Its memory, MiB", min=1)] = None,
+    mem_mb: Annotated[
+        int | None, typer.Option(help="Memory of the driver's job, MiB", min=1)
+    ] = None,
     mail: Annotated[
-        str | None, typer.Option(help="Whom Slurm is to tell when the driver ends or fails")
+        str | None, typer.Option(help="Address for Slurm's mail when the driver ends or fails")
     ] = None,
     dry_run: DryRun = False,
     redo: Redo = False,
     keep: Keep = False,
 ) -> None:
-    """Check an experiment, or a run to resume, and submit its driver as a small Slurm job."""
+    """Check a run and submit its driver as a small Slurm job."""
     from pipeline.commands import submit as submission
     from pipeline.resume import OnMismatch
 
@@ -145,19 +149,19 @@ def submit(
     driver = {key: value for key, value in options.items() if value is not None}
     choice = OnMismatch.from_flags(redo=redo, keep=keep)
     lines = (
-        submission.write_dry_run(what, driver)
+        submission.write_dry_run(run_or_experiment, driver)
         if dry_run
-        else submission.submit_run(what, driver, choice)
+        else submission.submit_run(run_or_experiment, driver, choice)
     )
     typer.echo("\n".join(lines))
 
 
 @app.command()
 def stop(folder: RunFolder) -> None:
-    """Stop the driver, pools and jobs of a run, wherever they are. The run can be resumed."""
+    """Stop the driver, pools and jobs of a run. They may be on any host."""
     from pipeline.commands.stop import stop_run as end
 
-    for line in end(folder) or ["nothing of this run was there"]:
+    for line in end(folder) or ["no driver, pool or job of this run is active"]:
         typer.echo(line)
     typer.echo(f"continue with: rlinf resume {folder}, or rlinf submit {folder}")
 
@@ -167,7 +171,7 @@ def status(
     folder: RunFolder,
     watch: Annotated[bool, typer.Option(help="Refresh until the run is finished")] = False,
 ) -> None:
-    """Show the state of a run: iteration, stage, jobs, rates, time left."""
+    """Show progress, metrics, time left, pools and jobs."""
     from pipeline.commands.status import show_status
 
     show_status(folder, watch=watch)
@@ -176,23 +180,23 @@ def status(
 @app.command()
 def scale(
     folder: RunFolder,
-    wish: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
+    target: Annotated[str, typer.Argument(help="rollout+2, rollout-1, rollout=4 or rollout=auto")],
 ) -> None:
-    """Request more or fewer workers of an elastic pool, before or during a run."""
-    from pipeline.pools.autoscaler import request_scale as ask
+    """Change the number of workers of an elastic pool. The run may be active or not."""
+    from pipeline.pools.autoscaler import request_scale
     from pipeline.run import Run
 
-    typer.echo(f"{ask(Run.open(folder), wish)} workers requested")
+    typer.echo(f"{request_scale(Run.open(folder), target)} workers requested")
 
 
 @app.command()
 def report(
     folder: RunFolder,
     png: Annotated[
-        bool, typer.Option("--png", help="Write the main charts as pictures too")
+        bool, typer.Option("--png", help="Also write the main charts as PNG files")
     ] = False,
 ) -> None:
-    """Rewrite report.html."""
+    """Write the report of a run, report/report.html."""
     from pipeline.metrics import rewrite_metrics
     from pipeline.report import write_report
     from pipeline.run import Run
@@ -205,85 +209,96 @@ def report(
 @app.command()
 def export(
     folder: RunFolder,
-    to: Annotated[Path, typer.Argument(help="New folder for the model")],
+    target: Annotated[Path, typer.Argument(help="New folder for the model")],
     weights: Annotated[
-        int | None, typer.Option("--version", help="Version of the weights; the newest by default")
+        int | None, typer.Option("--version", help="Version of the weights; default: the newest")
     ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="The version with the best held-out score")
     ] = False,
 ) -> None:
-    """Copy a version of the weights out of a run, as an ordinary model folder."""
+    """Copy weights of a run to a Hugging Face model folder."""
     from pipeline.commands.export import best_version, export_weights
 
     if best and weights is not None:
-        raise ConfigError("--best and --version both choose the weights: give one of them")
+        raise ConfigError("--best and --version exclude each other: use one of them")
     note = ""
     if best:
         weights, score = best_version(folder)
         note = f" (after iteration {weights}, the best held-out score: {score:.3g})"
-    typer.echo(f"version {export_weights(folder, to, weights)}{note} in {to}")
+    typer.echo(f"version {export_weights(folder, target, weights)}{note} in {target}")
 
 
 @app.command()
 def demonstrations(
     source: Annotated[
-        Path, typer.Argument(help="A data set of LeRobot, or a folder of trajectories-*.h5")
+        Path, typer.Argument(help="A LeRobot data set, or a folder of trajectories-*.h5")
     ],
-    to: Annotated[Path, typer.Argument(help="New folder")],
+    target: Annotated[Path, typer.Argument(help="New folder")],
     solved: Annotated[
-        bool, typer.Option("--solved", help="Of LeRobot: every episode solved its task")
+        bool, typer.Option("--solved", help="From LeRobot: count every episode as solved")
     ] = False,
-    fps: Annotated[int, typer.Option(min=1, help="For LeRobot: steps of a second")] = 20,
-    task: Annotated[str, typer.Option(help="For LeRobot: what was to be done")] = "",
+    fps: Annotated[int, typer.Option(min=1, help="To LeRobot: steps per second")] = 20,
+    task: Annotated[str, typer.Option(help="To LeRobot: description of the task")] = "",
     png: Annotated[
-        bool, typer.Option("--png", help="For LeRobot: pictures without a loss, not as videos")
+        bool,
+        typer.Option("--png", help="To LeRobot: store images as PNG, lossless, instead of videos"),
     ] = False,
     intervened: Annotated[
         bool,
-        typer.Option("--intervened", help="Of trajectories: those episodes that a person acted in"),
+        typer.Option(
+            "--intervened", help="From trajectories: extract the episodes in which a person acted"
+        ),
     ] = False,
 ) -> None:
-    """Convert LeRobot demonstrations to trajectories, or trajectories to LeRobot; with
-    --intervened, extract the episodes in which a person acted, for algorithm.offline_data."""
+    """Convert between LeRobot data sets and trajectories.
+
+    A folder of trajectories can be used as algorithm.offline_data.
+    """
     from pipeline.commands.demonstrations import convert_demonstrations, extract_interventions
 
     if intervened:
-        typer.echo(extract_interventions(source, to))
+        typer.echo(extract_interventions(source, target))
     else:
-        typer.echo(convert_demonstrations(source, to, fps=fps, task=task, png=png, solved=solved))
+        typer.echo(
+            convert_demonstrations(source, target, fps=fps, task=task, png=png, solved=solved)
+        )
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="A .gguf file, or a package that carries one")],
-    to: Annotated[Path, typer.Argument(help="New folder for the model")],
+    source: Annotated[
+        str, typer.Argument(help="A .gguf file, or an installed package that contains one")
+    ],
+    target: Annotated[Path, typer.Argument(help="New folder for the model")],
 ) -> None:
-    """Convert a GGUF file to a model folder for model.path."""
+    """Convert a GGUF file to a model folder. Its weights are float32; set model.path to it."""
     from rlinf.models.gguf import convert_gguf
 
-    convert_gguf(source, to)
-    typer.echo(f"{to}: a model folder in float32")
+    convert_gguf(source, target)
+    typer.echo(f"model folder: {target}")
 
 
 @app.command()
 def doctor(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="With --env: keys of the task, task.KEY=VALUE")
+        list[str] | None, typer.Argument(help="With --env: overrides of the task, task.KEY=VALUE")
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Where runs are kept; must be visible on every node")
+        Path, typer.Option(help="Folder of the runs; must be visible on every node")
     ] = Path("runs"),
     env: Annotated[
         str | None,
-        typer.Option(help="Check instead what the simulator of task=NAME lacks on this machine"),
+        typer.Option(help="Check the requirements of the simulator of task=NAME instead"),
     ] = None,
 ) -> None:
-    """Check Slurm, the run directory's filesystem, Python on the nodes, and packages."""
+    """Check Slurm, filesystem, Python and packages. Each finding has a remedy."""
     from pipeline.commands import doctor
 
     if overrides and env is None:
-        raise ConfigError(f"{overrides[0]}: keys are for the simulator of --env NAME; add that")
+        raise ConfigError(
+            f"{overrides[0]}: overrides need --env NAME, the task that they belong to"
+        )
     found = (
         doctor.check_machine(folder)
         if env is None
@@ -294,16 +309,18 @@ def doctor(
 
 @app.command()
 def inventory(
-    save: Annotated[Path | None, typer.Option(help="Write it to this file, as JSON")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Save the inventory to this file, as JSON")
+    ] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Read a saved inventory instead of querying Slurm")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
     site: Annotated[
-        Path | None, typer.Option(help="Site file that describes the partitions' hardware")
+        Path | None, typer.Option(help="Site file with the hardware of the partitions")
     ] = None,
 ) -> None:
-    """Show what the cluster has: partitions, GPUs, free nodes, limits, load."""
+    """Show partitions with GPUs, free nodes, limits and load."""
     from pipeline.inventory import show_inventory
 
     show_inventory(source, save, site, as_json=as_json)
@@ -311,62 +328,74 @@ def inventory(
 
 @app.command()
 def plan(
-    what: RunOrOverrides,
+    run_or_experiment: RunOrOverrides,
     profile: Annotated[
         Path | None,
-        typer.Option(help="What rlinf profile measured; profile.json, or else data sheets"),
+        typer.Option(
+            help="Output of rlinf profile; default: profile.json if it exists, else data sheets"
+        ),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A saved inventory, instead of querying Slurm")
+        Path | None, typer.Option("--from", help="Read a saved inventory instead of querying Slurm")
     ] = None,
-    site: Annotated[
-        Path | None, typer.Option(help="Site file; that of the cluster section by default")
-    ] = None,
+    site: Annotated[Path | None, typer.Option(help="Site file; default: cluster.site")] = None,
     partition: Annotated[
-        list[str] | None, typer.Option(help="Use these partitions alone; may be repeated")
+        list[str] | None, typer.Option(help="Use only this partition; may be repeated")
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="time, gpu-hours, money, or time-to-end (queue and losses included)")
+        str,
+        typer.Option(
+            help="time, gpu-hours, money or time-to-end (includes queueing and preemption)"
+        ),
     ] = "time",
     pin: Annotated[
-        list[str] | None, typer.Option(help="STAGE=KIND, such as train=h100; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help="Fix the device of a stage: STAGE=KIND, such as train=h100; may be repeated"
+        ),
     ] = None,
     what_if: Annotated[
-        list[str] | None, typer.Option(help="KIND=NUMBER of devices; may be repeated")
+        list[str] | None,
+        typer.Option(help="Assume a number of devices: KIND=NUMBER; may be repeated"),
     ] = None,
     execution: Annotated[
         ExecutionMode,
-        typer.Option(help="A job for each stage, or pools over a segment of many iterations"),
+        typer.Option(
+            help="jobs: one Slurm job per stage; pools: resident workers for many iterations"
+        ),
     ] = ExecutionMode.jobs,
     check: Annotated[
-        Path | None, typer.Option(help="Assess this plan instead of making one")
+        Path | None, typer.Option(help="Evaluate this plan instead of searching for one")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The plan; its page is written beside it")] = Path(
-        "plan.yaml"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The file to write; the HTML page is written beside it")
+    ] = Path("plan.yaml"),
 ) -> None:
-    """Choose where every stage runs, explain it, and write plan.yaml and plan.html."""
+    """Choose where each stage runs. Writes plan.yaml, and plan.html with the reasons."""
     from pipeline.commands.experiment import load_configuration
     from pipeline.planning.planner.plan_command import run_plan
 
     usual = Path("profile.json")
     found = profile or (usual if usual.exists() else None)
     sources = planning_sources(found, source, site, partition, pin)
-    config = load_configuration(what)
+    config = load_configuration(run_or_experiment)
     run_plan(config, sources, out, objective, what_if or (), check, execution.value)
 
 
 @app.command()
 def clean(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Run directories to look through as well")
+        list[Path] | None,
+        typer.Argument(help="Run directories to clean, besides the shared memory of this node"),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing")
+        bool, typer.Option("--dry-run", help="Only list what would be removed")
     ] = False,
 ) -> None:
-    """Remove files that killed processes left: shared memory of this node, temporary files of
-    runs."""
+    """Remove leftover files of killed processes.
+
+    These are shared memory of this node and temporary files of runs.
+    """
     from pipeline.cleanup import clean_up as remove
 
     for line in remove(folders or [], dry_run=dry_run):
@@ -377,17 +406,16 @@ def clean(
 def replan(
     folder: RunFolder,
     profile: Annotated[
-        Path | None, typer.Option(help="Another profile than that of the run's plan")
+        Path | None, typer.Option(help="Use this profile instead of that of the run's plan")
     ] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="With --profile: a saved inventory")
     ] = None,
     site: Annotated[Path | None, typer.Option(help="With --profile: a site file")] = None,
-    objective: Annotated[str | None, typer.Option(help="As before by default")] = None,
-    apply: Annotated[bool, typer.Option(help="Replace the run's plan")] = False,
+    objective: Annotated[str | None, typer.Option(help="Objective; default: as before")] = None,
+    apply: Annotated[bool, typer.Option(help="Replace the plan of the run")] = False,
 ) -> None:
-    """Compare predicted with actual times of a run, and plan again with the measured
-    corrections."""
+    """Compare a plan with measured times, and plan again."""
     from pipeline.planning.planner.plan_command import run_replan
     from pipeline.run import Run
 
@@ -419,21 +447,20 @@ def planning_sources(
 
 @app.command()
 def profile(
-    what: RunOrOverrides,
+    run_or_experiment: RunOrOverrides,
     partition: Annotated[
         list[str] | None,
-        typer.Option(help="Measure on this partition; may be repeated. The plan's by default"),
+        typer.Option(help="Measure on this partition; may be repeated; default: those of the plan"),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Time for all measurements", min=0.1)] = 10.0,
     processes: Annotated[
-        int | None, typer.Option(help="Most processes per node; one per GPU by default", min=1)
+        int | None,
+        typer.Option(help="Maximum number of processes per node; default: one per GPU", min=1),
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Forget what earlier passes measured")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore earlier measurements")] = False,
     out: Annotated[Path, typer.Option(help="The file to write")] = Path("profile.json"),
 ) -> None:
-    """Measure what the stages of an experiment cost on each kind of device."""
+    """Measure time and memory of each stage on each device."""
     import logging
 
     from pipeline.commands.experiment import open_run, run_warm_start
@@ -443,7 +470,7 @@ def profile(
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    measured = measure(open_run(what), options, run_warm_start)
+    measured = measure(open_run(run_or_experiment), options, run_warm_start)
     measured.save(out)
     typer.echo(f"profile: {out}")
 
@@ -454,20 +481,21 @@ def simulate(
         str, typer.Argument(help="A problem file (YAML), or a study by name, such as 7b-64")
     ],
     plan: Annotated[
-        Path | None, typer.Option(help="A plan with pools; by default the planner's best")
+        Path | None, typer.Option(help="A plan with pools; default: the best plan of the planner")
     ] = None,
     scenario: Annotated[
         str | None,
-        typer.Option(help="What goes wrong: a YAML file, or for a study calm, tails, ..., all"),
+        typer.Option(help="Disturbances: a YAML file; for a study also calm, tails, ... or all"),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1)] = 20,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    iterations: Annotated[int, typer.Option(help="Iterations to simulate", min=1)] = 20,
+    seed: Annotated[int, typer.Option(help="Random seed", min=0)] = 0,
     png: Annotated[Path | None, typer.Option(help="Write a Gantt chart to this file")] = None,
     page: Annotated[
-        Path | None, typer.Option("--html", help="Write chart and table to this file")
+        Path | None,
+        typer.Option("--html", help="Write the page, with chart and table, to this file"),
     ] = None,
 ) -> None:
-    """Simulate iterations of a placement, with stragglers, preemption, queues and long tails."""
+    """Simulate a placement with stragglers, queues and losses."""
     from pipeline.planning.simulator.simulate_command import run_simulate
 
     run_simulate(problem, plan, scenario, iterations, seed, png, page)

@@ -29,7 +29,7 @@ def extract_interventions(source: Path, to: Path) -> str:
         DataError: there are no trajectories, or a person acted in none of them.
     """
     if to.exists() and any(to.iterdir()):
-        raise InputError(f"{to}: exists and is not empty")
+        raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(f"{source}: has no file {TRAJECTORY_FILES}")
@@ -37,14 +37,17 @@ def extract_interventions(source: Path, to: Path) -> str:
     for trajectory in map(Trajectory.from_record, RecordFileReader(files)):
         found += intervened_episodes(trajectory, first=len(found))
     if not found:
-        raise DataError(f"{source}: a person acted in none of its episodes")
+        raise DataError(f"{source}: no episode in which a person acted")
     to.mkdir(parents=True, exist_ok=True)
     writer = RecordFileWriter(to, "trajectories")
     for episode in found:
         writer.put(episode.to_record())
     writer.close()
     steps = sum(map(len, found))
-    return f"{len(found)} episodes, {steps} steps, in {to}, for algorithm.offline_data={to}"
+    return (
+        f"{len(found)} episodes, {steps} steps written to {to}; "
+        f"use them with algorithm.offline_data={to}"
+    )
 
 
 def convert_demonstrations(
@@ -66,7 +69,7 @@ def convert_demonstrations(
         DataError: the source has neither format, or is incomplete.
     """
     if to.exists() and any(to.iterdir()):
-        raise InputError(f"{to}: exists and is not empty")
+        raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
     if lerobot.is_lerobot_dataset(source):
         found = lerobot.LeRobotDataset(source, all_successful=solved)
         to.mkdir(parents=True, exist_ok=True)
@@ -74,11 +77,11 @@ def convert_demonstrations(
         for trajectory in found.trajectories():
             writer.put(trajectory.to_record())
         writer.close()
-        return f"{writer.count} episodes in {to}, for algorithm.offline_data={to}"
+        return f"{writer.count} episodes written to {to}; use them with algorithm.offline_data={to}"
     files = sorted(source.glob(TRAJECTORY_FILES))
     if not files:
         raise DataError(
-            f"{source}: neither a data set of LeRobot ({lerobot.INFO_FILE}) nor a folder with "
+            f"{source}: neither a LeRobot data set (no {lerobot.INFO_FILE}) nor a folder with "
             f"{TRAJECTORY_FILES}"
         )
     try:
@@ -86,4 +89,4 @@ def convert_demonstrations(
         count = lerobot.write_lerobot_dataset(to, trajectories, fps=fps, task=task, png=png)
     except ValueError as error:
         raise DataError(f"{source}: {error}") from None
-    return f"{count} episodes in {to}"
+    return f"{count} episodes written to {to}"

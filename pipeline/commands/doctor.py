@@ -132,7 +132,7 @@ def describe_partition(partition: Partition) -> Finding:
     """Return one line that describes a partition."""
     gpus = ", ".join(f"{count} x {kind or 'gpu'}" for kind, count in partition.gpus.items())
     limit = "unlimited" if partition.time_limit_min is None else f"{partition.time_limit_min} min"
-    text = f"{partition.nodes} nodes, {gpus or 'no GPUs'} a node, {limit}"
+    text = f"{partition.nodes} nodes, {gpus or 'no GPUs'} per node, {limit}"
     return Finding("ok" if partition.is_available else "warn", f"partition {partition.name}", text)
 
 
@@ -172,7 +172,11 @@ def probe_partition(name: str, probe: Path) -> Finding:
     finished_at = time.time()
     while not probe.exists():
         if time.time() - finished_at > RENAME_TIMEOUT_S:
-            return Finding("fail", what, "its files do not show here: run.root is not shared")
+            return Finding(
+                "fail",
+                what,
+                "its files are not visible here: run.root is not on a shared filesystem",
+            )
         time.sleep(0.02)
     delay_s = time.time() - finished_at
     answer = json.loads(probe.read_text())
@@ -180,7 +184,9 @@ def probe_partition(name: str, probe: Path) -> Finding:
     if answer["python"] != sys.version.split()[0]:
         return Finding("fail", what, f"{answer['host']} runs Python {answer['python']}")
     return Finding(
-        "ok", what, f"{answer['host']}: same Python, a rename shows after {delay_s:.2f} s"
+        "ok",
+        what,
+        f"{answer['host']}: same Python; a renamed file is visible after {delay_s:.2f} s",
     )
 
 
@@ -204,15 +210,15 @@ def check_simulator(task: str, overrides: Sequence[str]) -> Iterator[Finding]:
     config = validate(RunConfig, compose_words([f"task={task}", *overrides]))
     cls, options = environment_class(config)
     if not issubclass(cls, GymEnvironment):
-        raise ConfigError(f"--env {task}: task {config.task.name!r} steps no simulator")
+        raise ConfigError(f"--env {task}: task {config.task.name!r} has no simulator")
     assert isinstance(options, GymConfig)
-    yield Finding("ok", "world", f"{options.simulator}, {options.id}")
+    yield Finding("ok", "simulator", f"{options.simulator}, {options.id}")
     needs = get_requirements(options.simulator)
     found = [*_packages(options, needs), *_gpu(needs)]
     found += [Finding("fail", "files", text) for text in needs.missing_assets(options.kwargs)]
     yield from found
     if any(finding.level == "fail" for finding in found):
-        yield Finding("warn", "episode", "not tried")
+        yield Finding("warn", "episode", "not started, because of the failures above")
         return
     yield _episode(options)
 
@@ -224,7 +230,7 @@ def _packages(options: GymConfig, needs: SimulatorRequirements) -> Iterator[Find
         path = resolve_interpreter(name, "task.python")
         missing = missing_modules(name, "task.python", ("numpy", *needs.packages))
     except ConfigError as error:
-        further = f"; it is to have: {needs.install}" if needs.install else ""
+        further = f"; it needs: {needs.install}" if needs.install else ""
         yield Finding("fail", "interpreter", f"{error}{further}")
         return
     yield Finding("ok", "interpreter", path)
@@ -254,10 +260,10 @@ def _gpu(needs: SimulatorRequirements) -> Iterator[Finding]:
     except (OSError, subprocess.SubprocessError):
         gpus = []
     if not gpus:
-        text = f"none here (nvidia-smi names none); it needs {needs.gpu}"
-        yield Finding("fail", "GPU", f"{text}. Ask on a node that has one: srun --gpus=1 ...")
+        text = f"nvidia-smi lists none; the simulator needs {needs.gpu}"
+        yield Finding("fail", "GPU", f"{text}. Run this on a node with a GPU: srun --gpus=1 ...")
     elif "RTX" in needs.gpu and all(any(name in gpu for name in WITHOUT_RT) for gpu in gpus):
-        yield Finding("fail", "GPU", f"{gpus[0]} has no RT cores; it needs {needs.gpu}")
+        yield Finding("fail", "GPU", f"{gpus[0]} has no RT cores; the simulator needs {needs.gpu}")
     else:
         yield Finding("ok", "GPU", "; ".join(gpus))
 
@@ -279,4 +285,4 @@ def _episode(options: GymConfig) -> Finding:
     shapes = ", ".join(f"{name} {list(column.shape[1:])}" for name, column in observations.items())
     pictures = "" if options.images else "; no images configured (task.images), renderer not tested"
     duration_s = time.perf_counter() - started_at
-    return Finding("ok", "episode", f"begins after {duration_s:.1f} s: {shapes}{pictures}")
+    return Finding("ok", "episode", f"starts in {duration_s:.1f} s: {shapes}{pictures}")

@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process_tuning.tune_process()
     parser = argparse.ArgumentParser(prog="python -m pipeline.commands.driver_job")
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--iterations", type=int, help="end after so many this time")
+    parser.add_argument("--iterations", type=int, help="end after this many iterations this time")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         run = Run.open(arguments.run)

@@ -100,7 +100,7 @@ def validate_experiment(
     check_notify_command(cluster.notify_command)
     if plan.execution == "pools" and cluster.launcher == "inprocess":
         raise PlanError(
-            "plan: pools are processes of their own; add cluster=local (this "
+            "plan: pools need processes of their own; add cluster=local (this "
             "machine) or cluster=slurm"
         )
     plan.check_transports(Graph(config).edges())
@@ -132,8 +132,6 @@ def open_run(words: Sequence[str]) -> Run:
     folder, further = Path(words[0]), words[1:]
     if not further:
         return Run.open(folder)
-    pass
-
     return reopen_run(folder, further)
 
 
@@ -146,8 +144,6 @@ def load_configuration(words: Sequence[str]) -> RunConfig:
     if is_run_folder(words) and not words[1:]:
         return Run.open(Path(words[0])).config
     from pipeline.validate_config import complete_config, validate_config
-
-    pass
 
     values = (
         apply_overrides(Path(words[0]), words[1:]) if is_run_folder(words) else compose_words(words)
@@ -280,11 +276,11 @@ def _drive(run: Run, cluster: ClusterConfig, choice: OnMismatch, *, offline: boo
 
                 # Nothing was left to do, but pools of a driver that died at the end may still wait.
                 for line in cancel_run_jobs(run.folder):
-                    log.info("left by another driver: %s", line)
+                    log.info("remaining from an earlier driver: %s", line)
         except KeyboardInterrupt:
             raise InterruptedByUser(
-                f"interrupted; {executor.interrupt_note}, and all that was committed stays. "
-                f"Go on with: rlinf resume {run.folder}"
+                f"interrupted; {executor.interrupt_note}, and all committed results are kept. "
+                f"Continue with: rlinf resume {run.folder}"
             ) from None
         except RequeueRequested:
             if stop.is_requested:
@@ -353,7 +349,7 @@ def apply_overrides(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if _key(word) == "experiment" or _key(word).split(".")[0] in ("run", "hydra"):
             raise ConfigError(
-                f"{word}: this continues the run in {folder}; leave it out, or start another "
+                f"{word}: cannot change in a resumed run ({folder}); remove it, or start another "
                 "run with rlinf run"
             )
     values = read_config_values(folder / CONFIG_FILE)

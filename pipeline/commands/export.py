@@ -35,13 +35,13 @@ def best_version(folder: Path) -> tuple[int, float]:
     run = Run.open(folder)
     best = best_weights(run.config, run.folder)
     if best is None:
-        raise InputError(f"--best: {folder} has no held-out evaluation yet; leave --best out")
+        raise InputError(f"--best: {folder} has no held-out evaluation yet; remove --best")
     if best.folder is None:
         available = ", ".join(str(number) for number in sorted(weight_versions(run.folder)))
         raise InputError(
             f"--best: version {best.version} has the best held-out score, {best.score:.3g}, but "
             "the retention policy removed it (retention.keep_best keeps such weights); "
-            f"give --version, one of {available}"
+            f"choose a --version: {available}"
         )
     return best.version, best.score
 
@@ -60,11 +60,11 @@ def export_weights(folder: Path, to: Path, version: int | None) -> int:
     chosen = max(versions) if version is None else version
     if chosen not in versions:
         available = ", ".join(str(number) for number in sorted(versions))
-        raise InputError(f"--version: {chosen} is not on disk; there are {available}")
+        raise InputError(f"--version {chosen}: not on disk; available: {available}")
     if to.exists() and not to.is_dir():
-        raise InputError(f"{to}: is a file; give a folder that is not there yet")
+        raise InputError(f"{to}: is a file; choose a new folder")
     if to.exists() and any(to.iterdir()):
-        raise InputError(f"{to}: exists and is not empty")
+        raise InputError(f"{to}: the folder exists and is not empty; choose a new one")
     manifest = read_manifest(versions[chosen])
     assert manifest is not None
     verify_output(versions[chosen], manifest, checksums=False)

@@ -89,13 +89,12 @@ class RunResults:
         flow = run_flow(self.folder)
         if (maker := flow.producer_of(channel)) is None:
             known = sorted(flow.stream_channels)
-            raise InputError(f"{channel}: no stage makes such records; there are {known}")
+            raise InputError(f"{channel}: no stage writes this channel; available: {known}")
         outputs = {i: stage_folder(self.folder, maker, i) for i in iterations(self.folder)}
         there = [i for i, out in outputs.items() if read_manifest(out) and not is_pruned(out)]
         if iteration is not None and iteration not in there:
             raise InputError(
-                f"{self.folder}: no {channel} of iteration {iteration} on disk; there are "
-                f"those of {there}"
+                f"{self.folder}: no {channel} of iteration {iteration} on disk; available: {there}"
             )
         return self._records(channel, [outputs[i] for i in there if iteration in (None, i)])
 
@@ -117,7 +116,7 @@ class RunResults:
         chosen = max(found, default=0) if version is None else version
         if chosen not in found:
             raise InputError(
-                f"{self.folder}: no version {chosen} of the weights on disk; there are "
+                f"{self.folder}: no version {chosen} of the weights on disk; available: "
                 f"{sorted(found)}"
             )
         policy, options = policy_class(self.config)

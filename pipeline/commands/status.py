@@ -15,11 +15,18 @@ from rich.table import Table
 
 from launchers.submission_queue import read_job_note
 from pipeline.commands.export import weight_versions
-from pipeline.console import create_console
+from pipeline.console import create_console, format_duration, format_number, format_rate
 from pipeline.graph import Graph, StageNode
 from pipeline.health_checks import run_warnings
 from pipeline.lock import LOCK_FILE, living_owner
-from pipeline.metrics import folder_manifest, iterations, stage_manifest
+from pipeline.metrics import (
+    folder_manifest,
+    headline_metrics,
+    iteration_metrics,
+    iterations,
+    stage_manifest,
+    step_unit,
+)
 from pipeline.pools.pool_status import PoolsStatus, pool_table, read_pools_status
 from pipeline.pools.rollout_scheduler import count_disk_fallbacks
 from pipeline.run import Run
@@ -50,8 +57,12 @@ class RunStatus:
     driver: str
     iteration_s: float | None
     steps_per_s: float | None
+    step_unit: str
+    """Unit of the throughput: tokens or steps."""
     score: float | None
-    reward: float | None
+    """The newest held-out score."""
+    metrics: dict[str, float]
+    """The headline metrics of the newest finished iteration."""
     versions: list[int]
     jobs: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -64,6 +75,11 @@ class RunStatus:
     """Accepted results of another configuration or other code."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the newest finished iteration."""
+        return self.metrics.get("reward")
 
     @property
     def eta_s(self) -> float | None:
@@ -115,8 +131,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         for v in range(finished + 1)
         if graph.is_evaluated(v) and (m := stage_manifest(run.folder, EVALUATE, v)) is not None
     ]
-    judges = graph.flow.producer_of("rewards")
-    reward = stage_manifest(run.folder, judges, finished - 1) if judges and finished else None
+    row = iteration_metrics(run.folder, finished - 1) if finished else None
     return RunStatus(
         name=run.folder.name,
         finished=finished,
@@ -125,8 +140,9 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         driver=_driver(run, client, finished=stage == "finished"),
         iteration_s=statistics.median(spans) if spans else None,
         steps_per_s=statistics.median(rates) if rates else None,
+        step_unit=step_unit(run.config),
         score=scores[-1] if scores else None,
-        reward=reward.metrics.get("mean") if reward else None,
+        metrics=headline_metrics(run.config, row or {}),
         versions=sorted(weight_versions(run.folder)),
         jobs=_jobs(run, client, finished),
         warnings=run_warnings(run),
@@ -162,39 +178,45 @@ def status_view(status: RunStatus) -> Group:
 def status_table(status: RunStatus) -> Table:
     """Return the status as a table."""
     out = Table(title=f"run {status.name}", show_header=False, title_justify="left")
-    out.add_row("iteration", f"{status.finished} of {status.total}")
+    out.add_row("finished iterations", f"{status.finished} of {status.total}")
     out.add_row("stage", status.stage)
     out.add_row("driver", status.driver)
     if status.iteration_s is not None:
-        out.add_row("pace", f"{status.iteration_s:.1f} s an iteration")
-    if status.steps_per_s is not None:
-        out.add_row("throughput", f"{status.steps_per_s:,.0f} steps/s")
+        out.add_row("time per iteration", f"{status.iteration_s:.1f} s")
+    if status.steps_per_s:
+        out.add_row("throughput", f"{format_rate(status.steps_per_s)} {status.step_unit}/s")
     if status.eta_s:
-        out.add_row("time left", f"{status.eta_s / 60:.1f} min")
-    if status.reward is not None:
-        out.add_row("reward", f"{status.reward:.3f}")
+        out.add_row("time left", format_duration(status.eta_s))
+    for name, value in status.metrics.items():
+        out.add_row(name, format_number(value))
     if status.score is not None:
-        out.add_row("held-out score", f"{status.score:.3f}")
+        out.add_row("held-out score", format_number(status.score))
     if status.best is not None:
         out.add_row("best held-out score", format_best(status.best))
-    out.add_row("weights on disk", ", ".join(str(v) for v in status.versions) or "none yet")
+    out.add_row("weights on disk", _versions(status.versions))
     for notice in status.warnings:
-        out.add_row("notice", notice)
+        out.add_row("warning", notice)
     if status.disk_fallbacks:
         edges = ", ".join(f"{edge} {count}" for edge, count in status.disk_fallbacks.items())
-        out.add_row("read from disk", f"{edges} recent inputs; see the logs of the pools")
+        out.add_row(
+            "read from disk", f"{edges} recent inputs, instead of memory; see the logs of the pools"
+        )
     for entry in status.accepted_mismatches:
-        results = f"{len(entry.outputs)} results, on {entry.recorded_at}, though these differ: "
-        out.add_row("kept", results + "; ".join(entry.differences))
+        results = f"{len(entry.outputs)} results on {entry.recorded_at}, despite differences: "
+        out.add_row("accepted (--keep)", results + "; ".join(entry.differences))
     for identity, name, state, partition, reason in status.jobs:
         out.add_row(f"job {identity}", f"{name}: {state} on {partition} {reason}".rstrip())
     return out
 
 
+def _versions(versions: Sequence[int]) -> str:
+    return f"versions {', '.join(map(str, versions))}" if versions else "none yet"
+
+
 def format_best(best: BestWeights) -> str:
     """Return score, version and path of the best weights, as text."""
     where = "removed by the retention policy" if best.folder is None else str(best.folder)
-    return f"{best.score:.3f} of version {best.version}: {where}"
+    return f"{format_number(best.score)} after iteration {best.version}: {where}"
 
 
 def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> dict[str, int]:
@@ -218,7 +240,7 @@ def _current_stage(run: Run, iteration: int) -> str:
             return stage
     for stage in flow.stages:
         if stage_manifest(run.folder, stage, iteration) is None:
-            return f"{stage} of iteration {iteration}"
+            return f"{stage} of iteration {iteration + 1}"
     return EVALUATE
 
 
@@ -231,9 +253,9 @@ def _driver(run: Run, client: SlurmClient, *, finished: bool) -> str:
         found = find_driver_job(run, client)
     except RlinfError as error:
         job = last_driver_job_id(run) or "without an id"
-        return f"job {job}, whose state is unknown ({error})"
+        return f"job {job}, state unknown ({error})"
     if found is None:
-        return "none, nothing is left to do" if finished else "none (rlinf resume starts one)"
+        return "none, the run is finished" if finished else "none (start one with rlinf resume)"
     return f"job {found[0]}, {found[1].state.value} {found[1].reason}".strip()
 
 

@@ -63,12 +63,16 @@ def submit_run(
         else:
             run = create_run(run.config, plan.to_dict() if chosen else None, on_mismatch)
         identity = submit_job(driver_job(run, needs))
-    lines = [f"run {run.folder}: job {identity} on {needs.partition} drives it"]
+    lines = [f"run {run.folder}: the driver is job {identity} on {needs.partition}"]
     if cluster.launcher != "slurm":
         lines.append(
-            f"cluster={cluster.launcher}: the stages run inside that job, and have no more"
+            f"cluster={cluster.launcher}: all stages run inside that job and share its resources"
         )
-    return [*lines, f"rlinf status {run.folder}, rlinf stop {run.folder}"]
+    return [
+        *lines,
+        f"follow it with: rlinf status {run.folder}",
+        f"stop it with: rlinf stop {run.folder}",
+    ]
 
 
 def write_dry_run(words: Sequence[str], driver: Mapping[str, Any] | None) -> list[str]:

@@ -70,7 +70,7 @@ def sweep_points(words: Sequence[str], searchpath: Sequence[str] = ()) -> list[S
         if folder in used:
             raise ConfigError(
                 f"run.suffix: points {used[folder]} and {number} of the sweep would both be "
-                f"{folder}; give run.suffix the keys that differ, as in "
+                f"{folder}; put the keys that differ into run.suffix, such as "
                 "run.suffix='-${seed}'"
             )
         used[folder] = number

@@ -67,7 +67,7 @@ def prepare_workflow(
         further = sorted(chosen.keys() - {"run"})
         if further:
             raise ConfigError(
-                f"run={named} continues that run unchanged; leave out {', '.join(further)}, "
+                f"run={named} continues that run unchanged; remove {', '.join(further)}, "
                 "or start another run with experiment=... run__name=..."
             )
         run = Run.open(_folder(named))
@@ -123,8 +123,8 @@ class Workflow:
         self._plan = Plan.from_run(run.folder)
         for part in self._plan.flow.separate_policy:
             raise PlanError(
-                f"plan.pools: {part}: Snakemake makes a job of every stage, with simulators and "
-                f"policy; use rlinf run, or leave {part} out"
+                f"plan.pools: {part}: Snakemake runs each stage as one job, with simulators and "
+                f"policy; use rlinf run, or remove {part} from the plan"
             )
         self.report = str(run.folder / "report" / "report.html")
         self.profile = str(run.folder / "profile.json")
@@ -140,7 +140,7 @@ class Workflow:
             if several:
                 raise PlanError(
                     f"jobs=iteration: the plan gives {several[0]} several processes; "
-                    "make each stage a job (jobs=stage)"
+                    "run each stage as a job (jobs=stage)"
                 )
         self.python = shlex.quote(sys.executable)
 
@@ -156,8 +156,8 @@ class Workflow:
             self.acquire_lock()
         if self._plan.execution == "pools":
             log.warning(
-                "the plan has pools, which Snakemake does not use: every stage becomes a job; "
-                "rlinf run gives them to the pools"
+                "the plan has pools, which Snakemake does not support: every stage becomes a job; "
+                "rlinf run uses the pools"
             )
         committed = RunState(self._run, self._graph)
         check_resumable(committed, self._on_mismatch)

@@ -52,8 +52,9 @@ from stages.worker.messages import (
     WorkItemEnded,
     read_report,
 )
+from stages.worker_state import StageProgressCallback
 
-PROGRESS = ("stage", "done", "total", "what")
+PROGRESS_KEYS = ("stage", "done", "total", "unit", "note")
 EVENT_WAIT_S = 0.25
 STATUS_INTERVAL_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
@@ -72,7 +73,7 @@ class PoolExecutor:
     plan: Plan
     cluster: ClusterConfig
     should_stop: Callable[[], bool] = lambda: False
-    progress: Callable[[str, int, int, str], None] = lambda *_: None
+    progress: StageProgressCallback = lambda *_: None
     supports_streaming: bool = True
     """Stages may start before their inputs are committed."""
     interrupt_note: str = "its pools were stopped"
@@ -435,8 +436,10 @@ class PoolExecutor:
         for pool in self._pools:
             for lease in pool.leases:
                 seen = workers.get(lease.primary_worker)
-                for row in seen.status.get("doing", ()) if seen is not None and seen.alive else ():
+                if seen is None or not seen.alive:
+                    continue
+                for row in seen.status.get("active_stages", ()):
                     # The collector reports the progress of the whole batch, not single work items.
-                    if row["total"] and row["took_s"] is None and row["stage"] != WORK_ITEM:
-                        self.progress(*(row[key] for key in PROGRESS))
+                    if row["total"] and row["compute_s"] is None and row["stage"] != WORK_ITEM:
+                        self.progress(*(row[key] for key in PROGRESS_KEYS))
         write_pools_status(self.run.folder, self._pools, workers)

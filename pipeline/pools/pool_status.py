@@ -39,11 +39,12 @@ class StageStatus:
     """A stage in progress on a worker."""
 
     node: str
-    doing: str
-    for_s: float
+    activity: str
+    elapsed_s: float
     done: int = 0
     total: int = 0
-    what: str = ""
+    unit: str = ""
+    note: str = ""
     compute_s: float | None = None
     is_straggler: bool = False
     """Whether it is much slower than on other ranks."""
@@ -60,9 +61,10 @@ class WorkerStatus:
     rank: int
     job: str
     host: str
-    alive: bool
-    leaving: bool
-    silent_s: float
+    is_connected: bool
+    is_leaving: bool
+    last_seen_s: float
+    """Seconds since its last message."""
     lease_left_s: float | None
     version: int | None
     """Version of the weights that it generates with."""
@@ -112,9 +114,9 @@ def write_pools_status(
         for member in pool.leases
         for rank, worker in enumerate(member.workers())
     ]
-    about: dict[int, dict[str, Any]] = {}
+    pool_rows: dict[int, dict[str, Any]] = {}
     for pool in pools:
-        one = about.setdefault(
+        one = pool_rows.setdefault(
             pool.number, {"pool": pool.number, "stages": [], "waiting": [], "failures": 0}
         )
         # Each worker of an elastic pool has its own state; the first one has the stages.
@@ -123,7 +125,7 @@ def write_pools_status(
         if pool.failures >= one["failures"]:
             one |= {"failures": pool.failures, "reason": pool.reason}
     (run / POOLS_FOLDER).mkdir(exist_ok=True)
-    content = {"time": time.time(), "pools": list(about.values()), "workers": rows}
+    content = {"written_at": time.time(), "pools": list(pool_rows.values()), "workers": rows}
     write_atomic(run / POOLS_FOLDER / STATUS_FILE, json.dumps(content))
 
 
@@ -138,13 +140,13 @@ def _row(
         "rank": rank,
         "job": member.job,
         "host": member.worker_info.get(rank, {}).get("host", ""),
-        "ends": member.ends_at,
-        "alive": rank in member.worker_info,
-        "leaving": member.is_leaving,
-        "silent_s": 0.0 if seen is None else seen.age_s,
-        "doing": status.get("doing", []),
+        "lease_ends_at": member.ends_at,
+        "is_connected": rank in member.worker_info,
+        "is_leaving": member.is_leaving,
+        "last_seen_s": 0.0 if seen is None else seen.age_s,
+        "active_stages": status.get("active_stages", []),
         "version": status.get("version"),
-        "queue": status.get("queue", 0),
+        "queued_records": status.get("queued_records", 0),
         "malformed": status.get("malformed", 0),
     }
 
@@ -153,7 +155,7 @@ def read_pools_status(run: Path, now: float | None = None) -> PoolsStatus | None
     """Read the last written state of the pools; None without pools, or after their dismissal."""
     try:
         content = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text(encoding="utf-8"))
-        written = float(content["time"])
+        written = float(content["written_at"])
         pools = {row["pool"]: _pool(row) for row in content["pools"]}
         for row in content["workers"]:
             pools[row["pool"]].workers.append(_worker(row, written))
@@ -179,7 +181,7 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
             others = [
                 whole for s in stages if s is not stage and (whole := _total_s(s)) is not None
             ]
-            own = _total_s(stage) or stage.for_s
+            own = _total_s(stage) or stage.elapsed_s
             if others and stage.compute_s is None:
                 usual = statistics.median(others)
                 stage.is_straggler = (
@@ -195,8 +197,8 @@ def pool_table(status: PoolsStatus) -> Table:
     if status.is_stale:
         out.title_style = "bold red"
     out.add_column("worker", no_wrap=True)
-    out.add_column("now", ratio=1)
-    for name in ("weights", "queue", "lease"):
+    out.add_column("activity", ratio=1)
+    for name in ("weights", "queued", "lease left"):
         out.add_column(name, justify="right")
     for pool in status.pools:
         head = Text(f"pool {pool.number}: {', '.join(pool.stages)}", style="bold")
@@ -204,7 +206,7 @@ def pool_table(status: PoolsStatus) -> Table:
         for worker in pool.workers:
             lease = "" if worker.lease_left_s is None else format_duration(worker.lease_left_s)
             version = "" if worker.version is None or worker.version < 0 else str(worker.version)
-            queue = str(worker.queued_records) if worker.alive else ""
+            queue = str(worker.queued_records) if worker.is_connected else ""
             out.add_row(_worker_label(worker), _worker_cell(worker), version, queue, lease)
     return out
 
@@ -216,28 +218,28 @@ def _worker_label(worker: WorkerStatus) -> str:
 
 
 def _worker_cell(worker: WorkerStatus) -> Text:
-    if not worker.alive:
+    if not worker.is_connected:
         return Text("not connected yet: queued or starting", style="yellow")
     lines = []
-    if worker.silent_s > WORKER_TIMEOUT_S:
-        lines.append(Text(f"silent for {format_duration(worker.silent_s)}", style="red"))
+    if worker.last_seen_s > WORKER_TIMEOUT_S:
+        lines.append(Text(f"no message for {format_duration(worker.last_seen_s)}", style="red"))
     if worker.malformed:
         lines.append(Text(f"dropped {worker.malformed} malformed messages", style="red"))
     lines += [
         _stage(stage)
         for stage in worker.stages
-        if stage.doing != WAITING_FOR_DEVICE or stage.is_straggler
+        if stage.activity != WAITING_FOR_DEVICE or stage.is_straggler
     ]
     later = [
         stage.node
         for stage in worker.stages
-        if stage.doing == WAITING_FOR_DEVICE and not stage.is_straggler
+        if stage.activity == WAITING_FOR_DEVICE and not stage.is_straggler
     ]
     if later:
         more = f" and {len(later) - SHOWN} more" if len(later) > SHOWN else ""
         lines.append(Text(f"then {', '.join(later[:SHOWN])}{more}", style="dim"))
-    if worker.leaving:
-        lines.append(Text("leaving: its successor is connected"))
+    if worker.is_leaving:
+        lines.append(Text("ending: the worker of the next lease is connected"))
     if not lines:
         lines.append(Text("idle", style="dim"))
     return Text("\n").join(lines)
@@ -245,11 +247,13 @@ def _worker_cell(worker: WorkerStatus) -> Text:
 
 def _stage(stage: StageStatus) -> Text:
     line = Text(f"{stage.node} ")
-    if stage.total and stage.doing != COMMITTING:
+    if stage.total and stage.activity != COMMITTING:
         full = round(BAR * min(1.0, stage.done / stage.total))
         line.append("━" * full, style="green").append("─" * (BAR - full), style="dim")
-        line.append(f" {stage.done} of {stage.total} {stage.what}, ")
-    line.append(f"{stage.doing}, {format_duration(stage.for_s)}")
+        line.append(f" {stage.done}/{stage.total} {stage.unit}, ")
+    if stage.note:
+        line.append(f"{stage.note}, ")
+    line.append(f"{stage.activity} for {format_duration(stage.elapsed_s)}")
     if stage.is_straggler:
         line.append(" slower than the other ranks", style="bold red")
     return line
@@ -268,7 +272,7 @@ def _total_s(stage: StageStatus) -> float | None:
     if stage.compute_s is not None:
         return stage.compute_s
     if stage.done and stage.total:
-        return stage.for_s * stage.total / stage.done
+        return stage.elapsed_s * stage.total / stage.done
     return None
 
 
@@ -283,7 +287,7 @@ def _pool(row: dict[str, Any]) -> PoolStatus:
 
 
 def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
-    ends = row["ends"]
+    ends = row["lease_ends_at"]
     return WorkerStatus(
         pool=int(row["pool"]),
         name=str(row["worker"]),
@@ -291,23 +295,24 @@ def _worker(row: dict[str, Any], written: float) -> WorkerStatus:
         rank=int(row["rank"]),
         job=str(row["job"]),
         host=str(row["host"]),
-        alive=bool(row["alive"]),
-        leaving=bool(row["leaving"]),
-        silent_s=float(row["silent_s"]),
+        is_connected=bool(row["is_connected"]),
+        is_leaving=bool(row["is_leaving"]),
+        last_seen_s=float(row["last_seen_s"]),
         lease_left_s=None if ends is None else max(0.0, float(ends) - written),
         version=row["version"],
-        queued_records=int(row["queue"]),
+        queued_records=int(row["queued_records"]),
         malformed=int(row["malformed"]),
         stages=[
             StageStatus(
                 node=str(stage["node"]),
-                doing=str(stage["doing"]),
-                for_s=max(0.0, written - float(stage["since"])),
+                activity=str(stage["activity"]),
+                elapsed_s=max(0.0, written - float(stage["started_at"])),
                 done=int(stage["done"]),
                 total=int(stage["total"]),
-                what=str(stage["what"]),
-                compute_s=stage["took_s"],
+                unit=str(stage["unit"]),
+                note=str(stage["note"]),
+                compute_s=stage["compute_s"],
             )
-            for stage in row["doing"]
+            for stage in row["active_stages"]
         ],
     )

@@ -41,7 +41,7 @@ from stages.live_store import evict_oldest
 from stages.worker import messages
 from stages.worker.messages import WorkerOrder
 
-WORK_LOG = "claims.jsonl"
+WORK_LOG = "work_items.jsonl"
 LOAD_ENGINE = -1
 """Number of the empty work item that makes a worker load its engine."""
 log = logging.getLogger("rlinf")
@@ -332,7 +332,9 @@ class RolloutScheduler:
         self._assigned[name] = _Assigned(node, worker, claim, attempt, number)
         return messages.GenerateStarts(
             work_item=name,
-            label=node.name if claim.number == LOAD_ENGINE else f"{node.name} claim {claim.number}",
+            label=node.name
+            if claim.number == LOAD_ENGINE
+            else f"{node.name} work item {claim.number}",
             iteration=node.iteration,
             output=rollout.out,
             weights=rollout.weights,
@@ -381,15 +383,17 @@ class RolloutScheduler:
         for counter in (self._finished_items, self._finished_prompts):
             while len(counter) > HISTORY_SIZE:
                 del counter[next(iter(counter))]
-        about = {"node": node.name, "worker": worker, "host": report.host, "claim": claim.number}
         row = {
-            **about,
+            "node": node.name,
+            "worker": worker,
+            "host": report.host,
+            "work_item": claim.number,
             "starts": claim.starts,
-            "rest": rest,
-            "begun": assigned.begun,
+            "unfinished_starts": rest,
+            "continues": assigned.begun,
             "spans": spans,
+            "used_disk_fallback": report.used_disk_fallback,
         }
-        row["fell"] = report.used_disk_fallback
         with (self.run / POOLS_FOLDER / WORK_LOG).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
@@ -405,7 +409,7 @@ def read_work_spans(run: Path) -> dict[int, list[dict[str, Any]]]:
             times = [time for _, *pair in row["spans"] for time in pair]
             worker = str(row["worker"])
             who = {"worker": worker, "rank": rank_of(worker), "host": row["host"]}
-            who["claim"] = row.get("claim")
+            who["work_item"] = row.get("work_item")
             spans = [*row["spans"], ["rollout", min(times), max(times)]]
             found[int(row["node"].partition("/")[2])] += [
                 {**who, "name": name, "start": start, "end": end} for name, start, end in spans
@@ -419,7 +423,7 @@ def count_disk_fallbacks(run: Path) -> Counter[int]:
     found = Counter[int]()
     for row in _read_work_log(run):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            found[int(row["node"].partition("/")[2])] += bool(row.get("fell"))
+            found[int(row["node"].partition("/")[2])] += bool(row.get("used_disk_fallback"))
     return found
 
 

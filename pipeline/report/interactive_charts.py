@@ -10,48 +10,52 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.metrics import step_unit
 from pipeline.report.data import ReportData
 from pipeline.report.worker_timeline import iteration_windows, sort_lanes
 
 TITLES = {
     "reward/mean": "mean reward",
-    "reward/score": "score of samples",
-    "reward/std": "spread of rewards",
-    "reward/group_std": "spread of rewards in a group",
-    "reward/used_fraction": "share of samples that count",
+    "reward/score": "mean score of the task",
+    "reward/std": "std of rewards",
+    "reward/group_std": "std of rewards within a group",
+    "reward/used_fraction": "share of samples used",
     "train/loss": "loss",
     "train/entropy": "entropy (nats)",
-    "train/approx_kl": "KL to the old policy",
-    "train/kl": "KL to the reference",
-    "train/reward_kl_penalty": "KL to the reference, taken from the reward",
-    "train/clip_ratio": "clipped share",
+    "train/approx_kl": "KL to the old policy (nats)",
+    "train/kl": "KL to the reference (nats)",
+    "train/reward_kl_penalty": "KL to the reference, in the reward",
+    "train/clip_ratio": "share of clipped steps",
     "train/grad_norm": "gradient norm",
     "train/lr": "learning rate",
     "train/value_loss": "value loss",
     "train/explained_variance": "explained variance",
-    "rollout/completion_length": "mean length (steps)",
-    "rollout/truncated_ratio": "share cut off at the limit",
-    "rollout/resampled_groups": "groups resampled",
-    "rollout/rejected_groups": "groups that teach nothing, after the last draw",
-    "rollout/staleness_mean": "versions behind, on average",
-    "train/rollout_logprob_diff": "|engine - trainer| log-prob, equal weights",
-    "train/rollout_ratio_mean": "trainer / engine probability, equal weights, mean",
-    "train/rollout_ratio_max": "trainer / engine probability, equal weights, largest",
-    "train/rollout_kl": "KL of the trainer from the engine, equal weights",
+    "rollout/completion_length": "mean length of samples",
+    "rollout/truncated_ratio": "share of truncated samples",
+    "rollout/resampled_groups": "resampled groups",
+    "rollout/rejected_groups": "groups rejected in the end",
+    "rollout/staleness_mean": "mean staleness (updates)",
+    "train/rollout_logprob_diff": "|Δ log-prob| engine - trainer",
+    "train/rollout_ratio_mean": "ratio trainer / engine, mean",
+    "train/rollout_ratio_max": "ratio trainer / engine, max",
+    "train/rollout_kl": "KL(engine, trainer) (nats)",
     "train/rollout_is_mean": "importance weight, mean",
-    "train/rollout_is_clip_ratio": "share of steps whose importance weight is capped",
-    "inference/logprob_diff_mean": "|engine - trainer| log-prob, mean",
-    "inference/logprob_diff_max": "|engine - trainer| log-prob, largest",
-    "sync/bytes": "bytes of weights published",
+    "train/rollout_is_clip_ratio": "share of capped weights",
+    "inference/logprob_diff_mean": "|Δ log-prob| engine - trainer, mean",
+    "inference/logprob_diff_max": "|Δ log-prob| engine - trainer, max",
+    "sync/bytes": "published weights (bytes)",
 }
 HEADLINES = (
     "reward/mean",
-    "train/loss",
-    "train/rollout_logprob_diff",
     "rollout/completion_length",
+    "train/kl",
+    "train/reward_kl_penalty",
+    "train/approx_kl",
     "train/entropy",
-    "train/grad_norm",
 )
+"""The metrics in the first group, after the score."""
+OPTIMIZATION = ("train/loss", "train/grad_norm")
+"""The metrics that come first in the group of the training stages."""
 GIB = 2**30
 BINS = 24
 Usage = list[dict[str, Any]]
@@ -61,6 +65,9 @@ Usage = list[dict[str, Any]]
 def build_plots(data: ReportData) -> dict[str, Any]:
     """Return the shared columns (``xs``, by name) and the charts (``groups``: titles and plots).
 
+    ``constant`` has the charts of metrics that did not change, with their value; the page hides
+    them behind one line.
+
     A plot has ``id``, ``title``, ``name``, ``x`` (a name in ``xs``) and ``series`` (``label``,
     ``colour``, ``y``, ``kind``: line or points). ``stack`` adds series up; ``linked`` plots zoom
     together.
@@ -69,21 +76,38 @@ def build_plots(data: ReportData) -> dict[str, Any]:
     names = sorted({name for row in data.rows for name in row} - {"iteration"})
     metrics = {name: _metric(data, name) for name in names}
     headlines = [metrics.pop(name) for name in HEADLINES if name in metrics]
-    groups = [("Learning", [*_learning(data, xs), *headlines])]
-    for title, stages in (
-        ("Rollout and reward", ("rollout", "reward")),
-        ("Training", ("inference", "train", "sync")),
+    optimization = [metrics.pop(name) for name in OPTIMIZATION if name in metrics]
+    groups = [
+        ("Learning", [*_learning(data, xs), *headlines]),
+        ("Warm start", _warm_start(data, xs)),
+    ]
+    for title, first, stages in (
+        ("Optimization", optimization, ("train", "inference", "sync")),
+        ("Rollout and reward", [], ("rollout", "reward")),
     ):
         names_of_group = [name for name in metrics if _of(name) in stages]
         names_of_group.sort(key=lambda name: (stages.index(_of(name)), name))
-        groups.append((title, [metrics.pop(name) for name in names_of_group]))
-    groups.append(("More", list(metrics.values())))
+        groups.append((title, [*first, *(metrics.pop(name) for name in names_of_group)]))
+    groups.append(("More metrics", list(metrics.values())))
     groups.append(("Evaluation", _evaluation(data, xs)))
-    groups.append(("Samples, early and late", _distributions(data, xs)))
+    groups.append(("Samples", _distributions(data, xs)))
     groups.append(("Time", [*_stage_times(data, xs), *_throughput(data, xs)]))
-    groups.append(("Machine", _machine(data, xs)))
-    shown = [{"title": title, "plots": found} for title, found in groups if found]
-    return {"xs": xs, "groups": shown}
+    groups.append(("Hardware", _machine(data, xs)))
+    constant = [plot for _, plots in groups for plot in plots if is_constant(plot)]
+    shown = [(title, [p for p in plots if p not in constant]) for title, plots in groups]
+    return {
+        "xs": xs,
+        "groups": [{"title": title, "plots": plots} for title, plots in shown if plots],
+        "constant": [{**plot, "value": plot["series"][0]["y"][0]} for plot in constant],
+    }
+
+
+def is_constant(plot: Mapping[str, Any]) -> bool:
+    """Return whether a chart shows one metric with two or more values, all of them equal."""
+    if len(plot["series"]) != 1:
+        return False
+    values = plot["series"][0]["y"]
+    return len(values) > 1 and values[0] is not None and all(y == values[0] for y in values)
 
 
 def json_numbers(values: Iterable[float | None]) -> list[float | None]:
@@ -127,7 +151,6 @@ def _metric(data: ReportData, name: str) -> dict[str, Any]:
 
 def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the held-out score of each evaluated version, beside that of training samples."""
-    found = []
     known = {row["iteration"] + 1: row.get("reward/score") for row in data.rows}
     held_out = {row["version"]: row["evaluate/score"] for row in data.evaluated}
     if held_out or any(value is not None for value in known.values()):
@@ -136,32 +159,40 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
         if held_out:
             y = map(held_out.get, xs["learning"])
             lines.append(_line("held-out", "evaluate", y, "points"))
-        found.append(_plot("learning", "Score", "learning", lines, wide=True))
+        return [_plot("learning", "Score", "learning", lines, wide=True)]
+    return []
+
+
+def _warm_start(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return the held-out score and the loss of supervised fine-tuning, by step."""
+    found = []
     warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
     if warm:
         xs["warm_start"] = [step for step, _ in warm]
         line = _line("held-out", "warm_start", (score for _, score in warm), "points")
-        title = "Score in the warm start, by step"
+        title = "Held-out score, by step"
         found.append(_plot("warm-start", title, "warm_start", [line], linked=False))
     return [*found, *_fine_tuning(data, xs)]
 
 
 def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return the loss of each supervised step, and on held-out demonstrations."""
-    if not any(point.get("eval_loss") is not None for point in data.warm_start):
+    """Return the loss of each supervised step, and on held-out demonstrations if measured."""
+    if not data.warm_start:
         return []
     xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
-    lines = [
-        _line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric"),
-        _line("held-out", "evaluate", (p.get("eval_loss") for p in data.warm_start), "points"),
-    ]
-    title = "Loss in the warm start, by step"
+    lines = [_line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric")]
+    held_out = [point.get("eval_loss") for point in data.warm_start]
+    if any(loss is not None for loss in held_out):
+        lines.append(_line("held-out", "evaluate", held_out, "points"))
+    title = "Loss, by step"
     return [_plot("warm-start-loss", title, "warm_start_losses", lines, linked=False)]
 
 
 def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     xs["versions"] = [row["version"] for row in data.evaluated]
-    names = sorted({name for row in data.evaluated for name in row} - {"version"})
+    # The score is in the first chart.
+    known = {name for row in data.evaluated for name in row}
+    names = sorted(known - {"version", "evaluate/score"})
     return [
         _plot(
             name,
@@ -174,9 +205,11 @@ def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
 
 
 def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return histograms of scores and lengths of the first and the last samples on disk."""
+    """Return histograms of scores and lengths of the first and the last samples on disk. A
+    quantity that is the same in all samples has none."""
     found = []
-    for name, title in (("score", "score"), ("length", "length (steps)")):
+    unit = step_unit(data.run.config)
+    for name, title in (("score", "score"), ("length", f"length ({unit})")):
         table = {
             label: np.array([getattr(sample, name) for sample in samples], dtype=float)
             for label, samples in data.first_and_last_samples.items()
@@ -187,6 +220,8 @@ def _distributions(data: ReportData, xs: dict[str, list[float]]) -> list[dict[st
             continue
         every = np.concatenate(list(table.values()))
         low, high = float(every.min()), float(every.max())
+        if low == high:
+            continue
         edges = bin_edges(low, high, BINS)
         xs[f"bins-{name}"] = [x for x in json_numbers(edges) if x is not None]
         lines = []
@@ -218,7 +253,7 @@ def _stage_times(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str,
         _line(stage, stage, (times.get(int(i), 0.0) for i in xs["stages"]))
         for stage, times in seconds.items()
     ]
-    title = "Seconds of each stage"
+    title = "Seconds per stage"
     return [_plot("stage-times", title, "stages", lines, stack=True, wide=True, unit="s")]
 
 
@@ -250,25 +285,26 @@ def _throughput(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, 
         _line("rollout", "rollout", map(alone.get, at), "metric"),
         _line("whole iteration", "train", map(whole.get, at), "metric"),
     ]
-    return [_plot("throughput", "Steps per second", "rows", lines, zero=True, half=True)]
+    title = f"{step_unit(data.run.config).capitalize()} per second"
+    return [_plot("throughput", title, "rows", lines, zero=True, half=True)]
 
 
 def _machine(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the resource usage of stages: the sum over processes, or the largest one."""
     wanted: dict[str, tuple[str, Callable[[Usage], float | None], dict[str, Any]]] = {
-        "processors": ("Processors in use", lambda u: _total(_cores(e) for e in u), {}),
+        "processors": ("CPU cores in use", lambda u: _total(_cores(e) for e in u), {}),
         "memory": (
-            "Memory, peak of the largest process (GiB)",
+            "Memory, peak of the largest process",
             lambda u: _most(e["memory_peak_bytes"] / GIB for e in u),
             {"unit": "GiB"},
         ),
         "gpu": (
-            "GPU busy",
+            "GPU utilization",
             lambda u: _mean(e["gpu_share"] for e in u if "gpu_share" in e),
             {"percent": True},
         ),
         "gpu-memory": (
-            "GPU memory, peak of the fullest (GiB)",
+            "GPU memory, peak of the fullest GPU",
             lambda u: _most(e["gpu_peak_bytes"] / GIB for e in u if "gpu_peak_bytes" in e),
             {"unit": "GiB"},
         ),

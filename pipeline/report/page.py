@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline.console import format_duration
+from pipeline.console import format_duration, format_number
 from pipeline.health_checks import run_warnings
+from pipeline.metrics import headline_metrics, step_unit
 from pipeline.report.data import REPORT_FOLDER, ReportData, read_report_data
 from pipeline.report.interactive_charts import GIB, build_plots, gantt_columns
 from pipeline.report.theme import TEMPLATE_FOLDER as TEMPLATES
@@ -65,12 +66,15 @@ def report_html(data: ReportData) -> str:
         **build_plots(data),
         "gantt": gantt_columns(data),
         "transcripts": transcript_columns(data.samples),
+        "step_unit": step_unit(data.run.config),
     }
     idle_rows = worker_idle_times(data.spans)
     try:
         record = read_run_record(run)
     except ConfigError:
         record = None
+    stages = stage_table(data)
+    settings = [] if record is None else settings_rows(record)
     return render_interactive(
         "report.html.jinja",
         content,
@@ -78,7 +82,8 @@ def report_html(data: ReportData) -> str:
         colours={"light": data.colours, "dark": stage_colours(data.colours, dark=True)},
         notices=run_warnings(data.run),
         tiles=summary_tiles(data),
-        stages=stage_table(data),
+        stages=stages,
+        uses_gpu=any(row["gpu"] or row["gpu_memory"] for row in stages),
         idle=idle_rows,
         idle_stages={stage for row in idle_rows for stage in row.stages},
         iterations=len(data.rows),
@@ -92,7 +97,8 @@ def report_html(data: ReportData) -> str:
             ),
             *_best(data),
         ],
-        settings=[] if record is None else settings_rows(record),
+        settings=settings,
+        num_changed=sum(changed for _, _, changed in settings),
         config=redact_yaml((run / CONFIG_FILE).read_text(encoding="utf-8")),
         plan=redact_yaml(plan),
     )
@@ -129,6 +135,7 @@ def render_interactive(
         licence=licence,
         data=script_json(content),
         groups=content["groups"],
+        constant=content.get("constant", ()),
         **more,
     )
 
@@ -149,24 +156,30 @@ def _hash(script: str) -> str:
 def summary_tiles(data: ReportData) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page."""
     config = data.run.config
-    found = [
-        ("task", config.task.name),
-        ("algorithm", config.algorithm.name),
-        ("iterations", f"{len(data.rows)} of {config.iterations}"),
-    ]
+    found = []
     if data.scores:
-        found += [
-            ("held-out score before RL", f"{data.scores[0][1]:.3g}"),
-            ("held-out score now", f"{data.scores[-1][1]:.3g}"),
-        ]
+        (_, first), (version, newest) = data.scores[0], data.scores[-1]
+        found.append((f"held-out score (iteration {version})", f"{newest:.3g}"))
+        if version:
+            found.append(("held-out score at the start", f"{first:.3g}"))
     if (best := best_weights(config, data.run.folder)) is not None:
-        found.append(("best held-out score", f"{best.score:.3g} (version {best.version})"))
+        label = f"best held-out score (iteration {best.version})"
+        found.append((label, f"{best.score:.3g}"))
+    if data.rows:
+        headlines = headline_metrics(config, data.rows[-1])
+        found += [(name, f"{value:.3g}") for name, value in headlines.items()]
+    found += [
+        ("iterations", f"{len(data.rows)} of {config.iterations}"),
+        ("algorithm", config.algorithm.name),
+        ("task", str((config.task.model_extra or {}).get("id", config.task.name))),
+        ("model", config.model.name),
+    ]
+    steps = sum(row.get("rollout/steps", 0.0) for row in data.rows)
+    if steps:
+        found.append((f"{step_unit(config)} generated", f"{steps:,.0f}"))
     if data.wall_s:
         found.append(("wall time", format_duration(data.wall_s)))
         found.append(("time in stages", format_duration(data.busy_s)))
-    steps = sum(row.get("rollout/steps", 0.0) for row in data.rows)
-    if steps:
-        found.append(("steps collected", f"{steps:,.0f}"))
     return found
 
 
@@ -185,7 +198,8 @@ def _best(data: ReportData) -> list[tuple[str, str]]:
     best = best_weights(data.run.config, data.run.folder)
     if best is None:
         return []
-    where = f"version {best.version}, held-out score {best.score:.3g}: "
+    when = f"after iteration {best.version}" if best.version else "before iteration 1"
+    where = f"{when}, held-out score {format_number(best.score)}: "
     if best.folder is None:
         return [("best weights", f"{where}removed by the retention policy")]
     path = best.folder.relative_to(data.run.folder)

@@ -315,7 +315,7 @@ class PoolWorker:
             with withdraw_on_damage(), ranks.attempt_scope():
                 with turn:
                     attempt = self._attempt(order, output, turn)
-                    self._activity.start(order.node, lambda: attempt.ctx.status)
+                    self._activity.start(order.node, lambda: attempt.ctx.activity)
                     with self._policy_clients.client_scope(order.node):
                         attempt.compute()
                     self._activity.mark_computed(order.node)
@@ -434,18 +434,18 @@ class PoolWorker:
         self._tell_driver(report)
         self._drop_committed()
 
-    def _progress(self, stage: str, done: int, total: int, what: str) -> None:
+    def _progress(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
         self._moved = time.monotonic()
-        self._activity.update(stage, done, total, what)
+        self._activity.update(stage, done, total, unit, note)
         self._tell()
 
     def _tell(self) -> None:
         engine = self._resident.engine
         self._link.send_status(
             {
-                "doing": self._activity.rows(),
+                "active_stages": self._activity.rows(),
                 "version": None if engine is None else engine.version,
-                "queue": self._board.num_unread,
+                "queued_records": self._board.num_unread,
                 "malformed": self._inbox.num_malformed,
             }
         )

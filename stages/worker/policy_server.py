@@ -391,7 +391,7 @@ class PolicyServer:
         ctx = service.context = self._context(order, turn)
         try:
             with withdraw_on_damage(), turn:
-                self._activity.start(key, lambda: ctx.status)
+                self._activity.start(key, lambda: ctx.activity)
                 program = import_stage_module(self._config, order.stage)
                 service.serve(ctx, program.policy_runner)
         except ServingEnded as error:

@@ -118,7 +118,7 @@ class RolloutWorker:
         self._activity.add(name, ctx.stage)
         try:
             with withdraw_on_damage():
-                self._activity.start(name, lambda: ctx.status)
+                self._activity.start(name, lambda: ctx.activity)
                 rest, successor = self._send(ctx, order)
             spans = tuple((s["name"], s["start"], s["end"]) for s in ctx.spans)
         except (RequeueRequested, UpstreamFailed) as error:

@@ -64,7 +64,7 @@ def test_a_preempted_pool_has_a_successor_at_once(cluster: Path, tmp_path: Path)
         assert not shown("squeue", "-j", left, "-t", "R,PD", "-o", "%A")
     finally:
         subprocess.run(["scancel", left], check=True)
-    assert f"left by another driver: job {left}" in log.read_text()
+    assert f"remaining from an earlier driver: job {left}" in log.read_text()
 
 
 def test_a_resumed_driver_ends_the_pool_of_another_plan_and_takes_over_the_other(

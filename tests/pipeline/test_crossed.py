@@ -44,13 +44,14 @@ def reference(tiny_run: Path) -> Path:
     return tiny_run
 
 
-def doing(run: Path, node: str) -> str | None:
-    """What a worker says of a node; None while none has got it."""
+def activity(run: Path, node: str) -> str | None:
+    """The activity of a node on its worker; None before a worker has it."""
     try:
         rows = json.loads((run / POOLS_FOLDER / STATUS_FILE).read_text())["workers"]
     except (OSError, ValueError):
         return None
-    return next((now["doing"] for r in rows for now in r["doing"] if now["node"] == node), None)
+    stages = [stage for row in rows for stage in row["active_stages"]]
+    return next((stage["activity"] for stage in stages if stage["node"] == node), None)
 
 
 def worker(run: Path, pool: str) -> psutil.Process:
@@ -79,10 +80,10 @@ def test_a_stage_started_again_gets_the_parts_that_were_made_before(
     driver = start(tmp_path)
     # Not before: one that stands still too long is given up, and the warm start takes its time.
     until((run / "warm_start/manifest.json").exists, driver, log)
-    until(lambda: doing(run, "inference/0"), driver, log)
+    until(lambda: activity(run, "inference/0"), driver, log)
     inference = worker(run, "pool-1-0")
     inference.suspend()
-    until(lambda: doing(run, "train/0") == "waits for logprobs", driver, log)
+    until(lambda: activity(run, "train/0") == "waiting for logprobs", driver, log)
     inference.kill()
     assert driver.wait(timeout=120) == 0, log.read_text()
     assert_like(run, reference)

@@ -172,13 +172,16 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
         helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
         assert helped, "the trainer generates"
         assert not any(reads(row) for row in helped if row["node"] != "rollout/0"), "it has them"
-        handed = [row for row in rows(run) if row["rest"]]
+        handed = [row for row in rows(run) if row["unfinished_starts"]]
         assert {row["worker"] for row in handed} <= {"pool-1-0-r0"}
         for row in handed:
             (later,) = [
-                r for r in rows(run) if (r["node"], r["begun"]) == (row["node"], row["claim"])
+                r
+                for r in rows(run)
+                if (r["node"], r["continues"]) == (row["node"], row["work_item"])
             ]
-            assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["rest"])
+            assert later["worker"] == "pool-0w0-0-r0"
+            assert later["starts"] == row["unfinished_starts"]
         if handed:
             break
     assert handed, "it leaves the tail to the generator"

@@ -64,7 +64,7 @@ def test_status_and_report_say_what_they_say_of_other_flows(
     shutil.copytree(run, begun)
     shutil.rmtree(begun / "it")
     shutil.rmtree(begun / "evaluate")
-    assert read_status(begun).stage == "act of iteration 0"
+    assert read_status(begun).stage == "act of iteration 1"
     shutil.rmtree(begun / "prepare")
     assert read_status(begun).stage == "prepare"
 

@@ -60,16 +60,84 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def test_every_metric_is_in_the_page_and_nothing_comes_from_outside(run: Path) -> None:
     page = write_report(run).read_text()
     content = data_of(page)
-    shown = {plot["name"] for group in content["groups"] for plot in group["plots"]}
+    shown = {plot["name"] for plot in plots_of(content)}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     recorded = {name for row in rows for name in row} - {"iteration"}
     assert len(recorded) > 15
     assert recorded <= shown
     assert {"learning", "warm-start", "stage-times", "throughput", "machine-memory"} <= shown
+    assert len(shown) == len(plots_of(content)), "no chart stands twice"
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'#\s>][^\s>]*)', markup) == []
     assert "default-src 'none'" in page
     assert "Permission is hereby granted" in page
+
+
+def test_the_report_leads_with_what_shows_learning(run: Path) -> None:
+    """Then losses and gradients, then times; settings stand above the charts."""
+    for iteration in (0, 1):
+        edit_metrics(
+            run,
+            iteration,
+            "train",
+            dict.fromkeys(("approx_kl", "grad_norm", "entropy", "lr", "loss"), iteration + 1.0),
+        )
+        edit_metrics(run, iteration, "reward", {"mean": iteration + 1.0})
+        edit_metrics(run, iteration, "rollout", {"completion_length": iteration + 1.0})
+    page = write_report(run).read_text()
+    groups = {group["title"]: group["plots"] for group in data_of(page)["groups"]}
+    assert [plot["name"] for plot in groups["Learning"]] == [
+        "learning",
+        "reward/mean",
+        "rollout/completion_length",
+        "train/approx_kl",
+        "train/entropy",
+    ]
+    names = [plot["name"] for plot in groups["Optimization"]]
+    assert names[:2] == ["train/loss", "train/grad_norm"]
+    assert "train/lr" in names
+    order = list(groups)
+    assert order[:3] == ["Learning", "Warm start", "Optimization"]
+    assert order[-2:] == ["Time", "Hardware"]
+    places = [page.index(f'id="{name}"') for name in ("settings", "controls", "plots", "gantt")]
+    assert places == sorted(places)
+
+
+def test_metrics_that_do_not_change_stand_behind_one_line(run: Path) -> None:
+    for iteration in (0, 1):
+        edit_metrics(run, iteration, "train", {"lr": 0.25, "loss": iteration + 1.0})
+    page = write_report(run).read_text()
+    content = data_of(page)
+    constant = {plot["name"]: plot["value"] for plot in content["constant"]}
+    assert constant["train/lr"] == 0.25
+    assert "train/loss" not in constant
+    assert constant.keys().isdisjoint({p["name"] for g in content["groups"] for p in g["plots"]})
+    (line,) = re.findall(r'<details id="constant"><summary>(.*?)</summary>', page)
+    assert f"{len(constant)} metrics did not change:" in line
+    assert "train/lr (0.25)" in line
+    assert "train/loss" not in line
+
+
+def test_a_run_of_one_iteration_hides_no_metric(run: Path) -> None:
+    shutil.rmtree(run / "it/0001")
+    page = write_report(run).read_text()
+    assert not any(plot["name"].startswith("train/") for plot in data_of(page)["constant"])
+
+
+def plots_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """All charts of a page, with those that it hides."""
+    shown = [plot for group in content["groups"] for plot in group["plots"]]
+    return [*shown, *content["constant"]]
+
+
+def edit_metrics(run: Path, iteration: int, stage: str, values: dict[str, float]) -> None:
+    """Change metrics of a finished stage."""
+    folder = run / f"it/{iteration:04d}" / stage
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    manifest.metrics.update(values)
+    content = content_digest(manifest.files, manifest.metrics)
+    (folder / "manifest.json").write_text(replace(manifest, content=content).to_json())
 
 
 def test_pictures_are_drawn_when_asked_for(run: Path) -> None:
@@ -88,7 +156,7 @@ def test_hostile_names_and_transcripts_stay_text(run: Path) -> None:
     make_hostile(run)
     page = write_report(run).read_text()
     assert HOSTILE in data_of(page)["transcripts"]["columns"]["text"]
-    assert f"train/{HOSTILE}" in {p["name"] for g in data_of(page)["groups"] for p in g["plots"]}
+    assert f"train/{HOSTILE}" in {plot["name"] for plot in plots_of(data_of(page))}
     assert "<img" not in page
     assert "window.broken = 1</script>" not in page
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
@@ -109,13 +177,8 @@ def make_hostile(run: Path) -> None:
         record.info |= dict.fromkeys(("text", "prompt_text", "answer"), HOSTILE)
     path.unlink()
     write_records(path, records)
-    for iteration in ("0000", "0001"):
-        train = run / f"it/{iteration}/train"
-        known = read_manifest(train)
-        assert known is not None
-        known.metrics[HOSTILE] = 1.0
-        content = content_digest(known.files, known.metrics)
-        (train / "manifest.json").write_text(replace(known, content=content).to_json())
+    for iteration in (0, 1):
+        edit_metrics(run, iteration, "train", {HOSTILE: float(iteration)})
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -228,14 +291,17 @@ def test_the_status_of_a_run(run: Path) -> None:
     shutil.rmtree(run / "it/0001/train")
     shutil.rmtree(run / "it/0001/sync")
     status = read_status(run)
-    assert (status.finished, status.stage) == (1, "train of iteration 1")
+    assert (status.finished, status.stage) == (1, "train of iteration 2")
     assert status.eta_s is not None
 
 
 def test_the_tiles_name_the_scores(run: Path) -> None:
     shown = dict(summary_tiles(read_report_data(run)))
     assert shown["iterations"] == "2 of 2"
-    assert {"held-out score before RL", "held-out score now"} <= shown.keys()
+    labels = list(shown)
+    assert labels[:2] == ["held-out score (iteration 2)", "held-out score at the start"]
+    assert labels.index("reward") < labels.index("loss") < labels.index("iterations")
+    assert {"completion_length", "approx_kl", "entropy", "tokens generated"} <= shown.keys()
 
 
 def test_workers_of_pools_have_lanes_of_their_own_and_waits_do_not_count(run: Path) -> None:

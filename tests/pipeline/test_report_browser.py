@@ -55,6 +55,7 @@ def opened(window: Browser, page: Path) -> Browser:
 def test_every_metric_is_drawn_and_nothing_is_fetched(opened: Browser, long_run: Path) -> None:
     with (long_run / "metrics.jsonl").open() as stream:
         names = set(json.loads(stream.readline())) - {"iteration"}
+    opened.run("document.getElementById('constant').open = true")
     # Not all at once: each is drawn when it comes into view.
     for number in range(int(opened.run("return document.querySelectorAll('.draw').length"))):
         opened.run("document.querySelectorAll('.draw')[arguments[0]].scrollIntoView()", number)
@@ -101,7 +102,49 @@ def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
         told + ".includes('iteration 250') || " + told[7:] + ".includes('iteration 251')",
         "#plot-train-loss",
     )
-    assert "iteration 25" in opened.run(told, "#plot-reward-mean")
+    assert "iteration 25" in opened.run(told, "#plot-train-entropy")
+
+
+def test_the_line_of_constant_metrics_opens_and_a_search_opens_it_too(opened: Browser) -> None:
+    hidden = "return !document.querySelector('#constant .plot').checkVisibility()"
+    first = "return document.querySelector('#constant .plot code').textContent"
+    name = opened.run(first)
+    assert name in opened.run("return document.querySelector('#constant summary').textContent")
+    assert opened.run(hidden)
+    opened.run("document.querySelector('#constant summary').click()")
+    assert not opened.run(hidden)
+    opened.place("#constant .draw", 0.5)
+    opened.wait("return document.querySelector('#constant .draw').plot.u")
+    opened.run("document.querySelector('#constant summary').click()")
+    opened.run(
+        "const f = document.getElementById('filter'); f.value = arguments[0];"
+        "f.dispatchEvent(new Event('input'))",
+        name,
+    )
+    assert not opened.run(hidden)
+    shown = opened.run(
+        "return [...document.querySelectorAll('.plot')].filter((e) => e.checkVisibility())"
+        ".map((e) => e.querySelector('code').textContent)"
+    )
+    assert shown == [name]
+
+
+def test_every_iteration_has_its_bar_of_stage_times(opened: Browser) -> None:
+    """The middle of each bar has the colour of a stage, the first and the last included."""
+    opened.place("#plot-stage-times .draw", 0.5)
+    opened.wait("return document.querySelector('#plot-stage-times .draw').plot.u")
+    seen = opened.run(
+        """const u = document.querySelector('#plot-stage-times .draw').plot.u;
+        const { left, top, width, height } = u.bbox;
+        const context = u.ctx.canvas.getContext('2d');
+        const row = context.getImageData(left, top + height - 3, width, 1).data;
+        return [1, 2, 250, 499, 500].map((x) => {
+          const at = Math.round(u.valToPos(x, 'x', true) - left);
+          const pixel = 4 * Math.min(Math.max(at, 1), width - 2);
+          return [...row.slice(pixel, pixel + 4)];
+        })"""
+    )
+    assert all(pixel[3] == 255 for pixel in seen), seen
 
 
 def test_smoothing_changes_the_line_and_not_the_values(opened: Browser) -> None:
@@ -149,7 +192,7 @@ def test_the_gantt_chart_zooms_and_names_its_bars(opened: Browser) -> None:
             break
     text = opened.run("return document.getElementById('gantt-tip').textContent")
     assert "of iteration 321" in text
-    assert "computes" in text
+    assert "computing for" in text
     opened.run("document.querySelector('[data-gantt=all]').click()")
     assert gantt_range(opened) == pytest.approx(whole)
 
@@ -216,7 +259,7 @@ def test_transcripts_are_found(opened: Browser) -> None:
     opened.run(choose, "order", "longest", "change")
     opened.run(choose, "ended", "", "change")
     first = opened.run("return document.querySelector('.sample .head').textContent")
-    assert f"{max(known['length'])} steps" in first
+    assert f"{max(known['length'])} tokens" in first
     opened.run(choose, "which", "1", "change")
     count = int(opened.run("return parseInt(document.getElementById('found').textContent)"))
     assert count == known["iteration"].count(1)

@@ -77,9 +77,9 @@ def test_trajectories_are_the_records_of_the_iterations_in_order(opened: Any) ->
     ]
     rewards = [each.rewards.sum() for each in opened.rewards(1)]
     assert np.mean(rewards) == pytest.approx(opened.metrics()[1]["reward/mean"])
-    with pytest.raises(InputError, match=r"iteration 7 on disk; there are those of \[0, 1\]"):
+    with pytest.raises(InputError, match=r"iteration 7 on disk; available: \[0, 1\]"):
         opened.trajectories(7)
-    with pytest.raises(InputError, match="no stage makes such records"):
+    with pytest.raises(InputError, match="no stage writes this channel"):
         opened.records("rewrads")
 
 
@@ -90,7 +90,7 @@ def test_weights_are_those_of_any_version_on_disk(opened: Any) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in last.values())
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert all(torch.equal(opened.weights(2)[name], last[name]) for name in last)
-    with pytest.raises(InputError, match=r"no version 9 of the weights on disk; there are \[0, 1"):
+    with pytest.raises(InputError, match=r"no version 9 of the weights on disk; available: \[0, 1"):
         opened.weights(9)
 
 

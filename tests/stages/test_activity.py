@@ -9,17 +9,18 @@ from stages.worker_state import ActivityTracker
 
 
 def test_a_stage_waits_for_its_turn_computes_and_commits() -> None:
-    activity, doing = ActivityTracker(), ["computes"]
+    activity, now = ActivityTracker(), ["computing"]
     activity.add("rollout/1", "rollout")
     (row,) = activity.rows()
-    assert (row["node"], row["doing"], row["took_s"]) == ("rollout/1", "waits for its turn", None)
-    activity.start("rollout/1", lambda: doing[0])
-    doing[0] = "waits for weights"
-    assert activity.rows()[0]["doing"] == "waits for weights"
+    assert row["node"] == "rollout/1"
+    assert (row["activity"], row["compute_s"]) == ("waiting for the device", None)
+    activity.start("rollout/1", lambda: now[0])
+    now[0] = "waiting for weights"
+    assert activity.rows()[0]["activity"] == "waiting for weights"
     activity.mark_computed("rollout/1")
     (row,) = activity.rows()
-    assert row["doing"] == "commits"
-    assert row["took_s"] >= 0
+    assert row["activity"] == "committing"
+    assert row["compute_s"] >= 0
     activity.remove("rollout/1")
     assert activity.rows() == []
 
@@ -29,8 +30,15 @@ def test_progress_belongs_to_the_instance_that_computes() -> None:
     for node in ("rollout/1", "rollout/2"):
         activity.add(node, "rollout")
     activity.mark_computed("rollout/1")
-    activity.update("rollout", 3, 8, "samples")
-    assert [row["done"] for row in activity.rows()] == [0, 3]
+    activity.update("rollout", 3, 8, "samples", "loss 0.5")
+    first, second = activity.rows()
+    assert first["done"] == 0
+    assert [second[key] for key in ("done", "total", "unit", "note")] == [
+        3,
+        8,
+        "samples",
+        "loss 0.5",
+    ]
 
 
 def test_records_wait_until_a_stage_takes_them() -> None:

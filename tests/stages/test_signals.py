@@ -74,8 +74,8 @@ def test_a_fine_tuning_that_was_stopped_goes_on_where_it_was(compose: Compose) -
     call, done = stopped_fine_tuning(compose)
     seen: list[int] = []
 
-    def progress(stage: str, done: int, total: int, what: str) -> None:
-        if what.startswith("fine"):
+    def progress(stage: str, done: int, total: int, unit: str, note: str) -> None:
+        if unit == "steps":
             seen.append(done)
 
     resumed = run_stage(call, worker_state=WorkerState(on_progress=progress))

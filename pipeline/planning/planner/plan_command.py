@@ -326,7 +326,7 @@ def plan_table(proposal: PlanProposal) -> Table:
     out.add_column("stage", no_wrap=True)
     out.add_column("where")
     out.add_column("size")
-    for heading in ("from", "takes", "10 - 90 %"):
+    for heading in ("start", "duration", "10 - 90 %"):
         out.add_column(heading, justify="right", no_wrap=True)
     out.add_column("bound by", no_wrap=True)
     for row in proposal.rows:
@@ -352,10 +352,10 @@ def alternatives_table(proposal: PlanProposal) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    out.add_column("what differs")
+    out.add_column("difference")
     out.add_column("iteration", justify="right", no_wrap=True)
     out.add_column("cost", justify="right", no_wrap=True)
-    out.add_column("why")
+    out.add_column("reason")
     for other in proposal.alternatives:
         more = other.cost / proposal.forecast.cost - 1 if proposal.forecast.cost else 0.0
         out.add_row(other.what, format_seconds(other.seconds), f"{more:+.1%}", other.why)
@@ -367,10 +367,10 @@ def choices_table(proposal: PlanProposal) -> Table:
     out = Table(
         title="choices", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    out.add_column("what")
+    out.add_column("option")
     out.add_column("chosen", no_wrap=True)
-    out.add_column("saves", justify="right", no_wrap=True)
-    out.add_column("why")
+    out.add_column("time saved", justify="right", no_wrap=True)
+    out.add_column("reason")
     for choice in proposal.forecast.recommendations:
         saved = "" if choice.saved_s is None else format_seconds(choice.saved_s)
         out.add_row(choice.feature, "yes" if choice.chosen else "no", saved, choice.reason)

@@ -31,7 +31,7 @@ function makeGantt() {
   for (let k = 0; k < kinds; k += 2) {
     if (used.has(k)) byId("gantt-legend").append(el("span", {}, el("i", { class: "dot", style: `background: var(--${chart.stages[k / 2]})` }), chart.stages[k / 2]));
   }
-  if ([...used].some((k) => k % 2)) byId("gantt-legend").append(el("span", {}, "thin and pale: waits, or moves what it keeps"));
+  if ([...used].some((k) => k % 2)) byId("gantt-legend").append(el("span", {}, "thin and pale: waiting, or moving data"));
 
   function before(lane, time) {
     let low = chart.first[lane], high = chart.first[lane + 1];
@@ -201,7 +201,7 @@ function makeGantt() {
     if (i < 0) return;
     const stage = chart.stages[kind[i] >> 1];
     tip.replaceChildren(el("b", {}, stage), iteration[i] ? ` of iteration ${iteration[i]}` : "", el("br"),
-      (kind[i] % 2 ? "waits " : "computes ") + seconds(length[i]), el("br"), "after " + seconds(start[i]));
+      (kind[i] % 2 ? "waiting for " : "computing for ") + seconds(length[i]), el("br"), "from " + seconds(start[i]));
     tip.style.left = Math.min(event.offsetX + 14, canvas.clientWidth - tip.offsetWidth) + "px";
     tip.style.top = event.offsetY + 16 + "px";
   });

@@ -1,4 +1,4 @@
-// Charts of uPlot: made when they come into view, zoomed and smoothed together.
+// Charts of uPlot: built when they come into view, zoomed and smoothed together.
 const plots = [];
 const view = { range: null, smoothing: 0.6 };
 const onZoom = [];
@@ -66,8 +66,8 @@ function lines(spec) {
   return out;
 }
 
-// The value of every series at a place, or the last ones.
-function say(plot, index) {
+// Show the value of every series at a place, or the last ones.
+function showValues(plot, index) {
   const { spec, value } = plot;
   const x = data.xs[spec.x];
   value.replaceChildren();
@@ -120,14 +120,14 @@ function build(plot) {
       bind: spec.linked ? { dblclick: () => () => zoom(null) } : {},
     },
     hooks: {
-      setCursor: [(u) => say(plot, u.cursor.left >= 0 ? u.cursor.idx : null)],
+      setCursor: [(u) => showValues(plot, u.cursor.left >= 0 ? u.cursor.idx : null)],
       setSelect: spec.linked ? [(u) => {
         if (u.select.width > 3) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
         u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       }] : [],
     },
   };
-  if (spec.stack) options.series.forEach((series, i) => { if (i) series.paths = uPlot.paths.stepped({ align: 0 }); });
+  if (spec.stack) options.series.forEach((series, i) => { if (i) series.paths = uPlot.paths.bars({ size: [1, Infinity] }); });
   plot.u = new uPlot(options, columns(spec), draw);
   draw.querySelector("canvas").setAttribute("aria-hidden", "true");
   if (spec.linked && view.range) plot.u.setScale("x", { min: view.range[0], max: view.range[1] });
@@ -162,10 +162,8 @@ function makePlots() {
       if (u && target.clientWidth && target.clientWidth !== u.width) u.setSize({ width: target.clientWidth, height: target.clientHeight });
     }
   });
-  data.groups.forEach((group, position) => {
-    const grid = el("div", { class: "plots" });
-    host.append(el("section", { id: "group-" + position }, el("h2", {}, group.title), grid));
-    for (const spec of group.plots) {
+  function fill(grid, specs) {
+    for (const spec of specs) {
       const value = el("span", { class: "value" });
       const draw = el("div", { class: "draw", role: "img", "aria-label": spec.title });
       const box = el("div", { class: "plot" + (spec.wide ? " wide" : spec.half ? " half" : ""), id: "plot-" + spec.id },
@@ -182,11 +180,18 @@ function makePlots() {
       const plot = { spec, draw, value, box, u: null };
       draw.plot = plot;
       plots.push(plot);
-      say(plot, null);
+      showValues(plot, null);
       seen.observe(draw);
       sized.observe(draw);
     }
+  }
+  data.groups.forEach((group, position) => {
+    const grid = el("div", { class: "plots" });
+    host.append(el("section", { id: "group-" + position }, el("h2", {}, group.title), grid));
+    fill(grid, group.plots);
   });
+  const constant = byId("constant");
+  if (constant !== null) fill(constant.querySelector(".plots"), data.constant);
   if (plots.some((p) => p.spec.linked)) {
     const [low, high] = everything();
     for (const id of ["from", "to"]) {
@@ -209,11 +214,15 @@ function makePlots() {
     const wanted = event.target.value.toLowerCase();
     for (const { box, spec } of plots) box.hidden = !(spec.name + " " + spec.title).toLowerCase().includes(wanted);
     for (const section of host.children) section.hidden = !section.querySelector(".plot:not([hidden])");
+    if (constant !== null) {
+      constant.hidden = !constant.querySelector(".plot:not([hidden])");
+      constant.open = wanted !== "" && !constant.hidden;
+    }
   });
   onTheme.push(() => {
     for (const plot of plots) {
       if (plot.u) plot.u.redraw(false, true);
-      say(plot, null);
+      showValues(plot, null);
     }
   });
   addEventListener("beforeprint", () => plots.forEach(build));

@@ -4,15 +4,15 @@ function makeTranscripts() {
   const damaged = unreadable.length ? `; files of iterations ${unreadable.join(", ")} cannot be read` : "";
   const count = columns.text.length, page = 20;
   if (!count) {
-    byId("transcripts").replaceChildren(el("h2", {}, "Transcripts"), el("p", { class: "hint" }, "There are none: the task has no texts, or no trajectories are on disk" + damaged + "."));
+    byId("transcripts").replaceChildren(el("h2", {}, "Transcripts"), el("p", { class: "hint" }, "None: the task has no texts, or no trajectories are on disk" + damaged + "."));
     return;
   }
   const choose = (select, all, values) => {
     byId(select).append(el("option", { value: "" }, all));
     for (const value of values) byId(select).append(el("option", { value: String(value) }, String(value)));
   };
-  choose("which", "all that are kept", iterations);
-  choose("ended", "anything", [...new Set(columns.stop)].sort());
+  choose("which", "all on disk", iterations);
+  choose("ended", "any", [...new Set(columns.stop)].sort());
   for (const option of byId("ended").options) if (option.value === "length") option.textContent = "length (cut off)";
   let haystacks = null;
   const orders = {
@@ -27,7 +27,7 @@ function makeTranscripts() {
     const out = el("div", { class: "text" });
     const low = wanted ? text.toLowerCase() : "";
     let at = 0;
-    // Where lower case has another length, places differ: then nothing is marked.
+    // If lower case changes the length, positions differ, so nothing is marked.
     while (wanted && low.length === text.length) {
       const next = low.indexOf(wanted, at);
       if (next < 0) break;
@@ -46,8 +46,8 @@ function makeTranscripts() {
         el("div", { class: "head" },
           el("span", {}, "iteration " + columns.iteration[i]), el("span", {}, "sample " + columns.sample[i]),
           el("span", {}, "score ", el("b", { class: score > 0.5 ? "right" : "wrong" }, number(score))),
-          el("span", {}, number(columns.length[i]) + " steps"),
-          el("span", { class: cut ? "wrong" : "" }, cut ? "cut off at the length limit" : "ended by " + columns.stop[i])),
+          el("span", {}, `${number(columns.length[i])} ${data.step_unit}`),
+          el("span", { class: cut ? "wrong" : "" }, cut ? "cut off at the length limit" : "stop reason: " + columns.stop[i])),
         el("div", {}, el("small", {}, "prompt"), marked(prompts[columns.prompt[i]], wanted)),
         el("div", {}, el("small", {}, "response"), marked(columns.text[i], wanted)),
         el("div", {}, el("small", {}, "reference"), marked(columns.answer[i], wanted))));
@@ -72,9 +72,9 @@ function makeTranscripts() {
     rows.sort(orders[byId("order").value]);
     shown = 0;
     byId("samples").replaceChildren();
-    const part = count < total ? ` (of ${number(total)} on disk: the worst, the best, some that were cut off, and others evenly)` : "";
-    byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}; of iterations ${iterations.join(", ")}: ` +
-      "trajectories of others were removed by the retention policy (retention.trajectories), or left out here" + damaged;
+    const part = count < total ? ` (chosen from ${number(total)} on disk: the worst, the best, some that were cut off, and an even sample of the rest)` : "";
+    byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}, from iterations ${iterations.join(", ")}. ` +
+      "Trajectories of other iterations were removed by the retention policy (retention.keep_trajectories) or do not fit on this page" + damaged + ".";
     more();
   }
   for (const id of ["which", "ended", "order"]) byId(id).addEventListener("change", select);

@@ -211,7 +211,7 @@ def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(
     run: Run, slurm: Path
 ) -> None:
     said = submit_run([str(run.folder)], {})
-    assert "job 71 on cpu drives it" in said[0]
+    assert "the driver is job 71 on cpu" in said[0]
     assert last_driver_job_id(run) == "71"
     assert "job 71, pending" in read_status(run.folder).driver
     with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):

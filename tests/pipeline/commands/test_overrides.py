@@ -101,8 +101,8 @@ def test_a_span_that_was_given_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("run.name=other", "run.name=other: this continues the run in"),
-        ("++run.root=/tmp", "this continues the run in"),
+        ("run.name=other", "run.name=other: cannot change in a resumed run"),
+        ("++run.root=/tmp", "cannot change in a resumed run"),
         ("experiment=cartpole_ppo", "start another run with rlinf run"),
         ("optimizer.lrr=1", "optimizer.lrr: unknown key"),
         ("iterations=many", "iterations: "),

@@ -22,7 +22,7 @@ def told(task: str, *overrides: str) -> list[tuple[str, str, str]]:
 def test_a_simulator_that_lacks_nothing_begins_an_episode() -> None:
     *before, (level, what, detail) = told("cartpole")
     assert [row[:2] for row in before] == [
-        ("ok", "world"),
+        ("ok", "simulator"),
         ("ok", "interpreter"),
         ("ok", "packages"),
     ]
@@ -36,7 +36,7 @@ def test_all_that_is_missing_is_told_at_once(
     monkeypatch.setenv(ENVIRONMENTS_VARIABLE, str(tmp_path))
     found = told("calvin", f"task.kwargs.chains={tmp_path}/none.json")
     assert [row[:2] for row in found] == [
-        ("ok", "world"),
+        ("ok", "simulator"),
         ("fail", "interpreter"),
         ("fail", "files"),
         ("fail", "files"),
@@ -72,9 +72,7 @@ def test_an_episode_that_cannot_begin_says_why(task: str, override: str, said: s
 
 
 def test_a_task_that_steps_no_simulator_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--env arithmetic: task 'arithmetic' steps no simulator"
-    ):
+    with pytest.raises(ConfigError, match=r"--env arithmetic: task 'arithmetic' has no simulator"):
         told("arithmetic")
     with pytest.raises(ConfigError, match=r"task=metawrld: no such task; did you mean .?metaworld"):
         told("metawrld")
@@ -92,4 +90,4 @@ def test_the_command_ends_with_1_where_something_is_missing(
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == code, words
-    assert "add that" in capsys.readouterr().err
+    assert "need --env NAME" in capsys.readouterr().err

@@ -160,9 +160,9 @@ def test_a_new_plan_replaces_the_old_one_only_when_asked(run: Run) -> None:
 
 def test_the_report_shows_predicted_beside_actual(run: Run) -> None:
     page = write_report(run.folder).read_text()
-    assert "Predicted and actual" in page
+    assert "Predicted and measured times" in page
     (run.folder / "plan.yaml").write_text("{}")
-    assert "Predicted and actual" not in write_report(run.folder).read_text()
+    assert "Predicted and measured times" not in write_report(run.folder).read_text()
 
 
 def test_a_plan_without_prediction_cannot_be_compared(run: Run) -> None:

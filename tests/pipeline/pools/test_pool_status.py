@@ -24,15 +24,16 @@ from pipeline.pools.pool_status import (
 NOW = 1_000_000.0
 
 
-def doing(node: str = "rollout/3", **values: Any) -> dict[str, Any]:
-    """A stage that a worker has under way, for 20 s."""
+def stage(node: str = "rollout/3", **values: Any) -> dict[str, Any]:
+    """A stage that has run on a worker for 20 s."""
     usual = {
         "node": node,
         "stage": node.split("/", maxsplit=1)[0],
-        "doing": "computes",
-        "since": NOW - 20,
+        "activity": "computing",
+        "started_at": NOW - 20,
     }
-    return {**usual, "done": 0, "total": 0, "what": "", "took_s": None, **values}
+    progress = {"done": 0, "total": 0, "unit": "", "note": "", "compute_s": None}
+    return {**usual, **progress, **values}
 
 
 def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, Any]:
@@ -43,13 +44,13 @@ def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, A
         "rank": rank,
         "job": "17",
         "host": "n1",
-        "ends": None,
-        "alive": True,
-        "leaving": False,
-        "silent_s": 0.1,
-        "doing": list(stages),
+        "lease_ends_at": None,
+        "is_connected": True,
+        "is_leaving": False,
+        "last_seen_s": 0.1,
+        "active_stages": list(stages),
         "version": None,
-        "queue": 0,
+        "queued_records": 0,
         "malformed": 0,
         **values,
     }
@@ -58,7 +59,7 @@ def worker(rank: int = 0, *stages: dict[str, Any], **values: Any) -> dict[str, A
 def write(run: Path, *workers: dict[str, Any], time: float = NOW, **pool: Any) -> None:
     row = {"pool": 0, "stages": ["rollout"], "waiting": [], "failures": 0, "reason": "", **pool}
     (run / "pools").mkdir(exist_ok=True)
-    content = {"time": time, "pools": [row], "workers": list(workers)}
+    content = {"written_at": time, "pools": [row], "workers": list(workers)}
     (run / "pools/status.json").write_text(json.dumps(content))
 
 
@@ -77,23 +78,23 @@ def text(status: PoolsStatus) -> str:
 
 
 def test_a_worker_says_what_it_does_and_how_far_it_is(tmp_path: Path) -> None:
-    busy = doing(done=16, total=32, what="samples")
-    write(tmp_path, worker(0, busy, version=3, queue=5, ends=NOW + 7200))
+    busy = stage(done=16, total=32, unit="samples", note="loss 0.5")
+    write(tmp_path, worker(0, busy, version=3, queued_records=5, lease_ends_at=NOW + 7200))
     (only,) = look(tmp_path).pools[0].workers
     assert (only.version, only.queued_records, only.lease_left_s) == (3, 5, 7200)
     (now,) = only.stages
-    assert (now.node, now.done, now.total, now.for_s) == ("rollout/3", 16, 32, 20)
+    assert (now.node, now.done, now.total, now.elapsed_s) == ("rollout/3", 16, 32, 20)
     shown = text(look(tmp_path))
     assert "pool 0: rollout rank 0 on n1, job 17" in shown
-    assert "16 of 32 samples, computes, 20 s 3 5 2 h 0 min" in shown
+    assert "16/32 samples, loss 0.5, computing for 20 s 3 5 2 h 0 min" in shown
 
 
 def test_stages_that_wait_for_their_turn_share_a_line(tmp_path: Path) -> None:
     nodes = [f"{stage}/3" for stage in ("inference", "train", "sync", "evaluate", "rollout")]
-    later = [doing(node, doing="waits for its turn") for node in nodes]
-    write(tmp_path, worker(0, doing("reward/3", doing="waits for trajectories"), *later))
+    later = [stage(node, activity="waiting for the device") for node in nodes]
+    write(tmp_path, worker(0, stage("reward/3", activity="waiting for trajectories"), *later))
     shown = text(look(tmp_path))
-    assert "reward/3 waits for trajectories, 20 s" in shown
+    assert "reward/3 waiting for trajectories for 20 s" in shown
     assert "then inference/3, train/3, sync/3 and 2 more" in shown
 
 
@@ -103,7 +104,7 @@ def test_messages_that_were_dropped_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_worker_in_the_queue_is_not_taken_for_an_idle_one(tmp_path: Path) -> None:
-    write(tmp_path, worker(0, alive=False, host=""))
+    write(tmp_path, worker(0, is_connected=False, host=""))
     assert "queued or starting" in text(look(tmp_path))
     write(tmp_path, worker(0))
     assert "idle" in text(look(tmp_path))
@@ -139,17 +140,17 @@ def test_workers_of_an_elastic_pool_stand_under_its_stages(tmp_path: Path) -> No
     [
         ({"done": 4, "total": 32}, {"done": 30, "total": 32}, True),
         ({"done": 28, "total": 32}, {"done": 30, "total": 32}, False),
-        ({}, {"doing": "commits", "took_s": 4.0}, True),
-        ({}, {"doing": "commits", "took_s": 17.0}, False),
-        ({"since": NOW - 4}, {"doing": "commits", "took_s": 1.0}, False),
+        ({}, {"activity": "committing", "compute_s": 4.0}, True),
+        ({}, {"activity": "committing", "compute_s": 17.0}, False),
+        ({"started_at": NOW - 4}, {"activity": "committing", "compute_s": 1.0}, False),
         ({}, {}, False),
     ],
 )
 def test_a_rank_that_is_much_slower_is_marked(
     tmp_path: Path, slow: dict[str, Any], others: dict[str, Any], marked: bool
 ) -> None:
-    ranks = [worker(rank, doing(**others)) for rank in range(3)]
-    write(tmp_path, *ranks, worker(3, doing(**slow)))
+    ranks = [worker(rank, stage(**others)) for rank in range(3)]
+    write(tmp_path, *ranks, worker(3, stage(**slow)))
     status = look(tmp_path)
     assert [w.stages[0].is_straggler for w in status.pools[0].workers] == [
         False,
@@ -161,8 +162,8 @@ def test_a_rank_that_is_much_slower_is_marked(
 
 
 def test_ranks_of_two_leases_are_not_compared(tmp_path: Path) -> None:
-    old = worker(0, doing(done=32, total=32), job="16")
-    write(tmp_path, old, worker(0, doing(done=1, total=32)))
+    old = worker(0, stage(done=32, total=32), job="16")
+    write(tmp_path, old, worker(0, stage(done=1, total=32)))
     assert not any(w.stages[0].is_straggler for w in look(tmp_path).pools[0].workers)
 
 
@@ -174,7 +175,9 @@ def test_a_file_that_nobody_writes_any_more_says_how_old_it_is(tmp_path: Path) -
     assert "10 min ago: the driver is dead or hangs" in text(look(tmp_path, NOW + 600))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"time": 1, "pools": [], "workers": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"written_at": 1, "pools": [], "workers": [{}]}']
+)
 def test_a_file_that_cannot_be_read_shows_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / "pools").mkdir()
     (tmp_path / "pools/status.json").write_text(content)
@@ -186,7 +189,7 @@ def test_the_pools_stand_below_the_status_of_the_run(
 ) -> None:
     run = prepare_run(compose()).folder
     assert read_status(run).pools is None
-    write(run, worker(0, doing()))
+    write(run, worker(0, stage()))
     console = Console(width=200)
     with console.capture() as capture:
         console.print(status_view(read_status(run)))

@@ -30,7 +30,7 @@ ORDERS = [
     messages.SendOutput(output="o", channel="c", transports={"w": "socket"}, producer="m"),
     messages.GenerateStarts(
         work_item="b",
-        label="rollout/3 claim 2",
+        label="rollout/3 work item 2",
         iteration=3,
         output="o",
         weights="w",

@@ -258,5 +258,5 @@ def test_no_driver_takes_pools_for_jobs(
 ) -> None:
     values = compose()
     values["plan"] = propose_plan(asked).plan.to_dict()
-    with pytest.raises(PlanError, match="pools are processes of their own"):
+    with pytest.raises(PlanError, match="pools need processes of their own"):
         prepare_run(values)

@@ -109,8 +109,11 @@ def test_what_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [
-        (None, "none here (nvidia-smi names none); it needs an NVIDIA RTX GPU"),
-        ("NVIDIA A100-SXM4-80GB, 570.1", "A100-SXM4-80GB, 570.1 has no RT cores; it needs"),
+        (None, "nvidia-smi lists none; the simulator needs an NVIDIA RTX GPU"),
+        (
+            "NVIDIA A100-SXM4-80GB, 570.1",
+            "A100-SXM4-80GB, 570.1 has no RT cores; the simulator needs",
+        ),
         ("NVIDIA L40S, 570.1", "NVIDIA L40S, 570.1"),
     ],
 )
@@ -130,4 +133,4 @@ def test_doctor_tells_the_gpu_and_how_packages_are_had(
     level, detail = found["packages"]
     assert level == "fail"
     assert "isaaclab_tasks not found; install them there: pip install 'isaaclab[isaacsim" in detail
-    assert found["episode"] == ("warn", "not tried")
+    assert found["episode"] == ("warn", "not started, because of the failures above")
