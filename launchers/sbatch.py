@@ -464,8 +464,8 @@ def submitit_parameters(
         "srun_args": srun_options(needs),
         "additional_parameters": options,
     }
-    if needs.parallel_tasks is not None:
-        wanted["array_parallelism"] = needs.parallel_tasks
+    if needs.array_parallelism is not None:
+        wanted["array_parallelism"] = needs.array_parallelism
     return wanted
 
 

@@ -255,7 +255,9 @@ class RolloutScheduler:
         of = {id(claims): node for node, claims in open_.items()}
         speeds = self._speeds.speeds([worker for worker in able if worker in self._ready_workers])
         batches = list(open_.values())
-        for claims, worker, claim in assign_work(batches, speeds, self._speeds.min_items(), only):
+        for claims, worker, claim in assign_work(
+            batches, speeds, self._speeds.min_item_size(), only
+        ):
             orders.append((worker, self._order(of[id(claims)], worker, claim)))
         successors = [worker for worker in workers if worker in self._ready_workers]
         return orders + (self._name_successors(helpers, successors) if successors else [])
