@@ -111,8 +111,8 @@ class PartitionInventory(Section):
     denied_accounts: tuple[str, ...] = ()
     max_nodes_per_job: int | None = Field(default=None, ge=0)
     queued_jobs: int = Field(default=0, ge=0)
-    """Number of jobs and array elements that wait for nodes, without those on hold or with unfinished
-    dependencies."""
+    """Jobs that wait for nodes, array elements counted singly; without jobs on hold or with
+    unfinished dependencies."""
     queued_gpus: int = Field(default=0, ge=0)
     """GPUs that these jobs request."""
 
