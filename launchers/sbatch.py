@@ -360,8 +360,8 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
             if option not in options:
                 raise PlanError(
                     f"plan: {earlier_key} and {key} are one heterogeneous job, where the first "
-                    f"one's --{option} of sbatch would hold for the other too: say it for both, in the "
-                    "plan or the site file"
+                    f"one's --{option} of sbatch would hold for the other too: say it for both, in "
+                    "the plan or the site file"
                 )
         key_by_option |= {option: key for option in options if option not in key_by_option}
 
