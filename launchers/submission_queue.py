@@ -63,7 +63,7 @@ class SubmissionQueue:
     visibility_timeout_s: float = 30.0
     """Seconds after an unanswered submission during which its jobs may yet appear in the queue."""
     _waiting: list[list[PendingSubmission]] = field(default_factory=list)
-    """Units to submit: a unit is a single job, which may join an array, or jobs that start together."""
+    """Units to submit: a single job, which may join an array, or jobs that start together."""
     _unchecked: list[list[PendingSubmission]] = field(default_factory=list)
     """Units that an earlier process may have submitted."""
     _queue: Mapping[str, QueuedJob] | None = None
