@@ -96,12 +96,12 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
     """
     from submitit.core.utils import FailedJobError
 
-    first, needs = jobs[0], jobs[0].resources
+    first, resources = jobs[0], jobs[0].resources
     _create_folders(jobs)
-    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(needs))
+    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(resources))
     defaults = {"array_parallelism": len(jobs)}
     executor.update_parameters(
-        **defaults | submitit_parameters(first.name, needs, allow_requeue=first.allow_requeue)
+        **defaults | submitit_parameters(first.name, resources, allow_requeue=first.allow_requeue)
     )
     try:
         with login_environment(), executor.batch():
@@ -264,9 +264,9 @@ def _complete_sweep_keywords(keywords: Mapping[str, Any], tag: str | None) -> di
     if len(memory) > 1:
         raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
     srun_args = list(keywords.get("srun_args") or ())
-    needs = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
+    resources = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
     present = {word.partition("=")[0] for word in srun_args}
-    srun_args += [word for word in srun_options(needs) if word.partition("=")[0] not in present]
+    srun_args += [word for word in srun_options(resources) if word.partition("=")[0] not in present]
     if tag is not None and tag != _tag_in(_comment(keywords)):
         extra = {**extra, "comment": f"{_comment(keywords)} {tag}".strip()}
     return {"wckey": None, **keywords, "srun_args": srun_args, "additional_parameters": extra}
@@ -286,11 +286,11 @@ def batch_script(jobs: Sequence[JobSpec]) -> str:
 
 def restarting_script(job: JobSpec) -> str:
     """Return the batch script of :func:`submit_restarting`."""
-    needs = job.resources
-    keywords = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
+    resources = job.resources
+    keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
     keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
     log = shlex.quote(str(job.log_dir / "%j_%t_log"))
-    python = _python(needs)
+    python = _python(resources)
     call = [
         *keywords["srun_args"],
         python,
@@ -315,12 +315,12 @@ def hetjob_script(jobs: Sequence[JobSpec]) -> str:
         log = f'{shlex.quote(str(job.log_dir))}/"$SLURM_JOB_ID"+{first}_%t_log'
         steps = []
         groups = ",".join(str(first + i) for i in range(len(job.components)))
-        for number, needs in enumerate(job.components, first):
-            keywords = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
+        for number, resources in enumerate(job.components, first):
+            keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
             keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
             directives.append(_directives(keywords))
             call = [
-                _python(needs),
+                _python(resources),
                 "-u",
                 "-m",
                 "launchers.job_entrypoint",
@@ -354,8 +354,8 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
         PlanError: a component sets an option that a later one does not set.
     """
     key_by_option: dict[str, str] = {}
-    for key, needs in components:
-        options = _all_options(submitit_parameters(key, needs))
+    for key, resources in components:
+        options = _all_options(submitit_parameters(key, resources))
         for option, earlier_key in key_by_option.items():
             if option not in options:
                 raise PlanError(
@@ -402,12 +402,12 @@ def _create_folders(jobs: Sequence[JobSpec]) -> None:
         job.output_dir.mkdir(parents=True, exist_ok=True)
 
 
-def _python(needs: JobResources) -> str:
+def _python(resources: JobResources) -> str:
     """Return the shell command of Python on the nodes."""
     # A container's command includes its Python; other jobs use the interpreter of this process.
-    interpreter = needs.interpreter or (None if needs.python_command else sys.executable)
+    interpreter = resources.interpreter or (None if resources.python_command else sys.executable)
     interpreter_words = () if interpreter is None else (interpreter,)
-    return shlex.join([*needs.command_prefix, *interpreter_words])
+    return shlex.join([*resources.command_prefix, *interpreter_words])
 
 
 def _module_call(job: JobSpec) -> ModuleCall:
@@ -435,7 +435,7 @@ def login_environment() -> Iterator[None]:
 
 
 def submitit_parameters(
-    name: str, needs: JobResources, *, allow_requeue: bool = True
+    name: str, resources: JobResources, *, allow_requeue: bool = True
 ) -> dict[str, Any]:
     """Return submitit's keywords for the resources of a job.
 
@@ -445,29 +445,29 @@ def submitit_parameters(
     Args:
         allow_requeue: whether Slurm itself restarts the job after preemption or a node failure.
     """
-    delay_s = needs.signal_delay_s
-    if needs.time_limit_min is not None:
+    delay_s = resources.signal_delay_s
+    if resources.time_limit_min is not None:
         # The signal kills a job before Python runs, and a short job must make progress.
-        delay_s = min(delay_s, (60 * needs.time_limit_min - SIGNAL_EARLY_S) // 2)
+        delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),
         "PYTHONPATH": child_python_path(),
         STOP_MARGIN_VARIABLE: str(delay_s),
-        **needs.env,
+        **resources.env,
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    options = sbatch_options(name, needs, allow_requeue=allow_requeue, warning_s=delay_s)
+    options = sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=delay_s)
     keywords: dict[str, Any] = {
         "job_name": options.pop("job-name"),
         # None is the cluster's default; submitit would request five minutes.
         "time": options.pop("time", None),
         "signal_delay_s": delay_s,
-        "setup": [*exports, *needs.setup],
-        "srun_args": srun_options(needs),
+        "setup": [*exports, *resources.setup],
+        "srun_args": srun_options(resources),
         "additional_parameters": options,
     }
-    if needs.array_parallelism is not None:
-        keywords["array_parallelism"] = needs.array_parallelism
+    if resources.array_parallelism is not None:
+        keywords["array_parallelism"] = resources.array_parallelism
     return keywords
 
 

@@ -52,11 +52,11 @@ class SubmititLauncher:
     no_answer_timeout_s: float = 600.0
     """Seconds without an answer from Slurm after which an error is raised."""
     _watched: dict[str, PendingSubmission] = field(default_factory=dict)
-    _last: dict[str, JobStatus] = field(default_factory=dict)
+    _last_statuses: dict[str, JobStatus] = field(default_factory=dict)
     _silent_since: float | None = None
     _to_cancel: set[str] = field(default_factory=set)
-    _missing: dict[str, float] = field(default_factory=dict)
-    _numbers: count[int] = field(default_factory=count)
+    _missing_since: dict[str, float] = field(default_factory=dict)
+    _waiting_numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self._queue = SubmissionQueue(self.client, self.quotas)
@@ -98,7 +98,7 @@ class SubmititLauncher:
             if entry.refusal is not None:
                 self._drop([entry for entry in entries if not entry.was_submitted_before])
                 raise entry.refusal
-        names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
+        names = [entry.id or f"waiting-{next(self._waiting_numbers)}" for entry in entries]
         self._watched.update(zip(names, entries, strict=True))
         return names
 
@@ -123,13 +123,14 @@ class SubmititLauncher:
             self._cancel([])
             queue = self.client.queue()
             statuses |= self._statuses_from_queue(queue, remaining)
-            self._last.update(statuses)
+            self._last_statuses.update(statuses)
             self._queue.submit_ready(queue)
             self._silent_since = None
         except SlurmError as error:
             self._tolerate_silence(error)
             pending = JobStatus(JobState.PENDING, None, "Slurm does not answer")
-            statuses |= {n: self._last.get(n, pending) for n in remaining if n not in statuses}
+            unanswered = [name for name in remaining if name not in statuses]
+            statuses |= {n: self._last_statuses.get(n, pending) for n in unanswered}
         return statuses
 
     def _tolerate_silence(self, error: SlurmError) -> None:
@@ -163,7 +164,7 @@ class SubmititLauncher:
                 )
             elif is_active_in(queue, entry.id):
                 statuses[name] = self._check_pending(entry, queue[entry.id])
-                self._missing.pop(entry.id, None)
+                self._missing_since.pop(entry.id, None)
             else:
                 ended[name] = entry.id
         accounting = self.client.accounting(ended.values()) if ended else {}
@@ -280,7 +281,7 @@ class SubmititLauncher:
 
     def _is_recently_missing(self, job_id: str) -> bool:
         """Return True if a job has been missing for less than :attr:`unknown_job_timeout_s`."""
-        since = self._missing.setdefault(job_id, time.monotonic())
+        since = self._missing_since.setdefault(job_id, time.monotonic())
         return time.monotonic() - since < self.unknown_job_timeout_s
 
 

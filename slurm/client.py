@@ -306,13 +306,15 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             continue
         name, limit, nodes, cpus, memory, gres, state, *sizes = line.strip().split("|")[:8]
         previous = partitions.get(name.rstrip("*"))
-        node_type = NodeType(_number(nodes), _number(cpus), _number(memory), parse_gpus(gres))
+        node_type = NodeType(
+            _leading_int(nodes), _leading_int(cpus), _leading_int(memory), parse_gpus(gres)
+        )
         partitions[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
             groups=(*(previous.groups if previous else ()), node_type),
             # Minimum and maximum nodes of a job: 1-infinite, 1-4, or 2 if they are equal.
-            max_nodes=_limit(sizes[0].rpartition("-")[2]) if sizes else None,
+            max_nodes=_int_or_none(sizes[0].rpartition("-")[2]) if sizes else None,
             is_default=name.endswith("*"),
             state=state,
         )
@@ -376,8 +378,8 @@ def parse_accounting(text: str) -> dict[str, JobStatus]:
     """Parse sacct's answer to :data:`SACCT_JOBS`."""
     statuses = {}
     for ids, state, code, partition, node in _job_rows(text, 5):
-        job_state, numbers = parse_job_state(state), _EXIT_CODE.fullmatch(code)
-        exit_code = int(numbers[1]) if numbers else None
+        job_state, code_match = parse_job_state(state), _EXIT_CODE.fullmatch(code)
+        exit_code = int(code_match[1]) if code_match else None
         reason = "" if job_state is JobState.DONE else state
         for job_id in expand_job_ids(ids):
             statuses[job_id] = JobStatus(job_state, exit_code, reason, partition, node)
@@ -403,11 +405,11 @@ def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
             yield parts
 
 
-def _limit(text: str) -> int | None:
+def _int_or_none(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _number(text: str) -> int:
+def _leading_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 

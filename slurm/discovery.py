@@ -187,7 +187,7 @@ def parse_nodes(text: str) -> list[PartitionNode]:
             name, partition, state, cpus, memory, gres, features = cells[:7]
             nodes.append(
                 PartitionNode(
-                    name, partition, state, _number(cpus), _number(memory), gres, features
+                    name, partition, state, _leading_int(cpus), _leading_int(memory), gres, features
                 )
             )
     return nodes
@@ -215,7 +215,7 @@ def build_partition(
         queued_gpus=demand.gpus,
         time_limit_min=parse_minutes(record.get("MaxTime", "")),
         preempt_mode=record.get("PreemptMode", "OFF"),
-        priority_tier=_number(record.get("PriorityTier", "1")),
+        priority_tier=_leading_int(record.get("PriorityTier", "1")),
         is_available=record.get("State", "UP") == "UP",
         is_default=record.get("Default") == "YES",
         qos=_value_or_empty(record.get("QoS", "")),
@@ -223,7 +223,7 @@ def build_partition(
         denied_qos=_words(record.get("DenyQos", "")),
         allowed_accounts=_allowed(record.get("AllowAccounts", "ALL")),
         denied_accounts=_words(record.get("DenyAccounts", "")),
-        max_nodes_per_job=_optional_int(record.get("MaxNodes", "")),
+        max_nodes_per_job=_int_or_none(record.get("MaxNodes", "")),
     )
 
 
@@ -268,7 +268,8 @@ def parse_pending(text: str) -> dict[str, PendingDemand]:
             continue
         partitions, nodes, total, per_node, _ = cells
         requested = _gpus_of_tres(total) or _gpus_of_tres(per_node)
-        num_gpus = sum(requested.values()) * (1 if "gres/gpu" in total else max(_number(nodes), 1))
+        num_nodes = 1 if "gres/gpu" in total else max(_leading_int(nodes), 1)
+        num_gpus = sum(requested.values()) * num_nodes
         for partition in partitions.split(","):
             jobs[partition] += 1
             gpus_by_partition[partition] += num_gpus
@@ -289,11 +290,11 @@ def parse_qos(text: str) -> dict[str, QosLimits]:
             continue
         name, priority, preempts, wall, jobs, submit, per_user, per_job, total = cells[:9]
         limits[name] = QosLimits(
-            priority=_number(priority),
+            priority=_leading_int(priority),
             preempts=_words(preempts),
             max_wall_min=parse_minutes(wall),
-            max_jobs_per_user=_optional_int(jobs),
-            max_submit_per_user=_optional_int(submit),
+            max_jobs_per_user=_int_or_none(jobs),
+            max_submit_per_user=_int_or_none(submit),
             max_tres_per_user=parse_tres(per_user),
             max_tres_per_job=parse_tres(per_job),
             max_tres_all_jobs=parse_tres(total),
@@ -315,8 +316,8 @@ def parse_associations(text: str) -> tuple[Association, ...]:
                 account=account,
                 partition=partition,
                 qos=_words(qos),
-                max_jobs=_optional_int(jobs),
-                max_submit=_optional_int(submit),
+                max_jobs=_int_or_none(jobs),
+                max_submit=_int_or_none(submit),
                 max_wall_min=parse_minutes(wall),
                 max_tres_per_job=parse_tres(per_job),
                 max_tres_all_jobs=parse_tres(total),
@@ -434,7 +435,7 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _number(text: str) -> int:
+def _leading_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 
@@ -444,7 +445,7 @@ def _are_numbers(words: Iterable[str]) -> bool:
     return all(re.fullmatch(r"(?:\d+\+?)?", word) for word in words)
 
 
-def _optional_int(text: str) -> int | None:
+def _int_or_none(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 

@@ -54,7 +54,7 @@ class PartitionAccess:
     qos: frozenset[str] | None = None
     denied_qos: frozenset[str] = frozenset()
 
-    def check(self, account: str, qos: str, partition: str, where: str) -> None:
+    def check(self, account: str, qos: str, partition: str, plan_key: str) -> None:
         """Check that the partition accepts jobs of an account and a QOS; "" stands for unknown.
 
         Raises:
@@ -71,7 +71,7 @@ class PartitionAccess:
             if name and refused:
                 only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
                 raise PlanError(
-                    f"{where}.partition: partition {partition!r} takes no jobs of {kind} "
+                    f"{plan_key}.partition: partition {partition!r} takes no jobs of {kind} "
                     f"{name}{only}; choose another partition, or another {kind} in the site file "
                     "(cluster.site)"
                 )
@@ -172,34 +172,34 @@ class Quotas:
     access: Mapping[str, PartitionAccess] = field(default_factory=dict)
     """The accounts and QOS that each partition accepts."""
 
-    def quotas_for(self, needs: JobResources) -> tuple[Quota, ...]:
+    def quotas_for(self, resources: JobResources) -> tuple[Quota, ...]:
         """Return the limits on the number of jobs to which a job with these resources is subject,
         the tightest first."""
         quotas = {Quota(self.max_jobs, "MaxJobCount of the cluster")}
-        for partition in self._partitions(needs):
-            scopes = (level.scope for level in self._hierarchy(needs, partition))
+        for partition in self._partitions(resources):
+            scopes = (level.scope for level in self._hierarchy(resources, partition))
             first = next((scope for scope in scopes if scope.max_jobs >= 0), None)
             if first is not None:
                 quotas.add(first)
         return tuple(sorted(quotas, key=lambda quota: (quota.max_jobs, quota.description)))
 
-    def check(self, needs: JobResources, key: str) -> None:
+    def check(self, resources: JobResources, key: str) -> None:
         """Check that a job with these resources can ever run in each partition that it names.
 
         Raises:
             PlanError: accounting allows no such job, or a partition accepts no jobs of its account
                 or QOS. The message names the limit.
         """
-        where = f"plan: {key}"
-        for quota in self.quotas_for(needs):
+        plan_key = f"plan: {key}"
+        for quota in self.quotas_for(resources):
             if quota.max_jobs == 0:
-                raise PlanError(f"{where}: {quota.description} is 0: no job may be submitted")
-        for partition in self._partitions(needs):
-            association = self._association(needs, partition)
-            account = needs.account or (association.account if association else "")
+                raise PlanError(f"{plan_key}: {quota.description} is 0: no job may be submitted")
+        for partition in self._partitions(resources):
+            association = self._association(resources, partition)
+            account = resources.account or (association.account if association else "")
             access = self.access.get(partition, PartitionAccess())
-            access.check(account, _job_qos(needs, association), partition, where)
-            _check_job(needs, tuple(self._hierarchy(needs, partition)), where)
+            access.check(account, _job_qos(resources, association), partition, plan_key)
+            _check_job(resources, tuple(self._hierarchy(resources, partition)), plan_key)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
         """Check that jobs that depend on each other can run at the same time.
@@ -213,7 +213,7 @@ class Quotas:
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
         for key, alternatives in jobs.items():
             amounts_by_partition = [
-                amounts for resources in alternatives for amounts in self.shared_limits(resources)
+                amounts for choice in alternatives for amounts in self.shared_limits(choice)
             ]
             # A limit counts only if every alternative is subject to it.
             for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
@@ -227,52 +227,52 @@ class Quotas:
                     f"({limit.name}); lower them or choose another account, QOS or partition"
                 )
 
-    def shared_limits(self, needs: JobResources) -> list[dict[SharedLimit, int]]:
+    def shared_limits(self, resources: JobResources) -> list[dict[SharedLimit, int]]:
         """Return, for each partition that a job names, the shared limits to which it is subject and
         the amount that it uses of each."""
         return [
-            dict(_shared_limits(needs, tuple(self._hierarchy(needs, partition))))
-            for partition in self._partitions(needs)
+            dict(_shared_limits(resources, tuple(self._hierarchy(resources, partition))))
+            for partition in self._partitions(resources)
         ]
 
-    def max_minutes(self, needs: JobResources) -> tuple[int, str] | None:
+    def max_minutes(self, resources: JobResources) -> tuple[int, str] | None:
         """Return the maximum minutes of a job and the owner of this limit; None without a limit."""
         limits = []
-        for partition in self._partitions(needs):
-            limit = _max_minutes(tuple(self._hierarchy(needs, partition)))
+        for partition in self._partitions(resources):
+            limit = _max_minutes(tuple(self._hierarchy(resources, partition)))
             if limit is not None:
                 limits.append(limit)
         return min(limits, default=None)
 
-    def _hierarchy(self, needs: JobResources, partition: str) -> Iterator[_LimitLevel]:
+    def _hierarchy(self, resources: JobResources, partition: str) -> Iterator[_LimitLevel]:
         """Yield the levels of a job's hierarchy; the first level that sets a limit applies."""
-        association = self._association(needs, partition)
+        association = self._association(resources, partition)
         partition_qos = self.partition_qos.get(partition, "")
         if partition_qos in self.limits.qos:
             partitions = frozenset(
                 p.casefold() for p, qos in self.partition_qos.items() if qos == partition_qos
             )
             yield _qos_level(partition_qos, self.limits.qos[partition_qos], partitions)
-        job_qos = _job_qos(needs, association)
+        job_qos = _job_qos(resources, association)
         if job_qos in self.limits.qos and job_qos != partition_qos:
             yield _qos_level(job_qos, self.limits.qos[job_qos], None)
         if association is not None:
             yield _association_level(association)
 
-    def _association(self, needs: JobResources, partition: str) -> Association | None:
+    def _association(self, resources: JobResources, partition: str) -> Association | None:
         """Return a job's association; None if the user has several accounts and none is named."""
         associations = self.limits.associations
         clusters = ("", self.cluster)
         candidates = [a for a in associations if not self.cluster or a.cluster in clusters]
-        if needs.account is None and len({a.account for a in candidates}) > 1:
+        if resources.account is None and len({a.account for a in candidates}) > 1:
             return None
-        candidates = [a for a in candidates if needs.account in (None, a.account)]
+        candidates = [a for a in candidates if resources.account in (None, a.account)]
         specific = [a for a in candidates if a.partition and a.partition == partition.casefold()]
         general = [a for a in candidates if not a.partition]
         return next(iter([*specific, *general]), None)
 
-    def _partitions(self, needs: JobResources) -> tuple[str, ...]:
-        return partition_names(needs.partition or self.default_partition)
+    def _partitions(self, resources: JobResources) -> tuple[str, ...]:
+        return partition_names(resources.partition or self.default_partition)
 
 
 def read_quotas(client: SlurmClient) -> Quotas:
@@ -290,7 +290,7 @@ def read_quotas(client: SlurmClient) -> Quotas:
     return Quotas(
         cluster=settings.get("ClusterName", ""),
         max_array_size=_array_size(settings),
-        max_jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
+        max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
         limits=parse_limits(*accounting) if accounting else AccountingLimits(),
         **_partition_fields({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
     )
@@ -324,10 +324,10 @@ def is_queue_full(refusal: str) -> bool:
     return any(word in refusal for word in QUEUE_FULL_MESSAGES)
 
 
-def _job_qos(needs: JobResources, association: Association | None) -> str:
+def _job_qos(resources: JobResources, association: Association | None) -> str:
     """Return the QOS of a job; "" if unknown."""
-    if needs.qos or association is None:
-        return needs.qos or ""
+    if resources.qos or association is None:
+        return resources.qos or ""
     # If the association has several QOS, Slurm uses the default one.
     return association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
 
@@ -364,19 +364,19 @@ def _association_level(association: Association) -> _LimitLevel:
     )
 
 
-def _check_job(needs: JobResources, hierarchy: tuple[_LimitLevel, ...], where: str) -> None:
+def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], plan_key: str) -> None:
     """Check a job against the hierarchy's limits; the first level that sets a limit applies."""
     jobs_level = next((level for level in hierarchy if level.jobs is not None), None)
     if jobs_level is not None and jobs_level.jobs == 0:
-        raise PlanError(f"{where}: MaxJobs of {jobs_level.owner} is 0: no job may run")
+        raise PlanError(f"{plan_key}: MaxJobs of {jobs_level.owner} is 0: no job may run")
     time_limit = _max_minutes(hierarchy)
-    if time_limit is not None and (needs.time_limit_min or 0) > time_limit[0]:
+    if time_limit is not None and (resources.time_limit_min or 0) > time_limit[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {time_limit[1]} "
-            f"allows {time_limit[0]}; lower it (a stage that runs out of time is requeued and goes "
-            "on)"
+            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, "
+            f"{time_limit[1]} allows {time_limit[0]}; lower it (a stage that runs out of time is "
+            "requeued and goes on)"
         )
-    for resource, key, amount in _requested_amounts(needs):
+    for resource, key, amount in _requested_amounts(resources):
         for limits, whom in (("per_job", "a job"), ("all_jobs", "all jobs together")):
             level = next((r for r in hierarchy if resource in getattr(r, limits)), None)
             if level is None:
@@ -384,7 +384,7 @@ def _check_job(needs: JobResources, hierarchy: tuple[_LimitLevel, ...], where: s
             maximum = getattr(level, limits)[resource]
             if amount > maximum:
                 raise PlanError(
-                    f"{where}.{key}: {amount} requested in all, {level.owner} allows {whom} "
+                    f"{plan_key}.{key}: {amount} requested in all, {level.owner} allows {whom} "
                     f"{maximum} ({resource}); lower it or choose another account, QOS or partition"
                 )
 
@@ -395,7 +395,7 @@ def _max_minutes(hierarchy: Sequence[_LimitLevel]) -> tuple[int, str] | None:
 
 
 def _shared_limits(
-    needs: JobResources, hierarchy: Sequence[_LimitLevel]
+    resources: JobResources, hierarchy: Sequence[_LimitLevel]
 ) -> Iterator[tuple[SharedLimit, int]]:
     """Yield the shared limits to which a job is subject, with the amount that it uses."""
     submit_level = next((r for r in hierarchy if r.scope.max_jobs >= 0), None)
@@ -405,7 +405,7 @@ def _shared_limits(
     jobs_level = next((r for r in hierarchy if r.jobs is not None), None)
     if jobs_level is not None and jobs_level.jobs is not None:
         yield SharedLimit(jobs_level.owner, "jobs", "MaxJobs", jobs_level.jobs), 1
-    for resource, key, amount in _requested_amounts(needs):
+    for resource, key, amount in _requested_amounts(resources):
         level = next((r for r in hierarchy if resource in r.all_jobs), None)
         # A node that several jobs share counts once, so node counts cannot be added up.
         if level is not None and resource != "node":
@@ -414,29 +414,29 @@ def _shared_limits(
 
 def _array_size(settings: Mapping[str, str]) -> int:
     # MaxArraySize is one more than the largest index.
-    max_size = _number(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
+    max_size = _int_or_default(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
     for word in settings.get("SchedulerParameters", "").split(","):
         key, _, value = word.partition("=")
         if key == "max_array_tasks":
-            max_size = min(max_size, _number(value, max_size))
+            max_size = min(max_size, _int_or_default(value, max_size))
     # MaxArraySize=0 disables arrays; a single job is not an array.
     return max(max_size, 1)
 
 
-def _requested_amounts(needs: JobResources) -> Iterator[tuple[str, str, int]]:
+def _requested_amounts(resources: JobResources) -> Iterator[tuple[str, str, int]]:
     """Yield the total resources of a job: Slurm's name, the plan's key, the amount."""
-    yield "node", "nodes", needs.nodes
-    yield "cpu", "cpus", needs.cpus_per_task * needs.tasks
-    if needs.mem_mb:
-        yield "mem", "mem_mb", needs.mem_mb * needs.nodes
-    if needs.gpus_per_node:
-        gpus = needs.gpus_per_node * needs.nodes
+    yield "node", "nodes", resources.nodes
+    yield "cpu", "cpus", resources.cpus_per_task * resources.tasks
+    if resources.mem_mb:
+        yield "mem", "mem_mb", resources.mem_mb * resources.nodes
+    if resources.gpus_per_node:
+        gpus = resources.gpus_per_node * resources.nodes
         yield "gres/gpu", "gpus", gpus
-        if needs.gpu_type:
-            yield f"gres/gpu:{needs.gpu_type}", "gpus", gpus
+        if resources.gpu_type:
+            yield f"gres/gpu:{resources.gpu_type}", "gpus", gpus
 
 
-def _number(text: str, default: int) -> int:
+def _int_or_default(text: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
@@ -450,64 +450,68 @@ def check_resources(resources: JobResources, partitions: Mapping[str, Partition]
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
             minutes, or too few nodes that have all resources at once.
     """
-    where = f"plan: {key}"
-    for partition in _named_partitions(resources.partition, partitions, where):
-        _check_partition(resources, partition, where)
+    plan_key = f"plan: {key}"
+    for partition in _named_partitions(resources.partition, partitions, plan_key):
+        _check_partition(resources, partition, plan_key)
 
 
 def _named_partitions(
-    names: str | None, partitions: Mapping[str, Partition], where: str
+    names: str | None, partitions: Mapping[str, Partition], plan_key: str
 ) -> Iterator[Partition]:
     if names is None:
         names = default_partition(partitions)
         if names is None:
             raise PlanError(
-                f"{where}.partition: this cluster has no default partition"
+                f"{plan_key}.partition: this cluster has no default partition"
                 f"{did_you_mean('', partitions)}"
             )
     for name in partition_names(names):
         if name not in partitions:
             raise PlanError(
-                f"{where}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
+                f"{plan_key}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
             )
         yield partitions[name]
 
 
-def _check_partition(needs: JobResources, partition: Partition, where: str) -> None:
+def _check_partition(resources: JobResources, partition: Partition, plan_key: str) -> None:
     label = f"partition {partition.name!r}"
     if not partition.is_available:
         raise PlanError(
-            f"{where}.partition: {label} is {partition.state} and starts no jobs; choose another, "
-            "or ask when it will be up"
+            f"{plan_key}.partition: {label} is {partition.state} and starts no jobs; choose "
+            "another, or ask when it will be up"
         )
-    if needs.nodes > partition.nodes:
-        raise PlanError(f"{where}.nodes: {needs.nodes} requested, {label} has {partition.nodes}")
-    if partition.max_nodes is not None and needs.nodes > partition.max_nodes:
+    if resources.nodes > partition.nodes:
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} requested, {label} allows a job {partition.max_nodes} "
-            "(MaxNodes); lower it or choose another partition"
+            f"{plan_key}.nodes: {resources.nodes} requested, {label} has {partition.nodes}"
         )
-    _check_nodes(needs, partition.groups, where, label)
+    if partition.max_nodes is not None and resources.nodes > partition.max_nodes:
+        raise PlanError(
+            f"{plan_key}.nodes: {resources.nodes} requested, {label} allows a job "
+            f"{partition.max_nodes} (MaxNodes); lower it or choose another partition"
+        )
+    _check_nodes(resources, partition.groups, plan_key, label)
     limit = partition.time_limit_min
-    if needs.time_limit_min and limit is not None and needs.time_limit_min > limit:
+    if resources.time_limit_min and limit is not None and resources.time_limit_min > limit:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {label} allows "
-            f"{limit}; lower it (a stage that runs out of time is requeued and goes on) or choose "
-            "another partition"
+            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, {label} "
+            f"allows {limit}; lower it (a stage that runs out of time is requeued and goes on) or "
+            "choose another partition"
         )
 
 
-def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, label: str) -> None:
+def _check_nodes(
+    resources: JobResources, groups: Sequence[NodeType], plan_key: str, label: str
+) -> None:
     """Check that enough nodes have all resources requested per node at once."""
-    gpus, gpu_type = needs.gpus_per_node, needs.gpu_type
-    cpus, mem_mb = needs.cpus_per_task * needs.tasks_per_node, needs.mem_mb or 0
+    gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
+    cpus, mem_mb = resources.cpus_per_task * resources.tasks_per_node, resources.mem_mb or 0
     if gpus:
         gpu_types = {name: 0 for group in groups for name in group.gpus}
         if not gpu_types:
-            raise PlanError(f"{where}.gpus: {label} has no GPUs")
+            raise PlanError(f"{plan_key}.gpus: {label} has no GPUs")
         if gpu_type is not None and gpu_type not in gpu_types:
             hint = did_you_mean(gpu_type, gpu_types)
-            raise PlanError(f"{where}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
+            raise PlanError(f"{plan_key}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
     suitable = list(groups)
     for key, requested, per_node in (
         ("gpus", gpus, lambda group: _gpus(group, gpu_type)),
@@ -517,17 +521,17 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, la
         maximum = max(map(per_node, groups), default=math.inf)
         if requested > maximum:
             raise PlanError(
-                f"{where}.{key}: {requested} requested, nodes of {label} have {maximum}"
+                f"{plan_key}.{key}: {requested} requested, nodes of {label} have {maximum}"
             )
         suitable = [group for group in suitable if requested <= per_node(group)]
     num_suitable = sum(group.count for group in suitable)
-    if needs.nodes > num_suitable:
+    if resources.nodes > num_suitable:
         per_node_texts = [f"{gpus} {gpu_type or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
         per_node_texts += [f"{mem_mb} MiB"] * bool(mem_mb)
         node_texts = "; ".join(f"{group.count} with {group}" for group in groups)
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} requested with {', '.join(per_node_texts)} on each, "
-            f"{label} has {num_suitable} such nodes ({node_texts})"
+            f"{plan_key}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
+            f"each, {label} has {num_suitable} such nodes ({node_texts})"
         )
 
 

@@ -257,11 +257,11 @@ def sbatch_options(
     return options
 
 
-def check_script_options(values: Mapping[str, Any], where: str) -> None:
+def check_script_options(values: Mapping[str, Any], source: str) -> None:
     """Check that options fit into lines of a batch script.
 
     Args:
-        where: the job or the section of the configuration, for error messages.
+        source: the job or the section of the configuration, for error messages.
 
     Raises:
         PlanError: an option does not fit.
@@ -271,31 +271,33 @@ def check_script_options(values: Mapping[str, Any], where: str) -> None:
             check_option_text(key)
             check_option_text(str(value))
         except ValueError as error:
-            raise PlanError(f"{where}: {key!r} of sbatch: {error}") from None
+            raise PlanError(f"{source}: {key!r} of sbatch: {error}") from None
 
 
-def _gpu_gres(needs: JobResources) -> str:
-    type_prefix = f"{needs.gpu_type}:" if needs.gpu_type else ""
-    return f"gpu:{type_prefix}{needs.gpus_per_node}" if needs.gpus_per_node else ""
+def _gpu_gres(resources: JobResources) -> str:
+    type_prefix = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    return f"gpu:{type_prefix}{resources.gpus_per_node}" if resources.gpus_per_node else ""
 
 
-def _memory_options(needs: JobResources, site_options: Mapping[str, OptionValue]) -> dict[str, Any]:
+def _memory_options(
+    resources: JobResources, site_options: Mapping[str, OptionValue]
+) -> dict[str, Any]:
     """Return the memory options; at most one of them has a value."""
     options: dict[str, Any] = {key: site_options.get(key) for key in MEMORY_OPTIONS}
-    if needs.mem_mb:
-        options = {"mem": f"{needs.mem_mb}M"}
-    elif not needs.gpus_per_node:
+    if resources.mem_mb:
+        options = {"mem": f"{resources.mem_mb}M"}
+    elif not resources.gpus_per_node:
         # Without GPUs this option has no effect, and Slurm's default would apply.
         options.pop("mem-per-gpu")
     chosen = next((key for key in MEMORY_OPTIONS if options.get(key) not in (None, False)), None)
     return {key: options[key] if key == chosen else None for key in MEMORY_OPTIONS}
 
 
-def srun_options(needs: JobResources) -> list[str]:
+def srun_options(resources: JobResources) -> list[str]:
     """Return srun's options for a step that has all resources of its job.
 
     From 22.05 on, srun no longer inherits ``--cpus-per-task`` from the job and would bind a task to
     one CPU (manual page of srun). If the site or its sbatch sets ``--export=NONE``, srun would
     start tasks without the variables that the script sets.
     """
-    return [f"--cpus-per-task={needs.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]
+    return [f"--cpus-per-task={resources.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]
