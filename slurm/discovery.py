@@ -268,8 +268,8 @@ def parse_pending(text: str) -> dict[str, PendingDemand]:
             continue
         partitions, nodes, total, per_node, _ = cells
         requested = _gpus_of_tres(total) or _gpus_of_tres(per_node)
-        num_nodes = 1 if "gres/gpu" in total else max(_leading_int(nodes), 1)
-        num_gpus = sum(requested.values()) * num_nodes
+        factor = 1 if "gres/gpu" in total else max(_leading_int(nodes), 1)
+        num_gpus = sum(requested.values()) * factor
         for partition in partitions.split(","):
             jobs[partition] += 1
             gpus_by_partition[partition] += num_gpus

@@ -249,10 +249,10 @@ def test_options_that_the_drivers_job_has_otherwise_are_refused_with_their_cure(
 
 def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers) -> None:
     names = {
-        *option_names._SIZE,
-        *option_names._PLACE,
-        *option_names._OWN,
-        *option_names._SITE,
+        *option_names._SIZE_OPTIONS,
+        *option_names._PLACEMENT_OPTIONS,
+        *option_names._RESERVED_OPTIONS,
+        *option_names._SITE_KEYS,
         "comment",
         "nice",
     }
