@@ -135,7 +135,7 @@ class RolloutScheduler:
         self._weights.pop(weights, None)
 
     def weights_iteration(self, worker: str) -> int:
-        """Return the iteration of a worker's last weights. The worker has computed this iteration."""
+        """Return the iteration of a worker's last weights, which the worker has computed."""
         return self._weights_iteration.get(worker, -1)
 
     def end_rollout(self, node: StageNode) -> set[str]:
@@ -255,10 +255,9 @@ class RolloutScheduler:
         of = {id(claims): node for node, claims in open_.items()}
         speeds = self._speeds.speeds([worker for worker in able if worker in self._ready_workers])
         batches = list(open_.values())
-        for claims, worker, claim in assign_work(
-            batches, speeds, self._speeds.min_item_size(), only
-        ):
-            orders.append((worker, self._order(of[id(claims)], worker, claim)))
+        min_size = self._speeds.min_item_size()
+        for queue, worker, item in assign_work(batches, speeds, min_size, only):
+            orders.append((worker, self._order(of[id(queue)], worker, item)))
         successors = [worker for worker in workers if worker in self._ready_workers]
         return orders + (self._name_successors(helpers, successors) if successors else [])
 
