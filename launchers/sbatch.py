@@ -262,7 +262,7 @@ def _complete_sweep_keywords(keywords: Mapping[str, Any], tag: str | None) -> di
     check_script_options(extra, "hydra.launcher.additional_parameters")
     memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if keywords.get(key) is not None]
     if len(memory) > 1:
-        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
+        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; keep one")
     srun_args = list(keywords.get("srun_args") or ())
     resources = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
     present = {word.partition("=")[0] for word in srun_args}
@@ -360,7 +360,7 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
             if option not in options:
                 raise PlanError(
                     f"plan: {earlier_key} and {key} are one heterogeneous job, where the first "
-                    f"one's --{option} of sbatch would hold for the other too: say it for both, in "
+                    f"one's --{option} of sbatch would apply to the other too: set it for both, in "
                     "the plan or the site file"
                 )
         key_by_option |= {option: key for option in options if option not in key_by_option}

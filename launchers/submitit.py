@@ -233,7 +233,7 @@ class SubmititLauncher:
         patience_s = self.hold_timeout_s if problem.is_on_hold else self.stuck_timeout_s
         if time.monotonic() - entry.stuck_since < patience_s:
             return replace(status, reason=f"{problem.reason}: {problem.advice}")
-        outcome = "was given up and left in the queue, where a resumed run finds it"
+        outcome = "counts as failed and was left in the queue, where a resumed run finds it"
         if not problem.is_on_hold:
             self._cancel([str(entry.id)])
             outcome = "could never start and was cancelled"

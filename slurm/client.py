@@ -444,7 +444,7 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
     if len(candidates) != 1:
         content = f"several numbers ({', '.join(candidates)})" if candidates else "no job id"
         raise UnreadableSubmission(
-            f"sbatch took the job, but its answer holds {content}: {_excerpt(answer)}"
+            f"sbatch accepted the job, but its answer contains {content}: {_excerpt(answer)}"
         )
     return candidates[0]
 

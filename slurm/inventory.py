@@ -120,7 +120,7 @@ class PartitionInventory(Section):
     def _distinct_groups(self) -> PartitionInventory:
         descriptions = [group.description for group in self.groups]
         if duplicate := next((d for d in descriptions if descriptions.count(d) > 1), None):
-            raise ValueError(f"two groups of like nodes ({duplicate}); make them one")
+            raise ValueError(f"two groups of equal nodes ({duplicate}); merge them")
         return self
 
     @property
@@ -240,7 +240,7 @@ def load_inventory(path: Path) -> Inventory:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise PlanError(f"no file {path}; make one with: rlinf inventory --save {path}") from None
+        raise PlanError(f"no file {path}; create one with: rlinf inventory --save {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read ({error})") from None
     try:
@@ -253,7 +253,7 @@ def load_inventory(path: Path) -> Inventory:
     if version != SCHEMA:
         raise PlanError(
             f"{path}: schema_version: {version!r}; this program reads {SCHEMA}. "
-            f"Take it anew: rlinf inventory --save {path}"
+            f"Create it again: rlinf inventory --save {path}"
         )
     try:
         return validate(Inventory, values)

@@ -33,12 +33,12 @@ def check_option_text(value: str) -> str:
     """
     if control := _CONTROL.search(value):
         raise ValueError(
-            f"{value!r} holds the control character {control[0]!r}, which would end or garble the "
-            "option's line of the batch script; write the value on one line (in YAML without | "
+            f"{value!r} contains the control character {control[0]!r}, which would end or garble "
+            "the option's line of the batch script; write the value on one line (in YAML without | "
             "and >)"
         )
     if "\\" in value:
-        raise ValueError(f"{value!r} holds a backslash, which sbatch would leave out; do without")
+        raise ValueError(f"{value!r} contains a backslash, which sbatch would drop; remove it")
     return value
 
 
@@ -49,7 +49,7 @@ def check_shell_text(value: str) -> str:
         ValueError: the text contains a null character.
     """
     if "\0" in value:
-        raise ValueError(f"{value!r} holds a null character, which no command can be given")
+        raise ValueError(f"{value!r} contains a null character, which no command accepts")
     return value
 
 
@@ -61,8 +61,8 @@ def check_variable_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name of an environment variable: letters, digits and _, and no digit "
-            "first"
+            f"{name!r} is not a name of an environment variable: use letters, digits and _, with "
+            "no digit first"
         )
     return name
 
@@ -76,7 +76,7 @@ def check_log_folder(folder: Path) -> None:
     try:
         check_option_text(str(folder))
         if "%" in str(folder):
-            raise ValueError(f"{str(folder)!r} holds %, which Slurm replaces in paths of logs")
+            raise ValueError(f"{str(folder)!r} contains %, which Slurm replaces in paths of logs")
     except ValueError as error:
         raise PlanError(f"folder of Slurm jobs (run.root): {error}; choose another one") from None
 
@@ -160,9 +160,11 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
     for key, value in values.items():
         name = option_name(key)
         if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{key!r} is no long option of sbatch; write its long name, as in mem")
+            raise ValueError(
+                f"{key!r} is not a long option of sbatch; write the long name, like mem"
+            )
         if name in options:
-            raise ValueError(f"{name} is given twice; leave out {key!r} or the other")
+            raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
         if advice := _advice(name, value):
             raise ValueError(advice)
         try:
@@ -172,7 +174,7 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
         options[name] = value
     memory_options = [name for name in MEMORY_OPTIONS if options.get(name, False) is not False]
     if len(memory_options) > 1:
-        raise ValueError(f"{' and '.join(memory_options)} exclude each other; leave one of them")
+        raise ValueError(f"{' and '.join(memory_options)} exclude each other; keep one of them")
     return options
 
 

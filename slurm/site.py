@@ -125,7 +125,7 @@ class SiteConfig(Section):
                 raise PlanError(
                     f"cluster.site: a job for partitions {partition} needs the same settings in "
                     f"all; {key} is {expected[key]!r} for {first} and {other[key]!r} for {name}. "
-                    "Make them alike or name one partition"
+                    "Make them equal or name one partition"
                 )
         return settings
 

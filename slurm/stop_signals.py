@@ -184,7 +184,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if not self._is_set and self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._is_set = True
-            log.warning("this job's time is nearly up and no signal came yet: stopping")
+            log.warning("this job ends soon and no signal came yet: stopping")
         return self._is_set
 
     def is_time_limit(self) -> bool:

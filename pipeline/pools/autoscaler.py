@@ -171,7 +171,7 @@ def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
                     f"{folder}: the pool of {name} is not elastic; set workers: 1 in the plan"
                 )
             return number, pool
-    raise PlanError(f"{folder}: no pool of its plan holds {name!r}")
+    raise PlanError(f"{folder}: no pool of its plan has the stage {name!r}")
 
 
 def _read_target(run: Path, number: int) -> tuple[int | None, bool]:

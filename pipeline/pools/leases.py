@@ -133,10 +133,10 @@ class PoolState:
                 served_stages = {node.stage + POLICY_SUFFIX for node in lease.served}
                 stages = ", ".join(sorted({node.stage for node in lease.assigned} | served_stages))
                 raise PlanError(
-                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
-                    f"their time and had not finished {stages}, which starts again each time: give "
-                    "it more (time_limit_min of its stages), a partition with a longer limit, or "
-                    "less work"
+                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs reached their time "
+                    f"limit before they finished {stages}, which starts again each time: raise "
+                    "time_limit_min of its stages, choose a partition with a longer limit, or "
+                    "reduce the work"
                 )
 
     @property

@@ -288,6 +288,6 @@ def test_a_folder_that_slurm_would_read_otherwise_is_refused_before_it_is_made(
 ) -> None:
     values = compose("cluster=slurm")
     values["run"]["root"] = str(tmp_path / "50%j")
-    with pytest.raises(PlanError, match=r"run\.root.*holds %"):
+    with pytest.raises(PlanError, match=r"run\.root.*contains %"):
         prepare_run(values)
     assert not (tmp_path / "50%j").exists()
