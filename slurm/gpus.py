@@ -16,7 +16,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """The data sheet values of one variant of a GPU; a GPU is what Slurm counts as one."""
+    """The data sheet values of one variant of a GPU; Slurm counts the variant as one GPU."""
 
     name: str
     family: str

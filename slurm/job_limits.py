@@ -141,7 +141,7 @@ class _LimitLevel:
     wall_min: int | None
     per_job: Mapping[str, int]
     all_jobs: Mapping[str, int]
-    """Limits on the total of several jobs: the smaller one of those per user and for all users."""
+    """Limits on the total of several jobs: the minimum of those per user and for all users."""
 
 
 class SharedLimit(NamedTuple):
@@ -502,7 +502,7 @@ def _check_partition(resources: JobResources, partition: Partition, plan_key: st
 def _check_nodes(
     resources: JobResources, groups: Sequence[NodeType], plan_key: str, label: str
 ) -> None:
-    """Check that enough nodes have all resources requested per node at once."""
+    """Check that enough nodes have all the resources that are requested per node."""
     gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
     cpus, mem_mb = resources.cpus_per_task * resources.tasks_per_node, resources.mem_mb or 0
     if gpus:

@@ -1,8 +1,8 @@
 """Options of sbatch: built from a job's resources and a site file, with checks of their text.
 
 Options have the long names of sbatch's manual page, without leading dashes. Every batch script is
-written from :func:`sbatch_options`, so that a job has the same options on every way of submission,
-and each option once.
+written from :func:`sbatch_options`, so that a job has the same options however it is submitted, and
+each option once.
 
 A script quotes text of the configuration for the shell, which accepts any character in quotes.
 sbatch parses its own lines of a script differently: a line break ends the line, and a backslash
@@ -182,7 +182,7 @@ def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionV
     """Return the sbatch options of the driver's job under their long names.
 
     Raises:
-        ValueError: as :func:`check_site_options`; or the option has its own key, or no use here.
+        ValueError: as :func:`check_site_options`; or the option has a separate key, or no use here.
     """
     for key, value in values.items():
         name = option_name(key)

@@ -8,7 +8,7 @@ a weak reference, for example in its import system; it is raised again when the 
 The warning signal may not arrive: a site may remove it, a step may not be notified, a container may
 not forward it. So the flag is also set by the clock, from the known end of the job. Start and end
 are times of the controller's clock, and a node's clock may differ. The length of the job is the
-same by any clock, and this process is younger than the job, so the remaining time is at most the
+same by any clock, and the job is older than this process. So the remaining time is at most the
 job's length minus the age of this process. That bound corrects a node's clock that is behind. It
 excludes the time between the start of the job and of this process (prolog, container, imports),
 which must fit into the margin. If a node's clock is ahead, the work stops too early; if it is so

@@ -181,8 +181,8 @@ class StageDispatcher:
     def _stages_after_chunks(self) -> frozenset[str]:
         """Return stages that run after all chunks of the batch.
 
-        A stage runs after all chunks if it uses all ranks of a pool whose earlier stages use some
-        ranks each, because it would block these, or if it depends on such a stage.
+        Such a stage uses all ranks of a pool whose earlier stages use some ranks each, which it
+        would block, or it depends on such a stage.
         """
         late = set[str]()
         for stage, spec in self._flow.stages.items():
