@@ -1,8 +1,8 @@
-"""The entry point of a Slurm job: set a rank's variables, run the module, end with its exit code.
+"""The entry point of a Slurm job: set a rank's variables, run the module, exit with its code.
 
 submitit pickles a :class:`ModuleCall`; in a heterogeneous job it is an argument of this module
-(``python -m launchers.job_entrypoint CALL``). It contains only strings and no state of the work:
-when Slurm restarts the job, the same call runs again and continues from files.
+(``python -m launchers.job_entrypoint CALL``). It contains only strings and no state of the work.
+When Slurm restarts the job, the same call runs again and continues from files.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ModuleCall:
     path: tuple[str, ...]
     """Folders that are prepended to the module search path."""
     exit_note_dir: str
-    """Folder of the notes with a job's exit code, for a driver without accounting."""
+    """Folder of the files with a job's exit code, for a driver without accounting."""
     speed_weights: tuple[tuple[str, float], ...] = ()
-    """Relative speeds by kind of node; or of each process, with empty names."""
+    """Relative speeds: (kind of node, speed) pairs, or ("", speed) pairs, one per process."""
     allow_requeue: bool = True
     """See :class:`launchers.launcher.JobSpec`."""
 
@@ -61,16 +61,16 @@ class ModuleCall:
         sys.path[:0] = [entry for entry in self.path if entry not in sys.path]
         os.environ["PYTHONPATH"] = os.pathsep.join(self.path)
         rank = set_torchrun_variables(self.speed_weights)
-        # A stop signal while the module and its libraries are loading, which is slow on a shared
-        # filesystem, is no failure, because no work has started.
+        # A stop signal while the module and its libraries load, which is slow on a shared
+        # filesystem, is not a failure, because no work has started.
         _set_stop_handler(_exit_for_requeue)
         code = run_module(self.module, self.argv)
         _set_stop_handler(signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
         if code == EXIT_REQUEUE and self.allow_requeue:
-            # The first rank that stops requeues the job, which ends the others. If hundreds stop
-            # together, their requests are staggered.
+            # The first rank that stops requeues the job, which ends the other ranks. If hundreds
+            # of ranks stop together, their requests are staggered.
             time.sleep(rank * REQUEUE_STAGGER_S)
             if requeue():
                 os._exit(0)
@@ -80,20 +80,20 @@ class ModuleCall:
         os._exit(code)
 
     def _write_exit_note(self, code: int, rank: int) -> None:
-        note = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
-        temporary = note.with_suffix(f".{os.getpid()}")
+        path = Path(self.exit_note_dir) / f"{current_job_id()}.exit"
+        temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"code": code, "rank": rank}))
-        if note.exists() and (code == 0 or _has_conclusive_code(note)):
-            # A rank with bad input is more informative than those that failed because it ended.
+        if path.exists() and (code == 0 or _has_conclusive_code(path)):
+            # Keep the code of a rank with bad input; other ranks may have failed because it ended.
             temporary.unlink()
         else:
-            temporary.replace(note)
+            temporary.replace(path)
 
 
-def _has_conclusive_code(note: Path) -> bool:
-    """Return True if a rank has noted an exit code that explains the failure."""
+def _has_conclusive_code(path: Path) -> bool:
+    """Return True if the file has an exit code that explains the failure."""
     try:
-        return json.loads(note.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
+        return json.loads(path.read_text())["code"] in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT)
     except (OSError, ValueError, KeyError):
         return False
 
@@ -112,8 +112,8 @@ def run_module(module: str, argv: tuple[str, ...]) -> int:
     sys.argv = [module, *argv]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -123,11 +123,11 @@ def run_module(module: str, argv: tuple[str, ...]) -> int:
 def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) -> int:
     """Set torchrun's variables from Slurm's. Returns the rank.
 
+    The name of the process group follows from job and restart. So all ranks know it without
+    communication, and a restarted job has another group than before.
+
     Raises:
         PlanError: a node of the job is of none of the kinds in ``speed_weights``.
-
-    The name of their group follows from job and restart, so that all ranks agree without asking and
-    a restarted job does not meet its predecessor.
     """
     job = os.environ["SLURM_JOB_ID"]
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
@@ -137,7 +137,7 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
         os.environ[SPEED_WEIGHTS_VARIABLE] = ",".join(
             map(str, rank_speeds(speed_weights, rank_hosts()))
         )
-    # Components of a heterogeneous job have their own steps, but share the job id.
+    # Components of a heterogeneous job share the job id, but have different steps.
     step = os.environ.get("SLURM_STEP_ID", "0")
     os.environ.update(
         {
@@ -153,9 +153,9 @@ def set_torchrun_variables(speed_weights: tuple[tuple[str, float], ...] = ()) ->
 
 
 def rank_hosts() -> list[str]:
-    """Return the node of each rank; ranks fill one node after another, as sbatch places them.
+    """Return the node of each rank; sbatch fills one node after another with ranks.
 
-    Slurm's list of nodes is sorted, while the components of a heterogeneous job keep their order.
+    Slurm's list of nodes is sorted; the components of a heterogeneous job keep their order.
     """
     groups = os.environ.get(HET_GROUPS_VARIABLE)
     suffixes = [f"_HET_GROUP_{group}" for group in groups.split(",")] if groups else [""]
@@ -170,16 +170,16 @@ def rank_hosts() -> list[str]:
 def expand_hostlist(nodes: str) -> list[str]:
     """Expand a list of nodes such as ``a100-[1-3],cpu-1`` with scontrol.
 
-    A wrapper of scontrol may print more text. A host is alone on its line and has a prefix of the
-    list.
+    A wrapper of scontrol may print more text. A host is alone on its line and begins like a part of
+    the list.
     """
-    beginnings = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _parts(nodes)}
+    prefixes = {re.split(r"[\d\[]", part, maxsplit=1)[0] for part in _split_hostlist(nodes)}
     lines = map(str.strip, _scontrol("hostnames", nodes).splitlines())
     hosts = [line for line in lines if re.fullmatch(r"[\w.-]+", line)]
-    return [host for host in hosts if re.split(r"\d", host, maxsplit=1)[0] in beginnings]
+    return [host for host in hosts if re.split(r"\d", host, maxsplit=1)[0] in prefixes]
 
 
-def _parts(nodes: str) -> list[str]:
+def _split_hostlist(nodes: str) -> list[str]:
     """Split a list of nodes at commas outside of brackets."""
     return re.split(r",(?![^\[]*\])", nodes)
 
@@ -194,31 +194,31 @@ def rank_speeds(
     """
     if not speed_weights[0][0]:
         return tuple(speed for _, speed in speed_weights)
-    found: dict[str, float] = {}
+    speed_by_host: dict[str, float] = {}
     for host in dict.fromkeys(hosts):
-        words = node_attributes(host)
-        kinds = [(kind, speed) for kind, speed in speed_weights if kind in words]
+        attributes = node_attributes(host)
+        kinds = [(kind, speed) for kind, speed in speed_weights if kind in attributes]
         if len(kinds) != 1:
             raise PlanError(
                 f"plan: speed_weights: node {host} is {'none' if not kinds else 'several'} of "
                 f"{', '.join(kind for kind, _ in speed_weights)}; name GPUs or features that tell "
                 "the job's nodes apart"
             )
-        found[host] = kinds[0][1]
-    return tuple(found[host] for host in hosts)
+        speed_by_host[host] = kinds[0][1]
+    return tuple(speed_by_host[host] for host in hosts)
 
 
 def node_attributes(host: str) -> set[str]:
-    """Return all words that Slurm prints about a node, with its GPU names and features."""
+    """Return all words that Slurm prints about a node, including its GPU names and features."""
     lines = _scontrol("node", host, "-o").splitlines()
-    # A wrapper of scontrol may print text around that line.
+    # A wrapper of scontrol may print text around this line.
     node_lines = [line for line in lines if line.lstrip().startswith("NodeName=")]
     return set(re.split(r"[\s,:=()]+", " ".join(node_lines)))
 
 
-def _scontrol(*what: str) -> str:
+def _scontrol(*words: str) -> str:
     return subprocess.run(
-        ["scontrol", "show", *what], capture_output=True, text=True, check=True
+        ["scontrol", "show", *words], capture_output=True, text=True, check=True
     ).stdout
 
 

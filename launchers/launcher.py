@@ -22,16 +22,16 @@ class JobSpec:
     resources: JobResources = JobResources()  # noqa: RUF009
     module: str = "stages"
     extra_components: tuple[JobResources, ...] = ()
-    """Further processes of the same job on other devices; their ranks follow those above."""
+    """More processes of the job on other devices; their ranks follow those of ``resources``."""
     content_key: str = ""
     """Digest of the job's content. A submitted job with another key is cancelled, not adopted."""
     allow_requeue: bool = True
-    """Whether Slurm runs the job again after a stop signal, a preemption or a node failure. Slurm
-    waits minutes before that."""
+    """Whether Slurm runs the job again after a stop signal, a preemption or a node failure, which
+    takes Slurm some minutes."""
 
     @property
     def components(self) -> tuple[JobResources, ...]:
-        """The resources of all components; several make a heterogeneous job."""
+        """The resources of all components; several components form a heterogeneous job."""
         return (self.resources, *self.extra_components)
 
 
@@ -43,7 +43,7 @@ class Launcher(Protocol):
         """Minimum seconds between two calls of :meth:`poll`."""
 
     def submit(self, job: JobSpec) -> str:
-        """Start a job, or find the running one for the same output. Returns its id.
+        """Start a job, or find the running job for the same output. Returns its id.
 
         Raises:
             PlanError: the job requests resources that the cluster does not have.
@@ -58,7 +58,7 @@ class Launcher(Protocol):
         """
 
     def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
-        """Start jobs at the same moment, as one heterogeneous job if the launcher has these.
+        """Start jobs at the same time, as one heterogeneous job if the launcher has such jobs.
 
         Raises:
             PlanError, SlurmError: as :meth:`submit`.
@@ -74,7 +74,7 @@ class Launcher(Protocol):
         """Cancel active jobs that another process submitted for these outputs."""
 
     def close(self) -> None:
-        """Release resources at the end of the driver: local processes end, cluster jobs go on."""
+        """Release resources when the driver ends: local processes end, cluster jobs continue."""
 
 
 ERROR_PREFIX = "error: "
@@ -85,8 +85,8 @@ MAX_MESSAGE_LINES = 80
 def failure_reason(path: Path, code: int | None) -> str:
     """Return the reason of a process's failure from its log.
 
-    A process with a known exit code writes an error message last, with or without a traceback; the
-    reason is this message. For other exit codes it is the end of the log.
+    With a known exit code the last output is an error message, which is the reason. A traceback may
+    precede it. With any other exit code the reason is the end of the log.
     """
     if code not in (EXIT_BAD_INPUT, EXIT_BAD_ARTIFACT):
         return log_tail(path)
@@ -107,5 +107,5 @@ def log_tail(path: Path, lines: int = 15) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    written = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(written[-lines:])
+    filled_lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(filled_lines[-lines:])

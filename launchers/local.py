@@ -1,4 +1,4 @@
-"""The local launcher: runs jobs as processes of this machine, one per rank.
+"""The local launcher: runs jobs as processes on this machine, one per rank.
 
 ``python -m launchers.local N MODULE ARGS`` runs a module as N processes and waits for them.
 """
@@ -26,7 +26,7 @@ from slurm.jobs import JobResources, JobState, JobStatus
 
 
 @dataclass
-class _Started:
+class _StartedJob:
     job: JobSpec
     processes: list[subprocess.Popen[bytes]]
     logs: list[Path]
@@ -38,7 +38,7 @@ class LocalLauncher:
     """Launches jobs as local processes. A failed rank ends the other ranks of its job."""
 
     poll_interval_s: float = 0.05
-    _started: dict[str, _Started] = field(default_factory=dict)
+    _started: dict[str, _StartedJob] = field(default_factory=dict)
 
     def submit(self, job: JobSpec) -> str:
         attempt = secrets.token_hex(6)
@@ -81,12 +81,12 @@ class LocalLauncher:
                         stdout=stream,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                        # One system call, looked up beforehand: safe beside threads.
+                        # One system call, resolved beforehand: safe in a process with threads.
                         preexec_fn=process_tuning.die_with_parent,  # noqa: PLW1509
                     )
                 )
             logs.append(log)
-        self._started[attempt] = _Started(job, processes, logs)
+        self._started[attempt] = _StartedJob(job, processes, logs)
         return attempt
 
     def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
@@ -96,26 +96,26 @@ class LocalLauncher:
         return [self.submit(job) for job in jobs]
 
     def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        return {identity: self._status(self._started[identity]) for identity in ids}
+        return {job_id: self._status(self._started[job_id]) for job_id in ids}
 
     def cancel(self, ids: Collection[str]) -> None:
-        for identity in ids:
-            _kill(self._started[identity].processes)
+        for job_id in ids:
+            _kill(self._started[job_id].processes)
 
     def cancel_for_outputs(self, output_dirs: Collection[Path]) -> None:
-        """Nothing: processes end with the driver that started them."""
+        """Do nothing, because processes end with the driver that started them."""
 
     def close(self) -> None:
         self.cancel(list(self._started))
 
-    def _status(self, started: _Started) -> JobStatus:
+    def _status(self, started: _StartedJob) -> JobStatus:
         if started.status is not None:
             return started.status
         codes = [process.poll() for process in started.processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
             _kill(started.processes)
-            # A known code (requeue, bad input) of one rank explains more than a crash it caused.
+            # A known code (requeue, bad input) of a rank explains more than crashes that it caused.
             rank = max(failed, key=lambda r: (codes[r] in (65, 66, 75), -r))
             code = codes[rank]
             assert code is not None
@@ -132,13 +132,13 @@ class LocalLauncher:
 
 def _kill(processes: list[subprocess.Popen[bytes]], patience_s: float = 2.0) -> None:
     """End processes and their children, first with SIGTERM and then with SIGKILL."""
-    alive = [process for process in processes if process.poll() is None]
-    for process in alive:
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + patience_s
-    while any(p.poll() is None for p in alive) and time.monotonic() < deadline:
+    while any(p.poll() is None for p in running) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for process in alive:
+    for process in running:
         _signal_group(process, signal.SIGKILL)
         process.wait()
 
@@ -157,9 +157,9 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as logs:
         resources = JobResources(tasks_per_node=int(count))
         job = JobSpec(module, tuple(rest), Path(logs), Path(logs), resources, module)
-        identity = launcher.submit(job)
+        job_id = launcher.submit(job)
         try:
-            while (status := launcher.poll([identity])[identity]).state.is_active:
+            while (status := launcher.poll([job_id])[job_id]).state.is_active:
                 time.sleep(launcher.poll_interval_s)
         finally:
             launcher.close()

@@ -1,7 +1,7 @@
-"""Submission of jobs by one call of sbatch, through submitit or with a script written here.
+"""Submission of jobs with one call of sbatch, through submitit or with a script of this module.
 
 submitit writes the batch script, pickles the callable, and starts it on the nodes. It does not
-support heterogeneous jobs, so their script is written here, with the same options.
+support heterogeneous jobs, so this module writes their script, with the same options.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from slurm.sbatch_options import (
 from slurm.stop_signals import STOP_MARGIN_VARIABLE
 
 SIGNAL_EARLY_S = 30
-"""Seconds by which Slurm may send a signal too early, because it checks the time of jobs rarely
-(measured on 22.05; the manual page of sbatch says up to 60)."""
-_UNTIL_ONE_FAILS = """
+"""Seconds by which Slurm may send a signal too early, because it rarely checks the time of jobs
+(measured on 22.05; up to 60 according to sbatch's manual page)."""
+_WAIT_CODE = """
 code=0
 for _ in $(seq {count}); do
   wait -n && continue
   code=$?
-  # A process that stops for a requeue ends with this code; so will the others.
+  # A process that stops for a requeue ends with this code, and the others will too.
   if [ $code != {stopped} ]; then
-    # Time for the others to write a checkpoint, for example; their driver ends them sooner.
+    # The others get time to write a checkpoint, for example; their driver may end them sooner.
     others=$(jobs -p)
     ( sleep {patience_s}; kill $others ) 2> /dev/null &
     timer=$!
@@ -67,20 +67,20 @@ exit $code
 """
 
 
-_RESTART_IF_KILLED = """
+_RESTART_CODE = """
 code=$?
-# Killed by a signal, for lack of memory for example. After many quick kills it is not restarted.
+# Killed by a signal, for example for lack of memory. After many quick kills it is not restarted.
 if [ $code -gt 128 ] && [ $SECONDS -ge {long_s} -o "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then
   {requeue} && sleep 60
 fi
 exit $code
 """
-_NO_OPTIONS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
+_NON_SBATCH_KEYWORDS = frozenset({"setup", "teardown", "srun_args", "additional_parameters"})
 """submitit's keywords that do not become sbatch options."""
 TAG_PREFIX = "rlinf-"
-"""Prefix of the tag in the comment of jobs, which identifies one submission."""
+"""Prefix of tags. The tag in the comment of jobs identifies one submission."""
 HEALTHY_RUN_S, MAX_QUICK_RESTARTS = 600, 10
-"""A killed job is restarted if it ran for this long, or was restarted less often than this."""
+"""A killed job is restarted if it ran at least so many seconds, or has fewer restarts than this."""
 
 
 def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
@@ -91,17 +91,17 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
     Raises:
         PlanError: text of a job does not fit into a batch script; nothing was submitted.
         SlurmUnresponsiveError: Slurm does not answer; the job may exist or not.
-        SlurmError: the job was refused, with Slurm's message; or its id cannot be read from the
-            answer, and it was cancelled.
+        SlurmError: the job was refused, with Slurm's message; or the answer contains no readable
+            id, and the job was cancelled.
     """
     from submitit.core.utils import FailedJobError
 
-    first, needs = jobs[0], jobs[0].resources
+    first, resources = jobs[0], jobs[0].resources
     _create_folders(jobs)
-    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(needs))
-    at_once = {"array_parallelism": len(jobs)}
+    executor = patched_slurm_executor()(folder=first.log_dir, python=_python(resources))
+    defaults = {"array_parallelism": len(jobs)}
     executor.update_parameters(
-        **at_once | submitit_parameters(first.name, needs, allow_requeue=first.allow_requeue)
+        **defaults | submitit_parameters(first.name, resources, allow_requeue=first.allow_requeue)
     )
     try:
         with login_environment(), executor.batch():
@@ -114,18 +114,18 @@ def submit_jobs(jobs: Sequence[JobSpec]) -> list[str]:
 def submit_hetjob(jobs: Sequence[JobSpec]) -> list[str]:
     """Submit jobs that start at the same moment, as one heterogeneous job. Returns their ids.
 
-    Each job is one or several components with their own resources and ranks. If one fails, the
-    others end too, and Slurm reports all of them as failed.
+    A job has one or more components, each with its own resources and ranks. If one job fails, the
+    others end too, and Slurm reports all jobs as failed.
 
     Raises:
         SlurmUnresponsiveError, SlurmError: as :func:`submit_jobs`.
     """
-    leader = _submit(hetjob_script(jobs), jobs)
-    return [f"{leader}+{number}" for number in _first_components(jobs)]
+    het_job_id = _submit(hetjob_script(jobs), jobs)
+    return [f"{het_job_id}+{number}" for number in _first_components(jobs)]
 
 
 def submit_restarting(job: JobSpec) -> str:
-    """Submit a job of one process that also restarts after it was killed. Returns its id.
+    """Submit a job of one process that is also restarted after it was killed. Returns its id.
 
     Raises:
         SlurmUnresponsiveError, SlurmError: as :func:`submit_jobs`.
@@ -151,25 +151,25 @@ def _submit(script: str, jobs: Sequence[JobSpec]) -> str:
 
 
 def new_tag() -> str:
-    """Return a tag for the comment of jobs that no other submission has."""
+    """Return a unique tag for the comment of the jobs of one submission."""
     return f"{TAG_PREFIX}{secrets.token_hex(8)}"
 
 
 def with_tag(job: JobSpec, tag: str) -> JobSpec:
-    """Return the job with a tag in its comment, by which it can be found without its id."""
+    """Return the job with a tag in its comment, so that it can be found without its id."""
 
-    def tagged(part: JobResources) -> JobResources:
+    def with_comment(part: JobResources) -> JobResources:
         comment = f"{part.sbatch.get('comment', '')} {tag}".strip()
         return replace(part, sbatch={**part.sbatch, "comment": comment})
 
-    further = tuple(tagged(part) for part in job.extra_components)
-    return replace(job, resources=tagged(job.resources), extra_components=further)
+    extra_components = tuple(with_comment(part) for part in job.extra_components)
+    return replace(job, resources=with_comment(job.resources), extra_components=extra_components)
 
 
 def _tag_in(comment: object) -> str | None:
     """Return the tag in the comment of a job; None without one."""
-    found = re.search(rf"(?<!\S){TAG_PREFIX}[0-9a-f]{{16}}$", str(comment or ""))
-    return None if found is None else found[0]
+    match = re.search(rf"(?<!\S){TAG_PREFIX}[0-9a-f]{{16}}$", str(comment or ""))
+    return None if match is None else match[0]
 
 
 def _tagged_ids(tag: str | None) -> list[str]:
@@ -181,24 +181,26 @@ def _cancel_unreadable(name: str, tag: str | None, error: UnreadableSubmission) 
     """Cancel the jobs of a submission without a readable id. Returns the error to raise."""
     advice = "let sbatch print 'Submitted batch job ID', as Slurm's own does"
     if tag is None:
-        left = "the job has no tag to find it by and may be queued: see squeue --me"
-        return SlurmError(f"{name}: {error}; {left}; {advice}")
+        state = "the job has no tag to find it by and may be queued: see squeue --me"
+        return SlurmError(f"{name}: {error}; {state}; {advice}")
     try:
-        found = {parent_job_id(identity) for identity in _tagged_ids(tag)}
-        SlurmClient().cancel(found)
-    except SlurmUnresponsiveError as silence:
-        return SlurmUnresponsiveError(f"{name}: {error}; {silence}")
+        job_ids = {parent_job_id(job_id) for job_id in _tagged_ids(tag)}
+        SlurmClient().cancel(job_ids)
+    except SlurmUnresponsiveError as no_answer:
+        return SlurmUnresponsiveError(f"{name}: {error}; {no_answer}")
     except SlurmError as refusal:
         return SlurmError(f"{name}: {error}; it was not cancelled either: {refusal}; {advice}")
-    left = f"job {', '.join(sorted(found))} was cancelled" if found else "no such job is queued"
-    return SlurmError(f"{name}: {error}; {left}; {advice}")
+    state = (
+        f"job {', '.join(sorted(job_ids))} was cancelled" if job_ids else "no such job is queued"
+    )
+    return SlurmError(f"{name}: {error}; {state}; {advice}")
 
 
 @functools.cache
 def patched_slurm_executor() -> type[Any]:
-    """Return submitit's executor for Slurm, with our parser of sbatch's answers and srun options.
+    """Return submitit's Slurm executor with this project's srun options and sbatch parser.
 
-    It replaces submitit's own class, which submitit uses for arrays and Hydra for sweeps
+    It replaces submitit's class, which submitit uses for arrays and Hydra for sweeps
     (``hydra/launcher=submitit_slurm``).
     """
     from submitit.core import plugins
@@ -221,8 +223,8 @@ def patched_slurm_executor() -> type[Any]:
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             check_script_options({"submitit_folder": self.folder}, "hydra.launcher")
-            wanted = _complete_sweep_keywords(self.parameters, self._tag)
-            return str(slurm._make_sbatch_string(command=command, folder=self.folder, **wanted))
+            keywords = _complete_sweep_keywords(self.parameters, self._tag)
+            return str(slurm._make_sbatch_string(command=command, folder=self.folder, **keywords))
 
         # submitit calls this method on the executor, whose tag is needed here.
         def _get_job_id_from_submission_command(  # type: ignore[override]
@@ -239,35 +241,35 @@ def patched_slurm_executor() -> type[Any]:
 
 def _comment(keywords: Mapping[str, Any]) -> str:
     """Return the comment of a job in submitit's keywords."""
-    further = keywords.get("additional_parameters") or {}
-    return str(further.get("comment", keywords.get("comment")) or "")
+    extra_options = keywords.get("additional_parameters") or {}
+    return str(extra_options.get("comment", keywords.get("comment")) or "")
 
 
 def _complete_sweep_keywords(keywords: Mapping[str, Any], tag: str | None) -> dict[str, Any]:
-    """Return submitit's keywords with the options that a sweep's handwritten keywords lack.
+    """Return submitit's keywords, completed by the options that a sweep's configuration lacks.
 
     Args:
         tag: see :func:`new_tag`; None: the script is not submitted.
 
     Raises:
-        PlanError: several options set the memory of a job, or one does not fit into its line of
-            the script.
+        PlanError: several options set the memory of a job, or an option does not fit into its
+            line of the script.
     """
-    further = keywords.get("additional_parameters") or {}
+    extra = keywords.get("additional_parameters") or {}
     check_script_options(
-        {k: v for k, v in keywords.items() if k not in _NO_OPTIONS}, "hydra.launcher"
+        {k: v for k, v in keywords.items() if k not in _NON_SBATCH_KEYWORDS}, "hydra.launcher"
     )
-    check_script_options(further, "hydra.launcher.additional_parameters")
+    check_script_options(extra, "hydra.launcher.additional_parameters")
     memory = [key for key in ("mem", "mem_per_cpu", "mem_per_gpu") if keywords.get(key) is not None]
     if len(memory) > 1:
-        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; leave one")
-    step = list(keywords.get("srun_args") or ())
-    needs = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
-    named = {word.partition("=")[0] for word in step}
-    step += [word for word in srun_options(needs) if word.partition("=")[0] not in named]
+        raise PlanError(f"hydra.launcher: {' and '.join(memory)} exclude each other; keep one")
+    srun_args = list(keywords.get("srun_args") or ())
+    resources = JobResources(cpus_per_task=keywords.get("cpus_per_task") or 1)
+    present = {word.partition("=")[0] for word in srun_args}
+    srun_args += [word for word in srun_options(resources) if word.partition("=")[0] not in present]
     if tag is not None and tag != _tag_in(_comment(keywords)):
-        further = {**further, "comment": f"{_comment(keywords)} {tag}".strip()}
-    return {"wckey": None, **keywords, "srun_args": step, "additional_parameters": further}
+        extra = {**extra, "comment": f"{_comment(keywords)} {tag}".strip()}
+    return {"wckey": None, **keywords, "srun_args": srun_args, "additional_parameters": extra}
 
 
 def batch_script(jobs: Sequence[JobSpec]) -> str:
@@ -284,65 +286,65 @@ def batch_script(jobs: Sequence[JobSpec]) -> str:
 
 def restarting_script(job: JobSpec) -> str:
     """Return the batch script of :func:`submit_restarting`."""
-    needs = job.resources
-    wanted = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
-    wanted["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
+    resources = job.resources
+    keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
+    keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
     log = shlex.quote(str(job.log_dir / "%j_%t_log"))
-    python = _python(needs)
+    python = _python(resources)
     call = [
-        *wanted["srun_args"],
+        *keywords["srun_args"],
         python,
         "-u -m launchers.job_entrypoint",
         shlex.quote(_module_call(job).to_json()),
     ]
     start = f"srun --unbuffered --output {log}.out --error {log}.err {' '.join(call)}"
-    again = _RESTART_IF_KILLED.format(
+    restart_code = _RESTART_CODE.format(
         long_s=HEALTHY_RUN_S, times=MAX_QUICK_RESTARTS, requeue=f"{python} -m slurm.requeue"
     )
-    head = [*_directives(wanted), "", *wanted["setup"]]
-    return "\n".join(["#!/bin/bash", *head, start]) + again
+    header = [*_directives(keywords), "", *keywords["setup"]]
+    return "\n".join(["#!/bin/bash", *header, start]) + restart_code
 
 
 def hetjob_script(jobs: Sequence[JobSpec]) -> str:
     """Return the batch script of a heterogeneous job: options by component, then an srun per job.
 
-    It runs on the first node of the first component, and the job ends with it.
+    The script runs on the first node of the first component, and the job ends with it.
     """
-    options, starts = [], []
+    directives, srun_commands = [], []
     for first, job in zip(_first_components(jobs), jobs, strict=True):
         log = f'{shlex.quote(str(job.log_dir))}/"$SLURM_JOB_ID"+{first}_%t_log'
         steps = []
         groups = ",".join(str(first + i) for i in range(len(job.components)))
-        for number, needs in enumerate(job.components, first):
-            wanted = submitit_parameters(job.name, needs, allow_requeue=job.allow_requeue)
-            wanted["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
-            options.append(_directives(wanted))
+        for number, resources in enumerate(job.components, first):
+            keywords = submitit_parameters(job.name, resources, allow_requeue=job.allow_requeue)
+            keywords["additional_parameters"]["output"] = str(job.log_dir / "%j_batch.log")
+            directives.append(_directives(keywords))
             call = [
-                _python(needs),
+                _python(resources),
                 "-u",
                 "-m",
                 "launchers.job_entrypoint",
                 shlex.quote(_module_call(job).to_json()),
             ]
             lines = [
-                *wanted["setup"],
+                *keywords["setup"],
                 f"export {HET_GROUPS_VARIABLE}={groups}",
                 f"exec {' '.join(call)}",
             ]
-            step = [f"--het-group={number}", *wanted["srun_args"], "bash", "-c", "\n".join(lines)]
+            step = [f"--het-group={number}", *keywords["srun_args"], "bash", "-c", "\n".join(lines)]
             steps.append(f"--unbuffered --output {log}.out --error {log}.err {shlex.join(step)}")
-        starts.append(f"srun {' : '.join(steps)} &")
-    header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in options)
-    body = "\n".join(starts)
+        srun_commands.append(f"srun {' : '.join(steps)} &")
+    header = "\n#SBATCH hetjob\n".join("\n".join(lines) for lines in directives)
+    body = "\n".join(srun_commands)
     patience_s = max(job.resources.signal_delay_s for job in jobs)
-    end = _UNTIL_ONE_FAILS.format(count=len(jobs), stopped=EXIT_REQUEUE, patience_s=patience_s)
-    return f"#!/bin/bash\n{header}\n\n{body}\n{end}"
+    wait_code = _WAIT_CODE.format(count=len(jobs), stopped=EXIT_REQUEUE, patience_s=patience_s)
+    return f"#!/bin/bash\n{header}\n\n{body}\n{wait_code}"
 
 
 def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None:
     """Check that no component of a heterogeneous job inherits options of an earlier one.
 
-    A component inherits most options that it does not set itself from the one before (measured on
+    A component inherits most options that it does not set from the component before (measured on
     22.05: time, memory, excluded nodes, nice).
 
     Args:
@@ -351,17 +353,17 @@ def check_hetjob_options(components: Sequence[tuple[str, JobResources]]) -> None
     Raises:
         PlanError: a component sets an option that a later one does not set.
     """
-    first_keys: dict[str, str] = {}
-    for key, needs in components:
-        own = _options(submitit_parameters(key, needs))
-        for option, before in first_keys.items():
-            if option not in own:
+    key_by_option: dict[str, str] = {}
+    for key, resources in components:
+        options = _all_options(submitit_parameters(key, resources))
+        for option, earlier_key in key_by_option.items():
+            if option not in options:
                 raise PlanError(
-                    f"plan: {before} and {key} are one heterogeneous job, where the first one's "
-                    f"--{option} of sbatch would hold for the other too: say it for both, in the "
-                    "plan or the site file"
+                    f"plan: {earlier_key} and {key} are one heterogeneous job, where the first "
+                    f"one's --{option} of sbatch would apply to the other too: set it for both, in "
+                    "the plan or the site file"
                 )
-        first_keys |= {option: key for option in own if option not in first_keys}
+        key_by_option |= {option: key for option in options if option not in key_by_option}
 
 
 def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
@@ -369,22 +371,22 @@ def _first_components(jobs: Sequence[JobSpec]) -> list[int]:
     return [0, *accumulate(len(job.components) for job in jobs[:-1])]
 
 
-def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _all_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return sbatch's options by name for the keywords of :func:`submitit_parameters`."""
     values = {
         "gres": "none",
-        "job-name": wanted["job_name"],
-        "time": wanted["time"],
-        **wanted["additional_parameters"],
+        "job-name": keywords["job_name"],
+        "time": keywords["time"],
+        **keywords["additional_parameters"],
     }
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _directives(wanted: Mapping[str, Any]) -> list[str]:
+def _directives(keywords: Mapping[str, Any]) -> list[str]:
     """Return the options as ``#SBATCH`` lines, as submitit writes them."""
     return [
         f"#SBATCH --{name}" + (f"={shlex.quote(str(value))}" * (value is not True))
-        for name, value in sorted(_options(wanted).items())
+        for name, value in sorted(_all_options(keywords).items())
     ]
 
 
@@ -400,12 +402,12 @@ def _create_folders(jobs: Sequence[JobSpec]) -> None:
         job.output_dir.mkdir(parents=True, exist_ok=True)
 
 
-def _python(needs: JobResources) -> str:
+def _python(resources: JobResources) -> str:
     """Return the shell command of Python on the nodes."""
-    # A container's command includes its own Python; all others use this process's one.
-    named = needs.interpreter or (None if needs.python_command else sys.executable)
-    own = () if named is None else (named,)
-    return shlex.join([*needs.command_prefix, *own])
+    # A container's command includes its Python; other jobs use the interpreter of this process.
+    interpreter = resources.interpreter or (None if resources.python_command else sys.executable)
+    interpreter_words = () if interpreter is None else (interpreter,)
+    return shlex.join([*resources.command_prefix, *interpreter_words])
 
 
 def _module_call(job: JobSpec) -> ModuleCall:
@@ -419,7 +421,7 @@ def _module_call(job: JobSpec) -> ModuleCall:
 def login_environment() -> Iterator[None]:
     """Remove Slurm's variables of this job from the environment, as on a login node.
 
-    sbatch passes its environment on to the job, so this also affects the job's srun.
+    sbatch passes its environment on to the new job, so this also affects that job's srun.
     """
     from submitit.helpers import clean_env
 
@@ -433,7 +435,7 @@ def login_environment() -> Iterator[None]:
 
 
 def submitit_parameters(
-    name: str, needs: JobResources, *, allow_requeue: bool = True
+    name: str, resources: JobResources, *, allow_requeue: bool = True
 ) -> dict[str, Any]:
     """Return submitit's keywords for the resources of a job.
 
@@ -443,40 +445,40 @@ def submitit_parameters(
     Args:
         allow_requeue: whether Slurm itself restarts the job after preemption or a node failure.
     """
-    delay_s = needs.signal_delay_s
-    if needs.time_limit_min is not None:
-        # Before Python runs, the signal would kill the job; a short job must make progress.
-        delay_s = min(delay_s, (60 * needs.time_limit_min - SIGNAL_EARLY_S) // 2)
+    delay_s = resources.signal_delay_s
+    if resources.time_limit_min is not None:
+        # The signal kills a job before Python runs, and a short job must make progress.
+        delay_s = min(delay_s, (60 * resources.time_limit_min - SIGNAL_EARLY_S) // 2)
     env = {
         **process_tuning.child_environment(),
         "PYTHONPATH": child_python_path(),
         STOP_MARGIN_VARIABLE: str(delay_s),
-        **needs.env,
+        **resources.env,
     }
     exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(env.items())]
-    options = sbatch_options(name, needs, allow_requeue=allow_requeue, warning_s=delay_s)
-    wanted: dict[str, Any] = {
+    options = sbatch_options(name, resources, allow_requeue=allow_requeue, warning_s=delay_s)
+    keywords: dict[str, Any] = {
         "job_name": options.pop("job-name"),
         # None is the cluster's default; submitit would request five minutes.
         "time": options.pop("time", None),
         "signal_delay_s": delay_s,
-        "setup": [*exports, *needs.setup],
-        "srun_args": srun_options(needs),
+        "setup": [*exports, *resources.setup],
+        "srun_args": srun_options(resources),
         "additional_parameters": options,
     }
-    if needs.parallel_tasks is not None:
-        wanted["array_parallelism"] = needs.parallel_tasks
-    return wanted
+    if resources.array_parallelism is not None:
+        keywords["array_parallelism"] = resources.array_parallelism
+    return keywords
 
 
 def _submission_error(name: str, error: Exception) -> SlurmError:
-    cause = _cause(error)
+    cause = _slurm_message(error)
     kind = type(error) if isinstance(error, SlurmUnresponsiveError) else classify_failure(cause)
-    what = "was not answered" if kind is SlurmUnresponsiveError else "refused the job"
-    return kind(f"{name}: sbatch {what}: {cause}")
+    outcome = "was not answered" if kind is SlurmUnresponsiveError else "refused the job"
+    return kind(f"{name}: sbatch {outcome}: {cause}")
 
 
-def _cause(error: Exception) -> str:
+def _slurm_message(error: Exception) -> str:
     """Return Slurm's message in submitit's error."""
     lines = [line for line in str(error).splitlines() if "sbatch: error" in line]
     return "; ".join(line.split("sbatch: error:")[-1].strip() for line in lines) or str(error)

@@ -1,8 +1,8 @@
 """The queue of jobs that wait in this process until Slurm's limits allow their submission.
 
-A job over MaxSubmitJobs or MaxJobCount would be refused. Here it waits and is submitted, in order,
-when an earlier job has ended. A note beside each output (``job.json``) names the submitted job, so
-that another process finds it.
+Slurm would refuse a job over MaxSubmitJobs or MaxJobCount. In this queue it waits, in order, until
+an earlier job has ended. A note beside each output (``job.json``) names the submitted job, so that
+another process finds it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class PendingSubmission:
     was_submitted_before: bool = False
     """True if an earlier process submitted the job."""
     refusal: RlinfError | None = None
-    """The error because of which the job will not be submitted."""
+    """The error that prevents the submission of the job."""
     final_status: JobStatus | None = None
-    """The final status, if it was decided here and not by Slurm."""
+    """The final status, if this program and not Slurm set it."""
     stuck_since: float | None = None
+    """Time (monotonic) since when the job shows a reason that never ends by itself."""
     last_warning: str = ""
     """The last warning that was logged for the job."""
 
@@ -54,32 +55,32 @@ class PendingSubmission:
 
 @dataclass
 class SubmissionQueue:
-    """Submits jobs in order, as many as Slurm's limits allow; see the module."""
+    """Submits jobs in order, as many as Slurm's limits allow; see the module's docstring."""
 
     client: SlurmClient
     quotas: Quotas | None = None
     """Limits on the number of jobs; queried from Slurm before the first submission if None."""
     visibility_timeout_s: float = 30.0
-    """Seconds after an unanswered submission in which its jobs may still appear in the queue."""
+    """Seconds after an unanswered submission during which its jobs may yet appear in the queue."""
     _waiting: list[list[PendingSubmission]] = field(default_factory=list)
-    """Units to submit: single jobs, which may form arrays, or jobs that start together."""
-    _unknown: list[list[PendingSubmission]] = field(default_factory=list)
+    """Units to submit: a single job, which may join an array, or jobs that start together."""
+    _unchecked: list[list[PendingSubmission]] = field(default_factory=list)
     """Units that an earlier process may have submitted."""
     _queue: Mapping[str, QueuedJob] | None = None
-    """Slurm's queue at the last query; with the later submissions it gives the free places."""
+    """Slurm's queue at the last query; together with later submissions it gives the free places."""
     _submitted_since: list[JobResources] = field(default_factory=list)
     _unanswered_tag: str | None = None
     """Tag of jobs that may have been submitted."""
     _cancelled_tags: set[str] = field(default_factory=set)
     """Tags of unfinished submissions of an earlier process, which were cancelled."""
     _pause_s: float = MIN_RETRY_PAUSE_S
-    _resume: float = 0.0
+    _retry_at: float = 0.0
 
     def add(self, units: Collection[list[PendingSubmission]]) -> None:
         """Append jobs to the queue, and submit as many as limits allow.
 
-        Pending or running jobs of an earlier process are found by the notes beside their outputs;
-        jobs that start together are found only if all of them exist.
+        Pending or running jobs of an earlier process are found by the notes beside their outputs.
+        Jobs that start together are adopted only if all of them exist.
 
         Args:
             units: single jobs, or lists of jobs that start together.
@@ -88,12 +89,12 @@ class SubmissionQueue:
             SlurmUnresponsiveError: Slurm does not answer; the jobs stay in this queue.
         """
         self._waiting += units
-        self._unknown += units
+        self._unchecked += units
         self.submit_ready()
 
     def discard(self, entries: Collection[PendingSubmission]) -> None:
         """Remove waiting jobs, and those that would start together with them."""
-        for units in (self._waiting, self._unknown):
+        for units in (self._waiting, self._unchecked):
             units[:] = [unit for unit in units if not any(e in entries for e in unit)]
 
     def submit_ready(self, queue: Mapping[str, QueuedJob] | None = None) -> None:
@@ -102,27 +103,27 @@ class SubmissionQueue:
         Args:
             queue: Slurm's queue, if the caller has just queried it.
         """
-        looked_for = any(
-            read_job_note(entry.job.output_dir) for unit in self._unknown for entry in unit
+        has_notes = any(
+            read_job_note(entry.job.output_dir) for unit in self._unchecked for entry in unit
         )
-        if queue is None and (self._queue is None or looked_for):
+        if queue is None and (self._queue is None or has_notes):
             queue = self.client.queue()
         if queue is not None:
             self._queue, self._submitted_since = queue, []
-        while self._unknown:
-            self._adopt_or_cancel(self._unknown[0])
-            del self._unknown[0]
-        if time.monotonic() >= self._resume and self._unanswered_tag is not None:
-            # These jobs could not run, because submitit names their files by the answer.
+        while self._unchecked:
+            self._adopt_or_cancel(self._unchecked[0])
+            del self._unchecked[0]
+        if time.monotonic() >= self._retry_at and self._unanswered_tag is not None:
+            # These jobs could not run, because submitit names their files by the job id.
             self.client.cancel(self.client.find_by_comment(self._unanswered_tag))
             self._unanswered_tag = None
-        while self._waiting and time.monotonic() >= self._resume:
+        while self._waiting and time.monotonic() >= self._retry_at:
             first = self._waiting[0]
             if all((entry.job.output_dir / MANIFEST).exists() for entry in first):
                 del self._waiting[0]
                 continue
             try:
-                room = self._free_places(first)
+                places = self._free_places(first)
             except SlurmUnresponsiveError:
                 raise
             except RlinfError as error:
@@ -130,12 +131,12 @@ class SubmissionQueue:
                     entry.refusal = error
                 del self._waiting[0]
                 continue
-            alike = list(takewhile(partial(_same_array, first), self._waiting)) or [first]
-            if not room or not (self._submit(alike[:room]) or self._submit(alike[:1])):
+            array = list(takewhile(partial(_same_array, first), self._waiting)) or [first]
+            if not places or not (self._submit(array[:places]) or self._submit(array[:1])):
                 return
 
     def _adopt_or_cancel(self, unit: list[PendingSubmission]) -> None:
-        """Adopt the existing jobs of a unit, or cancel them if they are not equal to it."""
+        """Adopt the existing jobs of a unit, or cancel them if they differ from it."""
         notes = [
             (entry, note)
             for entry in unit
@@ -145,51 +146,51 @@ class SubmissionQueue:
             # The submitting process died before it got the ids.
             self.client.cancel(self.client.find_by_comment(tag))
             self._cancelled_tags.add(tag)
-        there = [(entry, note) for entry, note in notes if is_active_in(self._queue, note.id)]
-        alike = {parent_job_id(note.id) for _, note in there if len(unit) > 1}
+        active = [(entry, note) for entry, note in notes if is_active_in(self._queue, note.id)]
+        parent_ids = {parent_job_id(note.id) for _, note in active if len(unit) > 1}
         if (
-            len(there) == len(unit)
-            and len(alike) < 2
-            and all(n.key == e.job.content_key for e, n in there)
+            len(active) == len(unit)
+            and len(parent_ids) < 2
+            and all(n.key == e.job.content_key for e, n in active)
         ):
-            for entry, note in there:
+            for entry, note in active:
                 entry.id, entry.was_submitted_before = note.id, True
             self._waiting.remove(unit)
-        elif there:
-            self.client.cancel([note.id for _, note in there])
+        elif active:
+            self.client.cancel([note.id for _, note in active])
 
     def _free_places(self, unit: Sequence[PendingSubmission]) -> int:
-        """Return how many units like this one may be submitted now, at most one array.
+        """Return how many units like this may be submitted now, at most one array of them.
 
         Raises:
-            PlanError: the limits never allow a single one.
+            PlanError: the limits never allow even one unit.
             SlurmUnresponsiveError: Slurm does not answer.
         """
         if self.quotas is None:
             self.quotas = read_quotas(self.client)
         parts = [part for entry in unit for part in entry.job.components]
-        needs = [quota for part in parts for quota in self.quotas.quotas_for(part)]
-        room, first = self.quotas.max_array_size, unit[0]
-        for quota in dict.fromkeys(needs):
+        quotas = [quota for part in parts for quota in self.quotas.quotas_for(part)]
+        free_places, first = self.quotas.max_array_size, unit[0]
+        for quota in dict.fromkeys(quotas):
             queue = self._queue or {}
-            counted = {identity for identity, job in queue.items() if quota.counts(job)}
-            if quota.max_jobs < needs.count(quota) + len(counted & {current_job_id()}):
+            counted_ids = {job_id for job_id, job in queue.items() if quota.counts(job)}
+            if quota.max_jobs < quotas.count(quota) + len(counted_ids & {current_job_id()}):
                 raise PlanError(
                     f"{first.job.name}: {quota.description} is {quota.max_jobs}, which "
                     "leaves no place for the jobs of a run; start the driver outside of a job, or "
                     "use another account or QOS"
                 )
-            occupied = len(counted) + sum(
+            occupied = len(counted_ids) + sum(
                 quota in self.quotas.quotas_for(other) for other in self._submitted_since
             )
-            places = max(quota.max_jobs - occupied, 0) // needs.count(quota)
-            if not places:
+            quota_places = max(quota.max_jobs - occupied, 0) // quotas.count(quota)
+            if not quota_places:
                 first.warn_once(
                     f"{first.job.name} waits to be submitted: {quota.description} is "
                     f"{quota.max_jobs}"
                 )
-            room = min(room, places)
-        return room
+            free_places = min(free_places, quota_places)
+        return free_places
 
     def _submit(self, units: Sequence[list[PendingSubmission]]) -> bool:
         """Submit the first waiting units. Returns False if there are too many jobs now.
@@ -198,20 +199,20 @@ class SubmissionQueue:
             SlurmUnresponsiveError: Slurm does not answer.
         """
         entries = [entry for unit in units for entry in unit]
-        submit = submit_hetjob if _heterogeneous(units[0]) else submit_jobs
+        submit = submit_hetjob if _is_heterogeneous(units[0]) else submit_jobs
         tag = new_tag()
         for entry in entries:
             write_job_note(entry.job, tag=tag)
         try:
             ids = submit([with_tag(entry.job, tag) for entry in entries])
         except SlurmUnresponsiveError:
-            self._unanswered_tag, self._resume = tag, time.monotonic() + self.visibility_timeout_s
+            self._unanswered_tag, self._retry_at = tag, time.monotonic() + self.visibility_timeout_s
             raise
         except SlurmError as error:
             if is_queue_full(str(error)):
                 if len(units) == 1:
                     entries[0].warn_once(f"{entries[0].job.name} waits to be submitted: {error}")
-                    self._resume = time.monotonic() + self._pause_s
+                    self._retry_at = time.monotonic() + self._pause_s
                     self._pause_s = min(2 * self._pause_s, MAX_RETRY_PAUSE_S)
                 return False
             for entry in entries:
@@ -219,29 +220,29 @@ class SubmissionQueue:
                 (entry.job.output_dir / JOB_NOTE).unlink(missing_ok=True)
         else:
             self._pause_s = MIN_RETRY_PAUSE_S
-            for entry, identity in zip(entries, ids, strict=True):
-                entry.id = identity
-                write_job_note(entry.job, identity)
+            for entry, job_id in zip(entries, ids, strict=True):
+                entry.id = job_id
+                write_job_note(entry.job, job_id)
                 self._submitted_since += entry.job.components
         del self._waiting[: len(units)]
         return True
 
 
-def _heterogeneous(unit: Sequence[PendingSubmission]) -> bool:
+def _is_heterogeneous(unit: Sequence[PendingSubmission]) -> bool:
     return sum(len(entry.job.components) for entry in unit) > 1
 
 
 def _same_array(unit: Sequence[PendingSubmission], other: Sequence[PendingSubmission]) -> bool:
     """Return True if both units may be elements of one array."""
-    if _heterogeneous(unit) or _heterogeneous(other):
+    if _is_heterogeneous(unit) or _is_heterogeneous(other):
         return False
-    mine, theirs = unit[0].job, other[0].job
-    return mine.resources == theirs.resources and mine.log_dir == theirs.log_dir
+    job, other_job = unit[0].job, other[0].job
+    return job.resources == other_job.resources and job.log_dir == other_job.log_dir
 
 
 @dataclass(frozen=True)
 class JobNote:
-    """The job that was submitted last for an output."""
+    """The note about the job that was last submitted for an output."""
 
     id: str = ""
     """Slurm's id; empty until sbatch has printed it."""
@@ -262,27 +263,27 @@ class JobNote:
 
 
 def read_job_note(out: Path) -> JobNote | None:
-    """Read the note beside an output about its last submitted job; None without a valid note."""
+    """Read the note beside an output about its last job; None without a valid note."""
     try:
-        known = json.loads((out / JOB_NOTE).read_text())
-        names = ("id", "name", "key", "tag")
-        return JobNote(**{key: str(known[key]) for key in names if key in known})
+        content = json.loads((out / JOB_NOTE).read_text())
+        keys = ("id", "name", "key", "tag")
+        return JobNote(**{key: str(content[key]) for key in keys if key in content})
     except (OSError, ValueError, TypeError):
         return None
 
 
-def is_active_in(queue: Mapping[str, QueuedJob] | None, identity: str) -> bool:
+def is_active_in(queue: Mapping[str, QueuedJob] | None, job_id: str) -> bool:
     """Return True if a job is in a queue and pending or running."""
-    status = (queue or {}).get(identity)
+    status = (queue or {}).get(job_id)
     return status is not None and status.state.is_active
 
 
-def write_job_note(job: JobSpec, identity: str = "", *, tag: str = "") -> None:
+def write_job_note(job: JobSpec, job_id: str = "", *, tag: str = "") -> None:
     """Write a note beside a job's output for :func:`read_job_note`.
 
-    Before the submission it contains the tag, which finds the job if this process dies, and then
-    the id.
+    Before the submission it contains the tag, by which the job is found if this process dies.
+    After the submission it contains the id.
     """
     job.output_dir.mkdir(parents=True, exist_ok=True)
-    content = {"id": identity, "name": job.name, "key": job.content_key, "submitted": time.time()}
+    content = {"id": job_id, "name": job.name, "key": job.content_key, "submitted": time.time()}
     write_atomic(job.output_dir / JOB_NOTE, json.dumps(content | ({"tag": tag} if tag else {})))

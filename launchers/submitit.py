@@ -1,7 +1,7 @@
 """The Slurm launcher: submits jobs through submitit and polls them itself.
 
 submitit writes the batch script and starts the callable. Its watcher, result files and requeueing
-are not used: they poll rarely, guess time-outs from run times, and restart pickles.
+are not used, because they poll rarely, guess time-outs from run times, and restart pickles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("rlinf")
 class SubmititLauncher:
     """Launches Slurm jobs through submitit.
 
-    Jobs over Slurm's limits wait in this process and are submitted in order when places become free
+    Jobs over Slurm's limits wait in this process and are submitted in order when limits allow
     (:mod:`launchers.submission_queue`).
     """
 
@@ -44,19 +44,19 @@ class SubmititLauncher:
     unknown_job_timeout_s: float = 20.0
     """Seconds after which a job in neither queue nor accounting counts as vanished."""
     stuck_timeout_s: float = 60.0
-    """Seconds after which a job is cancelled whose pending reason never ends by itself. Jobs may
+    """Seconds after which a job is cancelled if its pending reason never ends by itself. Jobs may
     show such a reason briefly while the controller starts or is reconfigured."""
     hold_timeout_s: float = 900.0
-    """Seconds after which a job on hold counts as failed. It stays in the queue, so that the user
-    can release it and resume the run."""
+    """Seconds after which a job on hold counts as failed. The job stays in the queue, so that the
+    user can release it and resume the run."""
     no_answer_timeout_s: float = 600.0
     """Seconds without an answer from Slurm after which an error is raised."""
     _watched: dict[str, PendingSubmission] = field(default_factory=dict)
-    _last: dict[str, JobStatus] = field(default_factory=dict)
+    _last_statuses: dict[str, JobStatus] = field(default_factory=dict)
     _silent_since: float | None = None
     _to_cancel: set[str] = field(default_factory=set)
-    _missing: dict[str, float] = field(default_factory=dict)
-    _numbers: count[int] = field(default_factory=count)
+    _missing_since: dict[str, float] = field(default_factory=dict)
+    _waiting_numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self._queue = SubmissionQueue(self.client, self.quotas)
@@ -70,25 +70,25 @@ class SubmititLauncher:
         return self.submit_array([job])[0]
 
     def submit_array(self, jobs: Sequence[JobSpec]) -> list[str]:
-        """See :class:`launchers.launcher.Launcher`; jobs still queued or running are found again.
+        """See :class:`launchers.launcher.Launcher`; adopts jobs that are still queued or running.
 
         Returns:
-            An id for each: Slurm's (``12``, ``12_3``), or one of this launcher for a job that waits
-            for a place in the queue.
+            An id for each job: Slurm's (``12``, ``12_3``), or an id of this launcher if the job
+            waits in this process.
         """
         return self._add([[PendingSubmission(job)] for job in jobs])
 
     def submit_hetjob(self, jobs: Sequence[JobSpec]) -> list[str]:
-        """See :class:`launchers.launcher.Launcher`; found again where all of them are still there.
+        """See :class:`launchers.launcher.Launcher`; adopts the jobs if all of them still exist.
 
         Returns:
-            An id for each: Slurm's (``12+0``, ``12+1``), or one of this launcher for jobs that wait
-            for places in the queue.
+            An id for each job: Slurm's (``12+0``, ``12+1``), or an id of this launcher if the jobs
+            wait in this process.
         """
         return self._add([[PendingSubmission(job) for job in jobs]])
 
     def _add(self, units: list[list[PendingSubmission]]) -> list[str]:
-        """Watch jobs, and submit those that do not exist yet; they wait while Slurm is silent."""
+        """Watch jobs, and submit new ones; they wait while Slurm does not answer."""
         entries = [entry for unit in units for entry in unit]
         try:
             self._queue.add(units)
@@ -98,41 +98,43 @@ class SubmititLauncher:
             if entry.refusal is not None:
                 self._drop([entry for entry in entries if not entry.was_submitted_before])
                 raise entry.refusal
-        names = [entry.id or f"waiting-{next(self._numbers)}" for entry in entries]
+        names = [entry.id or f"waiting-{next(self._waiting_numbers)}" for entry in entries]
         self._watched.update(zip(names, entries, strict=True))
         return names
 
     def poll(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Return the status of jobs: by manifest, then one ``squeue``, then one ``sacct``.
+        """Return the status of jobs, from manifests, then one ``squeue``, then one ``sacct``.
 
         A job that can never start is cancelled and fails with bad input. A job on hold fails in the
-        same way but stays in the queue. While Slurm is silent, the last known status is returned.
+        same way but stays in the queue. While Slurm does not answer, the last known status is
+        returned.
         """
-        found: dict[str, JobStatus] = {}
+        statuses: dict[str, JobStatus] = {}
         for name in ids:
             entry = self._watched[name]
             if (entry.job.output_dir / MANIFEST).exists():
-                found[name] = JobStatus(JobState.DONE, 0)
+                statuses[name] = JobStatus(JobState.DONE, 0)
             elif entry.final_status is not None:
-                found[name] = entry.final_status
-        if len(found) == len(ids):
-            return found
-        unknown = [name for name in ids if name not in found]
+                statuses[name] = entry.final_status
+        if len(statuses) == len(ids):
+            return statuses
+        remaining = [name for name in ids if name not in statuses]
         try:
             self._cancel([])
             queue = self.client.queue()
-            found |= self._statuses_from_queue(queue, unknown)
-            self._last.update(found)
+            statuses |= self._statuses_from_queue(queue, remaining)
+            self._last_statuses.update(statuses)
             self._queue.submit_ready(queue)
             self._silent_since = None
         except SlurmError as error:
             self._tolerate_silence(error)
-            waits = JobStatus(JobState.PENDING, None, "Slurm does not answer")
-            found |= {n: self._last.get(n, waits) for n in unknown if n not in found}
-        return found
+            pending = JobStatus(JobState.PENDING, None, "Slurm does not answer")
+            unanswered = [name for name in remaining if name not in statuses]
+            statuses |= {n: self._last_statuses.get(n, pending) for n in unanswered}
+        return statuses
 
     def _tolerate_silence(self, error: SlurmError) -> None:
-        """Tolerate a missing answer from Slurm, whose controller may be restarting.
+        """Tolerate that Slurm does not answer, because its controller may be restarting.
 
         Raises:
             SlurmError: Slurm has not answered for :attr:`no_answer_timeout_s`.
@@ -148,28 +150,28 @@ class SubmititLauncher:
         self, queue: Mapping[str, QueuedJob], names: Collection[str]
     ) -> dict[str, JobStatus]:
         """Return statuses from the queue and, for jobs not in it, from accounting."""
-        found: dict[str, JobStatus] = {}
+        statuses: dict[str, JobStatus] = {}
         ended: dict[str, str] = {}
         for name in names:
             entry = self._watched[name]
             if entry.refusal is not None:
-                found[name] = JobStatus(
+                statuses[name] = JobStatus(
                     JobState.FAILED, entry.refusal.exit_code, str(entry.refusal)
                 )
             elif entry.id is None:
-                found[name] = JobStatus(
+                statuses[name] = JobStatus(
                     JobState.PENDING, None, entry.last_warning or "waits behind other jobs"
                 )
             elif is_active_in(queue, entry.id):
-                found[name] = self._check_pending(entry, queue[entry.id])
-                self._missing.pop(entry.id, None)
+                statuses[name] = self._check_pending(entry, queue[entry.id])
+                self._missing_since.pop(entry.id, None)
             else:
                 ended[name] = entry.id
-        accounts = self.client.accounting(ended.values()) if ended else {}
-        for name, identity in ended.items():
+        accounting = self.client.accounting(ended.values()) if ended else {}
+        for name, job_id in ended.items():
             entry = self._watched[name]
-            found[name] = self._final_status(entry, queue.get(identity), accounts.get(identity))
-        return found
+            statuses[name] = self._final_status(entry, queue.get(job_id), accounting.get(job_id))
+        return statuses
 
     def cancel(self, ids: Collection[str]) -> None:
         self._drop([self._watched[name] for name in ids])
@@ -179,19 +181,19 @@ class SubmititLauncher:
         if not notes:
             return
         try:
-            ids = [identity for note in notes for identity in note.find_ids(self.client)]
+            ids = [job_id for note in notes for job_id in note.find_ids(self.client)]
             queue = self.client.queue()
-            self._cancel([identity for identity in ids if is_active_in(queue, identity)])
+            self._cancel([job_id for job_id in ids if is_active_in(queue, job_id)])
         except SlurmUnresponsiveError as error:
             self._tolerate_silence(error)
 
     def close(self) -> None:
-        """Retry failed cancellations. Jobs go on; the next driver finds them by their notes."""
+        """Retry failed cancellations. Jobs continue; the next driver finds them by their notes."""
         try:
             self._cancel([])
         except SlurmError as error:
-            left = " ".join(sorted(self._to_cancel))
-            log.warning("jobs could not be cancelled (%s); do it with: scancel %s", error, left)
+            ids = " ".join(sorted(self._to_cancel))
+            log.warning("jobs could not be cancelled (%s); do it with: scancel %s", error, ids)
 
     def _cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs, and those whose cancellation failed before."""
@@ -215,43 +217,44 @@ class SubmititLauncher:
 
     def _check_pending(self, entry: PendingSubmission, status: JobStatus) -> JobStatus:
         """Return the status of a queued job; fail it if it can never start by itself."""
-        why = (
+        problem = (
             diagnose_pending(status.reason, str(entry.id))
             if status.state is JobState.PENDING
             else None
         )
-        if why is None:
+        if problem is None:
             entry.stuck_since = None
             return status
         if entry.stuck_since is None:
             entry.stuck_since = time.monotonic()
         entry.warn_once(
-            f"{entry.job.name}: job {entry.id} does not start: {why.reason}: {why.advice}"
+            f"{entry.job.name}: job {entry.id} does not start: {problem.reason}: {problem.advice}"
         )
-        patience_s = self.hold_timeout_s if why.is_on_hold else self.stuck_timeout_s
+        patience_s = self.hold_timeout_s if problem.is_on_hold else self.stuck_timeout_s
         if time.monotonic() - entry.stuck_since < patience_s:
-            return replace(status, reason=f"{why.reason}: {why.advice}")
-        done = "was given up and left in the queue, where a resumed run finds it"
-        if not why.is_on_hold:
+            return replace(status, reason=f"{problem.reason}: {problem.advice}")
+        outcome = "counts as failed and was left in the queue, where a resumed run finds it"
+        if not problem.is_on_hold:
             self._cancel([str(entry.id)])
-            done = "could never start and was cancelled"
+            outcome = "could never start and was cancelled"
         reason = (
-            f"job {entry.id} in partition {status.partition} {done}: {why.reason}: {why.advice}"
+            f"job {entry.id} in partition {status.partition} {outcome}: "
+            f"{problem.reason}: {problem.advice}"
         )
         entry.final_status = JobStatus(JobState.FAILED, EXIT_BAD_INPUT, reason, status.partition)
         return entry.final_status
 
     def _final_status(
-        self, entry: PendingSubmission, queued: JobStatus | None, account: JobStatus | None
+        self, entry: PendingSubmission, queued: JobStatus | None, accounted: JobStatus | None
     ) -> JobStatus:
         """Return the status of a job that is no longer active in the queue."""
-        identity = str(entry.id)
+        job_id = str(entry.id)
         if (entry.job.output_dir / MANIFEST).exists():
             return JobStatus(JobState.DONE, 0)
-        code, rank = _exit_note(entry.job, identity)
-        status = account if account is not None and not account.state.is_active else queued
+        code, rank = _exit_note(entry.job, job_id)
+        status = accounted if accounted is not None and not accounted.state.is_active else queued
         if status is None and code is None:
-            if self._is_recently_missing(identity):
+            if self._is_recently_missing(job_id):
                 return JobStatus(JobState.RUNNING, None, "no longer in the queue")
             return JobStatus(JobState.VANISHED, None, "neither queue nor accounting knows this job")
         if status is None:
@@ -259,37 +262,37 @@ class SubmititLauncher:
         if (
             status.state is JobState.DONE
             and code in (None, 0)
-            and self._is_recently_missing(identity)
+            and self._is_recently_missing(job_id)
         ):
             # The manifest of a successful job may appear late on a network filesystem.
             return JobStatus(JobState.RUNNING, None, "ended; waiting for its manifest")
-        if status.state is JobState.CANCELLED or (code is None and "+" not in identity):
-            # The noted exit code of a cancelled job does not count. All components of a
-            # heterogeneous job have the code of the one that failed.
+        if status.state is JobState.CANCELLED or (code is None and "+" not in job_id):
+            # Ignore the noted exit code of a cancelled job. Slurm reports the code of the failed
+            # component for all components of a heterogeneous job.
             code = status.exit_code
-        reason = f"job {identity} {status.reason or status.state.value}".strip()
+        reason = f"job {job_id} {status.reason or status.state.value}".strip()
         return JobStatus(
             JobState.FAILED if status.state is JobState.DONE else status.state,
             code or None,
-            f"{reason}\n{failure_reason(_log(entry.job, identity, rank), code)}".strip(),
+            f"{reason}\n{failure_reason(_log(entry.job, job_id, rank), code)}".strip(),
             status.partition,
             status.node,
         )
 
-    def _is_recently_missing(self, identity: str) -> bool:
+    def _is_recently_missing(self, job_id: str) -> bool:
         """Return True if a job has been missing for less than :attr:`unknown_job_timeout_s`."""
-        since = self._missing.setdefault(identity, time.monotonic())
+        since = self._missing_since.setdefault(job_id, time.monotonic())
         return time.monotonic() - since < self.unknown_job_timeout_s
 
 
-def _exit_note(job: JobSpec, identity: str) -> tuple[int | None, int]:
-    """Return the exit code that a job's ranks noted, and the rank that noted it."""
+def _exit_note(job: JobSpec, job_id: str) -> tuple[int | None, int]:
+    """Return the exit code in the note of a job's ranks, and the rank that wrote it."""
     try:
-        note = json.loads((job.log_dir / f"{identity}.exit").read_text())
+        note = json.loads((job.log_dir / f"{job_id}.exit").read_text())
         return int(note["code"]), int(note["rank"])
     except (OSError, ValueError, KeyError):
         return None, 0
 
 
-def _log(job: JobSpec, identity: str, rank: int) -> Path:
-    return job.log_dir / f"{identity}_{rank}_log.err"
+def _log(job: JobSpec, job_id: str, rank: int) -> Path:
+    return job.log_dir / f"{job_id}_{rank}_log.err"

@@ -1,9 +1,10 @@
 """``python -m launchers.throttle DUTY COMMAND...``: run a command for a share of the time only.
 
-The nodes of a dev cluster have the same speed; this makes some slower. If the ``cpu`` controller of
-cgroup v1 is writable, every thread of the command gets a quota in slices of milliseconds; else the
-command's process group is stopped and continued several times a second. Child processes of the
-command are slowed as well. Stop signals are forwarded, and the exit status is the command's own.
+The nodes of a dev cluster have the same speed; this program slows some nodes. If the ``cpu``
+controller of cgroup v1 is writable, every thread of the command gets a quota in slices of
+milliseconds; else the command's process group is stopped and continued several times a second.
+Child processes of the command are slowed too. Stop signals are forwarded, and the exit status is
+that of the command.
 ``DUTY`` is a number, or ``KIND=NUMBER,...`` by kind of node (a GPU's GRES name or a feature); other
 nodes are not slowed.
 """
@@ -25,13 +26,14 @@ from rlinf.process_tuning import die_with_parent
 CPU_CGROUP_ROOT = Path("/sys/fs/cgroup/cpu")
 """Root of the ``cpu`` controller; groups with a quota are created in this process's group."""
 QUOTA_PERIOD_US = 10_000
-"""Period of the quotas. Kernels schedule every few milliseconds, so shorter periods get less."""
+"""Period of the quotas. Kernels schedule every few milliseconds; with a shorter period threads get
+less than their quota."""
 THREAD_SCAN_S = 0.05
 """Seconds between scans for new threads, which share the quota of their creator until then."""
 SIGNAL_PERIOD_S = 0.04
-"""Period of stopping and continuing: long compared to scheduler slices, short for a stage."""
+"""Period of stopping and continuing: longer than scheduler slices, shorter than stages."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Its multiples divide a circle evenly, for any number of them."""
+"""Any number of its multiples, modulo 1, are spread evenly."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -41,23 +43,23 @@ def main(argv: list[str]) -> int:
     process = subprocess.Popen(
         argv[1:],
         process_group=0,
-        # One system call, looked up beforehand.
+        # One system call, resolved beforehand.
         preexec_fn=die_with_parent,  # noqa: PLW1509
     )
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         # Only the command gets the signal, because its children do not expect it. A stopped process
         # gets the signal as soon as it continues.
         if process.returncode is None:
             os.kill(process.pid, number)
 
     for number in FORWARDED_SIGNALS:
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     if duty < 1 and not throttle_by_cgroup(process, duty):
         throttle_by_signals(process, duty)
     code = process.wait()
     if code < 0:
-        # End by the command's signal, so that the waiting process sees it.
+        # End by the same signal as the command, so that the parent process sees it.
         signal.signal(-code, signal.SIG_DFL) if -code in FORWARDED_SIGNALS else None
         os.kill(os.getpid(), -code)
     return code
@@ -68,27 +70,27 @@ def node_duty_cycle(text: str) -> float:
     if "=" not in text:
         return float(text)
     node = os.environ.get("SLURMD_NODENAME")
-    words = node_attributes(node) if node else set()
+    attributes = node_attributes(node) if node else set()
     shares = (part.split("=") for part in text.split(","))
-    return min((float(share) for kind, share in shares if kind in words), default=1.0)
+    return min((float(share) for kind, share in shares if kind in attributes), default=1.0)
 
 
 def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
     """Give each thread of ``process`` and of its children a quota until the process has ended.
 
-    One quota for all threads would slow a program of two threads twice as much as one of a single
-    thread.
+    One quota for all threads would slow a program with two threads twice as much as a program with
+    one thread.
 
     Returns:
         True if it was throttled; False if groups cannot be created.
     """
     try:
-        here = CPU_CGROUP_ROOT / current_cpu_cgroup()
-        root = here / f"rlinf-{process.pid}"
-        for left in here.glob("rlinf-*"):  # of a throttle that was killed
-            if not Path("/proc", left.name.removeprefix("rlinf-")).exists():
-                _remove(left)
-        _quota(root / str(process.pid), process.pid, duty)
+        own_cgroup = CPU_CGROUP_ROOT / current_cpu_cgroup()
+        root = own_cgroup / f"rlinf-{process.pid}"
+        for leftover in own_cgroup.glob("rlinf-*"):  # of a killed throttle
+            if not Path("/proc", leftover.name.removeprefix("rlinf-")).exists():
+                _remove(leftover)
+        _set_quota(root / str(process.pid), process.pid, duty)
     except OSError:
         return False
     while True:
@@ -96,11 +98,11 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
             process.wait(THREAD_SCAN_S)
         except subprocess.TimeoutExpired:
             for group in root.glob("*/tasks"):
-                # The first thread stays, because its own new threads join its group.
+                # The group's first thread stays; new threads of it join this group.
                 threads = {*map(int, group.read_text().split())}
                 for thread in threads - {int(group.parent.name)}:
                     with suppress(OSError):  # it has ended
-                        _quota(root / str(thread), thread, duty)
+                        _set_quota(root / str(thread), thread, duty)
                 if not threads:
                     group.parent.rmdir()
         else:
@@ -112,11 +114,11 @@ def throttle_by_cgroup(process: subprocess.Popen[bytes], duty: float) -> bool:
 def current_cpu_cgroup() -> str:
     """Return the path of this process's group of the ``cpu`` controller; "" for the root."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
-    found = [line.split(":", 2) for line in lines]
-    return next((path for _, names, path in found if names == "cpu"), "").lstrip("/")
+    entries = [line.split(":", 2) for line in lines]
+    return next((path for _, names, path in entries if names == "cpu"), "").lstrip("/")
 
 
-def _quota(group: Path, thread: int, duty: float) -> None:
+def _set_quota(group: Path, thread: int, duty: float) -> None:
     group.mkdir(parents=True, exist_ok=True)
     (group / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_US))
     (group / "cpu.cfs_quota_us").write_text(str(round(QUOTA_PERIOD_US * duty)))
@@ -133,29 +135,29 @@ def _remove(root: Path) -> None:
 def throttle_by_signals(process: subprocess.Popen[bytes], duty: float) -> None:
     """Stop and continue the process group of ``process`` until it has ended.
 
-    The group runs in the same part of every period of the machine's clock. So a late wake-up shifts
-    no later one, and the ranks of a job run and pause together, as on a slower device.
+    The group runs in the same part of every period of the machine's clock. So a late wake-up does
+    not delay later ones, and the ranks of a job run and pause together, as on a slower device.
     """
-    begin = run_phase_s()
+    phase_s = run_phase_s()
     while duty < 1:
-        time.sleep(max(0.0, SIGNAL_PERIOD_S * duty - (time.time() - begin) % SIGNAL_PERIOD_S))
+        time.sleep(max(0.0, SIGNAL_PERIOD_S * duty - (time.time() - phase_s) % SIGNAL_PERIOD_S))
         if not _signal(process, signal.SIGSTOP):
             return
-        time.sleep(SIGNAL_PERIOD_S - (time.time() - begin) % SIGNAL_PERIOD_S)
+        time.sleep(SIGNAL_PERIOD_S - (time.time() - phase_s) % SIGNAL_PERIOD_S)
         if not _signal(process, signal.SIGCONT):
             return
 
 
 def run_phase_s() -> float:
-    """Return when in a period this job runs: consecutive jobs run in different parts of it, so that
-    jobs on one machine do not all run at the same time."""
+    """Return the offset in a period at which this job runs. Consecutive jobs have other offsets,
+    so that jobs on one machine do not all run at the same time."""
     return SIGNAL_PERIOD_S * (int(os.environ.get("SLURM_JOB_ID", "0")) * GOLDEN_RATIO % 1)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
     """Signal the process group. Returns False if ``process`` has ended.
 
-    The group's id is not reused before ``process`` was waited for.
+    The group's id is not reused until ``process`` has been waited for.
     """
     if process.poll() is not None:
         return False

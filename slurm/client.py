@@ -1,8 +1,8 @@
-"""The Slurm client: the only place that runs Slurm's commands, with typed results and few calls.
+"""The Slurm client: runs all of Slurm's commands, with few calls, and returns typed results.
 
 sbatch prints ``Submitted batch job 12``, with several clusters ``Submitted batch job 12 on cluster
-NAME``, or with ``--parsable`` ``12`` or ``12;NAME`` (manual page of sbatch). Some sites wrap it in
-a script that prints a banner, checks and balances before and after that line.
+NAME``, or with ``--parsable`` ``12`` or ``12;NAME`` (manual page of sbatch). Some sites wrap sbatch
+in a script that prints a banner, checks or the account's balance before and after that line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurm.jobs import (
 )
 
 COMMAND_TIMEOUT_S = 60.0
-# -e prints a line for each node type; without it, one line has the minimum CPUs and memory of all.
+# -e prints a line for each node type; without it, one line has the minimum CPUs and memory.
 SINFO_PARTITIONS = ("sinfo", "-h", "-e", "-o", "%P|%l|%D|%c|%m|%G|%a|%s")
 # -r prints a line for each element of a pending array. The reason is last because it is free text.
 SQUEUE_JOBS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%T|%P|%a|%q|%N|%r")
@@ -45,8 +45,8 @@ SLURM_ENV_PREFIXES = (
     "SACCT_",
     "SINFO_",
 )
-"""Prefixes of variables that change what Slurm's commands do or show: those of the job around this
-process (``SLURM_MEM_PER_CPU``) and the user's own (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
+"""Prefixes of variables that change what Slurm's commands do or show. Slurm sets some in a job
+(``SLURM_MEM_PER_CPU``); users set others (``SBATCH_QOS``, ``SQUEUE_PARTITION``)."""
 CONTROLLER_ENV = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """Variables that commands need to find their controller."""
 SQUEUE_COMMENTS = ("squeue", "-h", "-r", "--me", "-t", "all", "-o", "%i|%k")
@@ -55,12 +55,12 @@ _NO_ANSWER = re.compile(
     "|zero bytes were transmitted|in standby|slurmctld is down|not responding",
     re.IGNORECASE,
 )
-"""Messages of commands that got no answer from the controller."""
+"""Parts of the messages that commands print if the controller does not answer."""
 _PARTITION_LINE = re.compile(
     r"[^|\s]+\|[^|\s]+\|\d+\|\d+\+?\|\d+\+?\|[^|]*\|(?:up|down|drain|inact)(?:\|.*)?"
 )
-"""A line of sinfo's answer to :data:`SINFO_PARTITIONS`. Sites may print text of their own around
-such lines; all parsers of Slurm's output skip it."""
+"""A line of sinfo's answer to :data:`SINFO_PARTITIONS`. All parsers of Slurm's output skip other
+lines, which a site may print."""
 _STATE = re.compile(r"[A-Z][A-Z0-9_]*\+?(?: by \S+)?")
 _EXIT_CODE = re.compile(r"(\d+):\d+")
 _ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", re.IGNORECASE)
@@ -68,7 +68,7 @@ _ALREADY_ENDED = re.compile(r"invalid job id|already (?:completing|completed)", 
 
 @dataclass(frozen=True)
 class QueuedJob(JobStatus):
-    """A job in the queue, with the account and QOS that limits on the number of jobs count by."""
+    """A job in the queue, with its account and QOS, to which limits on the number of jobs apply."""
 
     account: str = ""
     qos: str = ""
@@ -76,18 +76,18 @@ class QueuedJob(JobStatus):
 
 @dataclass(frozen=True)
 class NodeType:
-    """Nodes of a partition with the same hardware; 0 marks an unknown number."""
+    """Nodes of a partition with the same hardware; 0 stands for an unknown number."""
 
     count: int
     cpus: int
-    """Per node, like memory and GPUs."""
+    """CPUs per node; memory and GPUs are per node too."""
     mem_mb: int
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """By type."""
+    """Number of GPUs by type."""
 
     def __str__(self) -> str:
-        kinds = [f"{count} {kind or 'GPUs'}" for kind, count in self.gpus.items()]
-        return ", ".join([*kinds, f"{self.cpus} CPUs", f"{self.mem_mb} MiB"])
+        gpus = [f"{count} {gpu_type or 'GPUs'}" for gpu_type, count in self.gpus.items()]
+        return ", ".join([*gpus, f"{self.cpus} CPUs", f"{self.mem_mb} MiB"])
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Partition:
     """Maximum nodes of one job; None: unlimited."""
     is_default: bool = False
     state: str = "up"
-    """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (neither)."""
+    """``up``, ``down`` (jobs wait), ``drain`` (no new jobs) or ``inact`` (down and drain)."""
 
     @property
     def is_available(self) -> bool:
-        """True if jobs may be submitted and start."""
+        """True if jobs may be submitted and may start."""
         return self.state == "up"
 
     @property
@@ -117,11 +117,11 @@ class Partition:
     @property
     def gpus(self) -> dict[str, int]:
         """The maximum number of GPUs per node, by GPU type."""
-        found: dict[str, int] = {}
+        gpus: dict[str, int] = {}
         for group in self.groups:
-            for kind, count in group.gpus.items():
-                found[kind] = max(found.get(kind, 0), count)
-        return found
+            for gpu_type, count in group.gpus.items():
+                gpus[gpu_type] = max(gpus.get(gpu_type, 0), count)
+        return gpus
 
 
 @dataclass
@@ -140,36 +140,36 @@ class SlurmClient:
         return parse_partitions(self.run(*SINFO_PARTITIONS))
 
     def queue(self) -> dict[str, QueuedJob]:
-        """Return this user's jobs in the queue by id, each array element on its own (``12_3``).
+        """Return this user's jobs in the queue by id; each array element is an entry (``12_3``).
 
-        Jobs that ended a short while ago are included.
+        Jobs that ended recently are included.
         """
         return parse_queue(self.run(*SQUEUE_JOBS))
 
     def find_by_comment(self, text: str) -> list[str]:
-        """Return the ids of this user's queued jobs whose comment contains a text.
+        """Return the ids of this user's queued jobs whose comment contains ``text``.
 
         Raises:
             SlurmError: Slurm does not answer.
         """
         rows = _job_rows(self.run(*SQUEUE_COMMENTS), 2)
         return [
-            identity for ids, comment in rows if text in comment for identity in expand_job_ids(ids)
+            job_id for ids, comment in rows if text in comment for job_id in expand_job_ids(ids)
         ]
 
     def accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Return the status of jobs in accounting; empty if the cluster has no accounting."""
-        job_ids = sorted({parent_job_id(identity) for identity in ids})
+        job_ids = sorted({parent_job_id(job_id) for job_id in ids})
         try:
-            found = parse_accounting(self.run(*SACCT_JOBS, ",".join(job_ids)))
+            by_id = parse_accounting(self.run(*SACCT_JOBS, ",".join(job_ids)))
         except SlurmError:
             return {}
-        # Array elements cancelled while pending may be listed under the id of their array only.
-        names = {i: i if i in found else parent_job_id(i) for i in ids}
-        return {identity: found[name] for identity, name in names.items() if name in found}
+        # An array element that was cancelled while pending may be listed under its array's id only.
+        keys = {i: i if i in by_id else parent_job_id(i) for i in ids}
+        return {job_id: by_id[key] for job_id, key in keys.items() if key in by_id}
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Cancel jobs. Jobs that have already ended are ignored and do not protect the others.
+        """Cancel jobs. Jobs that have already ended are ignored; the others are cancelled anyway.
 
         A component of a heterogeneous job is cancelled with its whole job, because Slurm refuses
         to cancel a pending component alone.
@@ -179,7 +179,7 @@ class SlurmClient:
         """
         if not ids:
             return
-        ids = {parent_job_id(identity) if "+" in identity else identity for identity in ids}
+        ids = {parent_job_id(job_id) if "+" in job_id else job_id for job_id in ids}
         try:
             self.run("scancel", *sorted(ids))
         except SlurmError as error:
@@ -191,9 +191,9 @@ class SlurmClient:
     def _cancel_singly(self, ids: Collection[str]) -> None:
         """Cancel jobs one by one, for versions of scancel that stop at the first ended job."""
         failed = []
-        for identity in sorted(ids):
+        for job_id in sorted(ids):
             try:
-                self.cancel([identity])
+                self.cancel([job_id])
             except SlurmError as error:
                 failed.append(str(error))
         if failed:
@@ -215,10 +215,10 @@ class SlurmClient:
         """
         text = self.run("sinfo", "--version")
         # Debian prints "slurm-wlm 22.05.8".
-        found = re.search(r"^slurm\S*[ \t]+(\d\S*)", text, re.MULTILINE | re.IGNORECASE)
-        if found is None:
+        match = re.search(r"^slurm\S*[ \t]+(\d\S*)", text, re.MULTILINE | re.IGNORECASE)
+        if match is None:
             raise SlurmError(f"sinfo --version: no version in {text.strip()[:200]!r}")
-        return found[1]
+        return match[1]
 
     def run(self, *command: str, return_stderr: bool = False) -> str:
         """Run a Slurm command and return its standard output.
@@ -235,16 +235,16 @@ class SlurmClient:
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Block stop signals, so that commands started inside survive a warning to the whole step.
+    """Block stop signals, so that commands started here survive a warning to the whole step.
 
     A child inherits the signal mask of the thread that starts it. This process gets the signal
     when the block ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def command_environment() -> dict[str, str]:
@@ -269,7 +269,7 @@ def run_command(command: Sequence[str], *, return_stderr: bool = False) -> str:
         )
     try:
         with block_stop_signals():
-            done = subprocess.run(
+            completed = subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
@@ -281,17 +281,17 @@ def run_command(command: Sequence[str], *, return_stderr: bool = False) -> str:
         raise SlurmUnresponsiveError(
             f"{command[0]} did not answer within {COMMAND_TIMEOUT_S:.0f} s"
         ) from None
-    if done.returncode:
-        message = done.stderr.strip() or done.stdout.strip()
+    if completed.returncode:
+        message = completed.stderr.strip() or completed.stdout.strip()
         raise classify_failure(message)(f"{' '.join(command)}: {message}")
-    return done.stderr if return_stderr else done.stdout
+    return completed.stderr if return_stderr else completed.stdout
 
 
 def classify_failure(message: str) -> type[SlurmError]:
-    """Return the error class of a failed command's message: no answer, or refused.
+    """Return the error class for a failed command's message: no answer, or refused.
 
-    If some lines contain an error, only these count, because a banner may mention nodes that are
-    not responding.
+    If some lines contain an error, the other lines are ignored, because a banner may mention nodes
+    that are not responding.
     """
     lines = message.splitlines()
     lines = [line for line in lines if re.search("error|fatal", line, re.IGNORECASE)] or lines
@@ -300,34 +300,36 @@ def classify_failure(message: str) -> type[SlurmError]:
 
 def parse_partitions(text: str) -> dict[str, Partition]:
     """Parse sinfo's answer to :data:`SINFO_PARTITIONS`, which has a line for each node type."""
-    found: dict[str, Partition] = {}
+    partitions: dict[str, Partition] = {}
     for line in text.splitlines():
         if not _PARTITION_LINE.fullmatch(line.strip()):
             continue
         name, limit, nodes, cpus, memory, gres, state, *sizes = line.strip().split("|")[:8]
-        known = found.get(name.rstrip("*"))
-        group = NodeType(_number(nodes), _number(cpus), _number(memory), parse_gpus(gres))
-        found[name.rstrip("*")] = Partition(
+        previous = partitions.get(name.rstrip("*"))
+        node_type = NodeType(
+            _leading_int(nodes), _leading_int(cpus), _leading_int(memory), parse_gpus(gres)
+        )
+        partitions[name.rstrip("*")] = Partition(
             name=name.rstrip("*"),
             time_limit_min=parse_minutes(limit),
-            groups=(*(known.groups if known else ()), group),
-            # Minimum to maximum nodes of a job: 1-infinite, 1-4, or 2 if both are the same.
-            max_nodes=_limit(sizes[0].rpartition("-")[2]) if sizes else None,
+            groups=(*(previous.groups if previous else ()), node_type),
+            # Minimum and maximum nodes of a job: 1-infinite, 1-4, or 2 if they are equal.
+            max_nodes=_int_or_none(sizes[0].rpartition("-")[2]) if sizes else None,
             is_default=name.endswith("*"),
             state=state,
         )
-    return found
+    return partitions
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
     """Parse GPUs of a GRES text: ``gpu:a100:4(S:0-1),gpu:2`` is ``{"a100": 4, "": 2}``."""
-    found: dict[str, int] = {}
+    gpus: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = part.strip().split(":")
         if words[0] == "gpu" and words[-1].isdigit():
-            kind = words[1] if len(words) > 2 else ""
-            found[kind] = max(found.get(kind, 0), int(words[-1]))
-    return found
+            gpu_type = words[1] if len(words) > 2 else ""
+            gpus[gpu_type] = max(gpus.get(gpu_type, 0), int(words[-1]))
+    return gpus
 
 
 def parse_minutes(text: str) -> int | None:
@@ -357,31 +359,31 @@ def default_partition(partitions: Mapping[str, _MayBeDefault]) -> str | None:
 
 
 def partition_names(text: str) -> tuple[str, ...]:
-    """Split ``a100,h100`` into names; the job runs in the first partition that has room."""
+    """Split ``a100,h100`` into names; the job runs in the first partition with free nodes."""
     return tuple(name.strip() for name in text.split(","))
 
 
 def parse_queue(text: str) -> dict[str, QueuedJob]:
     """Parse squeue's answer to :data:`SQUEUE_JOBS`."""
-    found = {}
+    jobs = {}
     for ids, state, partition, account, qos, node, reason in _job_rows(text, 7):
-        why = "" if reason in ("None", "(null)") else reason
-        status = QueuedJob(parse_job_state(state), None, why, partition, node, account, qos)
-        for identity in expand_job_ids(ids):
-            found[identity] = status
-    return found
+        reason_text = "" if reason in ("None", "(null)") else reason
+        status = QueuedJob(parse_job_state(state), None, reason_text, partition, node, account, qos)
+        for job_id in expand_job_ids(ids):
+            jobs[job_id] = status
+    return jobs
 
 
 def parse_accounting(text: str) -> dict[str, JobStatus]:
     """Parse sacct's answer to :data:`SACCT_JOBS`."""
-    found = {}
+    statuses = {}
     for ids, state, code, partition, node in _job_rows(text, 5):
-        kind, numbers = parse_job_state(state), _EXIT_CODE.fullmatch(code)
-        exit_code = int(numbers[1]) if numbers else None
-        reason = "" if kind is JobState.DONE else state
-        for identity in expand_job_ids(ids):
-            found[identity] = JobStatus(kind, exit_code, reason, partition, node)
-    return found
+        job_state, code_match = parse_job_state(state), _EXIT_CODE.fullmatch(code)
+        exit_code = int(code_match[1]) if code_match else None
+        reason = "" if job_state is JobState.DONE else state
+        for job_id in expand_job_ids(ids):
+            statuses[job_id] = JobStatus(job_state, exit_code, reason, partition, node)
+    return statuses
 
 
 def parse_settings(text: str) -> dict[str, str]:
@@ -391,8 +393,10 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
-    """Yield the fields of lines separated by ``|`` that start with a job id and, if there are three
-    columns or more, a job state. The last field may contain ``|``. Other lines are skipped.
+    """Yield the fields, separated by ``|``, of lines that start with a job id.
+
+    With three or more columns the second field must be a job state. The last field may contain
+    ``|``. Other lines are skipped.
     """
     for line in text.splitlines():
         parts = line.strip().split("|", columns - 1)
@@ -401,11 +405,11 @@ def _job_rows(text: str, columns: int) -> Iterator[list[str]]:
             yield parts
 
 
-def _limit(text: str) -> int | None:
+def _int_or_none(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _number(text: str) -> int:
+def _leading_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 
@@ -414,7 +418,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 """Terminal escape sequences such as colours (ECMA-48)."""
 _SENTENCE = re.compile(r"\bSubmitted batch job (\d+)\b", re.IGNORECASE)
 _PARSABLE = re.compile(r"(\d+)(?:;[\w.-]+)?")
-_SHOWN = 1500
+_MAX_EXCERPT = 1500
 """Maximum characters of an answer in an error message."""
 
 
@@ -430,32 +434,32 @@ def parse_submitted_id(answer: str, find_tagged: Callable[[], Collection[str]] =
             the answer contains several numbers, to find which of them is the job.
 
     Raises:
-        UnreadableSubmission: the answer contains no id, or several ambiguous ones; shows it.
+        UnreadableSubmission: the answer contains no id, or several; the message quotes it.
         SlurmError: the queue was queried and Slurm did not answer.
     """
-    found = _candidates(answer)
-    if len(found) > 1:
-        there = {parent_job_id(identity) for identity in find_tagged()}
-        found = [identity for identity in found if identity in there] or found
-    if len(found) != 1:
-        what = f"several numbers ({', '.join(found)})" if found else "no job id"
+    candidates = _candidates(answer)
+    if len(candidates) > 1:
+        tagged = {parent_job_id(job_id) for job_id in find_tagged()}
+        candidates = [job_id for job_id in candidates if job_id in tagged] or candidates
+    if len(candidates) != 1:
+        content = f"several numbers ({', '.join(candidates)})" if candidates else "no job id"
         raise UnreadableSubmission(
-            f"sbatch took the job, but its answer holds {what}: {_shown(answer)}"
+            f"sbatch accepted the job, but its answer contains {content}: {_excerpt(answer)}"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _candidates(answer: str) -> list[str]:
     """Return possible ids: those in the full sentence, else numbers alone on their line."""
     lines = [line.strip() for line in _ESCAPE.sub("", answer).splitlines()]
-    message = [match[1] for line in lines if (match := _SENTENCE.search(line))]
-    alone = [match[1] for line in lines if (match := _PARSABLE.fullmatch(line))]
-    return list(dict.fromkeys(message or alone))
+    in_sentences = [match[1] for line in lines if (match := _SENTENCE.search(line))]
+    alone_on_line = [match[1] for line in lines if (match := _PARSABLE.fullmatch(line))]
+    return list(dict.fromkeys(in_sentences or alone_on_line))
 
 
-def _shown(answer: str) -> str:
+def _excerpt(answer: str) -> str:
     text = _ESCAPE.sub("", answer).strip()
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+    return repr(text if len(text) <= _MAX_EXCERPT else f"{text[:_MAX_EXCERPT]}...")
 
 
 WAIT_HISTORY_DAYS = 14
@@ -483,7 +487,7 @@ def parse_expected_wait(text: str, now: datetime) -> float | None:
 
 
 def past_waits_s(client: SlurmClient, partition: str) -> list[tuple[int, float]]:
-    """Return number of nodes and wait of a partition's past jobs that this user may see."""
+    """Return number of nodes and wait for each past job of a partition that this user may see."""
     since, fields = f"now-{WAIT_HISTORY_DAYS}days", "Partition,NNodes,Eligible,Start"
     try:
         text = client.run(
@@ -497,9 +501,9 @@ def past_waits_s(client: SlurmClient, partition: str) -> list[tuple[int, float]]
 def parse_past_waits(text: str, partition: str) -> list[tuple[int, float]]:
     """Parse ``sacct -n -P -X -o Partition,NNodes,Eligible,Start``; jobs not started are skipped.
 
-    A wait is counted from when the job could start, after its dependencies and begin time.
+    A wait begins when the job is eligible to start, after its dependencies and begin time.
     """
-    found = []
+    waits = []
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) != 4 or parts[0] != partition or not parts[1].isdigit():
@@ -508,5 +512,5 @@ def parse_past_waits(text: str, partition: str) -> list[tuple[int, float]]:
             eligible, start = map(datetime.fromisoformat, parts[2:])
         except ValueError:
             continue
-        found.append((int(parts[1]), max(0.0, (start - eligible).total_seconds())))
-    return found
+        waits.append((int(parts[1]), max(0.0, (start - eligible).total_seconds())))
+    return waits

@@ -1,7 +1,7 @@
 """Discovery of the cluster's inventory: a few queries to Slurm and the parsers of its answers.
 
-Each query runs once for the whole cluster. Parsing is pure and linear in the text, so thousands of
-nodes are no problem. Formats are those of 20.11 to 25.x (docs/howto/slurm.md).
+Each query runs once for the whole cluster. Parsing takes time linear in the text, so thousands of
+nodes are no problem. Formats are those of Slurm 20.11 to 25.x (docs/howto/slurm.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCONTROL_PARTITIONS = ("scontrol", "-o", "show", "partition")
 # -d adds GresUsed, which is present even if accounting does not track GPUs.
 SCONTROL_NODE_USAGE = ("scontrol", "-o", "-d", "show", "node")
 # Only -O prints the total resources of a pending job (%b omits --gpus). Its values have no blanks
-# and fit the widths; -r prints each task of an array.
+# and fit the widths; -r prints each element of an array.
 SQUEUE_PENDING = (
     *("squeue", "-h", "-r", "-t", "PD", "-O"),
     "Partition:200,NumNodes:12,tres-alloc:250,tres-per-node:100,Reason:60",
@@ -58,13 +58,13 @@ USABLE_STATES = IDLE_STATES | frozenset(
 )
 """Base states of usable nodes. All others, unknown ones included, count as down."""
 DOWN_FLAGS = frozenset("*$^")
-"""Suffixes of sinfo's states: not responding, maintenance, rebooting."""
+"""Suffixes of the states of unusable nodes: not responding, under maintenance, rebooting."""
 BUSY_FLAGS = frozenset("-@!%")
 """Suffixes of nodes that are not idle: reserved for a job, to be rebooted, or powering down."""
 NOT_WAITING_FOR_NODES = re.compile(
     r"\(?(?:JobHeld|Dependency|BeginTime|JobArrayTaskLimit|BadConstraints)"
 )
-"""Reasons of pending jobs that would not start on free nodes either."""
+"""Reasons of pending jobs that would not start even if nodes were free."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class SlurmOutput:
     usage: str
     pending: str
     qos: str | None = None
-    """None: no accounting."""
+    """None: the cluster has no accounting."""
     associations: str | None = None
     settings: Mapping[str, str] | None = None
-    """By the names of slurm.conf; None: not queried, limits count as enforced."""
+    """Values by the names of slurm.conf; None: not queried, so limits are taken as enforced."""
 
 
 class PartitionNode(NamedTuple):
@@ -106,7 +106,7 @@ NO_DEMAND = PendingDemand(0, 0)
 
 
 def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
-    """Return the inventory of this cluster as this user sees it, without a site file.
+    """Return the inventory of this cluster as this user sees it, without settings of a site file.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
@@ -115,12 +115,12 @@ def discover_inventory(client: SlurmClient, now: datetime) -> Inventory:
 
 
 def query_slurm(client: SlurmClient) -> SlurmOutput:
-    """Run all queries. Missing accounting is no error.
+    """Run all queries. A cluster without accounting is not an error.
 
     Raises:
         SlurmError: Slurm is not installed or does not answer.
     """
-    answers = {
+    output = {
         "version": client.version(),
         "nodes": client.run(*SINFO_NODES),
         "partitions": client.run(*SCONTROL_PARTITIONS),
@@ -128,7 +128,7 @@ def query_slurm(client: SlurmClient) -> SlurmOutput:
         "pending": client.run(*SQUEUE_PENDING),
     }
     qos, associations = query_accounting(client) or (None, None)
-    return SlurmOutput(**answers, qos=qos, associations=associations, settings=client.settings())
+    return SlurmOutput(**output, qos=qos, associations=associations, settings=client.settings())
 
 
 def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
@@ -145,30 +145,30 @@ def query_accounting(client: SlurmClient) -> tuple[str, str] | None:
         return None
 
 
-def build_inventory(answers: SlurmOutput, created_at: datetime) -> Inventory:
+def build_inventory(output: SlurmOutput, created_at: datetime) -> Inventory:
     """Build an inventory from the output of Slurm's commands."""
-    members: dict[str, list[PartitionNode]] = defaultdict(list)
-    for node in parse_nodes(answers.nodes):
-        members[node.partition].append(node)
-    used = parse_usage(answers.usage)
-    waiting = parse_pending(answers.pending)
+    nodes_by_partition: dict[str, list[PartitionNode]] = defaultdict(list)
+    for node in parse_nodes(output.nodes):
+        nodes_by_partition[node.partition].append(node)
+    gpus_in_use = parse_usage(output.usage)
+    demand = parse_pending(output.pending)
     partitions = {}
-    for record in parse_partition_records(answers.partitions):
+    for record in parse_partition_records(output.partitions):
         name = record["PartitionName"]
         whole_nodes = record.get("OverSubscribe") == "EXCLUSIVE"
-        groups = group_nodes(members.get(name, ()), used, whole_nodes=whole_nodes)
-        partitions[name] = build_partition(record, groups, waiting.get(name, NO_DEMAND))
+        groups = group_nodes(nodes_by_partition.get(name, ()), gpus_in_use, whole_nodes=whole_nodes)
+        partitions[name] = build_partition(record, groups, demand.get(name, NO_DEMAND))
     limits = None
-    if answers.qos is not None and answers.associations is not None:
-        limits = parse_limits(answers.qos, answers.associations)
+    if output.qos is not None and output.associations is not None:
+        limits = parse_limits(output.qos, output.associations)
     return Inventory(
         schema_version=SCHEMA,
         created_at=created_at,
-        slurm_version=answers.version,
+        slurm_version=output.version,
         partitions=partitions,
         limits=limits,
-        cluster=(answers.settings or {}).get("ClusterName", ""),
-        enforces_limits=answers.settings is None or enforces_limits(answers.settings),
+        cluster=(output.settings or {}).get("ClusterName", ""),
+        enforces_limits=output.settings is None or enforces_limits(output.settings),
     )
 
 
@@ -180,50 +180,50 @@ def enforces_limits(settings: Mapping[str, str]) -> bool:
 
 def parse_nodes(text: str) -> list[PartitionNode]:
     """Parse ``sinfo -h -N -o "%N|%R|%T|%c|%m|%G|%f"``: a line per node and partition."""
-    found = []
+    nodes = []
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) >= 7 and _all_numbers(parts[3:5]):
-            name, partition, state, cpus, memory, gres, features = parts[:7]
-            found.append(
+        cells = line.strip().split("|")
+        if len(cells) >= 7 and _are_numbers(cells[3:5]):
+            name, partition, state, cpus, memory, gres, features = cells[:7]
+            nodes.append(
                 PartitionNode(
-                    name, partition, state, _number(cpus), _number(memory), gres, features
+                    name, partition, state, _leading_int(cpus), _leading_int(memory), gres, features
                 )
             )
-    return found
+    return nodes
 
 
 def parse_partition_records(text: str) -> list[dict[str, str]]:
     """Parse ``scontrol -o show partition``: a line of ``Key=value`` words per partition."""
-    found = []
+    records = []
     for line in text.splitlines():
         if line.startswith("PartitionName="):
-            found.append(dict(word.split("=", 1) for word in line.split() if "=" in word))
-    return found
+            records.append(dict(word.split("=", 1) for word in line.split() if "=" in word))
+    return records
 
 
 def build_partition(
     record: Mapping[str, str],
     groups: tuple[NodeGroup, ...] = (),
-    waiting: PendingDemand = NO_DEMAND,
+    demand: PendingDemand = NO_DEMAND,
 ) -> PartitionInventory:
-    """Build a partition from its record, its node groups and the jobs that wait for it."""
+    """Build a partition from its record, its node groups and the demand of pending jobs."""
     return PartitionInventory(
         name=record["PartitionName"],
         groups=groups,
-        queued_jobs=waiting.jobs,
-        queued_gpus=waiting.gpus,
+        queued_jobs=demand.jobs,
+        queued_gpus=demand.gpus,
         time_limit_min=parse_minutes(record.get("MaxTime", "")),
         preempt_mode=record.get("PreemptMode", "OFF"),
-        priority_tier=_number(record.get("PriorityTier", "1")),
+        priority_tier=_leading_int(record.get("PriorityTier", "1")),
         is_available=record.get("State", "UP") == "UP",
         is_default=record.get("Default") == "YES",
-        qos=_word(record.get("QoS", "")),
+        qos=_value_or_empty(record.get("QoS", "")),
         allowed_qos=_allowed(record.get("AllowQos", "ALL")),
         denied_qos=_words(record.get("DenyQos", "")),
         allowed_accounts=_allowed(record.get("AllowAccounts", "ALL")),
         denied_accounts=_words(record.get("DenyAccounts", "")),
-        max_nodes_per_job=_limit(record.get("MaxNodes", "")),
+        max_nodes_per_job=_int_or_none(record.get("MaxNodes", "")),
     )
 
 
@@ -235,19 +235,19 @@ _ALLOCATED = re.compile(r" AllocTRES=(\S+)")
 def parse_usage(text: str) -> dict[str, dict[str, int]]:
     """Parse ``scontrol -o -d show node``: each node's GPUs in use, by type.
 
-    They come from GresUsed, or from AllocTRES if a version or plugin omits it. A node without both
-    is skipped.
+    The numbers come from GresUsed, or from AllocTRES if a version or plugin omits GresUsed. A node
+    with neither is skipped.
     """
-    found = {}
+    gpus_in_use = {}
     for line in text.splitlines():
-        name = _NAME.match(line)
-        if name is None:
+        name_match = _NAME.match(line)
+        if name_match is None:
             continue
-        if gres := _GRES_USED.search(line):
-            found[name[1]] = _gpus(gres[1])
-        elif (allocated := _ALLOCATED.search(line)) and "gres/gpu" in allocated[1]:
-            found[name[1]] = _gpus_of_tres(allocated[1])
-    return found
+        if gres_match := _GRES_USED.search(line):
+            gpus_in_use[name_match[1]] = _gpus(gres_match[1])
+        elif (tres_match := _ALLOCATED.search(line)) and "gres/gpu" in tres_match[1]:
+            gpus_in_use[name_match[1]] = _gpus_of_tres(tres_match[1])
+    return gpus_in_use
 
 
 _PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
@@ -257,22 +257,23 @@ _PENDING_JOB = re.compile(r"\s*\S+\s+\d\S*\s+(?:\S*=\S*|N/A)\s+\S+\s+\S")
 def parse_pending(text: str) -> dict[str, PendingDemand]:
     """Parse squeue's answer to :data:`SQUEUE_PENDING`.
 
-    A job that names several partitions waits in each of them. Its GPUs come from its requested
-    resources, or from its request per node if accounting does not track GPUs.
+    A job that names several partitions waits in each of them. Its number of GPUs comes from its
+    total resources, or from its resources per node if accounting does not track GPUs.
     """
     jobs: Counter[str] = Counter()
-    wanted: Counter[str] = Counter()
+    gpus_by_partition: Counter[str] = Counter()
     for line in text.splitlines():
-        parts = line.split(maxsplit=4)
-        if len(parts) < 5 or not _PENDING_JOB.match(line) or NOT_WAITING_FOR_NODES.match(parts[4]):
+        cells = line.split(maxsplit=4)
+        if len(cells) < 5 or not _PENDING_JOB.match(line) or NOT_WAITING_FOR_NODES.match(cells[4]):
             continue
-        partitions, nodes, whole, per_node, _ = parts
-        amount = _gpus_of_tres(whole) or _gpus_of_tres(per_node)
-        requested = sum(amount.values()) * (1 if "gres/gpu" in whole else max(_number(nodes), 1))
+        partitions, nodes, total, per_node, _ = cells
+        requested = _gpus_of_tres(total) or _gpus_of_tres(per_node)
+        factor = 1 if "gres/gpu" in total else max(_leading_int(nodes), 1)
+        num_gpus = sum(requested.values()) * factor
         for partition in partitions.split(","):
             jobs[partition] += 1
-            wanted[partition] += requested
-    return {name: PendingDemand(count, wanted[name]) for name, count in jobs.items()}
+            gpus_by_partition[partition] += num_gpus
+    return {name: PendingDemand(count, gpus_by_partition[name]) for name, count in jobs.items()}
 
 
 def parse_limits(qos: str, associations: str) -> AccountingLimits:
@@ -282,99 +283,102 @@ def parse_limits(qos: str, associations: str) -> AccountingLimits:
 
 def parse_qos(text: str) -> dict[str, QosLimits]:
     """Parse sacctmgr's answer to :data:`SACCTMGR_QOS`."""
-    found = {}
+    limits = {}
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) < 9 or not parts[0] or not _all_numbers([parts[1], *parts[4:6]]):
+        cells = line.strip().split("|")
+        if len(cells) < 9 or not cells[0] or not _are_numbers([cells[1], *cells[4:6]]):
             continue
-        name, priority, preempts, wall, jobs, submit, per_user, per_job, in_all = parts[:9]
-        found[name] = QosLimits(
-            priority=_number(priority),
+        name, priority, preempts, wall, jobs, submit, per_user, per_job, total = cells[:9]
+        limits[name] = QosLimits(
+            priority=_leading_int(priority),
             preempts=_words(preempts),
             max_wall_min=parse_minutes(wall),
-            max_jobs_per_user=_limit(jobs),
-            max_submit_per_user=_limit(submit),
+            max_jobs_per_user=_int_or_none(jobs),
+            max_submit_per_user=_int_or_none(submit),
             max_tres_per_user=parse_tres(per_user),
             max_tres_per_job=parse_tres(per_job),
-            max_tres_all_jobs=parse_tres(in_all),
+            max_tres_all_jobs=parse_tres(total),
         )
-    return found
+    return limits
 
 
 def parse_associations(text: str) -> tuple[Association, ...]:
     """Parse sacctmgr's answer to :data:`SACCTMGR_ASSOCIATIONS`."""
-    found = []
+    associations = []
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) < 10 or not all(parts[:2]) or not _all_numbers(parts[4:6]):
+        cells = line.strip().split("|")
+        if len(cells) < 10 or not all(cells[:2]) or not _are_numbers(cells[4:6]):
             continue
-        cluster, account, partition, qos, jobs, submit, wall, per_job, in_all, default = parts[:10]
-        found.append(
+        cluster, account, partition, qos, jobs, submit, wall, per_job, total, default = cells[:10]
+        associations.append(
             Association(
                 cluster=cluster,
                 account=account,
                 partition=partition,
                 qos=_words(qos),
-                max_jobs=_limit(jobs),
-                max_submit=_limit(submit),
+                max_jobs=_int_or_none(jobs),
+                max_submit=_int_or_none(submit),
                 max_wall_min=parse_minutes(wall),
                 max_tres_per_job=parse_tres(per_job),
-                max_tres_all_jobs=parse_tres(in_all),
+                max_tres_all_jobs=parse_tres(total),
                 default_qos=default,
             )
         )
-    return tuple(found)
+    return tuple(associations)
 
 
 def parse_tres(text: str) -> dict[str, int]:
     """Parse ``cpu=8,mem=16G,gres/gpu:a100=2``; memory is in MiB, also without a suffix."""
-    found = {}
+    amounts = {}
     for word in text.split(","):
         if match := re.fullmatch(r"mem=([\d.]+)([KMGTP]?)", word):
-            found["mem"] = round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
+            amounts["mem"] = round(float(match[1]) * 1024.0 ** ("KMGTP".index(match[2] or "M") - 1))
         elif match := re.fullmatch(r"([^=]+)=(\d+)", word):
-            found[match[1]] = int(match[2])
-    return found
+            amounts[match[1]] = int(match[2])
+    return amounts
 
 
 def group_nodes(
-    members: Iterable[PartitionNode], used: Mapping[str, Mapping[str, int]], *, whole_nodes: bool
+    members: Iterable[PartitionNode],
+    gpus_in_use: Mapping[str, Mapping[str, int]],
+    *,
+    whole_nodes: bool,
 ) -> tuple[NodeGroup, ...]:
     """Group nodes with equal hardware; the groups with the most GPUs come first.
 
     Args:
-        used: GPUs in use, by node and type.
-        whole_nodes: the partition does not share nodes, so the rest of a partly used node is not
+        gpus_in_use: GPUs in use, by node and type.
+        whole_nodes: the partition does not share nodes, so free GPUs of a partly used node are not
             available.
     """
-    alike: dict[tuple[Any, ...], list[PartitionNode]] = defaultdict(list)
+    by_hardware: dict[tuple[Any, ...], list[PartitionNode]] = defaultdict(list)
     for node in members:
-        alike[(_shape(node.gres, node.features), node.cpus, node.mem_mb)].append(node)
+        by_hardware[(_gpu_hardware(node.gres, node.features), node.cpus, node.mem_mb)].append(node)
     groups = []
-    for ((kind, count, _), cpus, mem_mb), nodes in alike.items():
-        states = Counter[str]()
+    for ((gpu_type, count, _), cpus, mem_mb), nodes in by_hardware.items():
+        counts = Counter[str]()
         idle_gpus = 0
         for node in nodes:
-            fitness = _fitness(node.state)
-            states[fitness] += 1
-            if fitness == "idle":
+            availability = _availability(node.state)
+            counts[availability] += 1
+            if availability == "idle":
                 idle_gpus += count
-            elif fitness == "part" and not whole_nodes:
-                in_use = used.get(node.name, {kind: count})
-                idle_gpus += max(count - in_use.get(kind, sum(in_use.values())), 0)
+            elif availability == "part" and not whole_nodes:
+                in_use = gpus_in_use.get(node.name, {gpu_type: count})
+                idle_gpus += max(count - in_use.get(gpu_type, sum(in_use.values())), 0)
         common = set.intersection(*({*_words(text)} for text in {node.features for node in nodes}))
         groups.append(
             NodeGroup(
                 count=len(nodes),
-                gpu_type=kind,
+                gpu_type=gpu_type,
                 gpus_per_node=count,
                 cpus_per_node=cpus,
                 mem_mb_per_node=mem_mb,
                 features=tuple(sorted(common)),
                 nodes=tuple(node.name for node in nodes),
-                idle_nodes=states["idle"],
+                idle_nodes=counts["idle"],
                 idle_gpus=idle_gpus,
-                down_nodes=states["down"],
+                down_nodes=counts["down"],
             )
         )
     return tuple(
@@ -383,12 +387,12 @@ def group_nodes(
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
+def _gpu_hardware(gres: str, features: str) -> tuple[str, int, tuple[str, ...]]:
     """Return the GPU type, the count, and the features that describe the GPU."""
-    kinds = _gpus(gres)
-    kind = min(kinds, key=lambda name: (-kinds[name], name), default="")
+    gpus_by_type = _gpus(gres)
+    gpu_type = min(gpus_by_type, key=lambda name: (-gpus_by_type[name], name), default="")
     gpu_features = sorted(feature for feature in _words(features) if gpus.is_gpu_feature(feature))
-    return kind, kinds.get(kind, 0), tuple(gpu_features)
+    return gpu_type, gpus_by_type.get(gpu_type, 0), tuple(gpu_features)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -398,8 +402,8 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _fitness(state: str) -> str:
-    """Return ``idle``, ``part`` (mixed, so it may be partly free), ``busy`` or ``down``."""
+def _availability(state: str) -> str:
+    """Return ``idle``, ``part`` (mixed: possibly partly free), ``busy`` or ``down``."""
     base = state.lower().rstrip("*~#!%$@^-+")
     flags = set(state[len(base) :])
     if base not in USABLE_STATES or flags & DOWN_FLAGS:
@@ -418,10 +422,10 @@ _GPU_AMOUNT = re.compile(r"gpu(?::([^:=,]+))?[:=](\d+)(?=$|,|\()")
 def _gpus_of_tres(text: str) -> dict[str, int]:
     """Parse GPUs by type of ``gres/gpu=4,gres/gpu:a100=4``, ``gres:gpu:a100:2``, ``gres/gpu:2``.
 
-    An amount without a type includes the typed ones, so it is then the only entry.
+    An amount without a type is the total of all types, so it becomes the only entry.
     """
-    found = {kind: int(amount) for kind, amount in _GPU_AMOUNT.findall(text)}
-    return {"": found[""]} if "" in found else found
+    gpus_by_type = {gpu_type: int(amount) for gpu_type, amount in _GPU_AMOUNT.findall(text)}
+    return {"": gpus_by_type[""]} if "" in gpus_by_type else gpus_by_type
 
 
 def _user() -> str:
@@ -431,26 +435,26 @@ def _user() -> str:
         return str(os.geteuid())
 
 
-def _number(text: str) -> int:
+def _leading_int(text: str) -> int:
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 0
 
 
-def _all_numbers(words: Iterable[str]) -> bool:
-    """Whether words are numbers or empty, as in a line of Slurm's and hardly in a banner's."""
+def _are_numbers(words: Iterable[str]) -> bool:
+    """Return True if all words are numbers or empty, as in Slurm's lines but hardly in a banner."""
     return all(re.fullmatch(r"(?:\d+\+?)?", word) for word in words)
 
 
-def _limit(text: str) -> int | None:
+def _int_or_none(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _word(text: str) -> str:
+def _value_or_empty(text: str) -> str:
     return "" if text in ("N/A", "(null)", "none") else text
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in _word(text).split(",") if word)
+    return tuple(word for word in _value_or_empty(text).split(",") if word)
 
 
 def _allowed(text: str) -> tuple[str, ...] | None:

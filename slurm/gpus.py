@@ -1,7 +1,7 @@
-"""Data sheet figures of common GPUs, found by the names that clusters give them.
+"""Data sheet values of common GPUs, looked up by the names that clusters give them.
 
-They are used where a site file sets nothing. Rates are dense: data sheets that print rates "with
-sparsity" print twice the rate of a dense matrix product.
+They are used if a site file sets nothing. Rates are those of dense matrix products; a rate that a
+data sheet prints "with sparsity" is twice as high.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """The data sheet of one variant of a GPU, as Slurm counts GPUs."""
+    """The data sheet values of one variant of a GPU; Slurm counts the variant as one GPU."""
 
     name: str
     family: str
     """The common name of its variants: ``a100``."""
     memory_gib: float
-    """Data sheets print GB but mean GiB; a few per cent less are usable."""
+    """Data sheets print GB but mean GiB. The usable memory is a few per cent smaller."""
     bf16_flops: float | None
-    """Dense bfloat16 matrix products, FLOP/s; None: the GPU has no units for them."""
+    """Rate of dense bfloat16 matrix products, FLOP/s; None: the GPU has no units for them."""
     bandwidth_bytes_per_s: float
     """Memory bandwidth."""
     source: str
     form_factor: str = ""
-    """``sxm``, ``pcie`` or ``nvl`` if the figures depend on it."""
+    """``sxm``, ``pcie`` or ``nvl`` if the other values depend on it."""
 
 
 def _gpu(
@@ -39,10 +39,10 @@ def _gpu(
     bf16_tflops: float | None,
     gb_per_s: float,
     source: str,
-    form: str = "",
+    form_factor: str = "",
 ) -> GpuSpec:
     flops = None if bf16_tflops is None else bf16_tflops * TERA
-    return GpuSpec(name, family, memory_gib, flops, gb_per_s * GIGA, source, form)
+    return GpuSpec(name, family, memory_gib, flops, gb_per_s * GIGA, source, form_factor)
 
 
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet"
@@ -53,8 +53,8 @@ _V100 = "NVIDIA V100 Tensor Core GPU data sheet (125 TFLOP/s in float16)"
 GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        # The first variant of a family is the meaning of its bare name: the most common one with
-        # the least memory, so that a plan that fits on paper also fits in practice.
+        # A family's name without details stands for its first variant: the most common one with
+        # the least memory, so that a plan never assumes too much memory.
         _gpu("a100-40gb", "a100", 40, 312, 1555, _A100),
         _gpu("a100-80gb-sxm", "a100", 80, 312, 2039, _A100, "sxm"),
         _gpu("a100-80gb-pcie", "a100", 80, 312, 1935, _A100, "pcie"),
@@ -96,15 +96,15 @@ _FAMILIES = {
         "a40": rf"{_START}a40(?=$|-)",
         "a6000": rf"{_START}(?:rtx)?a6000(?=$|-)",
         "v100": rf"{_START}v100{_END}",
-        # The bare name is what the machines with an MI250X call it.
+        # Clusters with an MI250X call it mi250 or mi250x.
         "mi250x": rf"{_START}mi-?250x?(?=$|-)",
         "mi300x": rf"{_START}mi-?300x(?=$|-)",
     }.items()
 }
-_SLICE = re.compile(r"(?:^|[_\-.])\d+g\.\d+gb")
+_MIG_SLICE = re.compile(r"(?:^|[_\-.])\d+g\.\d+gb")
 _MEMORY = re.compile(r"(?:^|-|hbm|vram)(\d{2,3})g(?:i?b)?(?=$|-)")
-_FORM = re.compile(r"(sxm|pci|nvl(?!ink))")
-_NOISE = re.compile(r"(?:nvidia|tesla|quadro|geforce|amd|instinct|gpu)-")
+_FORM_FACTOR = re.compile(r"(sxm|pci|nvl(?!ink))")
+_VENDOR_WORDS = re.compile(r"(?:nvidia|tesla|quadro|geforce|amd|instinct|gpu)-")
 _TOLERANCE_GIB = 1
 
 
@@ -118,40 +118,40 @@ def find_gpu(name: str, features: tuple[str, ...] = ()) -> GpuSpec | None:
     Args:
         features: features of the node, which resolve an ambiguous name (``hbm80g``).
     """
-    if _SLICE.search(name.lower()):
+    if _MIG_SLICE.search(name.lower()):
         return None
-    text = _normal(name)
+    text = _normalized(name)
     family = next((key for key, pattern in _FAMILIES.items() if pattern.search(text)), None)
     if family is None:
         return None
     variants = [gpu for gpu in GPUS.values() if gpu.family == family]
-    if stated := _MEMORY.search(text):
-        variants = _of_size(variants, int(stated[1]))
-    hints = [_normal(feature) for feature in features]
+    if size_match := _MEMORY.search(text):
+        variants = _with_memory(variants, int(size_match[1]))
+    hints = [_normalized(feature) for feature in features]
     for hint in hints:
-        # A node's feature may describe something else, so one that fits no variant is ignored.
-        if size := _MEMORY.search(hint):
-            variants = _of_size(variants, int(size[1])) or variants
-    for word in (text, *hints):
-        if form := _FORM.search(word):
-            wanted = form[1].replace("pci", "pcie")
-            variants = [gpu for gpu in variants if gpu.form_factor in ("", wanted)] or variants
+        # A feature may describe something else, so a size that no variant has is ignored.
+        if size_match := _MEMORY.search(hint):
+            variants = _with_memory(variants, int(size_match[1])) or variants
+    for description in (text, *hints):
+        if form_match := _FORM_FACTOR.search(description):
+            form_factor = form_match[1].replace("pci", "pcie")
+            variants = [gpu for gpu in variants if gpu.form_factor in ("", form_factor)] or variants
     return variants[0] if variants else None
 
 
 def is_gpu_feature(feature: str) -> bool:
     """Return True if a node's feature names a GPU or its memory, not a rack or a switch."""
-    text = _normal(feature)
+    text = _normalized(feature)
     if any(pattern.search(text) for pattern in _FAMILIES.values()):
         return True
-    size = _MEMORY.search(text)
-    return size is not None and bool(_of_size(list(GPUS.values()), int(size[1])))
+    size_match = _MEMORY.search(text)
+    return size_match is not None and bool(_with_memory(list(GPUS.values()), int(size_match[1])))
 
 
-def _normal(name: str) -> str:
+def _normalized(name: str) -> str:
     text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return _NOISE.sub("", text)
+    return _VENDOR_WORDS.sub("", text)
 
 
-def _of_size(variants: list[GpuSpec], memory_gib: int) -> list[GpuSpec]:
+def _with_memory(variants: list[GpuSpec], memory_gib: int) -> list[GpuSpec]:
     return [gpu for gpu in variants if abs(gpu.memory_gib - memory_gib) <= _TOLERANCE_GIB]

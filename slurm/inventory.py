@@ -1,4 +1,4 @@
-"""The inventory of a cluster: partitions, their groups of equal nodes, and this user's limits.
+"""The inventory of a cluster: partitions, groups of equal nodes in each, and this user's limits.
 
 :mod:`slurm.discovery` creates an inventory. It can be saved as JSON and read on machines without
 Slurm.
@@ -26,26 +26,27 @@ GIGA = 10**9
 class NodeGroup(Section):
     """Nodes of one partition with equal hardware.
 
-    Features for racks or switches do not separate groups; features for the GPU or its memory do.
+    Nodes that differ only in features for racks or switches share a group. Features for the GPU or
+    its memory separate groups.
     """
 
     count: int = Field(ge=1)
     """Number of nodes, down nodes included."""
     gpu_type: str = ""
     """The GPU's name in GRES, as sbatch expects it; "" without a GPU. If a node has several types,
-    the most numerous one."""
+    it is the most frequent type."""
     gpus_per_node: int = Field(default=0, ge=0)
     cpus_per_node: int = Field(ge=0)
     mem_mb_per_node: int = Field(ge=0)
     """Memory, MiB."""
     features: tuple[str, ...] = ()
-    """Features that all nodes have."""
+    """Features that all nodes of the group have."""
     nodes: tuple[str, ...] = ()
     """Names of the nodes; empty if unknown."""
     idle_nodes: int = Field(default=0, ge=0)
-    """Number of nodes without a job, not reserved for one, and able to run one."""
+    """Number of usable nodes that neither run a job nor are reserved for one."""
     idle_gpus: int = Field(default=0, ge=0)
-    """GPUs that a job could get now, also on partly used nodes."""
+    """Number of free GPUs, including those of partly used nodes."""
     down_nodes: int = Field(default=0, ge=0)
     """Number of nodes that are down, drained, failing or under maintenance."""
     gpu_model: str = ""
@@ -58,7 +59,7 @@ class NodeGroup(Section):
     cost_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Cost of a GPU for one hour, in the unit of the site file."""
     slowdown: float = Field(default=1.0, gt=0)
-    """Factor by which work takes longer here than the GPU's data sheet predicts."""
+    """Factor by which work takes longer on these nodes than the GPU's data sheet predicts."""
 
     @model_validator(mode="after")
     def _check_counts(self) -> NodeGroup:
@@ -74,7 +75,7 @@ class NodeGroup(Section):
 
     @property
     def usable_nodes(self) -> int:
-        """The number of nodes that are not down, which the planner may use."""
+        """The number of nodes that are not down; the planner may use these."""
         return self.count - self.down_nodes
 
     @property
@@ -89,7 +90,7 @@ class NodeGroup(Section):
 class PartitionInventory(Section):
     """A partition: its rules, its node groups, and the jobs that wait for them.
 
-    Partitions may share nodes, which a sum over partitions counts several times.
+    Partitions may share nodes; a sum over partitions counts shared nodes several times.
     """
 
     name: str = Field(min_length=1)
@@ -104,22 +105,22 @@ class PartitionInventory(Section):
     qos: str = ""
     """The partition's QOS, whose limits apply to its jobs; "": none."""
     allowed_qos: tuple[str, ...] | None = None
-    """None: all but the denied ones. The same for accounts."""
+    """None: all QOS except the denied ones. The same holds for accounts."""
     denied_qos: tuple[str, ...] = ()
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     max_nodes_per_job: int | None = Field(default=None, ge=0)
     queued_jobs: int = Field(default=0, ge=0)
-    """Jobs that wait for nodes, each array task counted; without jobs on hold or with unfinished
-    dependencies."""
+    """Jobs that wait for nodes, array elements counted singly; without jobs on hold or with
+    unfinished dependencies."""
     queued_gpus: int = Field(default=0, ge=0)
     """GPUs that these jobs request."""
 
     @model_validator(mode="after")
     def _distinct_groups(self) -> PartitionInventory:
-        kinds = [group.description for group in self.groups]
-        if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
-            raise ValueError(f"two groups of like nodes ({twice}); make them one")
+        descriptions = [group.description for group in self.groups]
+        if duplicate := next((d for d in descriptions if descriptions.count(d) > 1), None):
+            raise ValueError(f"two groups of equal nodes ({duplicate}); merge them")
         return self
 
     @property
@@ -130,12 +131,12 @@ class PartitionInventory(Section):
     @property
     def gpus(self) -> dict[str, int]:
         """The maximum number of GPUs per node, by GPU type."""
-        having = sorted(self.groups, key=lambda group: group.gpus_per_node)
-        return {group.gpu_type: group.gpus_per_node for group in having if group.gpus_per_node}
+        groups = sorted(self.groups, key=lambda group: group.gpus_per_node)
+        return {group.gpu_type: group.gpus_per_node for group in groups if group.gpus_per_node}
 
 
 class QosLimits(Section):
-    """The limits of a QOS. A missing limit is None, or absent from a table."""
+    """The limits of a QOS. A limit that is not set is None, or absent from a mapping."""
 
     priority: int = 0
     preempts: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ class Association(Section):
     cluster: str
     account: str
     partition: str = ""
-    """Name in lower case, as Slurm's database stores it; "": any partition."""
+    """Partition in lower case, as Slurm's database stores it; "": any partition."""
     qos: tuple[str, ...] = ()
     default_qos: str = ""
     max_jobs: int | None = Field(default=None, ge=0)
@@ -180,9 +181,9 @@ class Inventory(Section):
     slurm_version: str
     partitions: dict[str, PartitionInventory]
     limits: AccountingLimits | None = None
-    """None: the cluster has no accounting, or it does not answer."""
+    """None: the cluster has no accounting, or accounting does not answer."""
     cluster: str = ""
-    """The cluster's name in accounting, which may have several; "": unknown."""
+    """The cluster's name in accounting, which may manage several clusters; "": unknown."""
     enforces_limits: bool = True
     """True if Slurm enforces these limits."""
 
@@ -196,8 +197,8 @@ class Inventory(Section):
     def is_preemptible(self, name: str) -> bool:
         """Return True if other jobs may preempt the jobs of a partition.
 
-        Preemption is by partition priority, if a higher tier exists, or by QOS, if one preempts.
-        Without accounting the QOS are unknown, so the partition's mode decides.
+        They may if a partition has a higher priority tier, or if any QOS preempts others. Without
+        accounting the QOS are unknown, so the partition's mode decides.
         """
         partition = self.partitions[name]
         if set(partition.preempt_mode.split(",")) <= NEVER_PREEMPTED:
@@ -207,7 +208,7 @@ class Inventory(Section):
         return self.limits is None or any(qos.preempts for qos in self.limits.qos.values())
 
     def with_site_settings(self, site: SiteConfig) -> Inventory:
-        """Return the inventory with the GPU figures of a site file, or else of data sheets."""
+        """Return the inventory with the hardware values of a site file, or else of data sheets."""
         partitions = {}
         for name, partition in self.partitions.items():
             groups = tuple(
@@ -234,12 +235,12 @@ def load_inventory(path: Path) -> Inventory:
 
     Raises:
         PlanError: the file is missing, not JSON or of another schema, or a key is missing or
-            wrong; names the file and the key.
+            wrong. The message names the file and the key.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise PlanError(f"no file {path}; make one with: rlinf inventory --save {path}") from None
+        raise PlanError(f"no file {path}; create one with: rlinf inventory --save {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read ({error})") from None
     try:
@@ -252,7 +253,7 @@ def load_inventory(path: Path) -> Inventory:
     if version != SCHEMA:
         raise PlanError(
             f"{path}: schema_version: {version!r}; this program reads {SCHEMA}. "
-            f"Take it anew: rlinf inventory --save {path}"
+            f"Create it again: rlinf inventory --save {path}"
         )
     try:
         return validate(Inventory, values)
@@ -261,13 +262,13 @@ def load_inventory(path: Path) -> Inventory:
 
 
 def _with_hardware(group: NodeGroup, hardware: HardwareSettings) -> NodeGroup:
-    """Return a group with the figures of a site file, replacing those of an earlier one."""
+    """Return a group with the hardware values of a site file, which replace all earlier values."""
     gpu = gpus.find_gpu(group.gpu_type, group.features) if group.gpus_per_node else None
     if hardware.gpu_model is not None and group.gpus_per_node:
-        named = gpus.find_gpu(hardware.gpu_model)
+        site_gpu = gpus.find_gpu(hardware.gpu_model)
         # A partition may mix GPUs, so the site's model only resolves an ambiguous GRES name.
-        if gpu is None or (named is not None and named.family == gpu.family):
-            gpu = named
+        if gpu is None or (site_gpu is not None and site_gpu.family == gpu.family):
+            gpu = site_gpu
     memory = hardware.gpu_memory_gib or (gpu.memory_gib if gpu else None)
     return group.model_copy(
         update={

@@ -1,11 +1,11 @@
-"""Limits on jobs: hardware and access rules of partitions, and the limits of accounting.
+"""Limits on jobs: hardware and access rules of partitions, and limits of accounting.
 
 Accounting limits apply if ``AccountingStorageEnforce`` contains ``limits`` or ``safe`` (manual page
-of slurm.conf); their names are those of sacctmgr. If several set the same limit, the first of these
-counts: the partition's QOS, the job's QOS, the association
+of slurm.conf); their names are those of sacctmgr. If a limit is set several times, the first of
+these applies: the partition's QOS, the job's QOS, the association
 (https://slurm.schedmd.com/resource_limits.html, "hierarchy"; the flag OverPartQOS, which swaps the
 first two, is ignored). The usage of other users' jobs (Grp...) is unknown: Slurm refuses a job over
-such a limit, and it is submitted again later.
+such a limit, and the job is submitted again later.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from slurm.inventory import AccountingLimits, Association, Inventory, PartitionI
 from slurm.jobs import JobResources
 
 NESTED_ACCOUNTS_SINCE = (23, 11)
-"""From about this Slurm version on, a listed account includes the accounts below it (manual page of
-slurm.conf). These are not queried, so the list of accounts is then not checked."""
+"""From about this Slurm version on, an account in a list includes its subaccounts (manual page of
+slurm.conf). Subaccounts are not queried, so lists of accounts are then not checked."""
 
 
 @dataclass(frozen=True)
@@ -54,51 +54,51 @@ class PartitionAccess:
     qos: frozenset[str] | None = None
     denied_qos: frozenset[str] = frozenset()
 
-    def check(self, account: str, qos: str, partition: str, where: str) -> None:
-        """Check that the partition accepts jobs of an account and a QOS; "" is unknown.
+    def check(self, account: str, qos: str, partition: str, plan_key: str) -> None:
+        """Check that the partition accepts jobs of an account and a QOS; "" stands for unknown.
 
         Raises:
             PlanError: the partition does not accept them.
         """
-        for what, name, allowed, denied in (
+        for kind, name, allowed, denied in (
             ("account", account, self.accounts, self.denied_accounts),
             ("QOS", qos, self.qos, self.denied_qos),
         ):
-            # If some are allowed, Slurm ignores the denied ones.
+            # If there is a list of allowed names, Slurm ignores the denied names.
             refused = (
                 name.casefold() in denied if allowed is None else name.casefold() not in allowed
             )
             if name and refused:
                 only = "" if allowed is None else f", only of {', '.join(sorted(allowed))}"
                 raise PlanError(
-                    f"{where}.partition: partition {partition!r} takes no jobs of {what} "
-                    f"{name}{only}; choose another partition, or another {what} in the site file "
+                    f"{plan_key}.partition: partition {partition!r} takes no jobs of {kind} "
+                    f"{name}{only}; choose another partition, or another {kind} in the site file "
                     "(cluster.site)"
                 )
 
 
 def partition_access(partition: PartitionInventory, version: str) -> PartitionAccess:
-    """Return the access rules of a partition, as a version of Slurm applies them."""
-    accounts = _names(partition.allowed_accounts)
-    denied = frozenset[str]() if accounts is not None else _names(partition.denied_accounts)
+    """Return the access rules of a partition, as this version of Slurm applies them."""
+    accounts = _casefolded(partition.allowed_accounts)
+    denied = frozenset[str]() if accounts is not None else _casefolded(partition.denied_accounts)
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     return PartitionAccess(
         None if not numbers or numbers >= NESTED_ACCOUNTS_SINCE else accounts,
         denied or frozenset(),
-        _names(partition.allowed_qos),
-        _names(partition.denied_qos) or frozenset(),
+        _casefolded(partition.allowed_qos),
+        _casefolded(partition.denied_qos) or frozenset(),
     )
 
 
-def _names(listed: Collection[str] | None) -> frozenset[str] | None:
+def _casefolded(listed: Collection[str] | None) -> frozenset[str] | None:
     return None if listed is None else frozenset(name.casefold() for name in listed)
 
 
 MAX_ARRAY_SIZE = 1001
 MAX_JOB_COUNT = 10000
-"""Defaults of slurm.conf."""
+"""Default limits of slurm.conf."""
 QUEUE_FULL_MESSAGES = ("SubmitJob", "job queue full", "temporarily unable to accept job")
-"""Parts of sbatch's refusal when there are too many jobs now. ``AssocMaxSubmitJobLimit`` and the
+"""Parts of sbatch's error message if there are too many jobs. ``AssocMaxSubmitJobLimit`` and the
 like come at once, MaxJobCount after sbatch has retried for two minutes (observed on 22.05)."""
 
 
@@ -110,7 +110,7 @@ class Quota:
     description: str
     """``MaxSubmitJobs of account vision``."""
     account: str | None = None
-    """Only jobs of this account count; None: of any account. The same for QOS and partitions."""
+    """Only jobs of this account count; None: of any account. QOS and partitions work likewise."""
     qos: str | None = None
     partitions: frozenset[str] | None = None
     """Names in lower case."""
@@ -131,17 +131,17 @@ class Quota:
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _LimitLevel:
     """The limits of one level of the hierarchy: a QOS or an association."""
 
-    who: str
+    owner: str
     scope: Quota
-    """The jobs that its MaxSubmitJobs counts; the number may be absent (-1)."""
+    """Its MaxSubmitJobs and the jobs that count against it; -1 if it sets no such limit."""
     jobs: int | None
     wall_min: int | None
     per_job: Mapping[str, int]
-    in_all: Mapping[str, int]
-    """The smaller limit on the total of several jobs: of one user or of all users."""
+    all_jobs: Mapping[str, int]
+    """Limits on the total of several jobs: the minimum of those per user and for all users."""
 
 
 class SharedLimit(NamedTuple):
@@ -172,50 +172,52 @@ class Quotas:
     access: Mapping[str, PartitionAccess] = field(default_factory=dict)
     """The accounts and QOS that each partition accepts."""
 
-    def quotas_for(self, needs: JobResources) -> tuple[Quota, ...]:
-        """Return the job-count limits that a job with these resources counts against, the
-        tightest first."""
-        found = {Quota(self.max_jobs, "MaxJobCount of the cluster")}
-        for partition in self._partitions(needs):
-            scopes = (rules.scope for rules in self._hierarchy(needs, partition))
+    def quotas_for(self, resources: JobResources) -> tuple[Quota, ...]:
+        """Return the limits on the number of jobs to which a job with these resources is subject,
+        the tightest first."""
+        quotas = {Quota(self.max_jobs, "MaxJobCount of the cluster")}
+        for partition in self._partitions(resources):
+            scopes = (level.scope for level in self._hierarchy(resources, partition))
             first = next((scope for scope in scopes if scope.max_jobs >= 0), None)
             if first is not None:
-                found.add(first)
-        return tuple(sorted(found, key=lambda quota: (quota.max_jobs, quota.description)))
+                quotas.add(first)
+        return tuple(sorted(quotas, key=lambda quota: (quota.max_jobs, quota.description)))
 
-    def check(self, needs: JobResources, key: str) -> None:
+    def check(self, resources: JobResources, key: str) -> None:
         """Check that a job with these resources can ever run in each partition that it names.
 
         Raises:
             PlanError: accounting allows no such job, or a partition accepts no jobs of its account
-                or QOS; names the limit.
+                or QOS. The message names the limit.
         """
-        where = f"plan: {key}"
-        for quota in self.quotas_for(needs):
+        plan_key = f"plan: {key}"
+        for quota in self.quotas_for(resources):
             if quota.max_jobs == 0:
-                raise PlanError(f"{where}: {quota.description} is 0: no job may be submitted")
-        for partition in self._partitions(needs):
-            association = self._association(needs, partition)
-            account = needs.account or (association.account if association else "")
+                raise PlanError(f"{plan_key}: {quota.description} is 0: no job may be submitted")
+        for partition in self._partitions(resources):
+            association = self._association(resources, partition)
+            account = resources.account or (association.account if association else "")
             access = self.access.get(partition, PartitionAccess())
-            access.check(account, _qos(needs, association), partition, where)
-            _check_job(needs, tuple(self._hierarchy(needs, partition)), where)
+            access.check(account, _job_qos(resources, association), partition, plan_key)
+            _check_job(resources, tuple(self._hierarchy(resources, partition)), plan_key)
 
     def check_concurrent(self, jobs: Mapping[str, Sequence[JobResources]]) -> None:
-        """Check that jobs that need each other can run at the same time.
+        """Check that jobs that depend on each other can run at the same time.
 
         Args:
-            jobs: by key of the plan, the alternative resources of a job, of which one suffices.
+            jobs: alternative resources of each job, by key of the plan; one alternative suffices.
 
         Raises:
-            PlanError: accounting never allows all of them at once; names them and the limit.
+            PlanError: accounting never allows all jobs at once. The message names jobs and limit.
         """
         requested: dict[SharedLimit, dict[str, int]] = defaultdict(dict)
-        for key, ways in jobs.items():
-            shares_by_partition = [shares for needs in ways for shares in self.shared_limits(needs)]
-            # A limit counts only if the job cannot avoid it by another alternative.
-            for limit in set(shares_by_partition[0]).intersection(*shares_by_partition[1:]):
-                requested[limit][key] = min(way[limit] for way in shares_by_partition)
+        for key, alternatives in jobs.items():
+            amounts_by_partition = [
+                amounts for choice in alternatives for amounts in self.shared_limits(choice)
+            ]
+            # A limit counts only if every alternative is subject to it.
+            for limit in set(amounts_by_partition[0]).intersection(*amounts_by_partition[1:]):
+                requested[limit][key] = min(amounts[limit] for amounts in amounts_by_partition)
         for limit, amounts in requested.items():
             total = sum(amounts.values())
             if len(amounts) > 1 and total > limit.maximum:
@@ -225,51 +227,52 @@ class Quotas:
                     f"({limit.name}); lower them or choose another account, QOS or partition"
                 )
 
-    def shared_limits(self, needs: JobResources) -> list[dict[SharedLimit, int]]:
-        """Return, for each partition that a job names, the shared limits that it counts against
-        and the amount that it uses of each."""
+    def shared_limits(self, resources: JobResources) -> list[dict[SharedLimit, int]]:
+        """Return, for each partition that a job names, the shared limits to which it is subject and
+        the amount that it uses of each."""
         return [
-            dict(_shared(needs, tuple(self._hierarchy(needs, partition))))
-            for partition in self._partitions(needs)
+            dict(_shared_limits(resources, tuple(self._hierarchy(resources, partition))))
+            for partition in self._partitions(resources)
         ]
 
-    def max_minutes(self, needs: JobResources) -> tuple[int, str] | None:
-        """Return the maximum minutes of a job and who sets this limit; None without a limit."""
-        found = []
-        for partition in self._partitions(needs):
-            first = _wall(tuple(self._hierarchy(needs, partition)))
-            if first is not None:
-                found.append(first)
-        return min(found, default=None)
+    def max_minutes(self, resources: JobResources) -> tuple[int, str] | None:
+        """Return the maximum minutes of a job and the owner of this limit; None without a limit."""
+        limits = []
+        for partition in self._partitions(resources):
+            limit = _max_minutes(tuple(self._hierarchy(resources, partition)))
+            if limit is not None:
+                limits.append(limit)
+        return min(limits, default=None)
 
-    def _hierarchy(self, needs: JobResources, partition: str) -> Iterator[_Rules]:
-        """Yield the levels of the hierarchy for a job; the first one that sets a limit counts."""
-        association = self._association(needs, partition)
-        theirs = self.partition_qos.get(partition, "")
-        if theirs in self.limits.qos:
-            shared = frozenset(
-                p.casefold() for p, qos in self.partition_qos.items() if qos == theirs
+    def _hierarchy(self, resources: JobResources, partition: str) -> Iterator[_LimitLevel]:
+        """Yield the levels of a job's hierarchy; the first level that sets a limit applies."""
+        association = self._association(resources, partition)
+        partition_qos = self.partition_qos.get(partition, "")
+        if partition_qos in self.limits.qos:
+            partitions = frozenset(
+                p.casefold() for p, qos in self.partition_qos.items() if qos == partition_qos
             )
-            yield _of_qos(theirs, self.limits.qos[theirs], shared)
-        own = _qos(needs, association)
-        if own in self.limits.qos and own != theirs:
-            yield _of_qos(own, self.limits.qos[own], None)
+            yield _qos_level(partition_qos, self.limits.qos[partition_qos], partitions)
+        job_qos = _job_qos(resources, association)
+        if job_qos in self.limits.qos and job_qos != partition_qos:
+            yield _qos_level(job_qos, self.limits.qos[job_qos], None)
         if association is not None:
-            yield _of_association(association)
+            yield _association_level(association)
 
-    def _association(self, needs: JobResources, partition: str) -> Association | None:
-        """Return a job's association; None if the user has several and the job names none."""
-        every = self.limits.associations
-        own = [a for a in every if not self.cluster or a.cluster in ("", self.cluster)]
-        if needs.account is None and len({a.account for a in own}) > 1:
+    def _association(self, resources: JobResources, partition: str) -> Association | None:
+        """Return a job's association; None if the user has several accounts and none is named."""
+        associations = self.limits.associations
+        clusters = ("", self.cluster)
+        candidates = [a for a in associations if not self.cluster or a.cluster in clusters]
+        if resources.account is None and len({a.account for a in candidates}) > 1:
             return None
-        own = [a for a in own if needs.account in (None, a.account)]
-        special = [a for a in own if a.partition and a.partition == partition.casefold()]
-        general = [a for a in own if not a.partition]
-        return next(iter([*special, *general]), None)
+        candidates = [a for a in candidates if resources.account in (None, a.account)]
+        specific = [a for a in candidates if a.partition and a.partition == partition.casefold()]
+        general = [a for a in candidates if not a.partition]
+        return next(iter([*specific, *general]), None)
 
-    def _partitions(self, needs: JobResources) -> tuple[str, ...]:
-        return partition_names(needs.partition or self.default_partition)
+    def _partitions(self, resources: JobResources) -> tuple[str, ...]:
+        return partition_names(resources.partition or self.default_partition)
 
 
 def read_quotas(client: SlurmClient) -> Quotas:
@@ -287,9 +290,9 @@ def read_quotas(client: SlurmClient) -> Quotas:
     return Quotas(
         cluster=settings.get("ClusterName", ""),
         max_array_size=_array_size(settings),
-        max_jobs=_number(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
+        max_jobs=_int_or_default(settings.get("MaxJobCount", ""), MAX_JOB_COUNT),
         limits=parse_limits(*accounting) if accounting else AccountingLimits(),
-        **_of_partitions({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
+        **_partition_fields({p.name: p for p in partitions}, settings.get("SLURM_VERSION", "")),
     )
 
 
@@ -299,16 +302,20 @@ def quotas_from_inventory(inventory: Inventory) -> Quotas:
     return Quotas(
         cluster=inventory.cluster,
         limits=limits or AccountingLimits(),
-        **_of_partitions(inventory.partitions, inventory.slurm_version),
+        **_partition_fields(inventory.partitions, inventory.slurm_version),
     )
 
 
-def _of_partitions(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
+def _partition_fields(partitions: Mapping[str, PartitionInventory], version: str) -> dict[str, Any]:
     """Return the fields of :class:`Quotas` that come from the rules of partitions."""
     return {
-        "partition_qos": {name: own.qos for name, own in partitions.items() if own.qos},
+        "partition_qos": {
+            name: partition.qos for name, partition in partitions.items() if partition.qos
+        },
         "default_partition": default_partition(partitions) or "",
-        "access": {name: partition_access(own, version) for name, own in partitions.items()},
+        "access": {
+            name: partition_access(partition, version) for name, partition in partitions.items()
+        },
     }
 
 
@@ -317,116 +324,119 @@ def is_queue_full(refusal: str) -> bool:
     return any(word in refusal for word in QUEUE_FULL_MESSAGES)
 
 
-def _qos(needs: JobResources, association: Association | None) -> str:
+def _job_qos(resources: JobResources, association: Association | None) -> str:
     """Return the QOS of a job; "" if unknown."""
-    if needs.qos or association is None:
-        return needs.qos or ""
-    # If there are several, Slurm uses the default one.
+    if resources.qos or association is None:
+        return resources.qos or ""
+    # If the association has several QOS, Slurm uses the default one.
     return association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
 
 
-def _of_qos(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> _Rules:
-    most = -1 if qos.max_submit_per_user is None else qos.max_submit_per_user
-    what = f"MaxSubmitJobsPerUser of QOS {name}"
-    scope = Quota(most, what, qos=None if partitions else name, partitions=partitions)
-    together = dict(qos.max_tres_all_jobs)
+def _qos_level(name: str, qos: QosLimits, partitions: frozenset[str] | None) -> _LimitLevel:
+    max_jobs = -1 if qos.max_submit_per_user is None else qos.max_submit_per_user
+    description = f"MaxSubmitJobsPerUser of QOS {name}"
+    scope = Quota(max_jobs, description, qos=None if partitions else name, partitions=partitions)
+    all_jobs = dict(qos.max_tres_all_jobs)
     for resource, amount in qos.max_tres_per_user.items():
-        together[resource] = min(amount, together.get(resource, amount))
-    return _Rules(
+        all_jobs[resource] = min(amount, all_jobs.get(resource, amount))
+    return _LimitLevel(
         f"QOS {name}",
         scope,
         qos.max_jobs_per_user,
         qos.max_wall_min,
         qos.max_tres_per_job,
-        together,
+        all_jobs,
     )
 
 
-def _of_association(own: Association) -> _Rules:
-    most = -1 if own.max_submit is None else own.max_submit
-    where = f" in partition {own.partition}" if own.partition else ""
-    what = f"MaxSubmitJobs of account {own.account}{where}"
-    partitions = frozenset({own.partition}) if own.partition else None
-    return _Rules(
-        f"account {own.account}{where}",
-        Quota(most, what, account=own.account, partitions=partitions),
-        own.max_jobs,
-        own.max_wall_min,
-        own.max_tres_per_job,
-        own.max_tres_all_jobs,
+def _association_level(association: Association) -> _LimitLevel:
+    max_jobs = -1 if association.max_submit is None else association.max_submit
+    suffix = f" in partition {association.partition}" if association.partition else ""
+    description = f"MaxSubmitJobs of account {association.account}{suffix}"
+    partitions = frozenset({association.partition}) if association.partition else None
+    return _LimitLevel(
+        f"account {association.account}{suffix}",
+        Quota(max_jobs, description, account=association.account, partitions=partitions),
+        association.max_jobs,
+        association.max_wall_min,
+        association.max_tres_per_job,
+        association.max_tres_all_jobs,
     )
 
 
-def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -> None:
-    """Check a job against the hierarchy's limits; the first level that sets a limit counts."""
-    jobs = next((rules for rules in hierarchy if rules.jobs is not None), None)
-    if jobs is not None and jobs.jobs == 0:
-        raise PlanError(f"{where}: MaxJobs of {jobs.who} is 0: no job may run")
-    wall = _wall(hierarchy)
-    if wall is not None and (needs.time_limit_min or 0) > wall[0]:
+def _check_job(resources: JobResources, hierarchy: tuple[_LimitLevel, ...], plan_key: str) -> None:
+    """Check a job against the hierarchy's limits; the first level that sets a limit applies."""
+    jobs_level = next((level for level in hierarchy if level.jobs is not None), None)
+    if jobs_level is not None and jobs_level.jobs == 0:
+        raise PlanError(f"{plan_key}: MaxJobs of {jobs_level.owner} is 0: no job may run")
+    time_limit = _max_minutes(hierarchy)
+    if time_limit is not None and (resources.time_limit_min or 0) > time_limit[0]:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {wall[1]} allows "
-            f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
+            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, "
+            f"{time_limit[1]} allows {time_limit[0]}; lower it (a stage that runs out of time is "
+            "requeued and goes on)"
         )
-    for resource, key, amount in _amounts(needs):
-        for limits, whom in (("per_job", "a job"), ("in_all", "all jobs together")):
-            first = next((r for r in hierarchy if resource in getattr(r, limits)), None)
-            if first is None:
+    for resource, key, amount in _requested_amounts(resources):
+        for limits, whom in (("per_job", "a job"), ("all_jobs", "all jobs together")):
+            level = next((r for r in hierarchy if resource in getattr(r, limits)), None)
+            if level is None:
                 continue
-            most = getattr(first, limits)[resource]
-            if amount > most:
+            maximum = getattr(level, limits)[resource]
+            if amount > maximum:
                 raise PlanError(
-                    f"{where}.{key}: {amount} requested in all, {first.who} allows {whom} {most} "
-                    f"({resource}); lower it or choose another account, QOS or partition"
+                    f"{plan_key}.{key}: {amount} requested in all, {level.owner} allows {whom} "
+                    f"{maximum} ({resource}); lower it or choose another account, QOS or partition"
                 )
 
 
-def _wall(hierarchy: Sequence[_Rules]) -> tuple[int, str] | None:
+def _max_minutes(hierarchy: Sequence[_LimitLevel]) -> tuple[int, str] | None:
     """Return the maximum minutes of a job and the first level that sets them."""
-    return next(((r.wall_min, r.who) for r in hierarchy if r.wall_min is not None), None)
+    return next(((r.wall_min, r.owner) for r in hierarchy if r.wall_min is not None), None)
 
 
-def _shared(needs: JobResources, hierarchy: Sequence[_Rules]) -> Iterator[tuple[SharedLimit, int]]:
-    """Yield the shared limits that a job counts against, with the amount that it uses."""
-    submits = next((r for r in hierarchy if r.scope.max_jobs >= 0), None)
-    if submits is not None:
-        name = submits.scope.description.split()[0]
-        yield SharedLimit(submits.who, "jobs", name, submits.scope.max_jobs), 1
-    runs = next((r for r in hierarchy if r.jobs is not None), None)
-    if runs is not None and runs.jobs is not None:
-        yield SharedLimit(runs.who, "jobs", "MaxJobs", runs.jobs), 1
-    for resource, key, amount in _amounts(needs):
-        first = next((r for r in hierarchy if resource in r.in_all), None)
-        # Jobs may share a node, which then counts once.
-        if first is not None and resource != "node":
-            yield SharedLimit(first.who, key, resource, first.in_all[resource]), amount
+def _shared_limits(
+    resources: JobResources, hierarchy: Sequence[_LimitLevel]
+) -> Iterator[tuple[SharedLimit, int]]:
+    """Yield the shared limits to which a job is subject, with the amount that it uses."""
+    submit_level = next((r for r in hierarchy if r.scope.max_jobs >= 0), None)
+    if submit_level is not None:
+        name = submit_level.scope.description.split()[0]
+        yield SharedLimit(submit_level.owner, "jobs", name, submit_level.scope.max_jobs), 1
+    jobs_level = next((r for r in hierarchy if r.jobs is not None), None)
+    if jobs_level is not None and jobs_level.jobs is not None:
+        yield SharedLimit(jobs_level.owner, "jobs", "MaxJobs", jobs_level.jobs), 1
+    for resource, key, amount in _requested_amounts(resources):
+        level = next((r for r in hierarchy if resource in r.all_jobs), None)
+        # A node that several jobs share counts once, so node counts cannot be added up.
+        if level is not None and resource != "node":
+            yield SharedLimit(level.owner, key, resource, level.all_jobs[resource]), amount
 
 
 def _array_size(settings: Mapping[str, str]) -> int:
     # MaxArraySize is one more than the largest index.
-    most = _number(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
+    max_size = _int_or_default(settings.get("MaxArraySize", ""), MAX_ARRAY_SIZE)
     for word in settings.get("SchedulerParameters", "").split(","):
         key, _, value = word.partition("=")
         if key == "max_array_tasks":
-            most = min(most, _number(value, most))
+            max_size = min(max_size, _int_or_default(value, max_size))
     # MaxArraySize=0 disables arrays; a single job is not an array.
-    return max(most, 1)
+    return max(max_size, 1)
 
 
-def _amounts(needs: JobResources) -> Iterator[tuple[str, str, int]]:
+def _requested_amounts(resources: JobResources) -> Iterator[tuple[str, str, int]]:
     """Yield the total resources of a job: Slurm's name, the plan's key, the amount."""
-    yield "node", "nodes", needs.nodes
-    yield "cpu", "cpus", needs.cpus_per_task * needs.tasks
-    if needs.mem_mb:
-        yield "mem", "mem_mb", needs.mem_mb * needs.nodes
-    if needs.gpus_per_node:
-        gpus = needs.gpus_per_node * needs.nodes
+    yield "node", "nodes", resources.nodes
+    yield "cpu", "cpus", resources.cpus_per_task * resources.tasks
+    if resources.mem_mb:
+        yield "mem", "mem_mb", resources.mem_mb * resources.nodes
+    if resources.gpus_per_node:
+        gpus = resources.gpus_per_node * resources.nodes
         yield "gres/gpu", "gpus", gpus
-        if needs.gpu_type:
-            yield f"gres/gpu:{needs.gpu_type}", "gpus", gpus
+        if resources.gpu_type:
+            yield f"gres/gpu:{resources.gpu_type}", "gpus", gpus
 
 
-def _number(text: str, default: int) -> int:
+def _int_or_default(text: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
@@ -440,86 +450,91 @@ def check_resources(resources: JobResources, partitions: Mapping[str, Partition]
         PlanError: unknown or closed partition, unknown GPU type, too many nodes, GPUs, CPUs or
             minutes, or too few nodes that have all resources at once.
     """
-    where = f"plan: {key}"
-    for partition in _chosen(resources.partition, partitions, where):
-        _check_partition(resources, partition, where)
+    plan_key = f"plan: {key}"
+    for partition in _named_partitions(resources.partition, partitions, plan_key):
+        _check_partition(resources, partition, plan_key)
 
 
-def _chosen(
-    names: str | None, partitions: Mapping[str, Partition], where: str
+def _named_partitions(
+    names: str | None, partitions: Mapping[str, Partition], plan_key: str
 ) -> Iterator[Partition]:
     if names is None:
         names = default_partition(partitions)
         if names is None:
             raise PlanError(
-                f"{where}.partition: this cluster has no default partition"
+                f"{plan_key}.partition: this cluster has no default partition"
                 f"{did_you_mean('', partitions)}"
             )
     for name in partition_names(names):
         if name not in partitions:
             raise PlanError(
-                f"{where}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
+                f"{plan_key}.partition: no partition {name!r} here{did_you_mean(name, partitions)}"
             )
         yield partitions[name]
 
 
-def _check_partition(needs: JobResources, partition: Partition, where: str) -> None:
-    at = f"partition {partition.name!r}"
+def _check_partition(resources: JobResources, partition: Partition, plan_key: str) -> None:
+    label = f"partition {partition.name!r}"
     if not partition.is_available:
         raise PlanError(
-            f"{where}.partition: {at} is {partition.state} and starts no jobs; choose another, or "
-            "ask when it will be up"
+            f"{plan_key}.partition: {label} is {partition.state} and starts no jobs; choose "
+            "another, or ask when it will be up"
         )
-    if needs.nodes > partition.nodes:
-        raise PlanError(f"{where}.nodes: {needs.nodes} requested, {at} has {partition.nodes}")
-    if partition.max_nodes is not None and needs.nodes > partition.max_nodes:
+    if resources.nodes > partition.nodes:
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} requested, {at} allows a job {partition.max_nodes} "
-            "(MaxNodes); lower it or choose another partition"
+            f"{plan_key}.nodes: {resources.nodes} requested, {label} has {partition.nodes}"
         )
-    _check_nodes(needs, partition.groups, where, at)
+    if partition.max_nodes is not None and resources.nodes > partition.max_nodes:
+        raise PlanError(
+            f"{plan_key}.nodes: {resources.nodes} requested, {label} allows a job "
+            f"{partition.max_nodes} (MaxNodes); lower it or choose another partition"
+        )
+    _check_nodes(resources, partition.groups, plan_key, label)
     limit = partition.time_limit_min
-    if needs.time_limit_min and limit is not None and needs.time_limit_min > limit:
+    if resources.time_limit_min and limit is not None and resources.time_limit_min > limit:
         raise PlanError(
-            f"{where}.time_limit_min: {needs.time_limit_min} minutes requested, {at} allows "
-            f"{limit}; lower it (a stage that runs out of time is requeued and goes on) or choose "
-            "another partition"
+            f"{plan_key}.time_limit_min: {resources.time_limit_min} minutes requested, {label} "
+            f"allows {limit}; lower it (a stage that runs out of time is requeued and goes on) or "
+            "choose another partition"
         )
 
 
-def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at: str) -> None:
-    """Check that enough nodes have all resources requested per node at once."""
-    gpus, kind = needs.gpus_per_node, needs.gpu_type
-    cpus, mem_mb = needs.cpus_per_task * needs.tasks_per_node, needs.mem_mb or 0
+def _check_nodes(
+    resources: JobResources, groups: Sequence[NodeType], plan_key: str, label: str
+) -> None:
+    """Check that enough nodes have all the resources that are requested per node."""
+    gpus, gpu_type = resources.gpus_per_node, resources.gpu_type
+    cpus, mem_mb = resources.cpus_per_task * resources.tasks_per_node, resources.mem_mb or 0
     if gpus:
-        there = {name: 0 for group in groups for name in group.gpus}
-        if not there:
-            raise PlanError(f"{where}.gpus: {at} has no GPUs")
-        if kind is not None and kind not in there:
-            raise PlanError(
-                f"{where}.gpu_type: {at} has no GPU {kind!r}{did_you_mean(kind, there)}"
-            )
-    left = list(groups)
-    for key, requested, has in (
-        ("gpus", gpus, lambda group: _gpus(group, kind)),
+        gpu_types = {name: 0 for group in groups for name in group.gpus}
+        if not gpu_types:
+            raise PlanError(f"{plan_key}.gpus: {label} has no GPUs")
+        if gpu_type is not None and gpu_type not in gpu_types:
+            hint = did_you_mean(gpu_type, gpu_types)
+            raise PlanError(f"{plan_key}.gpu_type: {label} has no GPU {gpu_type!r}{hint}")
+    suitable = list(groups)
+    for key, requested, per_node in (
+        ("gpus", gpus, lambda group: _gpus(group, gpu_type)),
         ("cpus", cpus, lambda group: group.cpus or math.inf),
         ("mem_mb", mem_mb, lambda group: group.mem_mb or math.inf),
     ):
-        most = max(map(has, groups), default=math.inf)
-        if requested > most:
-            raise PlanError(f"{where}.{key}: {requested} requested, nodes of {at} have {most}")
-        left = [group for group in left if requested <= has(group)]
-    fit = sum(group.count for group in left)
-    if needs.nodes > fit:
-        each = [f"{gpus} {kind or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
-        each += [f"{mem_mb} MiB"] * bool(mem_mb)
-        there_are = "; ".join(f"{group.count} with {group}" for group in groups)
+        maximum = max(map(per_node, groups), default=math.inf)
+        if requested > maximum:
+            raise PlanError(
+                f"{plan_key}.{key}: {requested} requested, nodes of {label} have {maximum}"
+            )
+        suitable = [group for group in suitable if requested <= per_node(group)]
+    num_suitable = sum(group.count for group in suitable)
+    if resources.nodes > num_suitable:
+        per_node_texts = [f"{gpus} {gpu_type or 'GPUs'}"] * bool(gpus) + [f"{cpus} CPUs"]
+        per_node_texts += [f"{mem_mb} MiB"] * bool(mem_mb)
+        node_texts = "; ".join(f"{group.count} with {group}" for group in groups)
         raise PlanError(
-            f"{where}.nodes: {needs.nodes} requested with {', '.join(each)} on each, {at} has "
-            f"{fit} such nodes ({there_are})"
+            f"{plan_key}.nodes: {resources.nodes} requested with {', '.join(per_node_texts)} on "
+            f"each, {label} has {num_suitable} such nodes ({node_texts})"
         )
 
 
-def _gpus(group: NodeType, kind: str | None) -> int:
+def _gpus(group: NodeType, gpu_type: str | None) -> int:
     """Return the GPUs per node; without a type, GPUs of all types count."""
-    return sum(group.gpus.values()) if kind is None else group.gpus.get(kind, 0)
+    return sum(group.gpus.values()) if gpu_type is None else group.gpus.get(gpu_type, 0)

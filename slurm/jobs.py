@@ -1,6 +1,6 @@
 """Slurm jobs: ids, requested resources, states and the reasons why they are pending.
 
-Ids are ``12``, an array's element ``12_3``, several of them ``12_[3-5]``, or a component of a
+An id is ``12``, an array's element ``12_3``, several elements ``12_[3-5]``, or a component of a
 heterogeneous job ``12+1`` (manual pages of squeue, JOBID, and sbatch, ``--array``; Slurm's page on
 heterogeneous jobs).
 
@@ -8,10 +8,10 @@ States: https://slurm.schedmd.com/job_state_codes.html (states and flags up to 2
 pages of squeue and sacct of 20.11 and later.
 
 Reasons: https://slurm.schedmd.com/job_reason_codes.html ("All Reasons", 25.05); the names are those
-of src/common/job_state_reason.c, which earlier versions share. Limits on the total of several jobs
-(Grp, PerUser, PerAccount, MaxJobs, SubmitJob) end when other jobs end, and a node that is down or
-reserved (ReqNodeNotAvail) may return; limits on a single job stay. A job that requests more than
-such a total is refused before submission (:mod:`slurm.job_limits`).
+of src/common/job_state_reason.c, which earlier versions share. Waiting can help with limits over
+several jobs (Grp, PerUser, PerAccount, MaxJobs, SubmitJob) and with a node that is down or reserved
+(ReqNodeNotAvail). It cannot help with limits on a single job. A job that alone exceeds a limit over
+several jobs is refused before submission (:mod:`slurm.job_limits`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 JOB_NOTE = "job.json"
-"""File beside the output of a submitted job: its Slurm id, name and tag."""
+"""File beside the output of a submitted job, with its Slurm id, name and tag."""
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 """Signals by which Slurm announces the end of a job."""
 HET_GROUPS_VARIABLE = "RLINF_HET_GROUPS"
-"""Variable with the component numbers of a heterogeneous job that this process belongs to."""
+"""Environment variable: comma-separated numbers of the heterogeneous components of these ranks."""
 _ID = re.compile(r"\d+(?:_(?:\d+|\[[\d,:%.-]*\]?)|\+\d+)?")
-_SEVERAL = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
+_ARRAY_IDS = re.compile(r"(\d+)_\[([^\]%]*)(?:%\d+)?\]?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 
@@ -42,26 +42,26 @@ def expand_job_ids(text: str) -> list[str]:
     ``%4`` limits how many elements run at once. A truncated list (``12_[1,3,...]``) expands to the
     elements that it names.
     """
-    several = _SEVERAL.fullmatch(text)
-    if several is None:
+    array_match = _ARRAY_IDS.fullmatch(text)
+    if array_match is None:
         return [text]
-    found = []
-    for part in several[2].split(","):
-        if span := _RANGE.fullmatch(part):
-            first = int(span[1])
-            last = int(span[2] or first)
-            found += [f"{several[1]}_{i}" for i in range(first, last + 1, int(span[3] or 1))]
-    return found
+    ids = []
+    for part in array_match[2].split(","):
+        if range_match := _RANGE.fullmatch(part):
+            first = int(range_match[1])
+            last, step = int(range_match[2] or first), int(range_match[3] or 1)
+            ids += [f"{array_match[1]}_{i}" for i in range(first, last + 1, step)]
+    return ids
 
 
 def is_job_id(text: str) -> bool:
-    """Return True if a text is a job id, and not a word of a banner."""
+    """Return True if ``text`` is a job id. Slurm's commands may print a site's banner around it."""
     return _ID.fullmatch(text) is not None
 
 
-def parent_job_id(identity: str) -> str:
+def parent_job_id(job_id: str) -> str:
     """Return the id of the array or heterogeneous job of an element; a plain id is unchanged."""
-    return re.split("[_+]", identity, maxsplit=1)[0]
+    return re.split("[_+]", job_id, maxsplit=1)[0]
 
 
 def current_job_id(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -69,11 +69,11 @@ def current_job_id(environment: Mapping[str, str] = os.environ) -> str | None:
 
     SLURM_JOB_ID of an array's last element is the id of the array, so ``scontrol requeue`` with it
     would requeue all elements. In every component of a heterogeneous job it is the id of the first
-    one (measured on 22.05).
+    component (measured on 22.05).
     """
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    if array is not None and "SLURM_ARRAY_TASK_ID" in environment:
-        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    array_id = environment.get("SLURM_ARRAY_JOB_ID")
+    if array_id is not None and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{array_id}_{environment['SLURM_ARRAY_TASK_ID']}"
     components = current_het_components(environment)
     return components[0] if components else environment.get("SLURM_JOB_ID")
 
@@ -89,7 +89,7 @@ def current_het_components(environment: Mapping[str, str] = os.environ) -> list[
 
 @dataclass(frozen=True)
 class JobResources:
-    """The resources and settings that one job requests; None is the cluster's default."""
+    """The resources and settings of one job; None stands for the cluster's default."""
 
     partition: str | None = None
     nodes: int = 1
@@ -97,7 +97,7 @@ class JobResources:
     gpus_per_node: int = 0
     gpu_type: str | None = None
     speed_weights: Mapping[str, float] | tuple[float, ...] | None = None
-    """Relative speeds of processes, or by kind of node (a GPU's GRES name or a feature)."""
+    """Relative speeds: one per process, or by kind of node (its GPUs' GRES name, or a feature)."""
     cpus_per_task: int = 1
     mem_mb: int | None = None
     """Memory per node, MiB."""
@@ -111,29 +111,29 @@ class JobResources:
     setup: tuple[str, ...] = ()
     """Shell lines that run before the job's command: ``module load cuda``."""
     python_command: tuple[str, ...] = ()
-    """Words before the Python command, for containers: ``("apptainer", "exec", "image.sif")``."""
+    """Prefix of the Python command, for containers: ``("apptainer", "exec", "image.sif")``."""
     interpreter: str | None = None
-    """Path of the Python that runs the command; None: this one, or the container's."""
+    """Path of the Python interpreter; None: the one of this process, or the container's."""
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     """Further sbatch options, name to value; True is a flag without a value."""
     signal_delay_s: int = 90
     """Seconds between the warning signal and the end of the job."""
-    parallel_tasks: int | None = None
-    """Maximum elements of an array that run at once."""
+    array_parallelism: int | None = None
+    """Maximum number of array elements that run at the same time."""
     duty_cycle: float | Mapping[str, float] = 1.0
-    """Share of the time that processes may run, for all or by kind of node as in
-    ``speed_weights``; below 1 on dev clusters only."""
+    """Share of the time that processes may run: one number, or by kind of node as in
+    ``speed_weights``. It is below 1 on dev clusters only."""
 
     @property
     def command_prefix(self) -> tuple[str, ...]:
-        """The words before a process's command: the throttle, if any, and the container."""
+        """The prefix of a process's command: the throttle, if any, and the container."""
         duty = self.duty_cycle
         if isinstance(duty, Mapping):
-            text = ",".join(f"{kind}={share}" for kind, share in duty.items())
+            duty_text = ",".join(f"{kind}={share}" for kind, share in duty.items())
         else:
-            text = "" if duty == 1 else str(duty)
-        throttle = (sys.executable, "-m", "launchers.throttle", text) if text else ()
+            duty_text = "" if duty == 1 else str(duty)
+        throttle = (sys.executable, "-m", "launchers.throttle", duty_text) if duty_text else ()
         return (*throttle, *self.python_command)
 
     @property
@@ -143,7 +143,7 @@ class JobResources:
 
 
 def current_job_resources(environment: Mapping[str, str] = os.environ) -> JobResources | None:
-    """Return the resources of the job around this process; None outside of jobs.
+    """Return the resources of the job that this process runs in; None outside of jobs.
 
     Variables: manual pages of sbatch and salloc, "OUTPUT ENVIRONMENT VARIABLES". A step may see
     fewer CPUs and GPUs than its job has.
@@ -167,7 +167,7 @@ def current_job_resources(environment: Mapping[str, str] = os.environ) -> JobRes
 
 
 class JobState(Enum):
-    """The state of a job, with Slurm's many states reduced to ten."""
+    """Slurm's job states in nine groups; VANISHED: neither queue nor accounting knows the job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -188,7 +188,7 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job with its exit code, reason and place."""
+    """The state of a job with its exit code, reason, partition and node."""
 
     state: JobState
     exit_code: int | None = None
@@ -205,7 +205,7 @@ SLURM_STATES = {
     "CONFIGURING": JobState.PENDING,
     "POWER_UP_NODE": JobState.PENDING,
     "EXPEDITING": JobState.PENDING,
-    # A flag: Slurm requeues the job, or its end follows.
+    # A flag, not a state: Slurm then requeues the job or reports its end.
     "LAUNCH_FAILED": JobState.PENDING,
     "REQUEUED": JobState.PENDING,
     "REQUEUE_FED": JobState.PENDING,
@@ -232,7 +232,7 @@ SLURM_STATES = {
     "BOOT_FAIL": JobState.NODE_FAIL,
     "OUT_OF_MEMORY": JobState.OUT_OF_MEMORY,
 }
-_unknown: set[str] = set()
+_logged_unknown_states: set[str] = set()
 
 
 def parse_job_state(text: str) -> JobState:
@@ -243,32 +243,32 @@ def parse_job_state(text: str) -> JobState:
     words = text.split()
     name = words[0].rstrip("+").upper() if words else ""
     if name not in SLURM_STATES:
-        if name not in _unknown:
-            _unknown.add(name)
+        if name not in _logged_unknown_states:
+            _logged_unknown_states.add(name)
             log.warning("Slurm reports the unknown job state %r; treated as running", text)
         return JobState.RUNNING
     return SLURM_STATES[name]
 
 
-_LOWER = (
+_ASK_FOR_LESS = (
     "ask for less (plan: nodes, gpus, cpus, mem_mb, time_limit_min) or use another QOS or account"
 )
-_HOPELESS = {
-    "BadConstraints": "no node has all it asks for: look at constraint, gpu_type, gpus, cpus, "
+_PERMANENT_REASON_ADVICE = {
+    "BadConstraints": "no node satisfies the request: check constraint, gpu_type, gpus, cpus, "
     "mem_mb and exclude",
-    "InvalidAccount": "set account in the site file to one of: sacctmgr show assoc user=$USER",
-    "InvalidQOS": "set qos in the site file to one of: sacctmgr show assoc user=$USER format=qos",
-    "AccountNotAllowed": "the partition does not take this account: choose another of the two",
-    "QOSNotAllowed": "neither account nor partition may use this QOS: set qos in the site file",
+    "InvalidAccount": "set account in the site file; list: sacctmgr show assoc user=$USER",
+    "InvalidQOS": "set qos in the site file; list: sacctmgr show assoc user=$USER format=qos",
+    "AccountNotAllowed": "the partition does not accept this account: change account or partition",
+    "QOSNotAllowed": "account or partition does not allow this QOS: set qos in the site file",
     "PartitionTimeLimit": "lower time_limit_min or choose another partition",
     "PartitionNodeLimit": "ask for fewer nodes or choose another partition",
-    "PartitionConfig": "it breaks a rule of the partition: see scontrol show partition",
+    "PartitionConfig": "it violates a rule of the partition: see scontrol show partition",
     "MaxMemPerLimit": "ask for less memory (mem_mb) or for more CPUs",
-    "DependencyNeverSatisfied": "the job it depends on failed: take out the dependency",
-    "DeadLine": "it cannot end before its deadline: take out sbatch.deadline",
+    "DependencyNeverSatisfied": "the job it depends on failed: remove the dependency",
+    "DeadLine": "it cannot end before its deadline: remove sbatch.deadline",
     "ReservationDeleted": "set reservation in the site file to one that exists",
     "ReservationInvalid": "set reservation in the site file to one that you may use",
-    "BurstBufferOperation": "its burst buffer failed: look at its burst buffer options",
+    "BurstBufferOperation": "its burst buffer failed: check its burst buffer options",
 }
 _PER_JOB = re.compile(
     r"(?:Assoc|QOS)Max\w+?Per(?:Job|Node)(?:Limit)?|QOSMin(?:\w+NotSatisfied|[A-Z]\w*)"
@@ -276,8 +276,8 @@ _PER_JOB = re.compile(
 _RELEASE = "release it with: scontrol release {id}"
 _ON_HOLD = {
     "JobHeldUser": f"held by you or a coordinator of the account; {_RELEASE}",
-    "JobHeldAdmin": "held by an administrator; ask why",
-    "JobHoldMaxRequeue": f"held after too many requeues; look at its logs, then {_RELEASE}",
+    "JobHeldAdmin": "held by an administrator; ask them for the reason",
+    "JobHoldMaxRequeue": f"held after too many requeues; read its logs, then {_RELEASE}",
 }
 # Texts that squeue prints instead of a reason, with blanks or underscores between words.
 _ON_HOLD_TEXT = re.compile(r"(?:launch.failed.)?requeued.(?:in.)?held", re.IGNORECASE)
@@ -293,21 +293,21 @@ class PendingProblem:
     """True if somebody may release the job; otherwise it can never start."""
 
 
-def diagnose_pending(reason: str, identity: str) -> PendingProblem | None:
-    """Return the problem of a job that is pending for a reason; None if waiting helps.
+def diagnose_pending(reason: str, job_id: str) -> PendingProblem | None:
+    """Return why a job with this pending reason never starts by itself; None if it may start.
 
     Args:
         reason: squeue's ``%r``.
-        identity: the job's id, for the advice.
+        job_id: the job's id, for the advice.
     """
-    word = reason.strip("()").split(",")[0].strip()
-    if word in _HOPELESS:
-        return PendingProblem(word, _HOPELESS[word])
-    if _PER_JOB.fullmatch(word):
-        return PendingProblem(word, _LOWER)
-    if word in _ON_HOLD:
-        return PendingProblem(word, _ON_HOLD[word].format(id=identity), is_on_hold=True)
-    if _ON_HOLD_TEXT.search(word):
-        advice = f"Slurm could not start it and holds it; look at its logs, then {_RELEASE}"
-        return PendingProblem(word, advice.format(id=identity), is_on_hold=True)
+    reason_code = reason.strip("()").split(",")[0].strip()
+    if reason_code in _PERMANENT_REASON_ADVICE:
+        return PendingProblem(reason_code, _PERMANENT_REASON_ADVICE[reason_code])
+    if _PER_JOB.fullmatch(reason_code):
+        return PendingProblem(reason_code, _ASK_FOR_LESS)
+    if reason_code in _ON_HOLD:
+        return PendingProblem(reason_code, _ON_HOLD[reason_code].format(id=job_id), is_on_hold=True)
+    if _ON_HOLD_TEXT.search(reason_code):
+        advice = f"Slurm could not start it and holds it; read its logs, then {_RELEASE}"
+        return PendingProblem(reason_code, advice.format(id=job_id), is_on_hold=True)
     return None

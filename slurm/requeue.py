@@ -17,12 +17,12 @@ log = logging.getLogger("rlinf")
 
 _FIELD = re.compile(r"\b(JobState|Reason|Restarts)=(\S+)")
 # scontrol's message for a job that another rank has just requeued.
-_UNDER_WAY = re.compile("pending execution", re.IGNORECASE)
+_ALREADY_REQUEUED = re.compile("pending execution", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RequeueState:
-    """The state, reason and restart count of a job in ``scontrol show job``."""
+    """The state, reason and restart count of a job, from ``scontrol show job``."""
 
     state: str
     reason: str
@@ -30,7 +30,7 @@ class RequeueState:
 
     @property
     def can_requeue(self) -> bool:
-        """True unless somebody ended the job; a job at its time limit may be requeued."""
+        """True if the job runs or reached its time limit; False if somebody ended it."""
         return self.state == "RUNNING" or self.reason == "TimeLimit"
 
 
@@ -43,19 +43,19 @@ def requeue(
     Every rank calls this, because any rank may be the first to stop while the others wait for it.
     A job that is being cancelled is not requeued: scontrol would revive it.
     """
-    identity = str(current_job_id(environment))
+    job_id = str(current_job_id(environment))
     try:
-        life = parse_requeue_state(run_command(["scontrol", "show", "job", "-o", identity]))
-        if life.restarts > int(environment.get("SLURM_RESTART_COUNT", "0")):
+        current = parse_requeue_state(run_command(["scontrol", "show", "job", "-o", job_id]))
+        if current.restarts > int(environment.get("SLURM_RESTART_COUNT", "0")):
             return True
-        if not life.can_requeue:
-            log.warning("job %s was ended (%s): not requeued", identity, life.state)
+        if not current.can_requeue:
+            log.warning("job %s was ended (%s): not requeued", job_id, current.state)
             return False
-        run_command(["scontrol", "requeue", identity])
+        run_command(["scontrol", "requeue", job_id])
     except SlurmError as error:
-        if _UNDER_WAY.search(str(error)):
+        if _ALREADY_REQUEUED.search(str(error)):
             return True
-        log.warning("job %s cannot be requeued: %s", identity, error)
+        log.warning("job %s cannot be requeued: %s", job_id, error)
         return False
     return True
 
@@ -66,10 +66,10 @@ def parse_requeue_state(text: str) -> RequeueState:
     Raises:
         SlurmError: the text describes no job.
     """
-    # The first match of each field counts: except the job's name, user text comes later.
-    found = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
+    # The first match of each field counts, because user text comes later, except the job's name.
+    fields = dict(reversed(_FIELD.findall(text.partition("UserId=")[2])))
     try:
-        return RequeueState(found["JobState"], found["Reason"], int(found["Restarts"]))
+        return RequeueState(fields["JobState"], fields["Reason"], int(fields["Restarts"]))
     except (KeyError, ValueError):
         raise SlurmError(f"scontrol show job: cannot read {text.strip()[:200]!r}") from None
 

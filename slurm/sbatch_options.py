@@ -1,12 +1,12 @@
-"""Options of sbatch: from a job's resources and a site file, with checks of their text.
+"""Options of sbatch: built from a job's resources and a site file, with checks of their text.
 
-Names are the long ones of the manual page of sbatch, without the leading dashes. Every batch script
-is written from :func:`sbatch_options`, so that a job has the same options whoever submits it, and
-none of them twice.
+Options have the long names of sbatch's manual page, without leading dashes. Every batch script is
+written from :func:`sbatch_options`, so that a job has the same options however it is submitted, and
+each option once.
 
 A script quotes text of the configuration for the shell, which accepts any character in quotes.
 sbatch parses its own lines of a script differently: a line break ends the line, and a backslash
-takes the next quote or backslash literally, in quotes too (observed with 22.05).
+escapes the next quote or backslash, even in quotes (observed with 22.05).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def check_option_text(value: str) -> str:
     Raises:
         ValueError: the value does not fit into a line of a batch script.
     """
-    if found := _CONTROL.search(value):
+    if control := _CONTROL.search(value):
         raise ValueError(
-            f"{value!r} holds the control character {found[0]!r}, which would end or garble the "
-            "option's line of the batch script; write the value on one line (in YAML without | "
+            f"{value!r} contains the control character {control[0]!r}, which would end or garble "
+            "the option's line of the batch script; write the value on one line (in YAML without | "
             "and >)"
         )
     if "\\" in value:
-        raise ValueError(f"{value!r} holds a backslash, which sbatch would leave out; do without")
+        raise ValueError(f"{value!r} contains a backslash, which sbatch would drop; remove it")
     return value
 
 
@@ -49,7 +49,7 @@ def check_shell_text(value: str) -> str:
         ValueError: the text contains a null character.
     """
     if "\0" in value:
-        raise ValueError(f"{value!r} holds a null character, which no command can be given")
+        raise ValueError(f"{value!r} contains a null character, which no command accepts")
     return value
 
 
@@ -61,8 +61,8 @@ def check_variable_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is no name of an environment variable: letters, digits and _, and no digit "
-            "first"
+            f"{name!r} is not a name of an environment variable: use letters, digits and _, with "
+            "no digit first"
         )
     return name
 
@@ -76,7 +76,7 @@ def check_log_folder(folder: Path) -> None:
     try:
         check_option_text(str(folder))
         if "%" in str(folder):
-            raise ValueError(f"{str(folder)!r} holds %, which Slurm replaces in paths of logs")
+            raise ValueError(f"{str(folder)!r} contains %, which Slurm replaces in paths of logs")
     except ValueError as error:
         raise PlanError(f"folder of Slurm jobs (run.root): {error}; choose another one") from None
 
@@ -88,8 +88,8 @@ EnvironmentVariables = dict[Annotated[str, AfterValidator(check_variable_name)],
 
 OptionValue = str | int | bool
 MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
-"""Options that exclude each other (manual page of sbatch)."""
-_PLAN = {
+"""Mutually exclusive options (manual page of sbatch)."""
+_PLAN_KEYS = {
     "partition": "partition",
     "nodes": "nodes",
     "ntasks": "processes",
@@ -104,28 +104,28 @@ _PLAN = {
     "gpus-per-task": "gpus",
     "gpus-per-socket": "gpus",
 }
-"""Options that the plan sets, with the plan's key."""
-_DRIVER = {
+"""Options that the plan sets, with their keys in the plan."""
+_DRIVER_KEYS = {
     "partition": "partition",
     "cpus-per-task": "cpus",
     **dict.fromkeys(MEMORY_OPTIONS, "mem_mb"),
     "time": "time_limit_min",
     "mail-user": "mail",
 }
-"""Options that have their own key for the driver's job, with that key."""
-_SITE = ("account", "qos", "constraint", "exclude", "reservation")
-"""Options that have their own key in the site file."""
+"""Options that have a separate key for the driver's job, with that key."""
+_SITE_KEYS = ("account", "qos", "constraint", "exclude", "reservation")
+"""Options that have a separate key in the site file."""
 # fmt: off
-_OWN = frozenset(
+_RESERVED_OPTIONS = frozenset(
     {
         "job-name", "output", "error", "array", "signal", "requeue", "no-requeue", "open-mode",
         "parsable", "quiet", "verbose", "wait", "wrap", "test-only", "hetjob", "clusters",
     }
 )
-"""Options that the program sets, or with which it could not find its own jobs."""
-_SIZE = frozenset(
+"""Options that this program sets, or with which it could not find its jobs."""
+_SIZE_OPTIONS = frozenset(
     {
-        *MEMORY_OPTIONS, *_PLAN, "gres", "gpu-bind", "gpu-freq", "exclusive", "oversubscribe",
+        *MEMORY_OPTIONS, *_PLAN_KEYS, "gres", "gpu-bind", "gpu-freq", "exclusive", "oversubscribe",
         "overcommit", "mincpus", "tmp", "core-spec", "thread-spec", "cores-per-socket",
         "sockets-per-node", "threads-per-core", "extra-node-info", "hint", "distribution",
         "licenses", "bb", "bbf", "network", "tres-per-task", "tres-bind", "contiguous",
@@ -133,19 +133,19 @@ _SIZE = frozenset(
     }
 )
 """Options that set the size of a job."""
-_PLACE = frozenset(
+_PLACEMENT_OPTIONS = frozenset(
     {
         "nodelist", "nodefile", "prefer", "cluster-constraint", "switches", "constraint", "qos",
         "reservation", "partition", "time", "time-min", "deadline", "begin", "dependency",
         "hold", "delay-boot", "priority", "array", "mail-user", "mail-type", "output", "error",
     }
 )
-"""Options that set where and when a job runs, and its mail and output."""
+"""Options that set where and when a job runs, its mail and its output."""
 # fmt: on
 
 
 def option_name(key: str) -> str:
-    """Return sbatch's long option name of a key with dashes or underscores."""
+    """Return sbatch's long option name for a key with dashes or underscores."""
     return key.lstrip("-").replace("_", "-")
 
 
@@ -154,60 +154,62 @@ def check_site_options(values: Mapping[str, OptionValue]) -> dict[str, OptionVal
 
     Raises:
         ValueError: an option would have no effect, does not fit into its line of a batch script,
-            is set twice, or excludes another one; says what to write instead.
+            is set twice, or excludes another one. The message says what to write instead.
     """
-    found: dict[str, OptionValue] = {}
+    options: dict[str, OptionValue] = {}
     for key, value in values.items():
         name = option_name(key)
         if len(name) < 2 or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise ValueError(f"{key!r} is no long option of sbatch; write its long name, as in mem")
-        if name in found:
-            raise ValueError(f"{name} is given twice; leave out {key!r} or the other")
+            raise ValueError(
+                f"{key!r} is not a long option of sbatch; write the long name, like mem"
+            )
+        if name in options:
+            raise ValueError(f"{name} is set twice; remove {key!r} or the other key")
         if advice := _advice(name, value):
             raise ValueError(advice)
         try:
             check_option_text(str(value))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        found[name] = value
-    present = [name for name in MEMORY_OPTIONS if found.get(name, False) is not False]
-    if len(present) > 1:
-        raise ValueError(f"{' and '.join(present)} exclude each other; leave one of them")
-    return found
+        options[name] = value
+    memory_options = [name for name in MEMORY_OPTIONS if options.get(name, False) is not False]
+    if len(memory_options) > 1:
+        raise ValueError(f"{' and '.join(memory_options)} exclude each other; keep one of them")
+    return options
 
 
 def check_driver_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the sbatch options of the driver's job under their long names.
 
     Raises:
-        ValueError: as :func:`check_site_options`; or the option has its own key, or no use here.
+        ValueError: as :func:`check_site_options`; or the option has a separate key, or no use here.
     """
     for key, value in values.items():
         name = option_name(key)
-        if name in _DRIVER:
-            raise ValueError(
-                f"{name} has a key of its own beside sbatch; set cluster.driver.{_DRIVER[name]}"
-            )
-        if name in _PLAN or _has_gpus(name, value):
+        if name in _DRIVER_KEYS:
+            instead = f"cluster.driver.{_DRIVER_KEYS[name]}"
+            raise ValueError(f"{name} has a key of its own beside sbatch; set {instead}")
+        if name in _PLAN_KEYS or _has_gpus(name, value):
             raise ValueError(f"the driver's job is one process without GPUs; leave {name} out")
     return check_site_options(values)
 
 
 def portable_options(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return the options that set neither the size nor the place of a job.
+    """Return the options that set neither the size nor the placement of a job.
 
-    They concern how a job starts and is accounted: a comment, a wckey, a container.
+    Such options set how a job starts and is accounted: a comment, a wckey, a container.
     """
-    return {k: v for k, v in values.items() if option_name(k) not in _SIZE | _PLACE}
+    excluded = _SIZE_OPTIONS | _PLACEMENT_OPTIONS
+    return {k: v for k, v in values.items() if option_name(k) not in excluded}
 
 
 def _advice(name: str, value: OptionValue) -> str | None:
-    """Return what to write instead of an option that would have no effect; None if it has one."""
-    if name in _SITE:
+    """Return what to write instead of an option without effect; None for other options."""
+    if name in _SITE_KEYS:
         return f"{name} has a key of its own beside sbatch; write {name}: {value}"
-    if name in _PLAN:
-        return f"the plan decides {name}; set {_PLAN[name]} there, under stages or defaults"
-    if name in _OWN:
+    if name in _PLAN_KEYS:
+        return f"the plan decides {name}; set {_PLAN_KEYS[name]} there, under stages or defaults"
+    if name in _RESERVED_OPTIONS:
         return f"the program decides {name} itself; leave it out"
     if _has_gpus(name, value):
         return "the plan decides how many GPUs a job has; set gpus there, and leave gpu out of gres"
@@ -221,47 +223,47 @@ def _has_gpus(name: str, value: OptionValue) -> bool:
 def sbatch_options(
     name: str, resources: JobResources, *, allow_requeue: bool = True, warning_s: int | None = None
 ) -> dict[str, OptionValue]:
-    """Return the options of a job's batch script; True is a flag, False and None are omitted.
+    """Return the options of a job's batch script. True is a flag; False and None are omitted.
 
-    The fields of the resources override the site file's ``sbatch`` options, which are defaults. At
+    The site file's ``sbatch`` options are defaults; the fields of the resources override them. At
     most one of ``mem``, ``mem-per-cpu`` and ``mem-per-gpu`` is written.
 
     Args:
         name: the job's name.
         allow_requeue: whether Slurm itself restarts the job after preemption or a node failure.
-        warning_s: seconds between the warning signal and the end; None: those of the resources.
+        warning_s: seconds between the warning signal and the end; None: as in the resources.
 
     Raises:
         PlanError: a value does not fit into its line of a batch script.
     """
-    further = {option_name(key): value for key, value in resources.sbatch.items()}
-    site_gres = further.pop("gres", None)
+    site_options = {option_name(key): value for key, value in resources.sbatch.items()}
+    site_gres = site_options.pop("gres", None)
     values: dict[str, Any] = {
         "open-mode": "append",
         "signal": f"USR2@{resources.signal_delay_s if warning_s is None else warning_s}",
-        **further,
-        **_memory(resources, further),
+        **site_options,
+        **_memory_options(resources, site_options),
         "job-name": name.replace("/", "-"),
         "nodes": resources.nodes,
         "ntasks-per-node": resources.tasks_per_node,
         "cpus-per-task": resources.cpus_per_task,
-        "gres": ",".join(filter(None, [_gpus(resources), str(site_gres or "")])) or None,
+        "gres": ",".join(filter(None, [_gpu_gres(resources), str(site_gres or "")])) or None,
         "requeue": allow_requeue,
         "no-requeue": not allow_requeue,
     }
     for key in ("partition", "account", "qos", "constraint", "exclude", "reservation"):
-        values[key] = getattr(resources, key) or further.get(key)
-    values["time"] = resources.time_limit_min or further.get("time")
-    written = {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
-    check_script_options(written, name)
-    return written
+        values[key] = getattr(resources, key) or site_options.get(key)
+    values["time"] = resources.time_limit_min or site_options.get("time")
+    options = {key: v for key, v in sorted(values.items()) if v is not None and v is not False}
+    check_script_options(options, name)
+    return options
 
 
-def check_script_options(values: Mapping[str, Any], where: str) -> None:
+def check_script_options(values: Mapping[str, Any], source: str) -> None:
     """Check that options fit into lines of a batch script.
 
     Args:
-        where: the job or the section of the configuration, for error messages.
+        source: the job or the section of the configuration, for error messages.
 
     Raises:
         PlanError: an option does not fit.
@@ -271,31 +273,33 @@ def check_script_options(values: Mapping[str, Any], where: str) -> None:
             check_option_text(key)
             check_option_text(str(value))
         except ValueError as error:
-            raise PlanError(f"{where}: {key!r} of sbatch: {error}") from None
+            raise PlanError(f"{source}: {key!r} of sbatch: {error}") from None
 
 
-def _gpus(needs: JobResources) -> str:
-    kind = f"{needs.gpu_type}:" if needs.gpu_type else ""
-    return f"gpu:{kind}{needs.gpus_per_node}" if needs.gpus_per_node else ""
+def _gpu_gres(resources: JobResources) -> str:
+    type_prefix = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    return f"gpu:{type_prefix}{resources.gpus_per_node}" if resources.gpus_per_node else ""
 
 
-def _memory(needs: JobResources, further: Mapping[str, OptionValue]) -> dict[str, Any]:
-    """Return the three memory options, of which at most one has a value."""
-    options: dict[str, Any] = {key: further.get(key) for key in MEMORY_OPTIONS}
-    if needs.mem_mb:
-        options = {"mem": f"{needs.mem_mb}M"}
-    elif not needs.gpus_per_node:
+def _memory_options(
+    resources: JobResources, site_options: Mapping[str, OptionValue]
+) -> dict[str, Any]:
+    """Return the memory options; at most one of them has a value."""
+    options: dict[str, Any] = {key: site_options.get(key) for key in MEMORY_OPTIONS}
+    if resources.mem_mb:
+        options = {"mem": f"{resources.mem_mb}M"}
+    elif not resources.gpus_per_node:
         # Without GPUs this option has no effect, and Slurm's default would apply.
         options.pop("mem-per-gpu")
-    first = next((key for key in MEMORY_OPTIONS if options.get(key) not in (None, False)), None)
-    return {key: options[key] if key == first else None for key in MEMORY_OPTIONS}
+    chosen = next((key for key in MEMORY_OPTIONS if options.get(key) not in (None, False)), None)
+    return {key: options[key] if key == chosen else None for key in MEMORY_OPTIONS}
 
 
-def srun_options(needs: JobResources) -> list[str]:
+def srun_options(resources: JobResources) -> list[str]:
     """Return srun's options for a step that has all resources of its job.
 
-    From 22.05 on srun does not inherit ``--cpus-per-task`` from the job, so a task would be bound
-    to one CPU; earlier versions do (manual page of srun). If the site or its sbatch sets
-    ``--export=NONE``, srun would start tasks without the variables that the script sets.
+    From 22.05 on, srun no longer inherits ``--cpus-per-task`` from the job and would bind a task to
+    one CPU (manual page of srun). If the site or its sbatch sets ``--export=NONE``, srun would
+    start tasks without the variables that the script sets.
     """
-    return [f"--cpus-per-task={needs.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]
+    return [f"--cpus-per-task={resources.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]

@@ -85,7 +85,7 @@ class PartitionSettings(HardwareSettings):
         return check_site_options(value)
 
     def duty_cycle_for(self, *kinds: str) -> float:
-        """Return the duty cycle of a node that these words describe; 1 by default."""
+        """Return the duty cycle of a node with these GPU names and features; 1 by default."""
         if isinstance(self.duty_cycle, float):
             return self.duty_cycle
         return min(
@@ -117,17 +117,17 @@ class SiteConfig(Section):
             PlanError: the partitions of the list have different settings.
         """
         first, *others = partition_names(partition or "")
-        found = self._of(first)
+        settings = self._merged(first)
         for name in others:
-            theirs, ours = self._of(name).resource_arguments(), found.resource_arguments()
-            key = next((key for key in ours if ours[key] != theirs[key]), None)
+            other, expected = self._merged(name).resource_arguments(), settings.resource_arguments()
+            key = next((key for key in expected if expected[key] != other[key]), None)
             if key is not None:
                 raise PlanError(
                     f"cluster.site: a job for partitions {partition} needs the same settings in "
-                    f"all; {key} is {ours[key]!r} for {first} and {theirs[key]!r} for {name}. "
-                    "Make them alike or name one partition"
+                    f"all; {key} is {expected[key]!r} for {first} and {other[key]!r} for {name}. "
+                    "Make them equal or name one partition"
                 )
-        return found
+        return settings
 
     def overrides_for(self, partition: str | None) -> PartitionSettings:
         """Return the settings of one partition without the defaults."""
@@ -137,7 +137,7 @@ class SiteConfig(Section):
         """Check that the cluster has every partition of this site file.
 
         Raises:
-            PlanError: names the first missing partition and the most similar one.
+            PlanError: a partition is missing. The message suggests the most similar name.
         """
         for name in self.partitions:
             if name not in partitions:
@@ -146,12 +146,12 @@ class SiteConfig(Section):
                     f"{name!r}{did_you_mean(name, partitions)}"
                 )
 
-    def _of(self, partition: str) -> PartitionSettings:
-        own = self.partitions.get(partition)
-        if own is None:
+    def _merged(self, partition: str) -> PartitionSettings:
+        overrides = self.partitions.get(partition)
+        if overrides is None:
             return self.defaults
         return self.defaults.model_copy(
-            update={name: getattr(own, name) for name in own.model_fields_set}
+            update={name: getattr(overrides, name) for name in overrides.model_fields_set}
         )
 
 

@@ -1,19 +1,20 @@
-"""Stop flag of a job: set by warning signals or by the clock, checked by the work.
+"""Stop flag of a job: set by warning signals or by the clock, and checked by the running work.
 
-Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL owns USR1) and TERM at
+Slurm sends USR2 some time before the wall-time limit or a preemption (NCCL uses USR1) and TERM at
 the end. The handler only sets a flag, because Python runs it between bytecodes, possibly in the
-middle of a write. Python drops an interrupt that arrives in a finalizer or in a callback of a weak
-reference, as in its import system; such an interrupt is raised again when the flag is checked.
+middle of a write. Python drops a KeyboardInterrupt that arrives in a finalizer or in a callback of
+a weak reference, for example in its import system; it is raised again when the flag is checked.
 
-The warning signal may not arrive: a site may strip it, a step may not be notified, a container may
+The warning signal may not arrive: a site may remove it, a step may not be notified, a container may
 not forward it. So the flag is also set by the clock, from the known end of the job. Start and end
 are times of the controller's clock, and a node's clock may differ. The length of the job is the
-same by any clock, and this process is younger than the job, so the remaining time is at most the
-job's length minus the age of this process. That bound corrects a node's clock that is late. It does
-not see the time between the start of the job and of this process (prolog, container, imports),
-which must fit into the margin. A node's clock that is early stops the work too early; if it is so
-early that the end seems past, it is ignored. A time limit that changes while the job runs is not
-noticed: a longer limit means a requeue too early, a shorter one needs the signal.
+same by any clock, and the job is older than this process. So the remaining time is at most the
+job's length minus the age of this process. That bound corrects a node's clock that is behind. It
+excludes the time between the start of the job and of this process (prolog, container, imports),
+which must fit into the margin. If a node's clock is ahead, the work stops too early; if it is so
+far ahead that the end seems past, it is ignored. A change of the time limit while the job runs is
+not noticed: with a longer limit the requeue comes too early, with a shorter one only the signal
+stops the work.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STOP_MARGIN_VARIABLE = "RLINF_STOP_MARGIN_S"
 CLOCK_SKEW_WARNING_S = 30.0
 """Clock skew above which a warning is logged."""
 _FIELD = re.compile(r"\b(StartTime|EndTime)=(\S+)")
-_BORN = time.monotonic()
+_PROCESS_STARTED_AT = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class JobWindow:
             return None
         by_clock = self.end - now
         if self.start is None:
-            # A job past its end would not run this, so the clock must be wrong.
+            # A job past its end would not run this code, so the clock must be wrong.
             return by_clock if by_clock > 0 else None
         by_length = self.end - self.start - age_s
         return by_length if by_clock <= 0 else min(by_clock, by_length)
 
     def clock_skew_s(self, now: float, age_s: float) -> float:
-        """Return the minimum skew of this node's clock: below 0 late, above 0 early."""
+        """Return the minimum skew of this node's clock: negative if behind, positive if ahead."""
         if self.start is not None and now - age_s < self.start:
             return now - age_s - self.start
         return max(0.0, now - self.end) if self.end is not None else 0.0
@@ -81,39 +82,39 @@ def current_job_window(
     """Return the start and end of the job of this process.
 
     They come from SLURM_JOB_START_TIME and SLURM_JOB_END_TIME, which later versions set (22.05 does
-    not), else from one ``scontrol show job``. Only the first rank runs scontrol, because it is
-    enough that one rank stops: a requeue ends all. Outside of jobs, or if Slurm does not answer,
-    both are unknown; this is never an error.
+    not), else from one ``scontrol show job``. Only rank 0 runs scontrol, because it is enough that
+    one rank stops: its requeue ends all ranks. Outside of jobs, or if Slurm does not answer, start
+    and end are unknown; this is never an error.
     """
-    identity = current_job_id(environment)
-    if identity is None:
+    job_id = current_job_id(environment)
+    if job_id is None:
         return JobWindow(None, None)
     end = _seconds(environment.get("SLURM_JOB_END_TIME", ""))
     if end is not None:
         return JobWindow(_seconds(environment.get("SLURM_JOB_START_TIME", "")), end)
     if environment.get("SLURM_PROCID", "0") != "0":
         return JobWindow(None, None)
-    names = current_het_components(environment) or [identity]
+    job_ids = current_het_components(environment) or [job_id]
     if run_command is None:
         from slurm import client
 
         run_command = client.run_command
     try:
-        spans = [
-            parse_job_window(run_command(["scontrol", "show", "job", "-o", name])) for name in names
+        windows = [
+            parse_job_window(run_command(["scontrol", "show", "job", "-o", i])) for i in job_ids
         ]
-        # If the components of a job have different limits, the shortest ends the job.
-        return min(spans, key=lambda span: math.inf if span.end is None else span.end)
+        # If the components of a job have different limits, the earliest end is that of the job.
+        return min(windows, key=lambda window: math.inf if window.end is None else window.end)
     except SlurmError as error:
-        log.warning("the end of job %s is not known: %s", identity, error)
+        log.warning("the end of job %s is not known: %s", job_id, error)
         return JobWindow(None, None)
 
 
 def parse_job_window(text: str) -> JobWindow:
-    """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` is None."""
+    """Parse StartTime and EndTime of ``scontrol show job -o``; ``Unknown`` becomes None."""
     job = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("JobId="))
-    found = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
-    return JobWindow(found.get("StartTime"), found.get("EndTime"))
+    times = {key: _seconds(value) for key, value in _FIELD.findall(job or text)}
+    return JobWindow(times.get("StartTime"), times.get("EndTime"))
 
 
 def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | None:
@@ -122,19 +123,21 @@ def seconds_until_stop(environment: Mapping[str, str] = os.environ) -> float | N
     The margin before the end is at most half of the remaining time, so that a short job makes
     progress before it is requeued.
     """
-    span = current_job_window(environment)
-    now, age_s = time.time(), time.monotonic() - _BORN
-    left = span.remaining_s(now, age_s)
-    off = span.clock_skew_s(now, age_s)
-    if abs(off) > CLOCK_SKEW_WARNING_S:
-        log.warning("this node's clock is %.0f s %s the controller's", abs(off), _direction(off))
-    if left is None:
+    window = current_job_window(environment)
+    now, age_s = time.time(), time.monotonic() - _PROCESS_STARTED_AT
+    remaining_s = window.remaining_s(now, age_s)
+    skew_s = window.clock_skew_s(now, age_s)
+    if abs(skew_s) > CLOCK_SKEW_WARNING_S:
+        log.warning(
+            "this node's clock is %.0f s %s the controller's", abs(skew_s), _direction(skew_s)
+        )
+    if remaining_s is None:
         return None
     try:
         margin = float(environment[STOP_MARGIN_VARIABLE])
     except (KeyError, ValueError):
         margin = DEFAULT_STOP_MARGIN_S
-    return max(0.0, left - min(margin, left / 2))
+    return max(0.0, remaining_s - min(margin, remaining_s / 2))
 
 
 def _direction(seconds: float) -> str:
@@ -146,79 +149,81 @@ def _seconds(text: str) -> float | None:
     if text.isdigit():
         return float(text)
     try:
-        # The time has no zone: it is scontrol's zone, which is also that of this process.
+        # The text has no time zone; scontrol and this process use the same zone.
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
 
 
 TIME_LIMIT_SHARE = 0.75
-"""Share of the time until the stop after which a stop counts as caused by the time limit."""
+"""Share of the time until the expected stop after which a stop is attributed to the time limit,
+because a signal may come early."""
 log = logging.getLogger("rlinf")
 
 
 class StopFlag:
     """A context manager whose flag is set by warning signals and before the end of the job.
 
-    Outside the main thread Python allows no signal handlers, so only the clock sets the flag.
+    Python allows signal handlers in the main thread only; elsewhere only the clock sets the flag.
     """
 
     def __init__(self) -> None:
-        self._set = self._dropped = False
-        self._began = 0.0
+        self._is_set = self._dropped_interrupt = False
+        self._entered_at = 0.0
         self._stop_at: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def is_set(self) -> bool:
         """Return True if the allocation is about to end.
 
         Raises:
-            KeyboardInterrupt: Python dropped an interrupt before; in the main thread only.
+            KeyboardInterrupt: Python dropped an interrupt earlier; in the main thread only.
         """
-        if self._dropped and threading.current_thread() is threading.main_thread():
-            self._dropped = False
+        if self._dropped_interrupt and threading.current_thread() is threading.main_thread():
+            self._dropped_interrupt = False
             raise KeyboardInterrupt
-        if not self._set and self._stop_at is not None and time.monotonic() >= self._stop_at:
-            self._set = True
-            log.warning("this job's time is nearly up and no signal came yet: stopping")
-        return self._set
+        if not self._is_set and self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._is_set = True
+            log.warning("this job ends soon and no signal came yet: stopping")
+        return self._is_set
 
     def is_time_limit(self) -> bool:
-        """Return True if the flag is set because of the time limit, not of a preemption for
-        example. A signal may come early. False if the end is unknown."""
+        """Return True if the flag is set because of the time limit and not, for example, because of
+        a preemption. False if the end of the job is unknown."""
         if not self.is_set() or self._stop_at is None:
             return False
-        return time.monotonic() - self._began > TIME_LIMIT_SHARE * (self._stop_at - self._began)
+        available_s = self._stop_at - self._entered_at
+        return time.monotonic() - self._entered_at > TIME_LIMIT_SHARE * available_s
 
     def __enter__(self) -> StopFlag:
-        left = seconds_until_stop()
-        self._began = time.monotonic()
-        self._stop_at = None if left is None else self._began + left
+        remaining_s = seconds_until_stop()
+        self._entered_at = time.monotonic()
+        self._stop_at = None if remaining_s is None else self._entered_at + remaining_s
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self._set = True
+            self._is_set = True
 
-        self._unraisable = sys.unraisablehook
-        sys.unraisablehook = self._drop
+        self._previous_hook = sys.unraisablehook
+        sys.unraisablehook = self._on_unraisable
         for number in STOP_SIGNALS:
             try:
-                self._previous[number] = signal.signal(number, handle)
+                self._previous_handlers[number] = signal.signal(number, handle)
             except ValueError:
                 break
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, previous in self._previous.items():
+        for number, previous in self._previous_handlers.items():
             signal.signal(number, previous)
-        sys.unraisablehook = self._unraisable
+        sys.unraisablehook = self._previous_hook
 
-    def _drop(self, lost: sys.UnraisableHookArgs) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
-            self._dropped = True
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._dropped_interrupt = True
         else:
-            self._unraisable(lost)
+            self._previous_hook(unraisable)

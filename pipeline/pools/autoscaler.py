@@ -21,7 +21,7 @@ from rlinf.errors import InputError, PlanError
 from stages.flow import Flow
 from stages.layout import POOLS_FOLDER
 
-if TYPE_CHECKING:  # generators speak of loads, and who scales by hand needs neither
+if TYPE_CHECKING:  # avoids a circular import, and loads less for scaling by the user
     from pipeline.pools.leases import PoolState
     from pipeline.pools.rollout_scheduler import RolloutScheduler
 
@@ -29,47 +29,47 @@ log = logging.getLogger("rlinf")
 SCALE = "scale.json"
 SCALE_REQUEST = re.compile(r"(?P<pool>[a-z_]+)(?:(?P<sign>[+=-])(?P<number>\d+)|=auto)")
 MIN_GAIN = 0.05
-"""Share of an iteration's time that one more worker must save."""
+"""Minimum share of an iteration's time that an additional worker must save."""
 MAX_LOSS = 0.02
-"""Share that one worker less may cost; smaller than :data:`MIN_GAIN`, so that the number does not
-oscillate."""
+"""Maximum share that the removal of a worker may cost. It is smaller than :data:`MIN_GAIN`, so that
+the number does not oscillate."""
 
 
 @dataclass(frozen=True)
 class IterationLoad:
-    """The measured cost of the stages of an iteration."""
+    """The measured times of the stages of an iteration."""
 
     fixed_s: float
-    """Rollout seconds on every worker, independent of their number."""
+    """Rollout seconds of each worker that do not depend on the number of workers."""
     work_s: float
-    """Rollout seconds on one worker, which n workers divide."""
+    """Rollout seconds on one worker that n workers share."""
     other_stages_s: float
     """Seconds of all other stages."""
     overlaps: bool
-    """Whether they overlap with the next rollout (staleness)."""
+    """Whether the other stages overlap with the next rollout (staleness)."""
 
     def iteration_s(self, workers: int) -> float:
         """Return the seconds of an iteration with a number of workers."""
         rollout = self.fixed_s + self.work_s / workers
         return max(rollout, self.other_stages_s) if self.overlaps else rollout + self.other_stages_s
 
-    def target_workers(self, workers: int, least: int, most: int) -> int:
-        """Return the next number of workers, at most twice the present one.
+    def target_workers(self, workers: int, min_workers: int, max_workers: int) -> int:
+        """Return the next number of workers, at most twice the current number.
 
         Under a constant load the number changes in one direction only.
         """
-        most = min(most, 2 * workers)
-        best = max(workers, least)
-        while best < most and self._saved(best) > MIN_GAIN:
+        max_workers = min(max_workers, 2 * workers)
+        best = max(workers, min_workers)
+        while best < max_workers and self._saved(best) > MIN_GAIN:
             best += 1
-        while best > least and best <= workers and self._saved(best - 1) < MAX_LOSS:
+        while best > min_workers and best <= workers and self._saved(best - 1) < MAX_LOSS:
             best -= 1
-        return min(best, most)
+        return min(best, max_workers)
 
     def _saved(self, workers: int) -> float:
-        """Return the share of an iteration's time that one further worker saves."""
-        now = self.iteration_s(workers)
-        return (now - self.iteration_s(workers + 1)) / now if now else 0.0
+        """Return the share of an iteration's time that one more worker saves."""
+        current_s = self.iteration_s(workers)
+        return (current_s - self.iteration_s(workers + 1)) / current_s if current_s else 0.0
 
 
 def target_size(run: Path, plan: Plan, number: int) -> int:
@@ -96,72 +96,72 @@ def autoscale(
     Args:
         slots: one entry per worker of the elastic pool; empty without one.
     """
-    first = next(iter(slots), None)
-    if first is None or not is_autoscaled(run.folder, plan, first.number):
+    first_slot = next(iter(slots), None)
+    if first_slot is None or not is_autoscaled(run.folder, plan, first_slot.number):
         return
-    wanted = [pool for pool in slots if not pool.is_retired]
-    active = [m.primary_worker for pool in wanted if (m := pool.active_lease) is not None]
-    if len(active) < len(wanted):
-        return  # the queue has not given yet what was asked for
-    generates = str(flow.elastic_stage)
-    stages = [s for s in flow.stages if s not in (generates, flow.publish_stage)]
-    rest = sum(busy_s(run.folder, stage, iteration) for stage in stages)
+    requested = [pool for pool in slots if not pool.is_retired]
+    active = [m.primary_worker for pool in requested if (m := pool.active_lease) is not None]
+    if len(active) < len(requested):
+        return  # some requested workers are not connected yet
+    rollout = StageNode(str(flow.elastic_stage), iteration)
+    stages = [s for s in flow.stages if s not in (rollout.stage, flow.publish_stage)]
+    other_stages_s = sum(busy_s(run.folder, stage, iteration) for stage in stages)
     overlap = run.config.rollout.staleness > 0
-    load = generators.iteration_load(StageNode(generates, iteration), active, rest, overlap=overlap)
+    load = generators.iteration_load(rollout, active, other_stages_s, overlap=overlap)
     if load is None:
         return
-    pool = plan.pools[first.number]
-    best = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
-    if best != len(active):
+    pool = plan.pools[first_slot.number]
+    target = load.target_workers(len(active), pool.workers or 1, pool.max_workers or len(active))
+    if target != len(active):
         log.info(
             "pool %s: %d workers instead of %d; expected iteration time %.3g s instead of %.3g s",
-            first.number,
-            best,
+            first_slot.number,
+            target,
             len(active),
-            load.iteration_s(best),
+            load.iteration_s(target),
             load.iteration_s(len(active)),
         )
-        save_target(run.folder, first.number, best, by_hand=False)
+        save_target(run.folder, first_slot.number, target, by_hand=False)
 
 
 def request_scale(run: Run, request: str) -> int:
     """Request more or fewer workers, as in ``rollout+2``. The driver applies the request.
 
     Returns:
-        The requested number; the present one with ``=auto``.
+        The requested number; with ``=auto`` the current number.
 
     Raises:
         InputError: the request is malformed, or leaves less than one worker.
         PlanError: the run has no elastic pool of that name, or it cannot be autoscaled.
     """
-    found = SCALE_REQUEST.fullmatch(request)
-    if found is None:
+    match = SCALE_REQUEST.fullmatch(request)
+    if match is None:
         raise InputError(f"{request!r}: expected rollout+2, rollout-1, rollout=4 or rollout=auto")
-    plan, name = Plan.from_run(run.folder), found["pool"]
-    number, pool = _elastic(plan, name, run.folder)
-    now = target_size(run.folder, plan, number)
-    if found["sign"] is None:
+    plan, name = Plan.from_run(run.folder), match["pool"]
+    number, pool = _elastic_pool(plan, name, run.folder)
+    current = target_size(run.folder, plan, number)
+    if match["sign"] is None:
         if pool.max_workers is None:
             raise PlanError(f"{run.folder}: set max_workers of the pool of {name} in the plan")
-        save_target(run.folder, number, now, by_hand=False)
-        return now
-    change = int(found["number"])
-    requested = {"+": now + change, "-": now - change, "=": change}[found["sign"]]
+        save_target(run.folder, number, current, by_hand=False)
+        return current
+    change = int(match["number"])
+    requested = {"+": current + change, "-": current - change, "=": change}[match["sign"]]
     if requested < 1:
-        raise InputError(f"{request}: a pool needs at least one worker, and has {now}")
+        raise InputError(f"{request}: a pool needs at least one worker, and has {current}")
     save_target(run.folder, number, requested, by_hand=True)
     return requested
 
 
 def save_target(run: Path, number: int, workers: int, *, by_hand: bool) -> None:
-    """Save the target number of workers of a pool. A number set by the user is final."""
+    """Save the target number of workers of a pool. A number set by the user ends autoscaling."""
     folder = run / POOLS_FOLDER
     folder.mkdir(exist_ok=True)
     saved = {"workers": workers, "by_hand": by_hand, "time": time.time()}
     write_atomic(folder / SCALE, json.dumps({**_read_targets(run), str(number): saved}))
 
 
-def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
+def _elastic_pool(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
     if plan.execution != "pools":
         raise PlanError(f"{folder}: its plan has no pools; only pools can be scaled")
     for number, pool in enumerate(plan.pools):
@@ -171,7 +171,7 @@ def _elastic(plan: Plan, name: str, folder: Path) -> tuple[int, PoolPlan]:
                     f"{folder}: the pool of {name} is not elastic; set workers: 1 in the plan"
                 )
             return number, pool
-    raise PlanError(f"{folder}: no pool of its plan holds {name!r}")
+    raise PlanError(f"{folder}: no pool of its plan has the stage {name!r}")
 
 
 def _read_target(run: Path, number: int) -> tuple[int | None, bool]:

@@ -1,5 +1,5 @@
-"""Dispatch of stages to pools: their orders, the sources of their inputs, and who sends what to
-whom."""
+"""Dispatch of stages to pools: their orders, the sources of their inputs, and the routes between
+workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from stages.worker.messages import StageOrder, WorkerOrder
 from stages.worker.record_transfer import SHARED_MEMORY, SOCKET
 
 FAN_OUT = 2
-"""Number of receivers per sender by socket: more would share its link, fewer make longer paths."""
+"""Receivers per sender by socket: more would share the sender's link, fewer make longer paths."""
 Hosts = Mapping[str, str | None]
-"""Node by worker; None if unknown."""
+"""Node of each worker; None if unknown."""
 Routes = dict[str, dict[str, str]]
-"""Receivers and their transport, by sender."""
+"""Transport to each receiver, by sender."""
 
 
 def route_tree(
@@ -37,49 +37,50 @@ def route_tree(
 ) -> Routes:
     """Return a tree of routes from one worker to all receivers, some of which forward the data.
 
-    The data crosses to each node once. The first worker there sends it to the others on its node,
-    and on to further nodes.
+    The data is sent to each node once. The first worker of a node sends it to the other workers of
+    its node and to further nodes.
 
     Args:
         source: the sending worker.
         host: its node; None if unknown.
         receivers: node by receiver.
         use_shared_memory: whether workers on one node may use shared memory.
-        turn: different for each of several sources, so that the receivers share the forwarding.
+        turn: index of the source, if there are several, so that receivers share the forwarding.
     """
     names = [worker for worker in receivers if worker != source]
-    first = turn % len(names) if names else 0
+    offset = turn % len(names) if names else 0
     nodes: dict[object, list[str]] = defaultdict(list)
-    for worker in (*names[first:], *names[:first]):
-        at = receivers[worker]
-        nodes[(worker,) if at is None else at].append(worker)
+    for worker in (*names[offset:], *names[:offset]):
+        node = receivers[worker]
+        nodes[(worker,) if node is None else node].append(worker)
     routes: Routes = defaultdict(dict)
-    here = nodes.pop(host, []) if host is not None else []
-    heads = [workers[0] for workers in nodes.values()]
-    _pass_on(routes, source, heads)
-    for head, others in [(source, here), *((head, rest) for head, *rest in nodes.values())]:
+    same_node = nodes.pop(host, []) if host is not None else []
+    first_per_node = [workers[0] for workers in nodes.values()]
+    _add_socket_tree(routes, source, first_per_node)
+    groups = [(source, same_node), *((first, rest) for first, *rest in nodes.values())]
+    for sender, others in groups:
         if use_shared_memory:
-            routes[head] |= dict.fromkeys(others, SHARED_MEMORY)
+            routes[sender] |= dict.fromkeys(others, SHARED_MEMORY)
         else:
-            _pass_on(routes, head, others)
-    return {sender: to for sender, to in routes.items() if to}
+            _add_socket_tree(routes, sender, others)
+    return {sender: targets for sender, targets in routes.items() if targets}
 
 
-def _pass_on(routes: Routes, source: str, workers: Sequence[str]) -> None:
-    """Add a tree of sockets."""
+def _add_socket_tree(routes: Routes, source: str, workers: Sequence[str]) -> None:
+    """Add a tree of socket routes from ``source`` to ``workers``."""
     senders = [source, *workers]
     for number, worker in enumerate(workers):
         routes[senders[number // FAN_OUT]][worker] = SOCKET
 
 
 BATCH_WAIT_S = 0.5
-"""How long orders of an iteration wait for the other stages of the iteration."""
+"""Seconds that orders of an iteration wait for the other stages of the iteration."""
 Send = Callable[[str, WorkerOrder], None]
 """Sends an order to a worker."""
 
 
 class StageDispatcher:
-    """Sends the orders of waiting stages to every pool with an active lease.
+    """Sends the orders of waiting stages to all pools with an active lease.
 
     Args:
         pools: pools of the run. The list changes as generators join and leave.
@@ -95,55 +96,56 @@ class StageDispatcher:
         self._graph = Graph(run.config)
         self._flow = self._graph.flow
         self._order_of = {stage: i for i, stage in enumerate(self._flow.stages)}
-        self._of = {stage: pools[number] for stage, number in plan.stage_pools().items()}
-        self._layouts = {stage: plan.stage_plan(stage).layout for stage in self._of}
+        self._pool_of = {stage: pools[number] for stage, number in plan.stage_pools().items()}
+        self._layouts = {stage: plan.stage_plan(stage).layout for stage in self._pool_of}
         environment = environments.get(run.config.task.name)
         task = run.config.task.validate_options(environment.Config, "task")
-        self._large = environment.max_step_bytes(task) >= LARGE_ROW_BYTES
-        self._elastic = any(pool.slot is not None for pool in pools)
+        self._has_large_steps = environment.max_step_bytes(task) >= LARGE_ROW_BYTES
+        self._has_elastic_pool = any(pool.slot is not None for pool in pools)
         self._ranks_of: dict[str, Sequence[int]] = {
             stage: range(
                 1 if self._is_collected(stage) or plan.is_single_process(stage) else pool.size
             )
-            for stage, pool in self._of.items()
+            for stage, pool in self._pool_of.items()
         }
-        acts = str(self._flow.rollout_stage)
+        rollout_stage = str(self._flow.rollout_stage)
+        policy_stages = {*plan.flow.separate_policy}
         for pool in plan.pools:
-            beside = {*plan.flow.separate_policy} & {*pool.stages} and acts in pool.stage_ranks
-            if beside and self._of[EVALUATE] is self._of[acts]:
+            has_both = policy_stages & {*pool.stages} and rollout_stage in pool.stage_ranks
+            if has_both and self._pool_of[EVALUATE] is self._pool_of[rollout_stage]:
                 # Evaluations run on the ranks of the simulators.
-                self._ranks_of[EVALUATE] = pool.stage_ranks[acts]
+                self._ranks_of[EVALUATE] = pool.stage_ranks[rollout_stage]
             self._ranks_of.update(pool.stage_ranks)
-        self.policy_pools = PolicyPools(plan, self._of, self._ranks_of, send)
+        self.policy_pools = PolicyPools(plan, self._pool_of, self._ranks_of, send)
         self._after_chunks = self._stages_after_chunks()
         self._live: dict[StageNode, dict[str, StageNode]] = {}
-        """Live inputs and the nodes that produce them, by dispatched node."""
+        """Live inputs with the nodes that produce them, by dispatched node."""
         self._subscribed: dict[StageNode, set[tuple[str, str, str]]] = defaultdict(set)
-        """Inputs with their senders and receivers that were connected, by dispatched node."""
+        """Connections as (input, sending lease, receiving lease), by dispatched node."""
 
     def pool_of(self, node: StageNode) -> PoolState:
         """Return the pool that runs a stage."""
-        return self._of[node.stage]
+        return self._pool_of[node.stage]
 
     def dispatch(self) -> None:
         """Dispatch waiting stages, and connect their live inputs."""
         for pool in self._pools:
-            member = pool.active_lease
-            if member is None or not pool.waiting:
+            lease = pool.active_lease
+            if lease is None or not pool.waiting:
                 continue
             nodes = sorted(pool.waiting, key=self.position)
-            if member.size > 1 and time.monotonic() - pool.last_queued_at < BATCH_WAIT_S:
+            if lease.size > 1 and time.monotonic() - pool.last_queued_at < BATCH_WAIT_S:
                 # All ranks must know all stages of an iteration before the first one starts.
-                last = max(pool.stages, key=lambda stage: self._order_of.get(stage, -1))
-                complete = {node.iteration for node in nodes if node.stage == last}
+                last_stage = max(pool.stages, key=lambda stage: self._order_of.get(stage, -1))
+                iterations = {node.iteration for node in nodes if node.stage == last_stage}
                 nodes = [
-                    n for n in nodes if n.iteration in complete or n.stage not in self._order_of
+                    n for n in nodes if n.iteration in iterations or n.stage not in self._order_of
                 ]
-            self._decide_sources(pool, member, [n for n in nodes if self.policy_pools.is_ready(n)])
+            self._decide_sources(pool, lease, [n for n in nodes if self.policy_pools.is_ready(n)])
         for pool in self._pools:
-            member = pool.active_lease
-            if member is not None:
-                self._send_orders(pool, member)
+            lease = pool.active_lease
+            if lease is not None:
+                self._send_orders(pool, lease)
         self._subscribe()
 
     def end_attempt(self, node: StageNode) -> None:
@@ -154,67 +156,70 @@ class StageDispatcher:
 
     def resend(self, producer: Lease, receiver: Lease) -> None:
         """Send again what was sent over a broken connection."""
-        ends = (producer.name, receiver.name)
-        for marks in self._subscribed.values():
-            for mark in list(marks):
+        lease_names = (producer.name, receiver.name)
+        for subscriptions in self._subscribed.values():
+            for subscription in list(subscriptions):
                 # Receivers forward the data, so the whole tree is rebuilt.
-                within = ends == (mark[2], mark[2])
-                if mark[1:] == ends or within:
-                    marks.discard(mark)
+                is_within_receiver = lease_names == (subscription[2], subscription[2])
+                if subscription[1:] == lease_names or is_within_receiver:
+                    subscriptions.discard(subscription)
 
     def position(self, node: StageNode) -> tuple[int, int, int]:
         """Return the position of a stage in the device schedule (:mod:`stages.device_schedule`)."""
         if node.stage in self._flow.offline:
             return (-1, 0, 0)
         if node.stage not in self._order_of:
-            # Just before the rollout with the same weights, so that it delays none with older ones.
+            # Just before the rollout with the same weights, so that no earlier rollout is delayed.
             return (node.iteration + self._run.config.rollout.staleness, 0, -1)
         sources = self._flow.stages[node.stage].inputs
-        complete = not self._flow.stream_channels & set(sources) and any(
+        needs_whole_batch = not self._flow.stream_channels & set(sources) and any(
             not s.lag and s.stage in self._order_of for s in sources.values()
         )
-        late = complete or node.stage in self._after_chunks
-        return (node.iteration, self._plan.num_chunks if late else 0, self._order_of[node.stage])
+        is_late = needs_whole_batch or node.stage in self._after_chunks
+        return (node.iteration, self._plan.num_chunks if is_late else 0, self._order_of[node.stage])
 
     def _stages_after_chunks(self) -> frozenset[str]:
         """Return stages that run after all chunks of the batch.
 
-        They use all ranks of a pool whose earlier stages use some each, and would block these; or
-        they depend on such a stage.
+        Such a stage uses all ranks of a pool whose earlier stages use some ranks each, which it
+        would block, or it depends on such a stage.
         """
         late = set[str]()
         for stage, spec in self._flow.stages.items():
             earlier = list(self._flow.stages)[: self._order_of[stage]]
-            sides = [
+            partial = [
                 s
                 for pool in self._plan.pools
                 for s in pool.stage_ranks
                 if self._share_ranks(s, stage)
             ]
-            first = [s for s in sides if s in self._order_of]
-            among = stage not in sides and bool(first) and set(first) <= set(earlier)
-            waits = any(s.stage in late and not s.lag for s in spec.inputs.values())
-            if among or waits:
+            ordered = {s for s in partial if s in self._order_of}
+            blocks_earlier = stage not in partial and bool(ordered) and ordered <= set(earlier)
+            depends_on_late = any(s.stage in late and not s.lag for s in spec.inputs.values())
+            if blocks_earlier or depends_on_late:
                 late.add(stage)
         return frozenset(late)
 
     def _share_ranks(self, a: str, b: str) -> bool:
         """Return whether two stages share ranks."""
-        return self._of[a] is self._of[b] and bool({*self._ranks_of[a]} & {*self._ranks_of[b]})
+        has_common_rank = not {*self._ranks_of[a]}.isdisjoint(self._ranks_of[b])
+        return self._pool_of[a] is self._pool_of[b] and has_common_rank
 
     def num_chunks(self, stage: str) -> int:
         """Return the number of chunks in which a stage processes its batch.
 
         If no other stage shares the devices, the engine gets the whole batch at once and emits
-        samples as they finish. Chunks would be decoded one after another, each with its own long
-        tail.
+        samples as they finish. Chunks would be decoded one after another, and each would have a
+        long tail.
         """
         others = [s for s in self._flow.stages if s not in self._after_chunks and s != stage]
-        alone = not any(self._share_ranks(stage, other) for other in others)
-        complete = stage == self._flow.elastic_stage and alone
-        return 1 if complete or self.policy_pools.needs_policy(stage) else self._plan.num_chunks
+        is_alone = not any(self._share_ranks(stage, other) for other in others)
+        gets_whole_batch = stage == self._flow.elastic_stage and is_alone
+        if gets_whole_batch or self.policy_pools.needs_policy(stage):
+            return 1
+        return self._plan.num_chunks
 
-    def _decide_sources(self, pool: PoolState, member: Lease, nodes: list[StageNode]) -> None:
+    def _decide_sources(self, pool: PoolState, lease: Lease, nodes: list[StageNode]) -> None:
         """Decide where the inputs of stages come from before they are dispatched."""
         for node in nodes:
             if node in self._live:
@@ -225,25 +230,25 @@ class StageDispatcher:
                     # Read from disk: a live input would keep the previous trajectories in memory
                     # until this rollout ends.
                     continue
-                assigned, producer = member.assigned, pool
+                assigned_nodes, producer = lease.assigned, pool
                 if (
                     name == WEIGHTS
                     and (policy := self.policy_pools.serving_lease(node)) is not None
                 ):
-                    assigned, producer = policy[1].assigned, policy[0]
-                here = source in assigned or source in producer.waiting
+                    assigned_nodes, producer = policy[1].assigned, policy[0]
+                is_local = source in assigned_nodes or source in producer.waiting
                 if (
                     name in self._flow.stream_channels
                     and len({*self._ranks(node), *self._ranks(source)}) > 1
                 ):
                     # Each rank has its own records; the plan may transport them by file.
-                    here = here and self._is_streamed(source, node)
-                published = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
-                sent = name in self._flow.stream_channels or (
-                    published and not self._reads_own_rows(source, node)
+                    is_local = is_local and self._is_streamed(source, node)
+                is_published_weights = (source.stage, name) == (self._flow.publish_stage, WEIGHTS)
+                can_be_sent = name in self._flow.stream_channels or (
+                    is_published_weights and not self._reads_own_rows(source, node)
                 )
-                if here or (
-                    sent and self._is_in_progress(source) and self._is_streamed(source, node)
+                if is_local or (
+                    can_be_sent and self._is_in_progress(source) and self._is_streamed(source, node)
                 ):
                     live[name] = source
             self._live[node] = live
@@ -256,19 +261,18 @@ class StageDispatcher:
         )
 
     def _subscribe(self) -> None:
-        """Tell producers which workers in other pools wait for their output; again if these
-        changed.
+        """Tell producers which workers wait for their output, and tell them again if these change.
 
         A late receiver gets what was produced before.
         """
-        members = self._members()
+        leases = self._leases()
         for target, live in self._live.items():
             for name, source in live.items():
-                producer = next((m for m in members if source in m.assigned), None)
+                producer = next((m for m in leases if source in m.assigned), None)
                 if producer is None:
                     continue
-                # A single worker has the input in memory; so does each rank, for inputs that
-                # are no streams.
+                # A single worker has the input in memory. If the input is not a stream, every rank
+                # has it.
                 receivers = [
                     receiver
                     for receiver in self._receivers(source, target, name)
@@ -279,29 +283,31 @@ class StageDispatcher:
                     )
                 ]
                 self._subscribed[target].update((name, producer.name, m.name) for m in receivers)
-                to = {
+                receiver_hosts = {
                     w: host for m in receivers for w, host in self._hosts(target, m, name).items()
                 }
-                out = self._relative(self._graph.output_folder(self._run.folder, source))
-                for source_rank, worker, ways in self._routes(source, target, name, producer, to):
+                output = self._relative(self._graph.output_folder(self._run.folder, source))
+                for origin, worker, transports in self._routes(
+                    source, target, name, producer, receiver_hosts
+                ):
                     self._send(
                         worker,
                         messages.SendOutput(
-                            output=out, channel=name, transports=ways, producer=source_rank
+                            output=output, channel=name, transports=transports, producer=origin
                         ),
                     )
 
     def _receivers(self, source: StageNode, target: StageNode, name: str) -> list[Lease]:
-        """Return the leases that receive an input: those that compute the stage, all generators of
+        """Return the leases that receive an input: leases that compute the stage, all generators of
         an elastic rollout, or the lease that serves its policy."""
         if name == WEIGHTS and (policy := self.policy_pools.serving_lease(target)) is not None:
             return [policy[1]]
         if not self._only_collects(target):
-            return [member for member in self._members() if target in member.assigned]
+            return [lease for lease in self._leases() if target in lease.assigned]
         if source.stage != self._flow.publish_stage or not self._is_streamed(source, target):
             return []
         pools = [pool for pool in self._pools if pool.slot is not None or pool.also_generates]
-        return [member for pool in pools if (member := pool.active_lease) is not None]
+        return [lease for pool in pools if (lease := pool.active_lease) is not None]
 
     def _hosts(self, target: StageNode, receiver: Lease, name: str) -> dict[str, str | None]:
         """Return the workers of a lease that receive an input of a stage, with their nodes."""
@@ -313,7 +319,7 @@ class StageDispatcher:
 
     def _only_collects(self, node: StageNode) -> bool:
         """Return whether a node only collects what elastic generators produce."""
-        return self._elastic and node.stage == self._flow.elastic_stage
+        return self._has_elastic_pool and node.stage == self._flow.elastic_stage
 
     def _routes(
         self,
@@ -323,43 +329,45 @@ class StageDispatcher:
         producer: Lease,
         receivers: Mapping[str, str | None],
     ) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Yield the producer, the sender, and its receivers with their transport.
+        """Yield the producing worker, the sender, and its receivers with their transport.
 
         Records come from all primary ranks of the producer, weights from its rank 0.
         """
         records = name in self._flow.stream_channels
-        usual = SOCKET if records else SHARED_MEMORY
-        way = self._plan.transports.get(f"{source.stage} -> {target.stage}", usual)
+        default = SOCKET if records else SHARED_MEMORY
+        transport = self._plan.transports.get(f"{source.stage} -> {target.stage}", default)
         if not receivers:
             return
-        if way in WEIGHT_TRANSPORTS and name == WEIGHTS:
-            first = producer.primary_worker
-            yield first, first, dict.fromkeys(receivers, way)
+        if transport in WEIGHT_TRANSPORTS and name == WEIGHTS:
+            origin = producer.primary_worker
+            yield origin, origin, dict.fromkeys(receivers, transport)
             return
-        near = way == SHARED_MEMORY
+        use_shared_memory = transport == SHARED_MEMORY
         ranks = self._ranks(source)
-        speakers = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
+        primary_ranks = ProcessGroupInfo(size=len(ranks), layout=self._layout(source)).primary_ranks
         producers = list(producer.hosts(ranks).items())
-        for turn, rank in enumerate(speakers if records else [0]):
-            first, host = producers[rank]
-            for sender, to in route_tree(
-                first, host, receivers, use_shared_memory=near, turn=turn
+        for turn, rank in enumerate(primary_ranks if records else [0]):
+            origin, host = producers[rank]
+            for sender, targets in route_tree(
+                origin, host, receivers, use_shared_memory=use_shared_memory, turn=turn
             ).items():
-                yield first, sender, to
+                yield origin, sender, targets
 
     def _reads_own_rows(self, source: StageNode, node: StageNode) -> bool:
-        """Return whether several processes share the model of a node. Each then reads its rows of
-        the published files, unless the plan names a transport."""
-        shares = self._flow.all_stages[node.stage].holds == "trainer" and len(self._ranks(node)) > 1
-        return shares and f"{source.stage} -> {node.stage}" not in self._plan.transports
+        """Return whether each process reads its rows of a node's weights from the published files:
+        the model is sharded over several processes and the plan names no transport."""
+        is_sharded = (
+            self._flow.all_stages[node.stage].holds == "trainer" and len(self._ranks(node)) > 1
+        )
+        return is_sharded and f"{source.stage} -> {node.stage}" not in self._plan.transports
 
     def _is_streamed(self, source: StageNode, node: StageNode) -> bool:
-        large = self._large and source.stage == self._flow.rollout_stage
-        usual = "file" if large else "socket"
-        way = self._plan.transports.get(f"{source.stage} -> {node.stage}", usual)
-        return way not in COMMITTED_TRANSPORTS
+        is_large = self._has_large_steps and source.stage == self._flow.rollout_stage
+        default = "file" if is_large else "socket"
+        transport = self._plan.transports.get(f"{source.stage} -> {node.stage}", default)
+        return transport not in COMMITTED_TRANSPORTS
 
-    def _send_orders(self, pool: PoolState, member: Lease) -> None:
+    def _send_orders(self, pool: PoolState, lease: Lease) -> None:
         """Send the orders of all stages whose inputs are decided."""
         ready = [
             node for node in pool.waiting if node in self._live and self.policy_pools.is_ready(node)
@@ -367,18 +375,18 @@ class StageDispatcher:
         nodes = sorted(ready, key=self.position)
         orders: dict[str, list[StageOrder]] = defaultdict(list)
         if pool.slot is not None:
-            # A generator that waits for weights cannot generate the samples they depend on.
+            # A generator that waits for weights cannot generate the samples that these depend on.
             nodes = [node for node in nodes if not self._has_pending_inputs(node)]
         for node in nodes:
             call = pool.waiting.pop(node)
             ranks = self._ranks(node)
-            gathers = self._only_collects(node)
-            from_disk = gathers or self.policy_pools.needs_policy(node.stage)
+            only_collects = self._only_collects(node)
+            from_disk = only_collects or self.policy_pools.needs_policy(node.stage)
             order = StageOrder(
                 node=node.name,
                 stage=node.stage,
                 iteration=node.iteration,
-                position=self._turn(node),
+                position=self._device_position(node),
                 num_chunks=self.num_chunks(node.stage),
                 output=self._relative(call.output_folder),
                 attempt=secrets.token_hex(6),
@@ -389,20 +397,20 @@ class StageDispatcher:
                     name: (self._relative(folder), name in self._live[node] and not from_disk)
                     for name, folder in call.inputs.items()
                 },
-                receives_trajectories=gathers,
+                receives_trajectories=only_collects,
                 in_engine_thread=pool.slot is not None,
                 policy_workers=self.policy_pools.workers(node),
             )
             if order.policy_workers:
-                comes = WEIGHTS in self._live[node]
-                self.policy_pools.begin(node, order, member.workers(ranks), live=comes)
+                is_live = WEIGHTS in self._live[node]
+                self.policy_pools.begin(node, order, lease.workers(ranks), live=is_live)
             if node.stage == self._flow.publish_stage:
                 self._generators.invalidate_weights(order.output)
-            if gathers:
-                weights, gatherer = self._relative(call.inputs["weights"]), member.primary_worker
-                self._generators.start_rollout(node, order.output, weights, gatherer)
-            member.assigned.add(node)
-            for worker in member.workers(ranks):
+            if only_collects:
+                weights, collector = self._relative(call.inputs["weights"]), lease.primary_worker
+                self._generators.start_rollout(node, order.output, weights, collector)
+            lease.assigned.add(node)
+            for worker in lease.workers(ranks):
                 orders[worker].append(order)
         for worker, stages in orders.items():
             self._send(worker, messages.RunStages(stages=tuple(stages)))
@@ -410,12 +418,12 @@ class StageDispatcher:
     def _has_pending_inputs(self, node: StageNode) -> bool:
         """Return whether an input of a node is still being computed."""
         sources = set(self._graph.inputs(node).values())
-        assigned = {other for member in self._members() for other in member.assigned}
+        assigned = {other for lease in self._leases() for other in lease.assigned}
         return bool(sources & (assigned | {o for pool in self._pools for o in pool.waiting}))
 
-    def primary_worker(self, node: StageNode, member: Lease) -> str:
+    def primary_worker(self, node: StageNode, lease: Lease) -> str:
         """Return the worker that reports the success of a node for all ranks."""
-        return member.workers(self._ranks(node))[0]
+        return lease.workers(self._ranks(node))[0]
 
     def _ranks(self, node: StageNode) -> Sequence[int]:
         """Return the ranks of the pool that compute a node."""
@@ -423,24 +431,24 @@ class StageDispatcher:
 
     def _is_collected(self, stage: str) -> bool:
         """Return whether one process collects what elastic workers produce for a stage."""
-        return self._elastic and self._flow.all_stages[stage].elastic
+        return self._has_elastic_pool and self._flow.all_stages[stage].elastic
 
     def _layout(self, node: StageNode) -> ParallelLayout:
         return self._layouts[node.stage] if len(self._ranks(node)) > 1 else DATA_PARALLEL_ONLY
 
-    def _turn(self, node: StageNode) -> tuple[int, int, int]:
+    def _device_position(self, node: StageNode) -> tuple[int, int, int]:
         """Return the position of a node in the device schedule: after all chunks if it reads its
         batch from disk."""
-        iteration, part, place = self.position(node)
+        iteration, chunk, stage_index = self.position(node)
         streams = self._flow.stream_channels & set(self._graph.inputs(node))
         return (
             iteration,
-            part if streams <= set(self._live[node]) else self._plan.num_chunks,
-            place,
+            chunk if streams <= set(self._live[node]) else self._plan.num_chunks,
+            stage_index,
         )
 
     def _relative(self, folder: Path) -> str:
         return folder.relative_to(self._run.folder).as_posix()
 
-    def _members(self) -> list[Lease]:
-        return [member for pool in self._pools for member in pool.leases]
+    def _leases(self) -> list[Lease]:
+        return [lease for pool in self._pools for lease in pool.leases]

@@ -58,9 +58,9 @@ PROGRESS_KEYS = ("stage", "done", "total", "unit", "note")
 EVENT_WAIT_S = 0.25
 STATUS_INTERVAL_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
-"""How long workers have to leave before their jobs are cancelled."""
-_NO_FAILURE = (None, 0, EXIT_REQUEUE)
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+"""Seconds that workers have to stop before their jobs are cancelled."""
+_NON_FAILURE_CODES = (None, 0, EXIT_REQUEUE)
+MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
 log = logging.getLogger("rlinf")
 
 
@@ -77,7 +77,7 @@ class PoolExecutor:
     supports_streaming: bool = True
     """Stages may start before their inputs are committed."""
     interrupt_note: str = "its pools were stopped"
-    has_started: bool = False  # there was work for the pools
+    has_started: bool = False  # True once there was work for the pools
 
     def __post_init__(self) -> None:
         self._graph = Graph(self.run.config)
@@ -95,11 +95,11 @@ class PoolExecutor:
             self.run, self.plan, self._pools, self._generators, self._send
         )
         self._lease_manager = LeaseManager(
-            self.run, self.plan, self.cluster, self.launcher, self._pools, self._busy, self._send
+            self.run, self.plan, self.cluster, self.launcher, self._pools, self._is_busy, self._send
         )
 
     def _start_pools(self) -> None:
-        """Start the pools: not before there is work, nor while another driver owns the run."""
+        """Start the pools. Called when there is work and no other driver owns the run."""
         self.has_started = True
         (self.run.folder / POOLS_FOLDER).mkdir(exist_ok=True)
         self._controller = Controller(
@@ -123,14 +123,14 @@ class PoolExecutor:
         pool.last_queued_at = time.monotonic()
 
     def poll(self) -> dict[StageNode, Outcome]:
-        """Return new outcomes; blocks briefly."""
+        """Return new outcomes; blocks for up to about :data:`EVENT_WAIT_S` seconds."""
         if self.should_stop():
             raise RequeueRequested("the driver received a stop signal; resume the run to continue")
         if self._controller is None:
             return {}
         self._dispatcher.dispatch()
         self._assign_work()
-        ended: dict[StageNode, Outcome] = {}
+        outcomes: dict[StageNode, Outcome] = {}
         for event in self._control.poll_events(EVENT_WAIT_S):
             if isinstance(event, PeerReport):
                 try:
@@ -140,17 +140,17 @@ class PoolExecutor:
                         f"{event.worker} sent a malformed report ({error}): its "
                         f"program is broken or of another version; see its log"
                     ) from None
-                self._on_report(event.worker, report, ended)
+                self._on_report(event.worker, report, outcomes)
             elif isinstance(event, PeerJoined):
                 self._on_joined(event)
             elif isinstance(event, PeerLost):
-                self._on_lost(event, ended)
+                self._on_lost(event, outcomes)
         if time.monotonic() - self._polled_at > self.launcher.poll_interval_s:
             self._polled_at = time.monotonic()
-            self._poll_jobs(ended)
-            self._finish_committed(self._pools, ended)
-        # Before the last worker leaves, so that its committed output is not dispatched again.
-        self._finish_committed([pool for pool in self._pools if pool.finishing], ended)
+            self._poll_jobs(outcomes)
+            self._finish_committed(self._pools, outcomes)
+        # Done before the last worker leaves, so that its committed output is not dispatched again.
+        self._finish_committed([pool for pool in self._pools if pool.finishing], outcomes)
         self._lease_manager.cancel_ended(self._control)
         self._lease_manager.renew_leases()
         if time.monotonic() - self._reported_at > STATUS_INTERVAL_S:
@@ -158,20 +158,20 @@ class PoolExecutor:
         self._report_progress()
         busy = {node for lease in self._leases() for node in lease.assigned}
         busy |= {node for pool in self._pools for node in pool.waiting}
-        self._unreported.update(ended)
-        free: dict[StageNode, Outcome] = {}
+        self._unreported.update(outcomes)
+        reportable: dict[StageNode, Outcome] = {}
         for node in sorted(self._unreported, key=self._dispatcher.position):
             # A success waits for the outcomes of its inputs, which may be reported later.
             if self._unreported[node].exit_code or not busy & set(
                 self._graph.inputs(node).values()
             ):
-                free[node] = self._unreported.pop(node)
+                reportable[node] = self._unreported.pop(node)
             else:
                 busy.add(node)
-        return free
+        return reportable
 
     def stop(self, *, keep_jobs: bool = False) -> None:
-        """Dismiss the pools, or leave them to the next driver, for which they wait a while."""
+        """Dismiss the pools, or keep them for the next driver, for which they wait some time."""
         try:
             if not keep_jobs and self._controller is not None:
                 self._dismiss()
@@ -189,13 +189,13 @@ class PoolExecutor:
             deadline = time.monotonic() + LEAVE_TIMEOUT_S
             while any(m.worker_info for m in leases) and time.monotonic() < deadline:
                 for event in self._control.poll_events(EVENT_WAIT_S):
-                    found = self._lease_of(event.worker)
+                    owner = self._lease_of(event.worker)
                     if isinstance(event, PeerReport):
                         with contextlib.suppress(DataError):
                             if isinstance(report := read_report(event.content), WorkItemEnded):
                                 self._generators.on_report(event.worker, report)
-                    elif isinstance(event, PeerLost) and found is not None:
-                        found[1].worker_info.pop(rank_of(event.worker), None)
+                    elif isinstance(event, PeerLost) and owner is not None:
+                        owner[1].worker_info.pop(rank_of(event.worker), None)
         finally:
             ended_leases = [*leases, *self._lease_manager.ending_leases]
             self.launcher.cancel([lease.job for lease in ended_leases])
@@ -214,8 +214,8 @@ class PoolExecutor:
             self._send(worker, order)
 
     def _helpers(self) -> dict[str, int]:
-        """Return workers that generate beside their own stages, with the earliest iteration of
-        these."""
+        """Return workers that generate besides their stages, with the earliest iteration of these
+        stages."""
         helpers = {}
         for pool in self._pools:
             lease = pool.active_lease
@@ -223,10 +223,10 @@ class PoolExecutor:
                 nodes = lease.assigned | pool.waiting.keys()
                 iterations = {self._dispatcher.position(node)[0] for node in nodes}
                 for worker in lease.workers():
-                    # The iteration of its newest weights is computed, and only has to be committed.
-                    done = self._generators.weights_iteration(worker)
-                    pending = (iteration for iteration in iterations if iteration > done)
-                    helpers[worker] = min(pending, default=sys.maxsize)
+                    # The iteration of its newest weights is complete except for the commit.
+                    newest = self._generators.weights_iteration(worker)
+                    later = (iteration for iteration in iterations if iteration > newest)
+                    helpers[worker] = min(later, default=sys.maxsize)
         return helpers
 
     def _end_attempt(self, node: StageNode) -> None:
@@ -253,41 +253,41 @@ class PoolExecutor:
         return None
 
     def _on_joined(self, event: PeerJoined) -> None:
-        found = self._lease_of(event.worker)
-        if found is not None:
-            found[1].add_worker(event.about)
-            if found[0].slot is not None or found[0].also_generates:
-                # It may still have work of an earlier driver.
+        owner = self._lease_of(event.worker)
+        if owner is not None:
+            owner[1].add_worker(event.about)
+            if owner[0].slot is not None or owner[0].also_generates:
+                # The worker may still have work of an earlier driver.
                 self._drop_work(event.worker)
         else:
             # An earlier driver had already renewed this lease.
             self._send(event.worker, ShutDown())
 
     def _on_report(
-        self, worker: str, report: WorkerReport, ended: dict[StageNode, Outcome]
+        self, worker: str, report: WorkerReport, outcomes: dict[StageNode, Outcome]
     ) -> None:
-        found = self._lease_of(worker)
+        owner = self._lease_of(worker)
         match report:
             case WorkItemEnded():
-                done = self._generators.on_report(worker, report)
-                if found is not None and done:
-                    found[0].failures, found[1].num_finished = 0, found[1].num_finished + 1
+                succeeded = self._generators.on_report(worker, report)
+                if owner is not None and succeeded:
+                    owner[0].failures, owner[1].num_finished = 0, owner[1].num_finished + 1
             case WeightsAvailable():
                 self._generators.on_weights(worker, report.output, report.attempt, report.iteration)
             case ConnectionLost():
                 receiver = self._lease_of(report.worker)
-                if found is not None and receiver is not None:
-                    self._dispatcher.resend(found[1], receiver[1])
+                if owner is not None and receiver is not None:
+                    self._dispatcher.resend(owner[1], receiver[1])
             case CollectedPrompts() | StageEnded():
                 stage, _, iteration = report.node.partition("/")
                 node = StageNode(stage, int(iteration))
-                if found is None or node not in found[1].assigned:
+                if owner is None or node not in owner[1].assigned:
                     return
                 if isinstance(report, CollectedPrompts):
                     self._generators.on_collected(node, report.starts)
-                elif report.exit_code or worker == self._dispatcher.primary_worker(node, found[1]):
+                elif report.exit_code or worker == self._dispatcher.primary_worker(node, owner[1]):
                     # The primary worker reports success for all ranks.
-                    self._on_stage_ended(*found, node, report, ended)
+                    self._on_stage_ended(*owner, node, report, outcomes)
 
     def _on_stage_ended(
         self,
@@ -295,7 +295,7 @@ class PoolExecutor:
         lease: Lease,
         node: StageNode,
         report: StageEnded,
-        ended: dict[StageNode, Outcome],
+        outcomes: dict[StageNode, Outcome],
     ) -> None:
         lease.assigned.discard(node)
         if report.exit_code == 0:
@@ -309,33 +309,34 @@ class PoolExecutor:
                     self.run, self.plan, self._flow, self._slots(), self._generators, node.iteration
                 )
         elif lease.size > 1:
-            # The other ranks may wait for this one in a collective, or would mix files of two
-            # attempts. The driver counts it as a failure of the stage.
-            self._abandon(pool, lease, f"{node.name} failed on one rank", ended, counts=False)
-        ended[node] = Outcome(report.exit_code, report.reason)
+            # The other ranks may wait for this rank in a collective, or would mix files of two
+            # attempts. The driver counts this as a failure of the stage.
+            reason = f"{node.name} failed on one rank"
+            self._abandon(pool, lease, reason, outcomes, count_failure=False)
+        outcomes[node] = Outcome(report.exit_code, report.reason)
 
-    def _on_lost(self, event: PeerLost, ended: dict[StageNode, Outcome]) -> None:
-        found = self._lease_of(event.worker)
-        if found is None:
+    def _on_lost(self, event: PeerLost, outcomes: dict[StageNode, Outcome]) -> None:
+        owner = self._lease_of(event.worker)
+        if owner is None:
             return
-        pool, lease = found
+        pool, lease = owner
         lease.worker_info.pop(rank_of(event.worker), None)
         if event.reason == "left":
             pool.check_progress(lease)
-            self._requeue_nodes(lease, f"pool {pool.name} stopped", ended)
+            self._requeue_nodes(lease, f"pool {pool.name} stopped", outcomes)
             return
-        # Slurm may know the reason by now; abandoned jobs are not queried any more.
+        # Slurm may know the reason by now; abandoned jobs are no longer queried.
         status = self.launcher.poll([lease.job])[lease.job]
         if status.state.is_active:
-            self._abandon(pool, lease, f"{event.worker}: {event.reason}", ended)
+            self._abandon(pool, lease, f"{event.worker}: {event.reason}", outcomes)
         else:
-            self._handle_ended_job(pool, lease, status, ended)
+            self._handle_ended_job(pool, lease, status, outcomes)
 
-    def _requeue_nodes(self, lease: Lease, reason: str, ended: dict[StageNode, Outcome]) -> None:
+    def _requeue_nodes(self, lease: Lease, reason: str, outcomes: dict[StageNode, Outcome]) -> None:
         """Requeue all nodes of a lease, without counting a failure."""
         for node in lease.assigned:
             self._end_attempt(node)
-            ended[node] = Outcome(EXIT_REQUEUE, reason)
+            outcomes[node] = Outcome(EXIT_REQUEUE, reason)
         lease.assigned.clear()
         self._dispatcher.policy_pools.on_lease_lost(lease)
         for worker in lease.workers():
@@ -346,68 +347,68 @@ class PoolExecutor:
         pool: PoolState,
         lease: Lease,
         reason: str,
-        ended: dict[StageNode, Outcome],
+        outcomes: dict[StageNode, Outcome],
         *,
-        counts: bool = True,
+        count_failure: bool = True,
     ) -> None:
         """Cancel and replace a lease that cannot continue."""
-        self._requeue_nodes(lease, reason, ended)
-        leaving = lease.is_leaving
+        self._requeue_nodes(lease, reason, outcomes)
+        was_leaving = lease.is_leaving
         self._lease_manager.end_lease(pool, lease)
         if lease in pool.leases:
             pool.leases.remove(lease)
-        if leaving:
+        if was_leaving:
             return
         log.warning("pool %s: %s", pool.name, reason)
         for other in self._pools:
             for other_lease in [
                 m for m in other.leases if m in lease.hetjob_leases and not m.is_leaving
             ]:
-                what = f"started together with pool {pool.name}"
-                self._abandon(other, other_lease, what, ended, counts=False)
-        if not counts:
+                shared_reason = f"started together with pool {pool.name}"
+                self._abandon(other, other_lease, shared_reason, outcomes, count_failure=False)
+        if not count_failure:
             return
         pool.failures = 0 if lease.num_finished else pool.failures + 1
         pool.reason = reason
         # An elastic pool needs only one working worker.
-        others = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
-        if all(other_lease.failures > self.cluster.max_retries for other_lease in others):
+        pools = [p for p in self._slots() if not p.is_retired] if pool.slot is not None else [pool]
+        if all(p.failures > self.cluster.max_retries for p in pools):
             raise StageError(f"pool {pool.name} failed {pool.failures} times: {reason}")
-        pause = min(FIRST_PAUSE_S * 2 ** max(0, pool.failures - 1), LONGEST_PAUSE_S)
+        pause = min(MIN_PAUSE_S * 2 ** max(0, pool.failures - 1), MAX_PAUSE_S)
         pool.retry_at = time.monotonic() + (pause if pool.failures else 0)
 
     def _finish_committed(
-        self, pools: Sequence[PoolState], ended: dict[StageNode, Outcome]
+        self, pools: Sequence[PoolState], outcomes: dict[StageNode, Outcome]
     ) -> None:
         """Finish nodes that wait for an inactive pool but were committed by an ended lease."""
         for pool in [pool for pool in pools if pool.active_lease is None]:
-            for node, call in list(pool.waiting.items()):
-                if (call.output_folder / MANIFEST).exists():
+            for node, stage_call in list(pool.waiting.items()):
+                if (stage_call.output_folder / MANIFEST).exists():
                     del pool.waiting[node]
-                    ended[node] = Outcome(0)
+                    outcomes[node] = Outcome(0)
 
-    def _poll_jobs(self, ended: dict[StageNode, Outcome]) -> None:
+    def _poll_jobs(self, outcomes: dict[StageNode, Outcome]) -> None:
         """Check which jobs have ended."""
         ended_leases = self._lease_manager.ended_leases()
-        # Of leases that end together, handle the failed one first: it is the cause.
+        # If leases end together, handle the failed lease first, because it is the cause.
         for pool, lease, status in sorted(
-            ended_leases, key=lambda end: end[2].exit_code in _NO_FAILURE
+            ended_leases, key=lambda end: end[2].exit_code in _NON_FAILURE_CODES
         ):
             if lease in pool.leases:
-                self._handle_ended_job(pool, lease, status, ended)
+                self._handle_ended_job(pool, lease, status, outcomes)
 
     def _handle_ended_job(
-        self, pool: PoolState, lease: Lease, status: JobStatus, ended: dict[StageNode, Outcome]
+        self, pool: PoolState, lease: Lease, status: JobStatus, outcomes: dict[StageNode, Outcome]
     ) -> None:
         """Handle the end of the job of a lease.
 
         Raises:
             InputError: a retry cannot help.
         """
-        what = f"job {lease.job} {status.state.value}: {status.reason}".strip()
+        reason = f"job {lease.job} {status.state.value}: {status.reason}".strip()
         if status.exit_code == EXIT_BAD_INPUT:
-            self._requeue_nodes(lease, what, ended)
-            pool.leases.remove(lease)  # and not cancelled: one that is held stays in the queue
+            self._requeue_nodes(lease, reason, outcomes)
+            pool.leases.remove(lease)  # Not cancelled: a job on hold stays in the queue.
             if not any(other.active_lease for other in self._slots() if pool.slot is not None):
                 raise InputError(f"pool {pool.name}: {status.reason}")
             log.warning("pool %s continues without this worker: %s", pool.name, status.reason)
@@ -416,14 +417,14 @@ class PoolExecutor:
         if status.exit_code == EXIT_REQUEUE or status.state is JobState.PREEMPTED:
             pool.check_progress(lease)
             lease.num_finished = max(1, lease.num_finished)
-            what = f"job {lease.job} stopped by Slurm, for example at its time limit"
-        self._abandon(pool, lease, what, ended)
+            reason = f"job {lease.job} stopped by Slurm, for example at its time limit"
+        self._abandon(pool, lease, reason, outcomes)
 
-    def _busy(self, lease: Lease) -> bool:
-        answers = self._dispatcher.policy_pools.is_busy(lease)
+    def _is_busy(self, lease: Lease) -> bool:
+        serves_policy = self._dispatcher.policy_pools.is_busy(lease)
         return (
             bool(lease.assigned)
-            or answers
+            or serves_policy
             or any(self._generators.is_busy(worker) for worker in lease.workers())
         )
 

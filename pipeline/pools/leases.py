@@ -1,5 +1,5 @@
-"""The driver's view of pools and their leases, and the jobs of leases. Each lease is a job that is
-renewed before it ends."""
+"""The driver's state of pools and their leases, and the jobs of leases. A lease is a job of a pool;
+it is renewed before it ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from stages.runner import StageCall
 from stages.timeout_retries import MAX_TIMEOUTS
 
 MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE = 300.0, 0.25
-"""How long before its end a lease is renewed: the maximum in seconds, and the share of a short
-lease."""
+"""Time before the end of a lease at which it is renewed: the maximum in seconds, and the share of
+the length of a short lease."""
 
 
 @dataclass(eq=False)
@@ -37,12 +37,12 @@ class Lease:
     worker_info: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Information from the connected workers, by rank."""
     started_at: float = field(default_factory=time.time)
-    """When it was submitted, or found by this driver."""
+    """Time at which it was submitted, or found by this driver."""
     ends_at: float | None = None
-    """End of its time limit, if known."""
+    """Time at which its time limit ends, if known."""
     assigned: set[StageNode] = field(default_factory=set)
     served: set[StageNode] = field(default_factory=set)
-    """Nodes of other leases whose policy it served, finished or not."""
+    """Nodes for which it served the policy, finished or not; other leases computed them."""
     num_finished: int = 0
     is_leaving: bool = False
     hetjob_leases: tuple[Lease, ...] = ()
@@ -52,19 +52,19 @@ class Lease:
     def is_ready(self) -> bool:
         return len(self.worker_info) == self.size
 
-    def add_worker(self, about: dict[str, Any]) -> None:
+    def add_worker(self, info: dict[str, Any]) -> None:
         """Add a connected worker with its information."""
-        self.worker_info[int(about["rank"])] = about
-        if (ends := about.get("ends")) is not None:
-            self.ends_at = ends if self.ends_at is None else min(ends, self.ends_at)
+        self.worker_info[int(info["rank"])] = info
+        if (ends_at := info.get("ends")) is not None:
+            self.ends_at = ends_at if self.ends_at is None else min(ends_at, self.ends_at)
 
     @property
     def needs_renewal(self) -> bool:
-        """Whether to submit a successor, because the lease is nearly over."""
+        """Whether to submit a successor, because the lease ends soon."""
         if self.ends_at is None:
             return False
-        length = self.ends_at - self.started_at
-        return self.ends_at - time.time() < min(MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE * length)
+        length_s = self.ends_at - self.started_at
+        return self.ends_at - time.time() < min(MAX_RENEWAL_LEAD_S, RENEWAL_LEAD_SHARE * length_s)
 
     def workers(self, ranks: Iterable[int] | None = None) -> list[str]:
         """Return the names of workers, by default of all ranks."""
@@ -107,9 +107,9 @@ class PoolState:
     unproductive_leases: int = 0
     """Consecutive leases that ended with work but finished nothing."""
     is_retired: bool = False
-    """Whether the pool is no longer wanted and ends when it has no work."""
+    """Whether the pool is no longer needed and ends as soon as it has no work."""
     also_generates: bool = False
-    """Whether it generates work items beside its own stages."""
+    """Whether its workers generate work items besides their stages."""
 
     @property
     def name(self) -> str:
@@ -119,24 +119,24 @@ class PoolState:
     def size(self) -> int:
         return sum(part.nodes * part.processes for part in self.resources)
 
-    def check_progress(self, member: Lease) -> None:
-        """Check, when a lease ends by itself, that leases are long enough for their work.
+    def check_progress(self, lease: Lease) -> None:
+        """Check that leases are long enough for their work. Called when a lease ends by itself.
 
         Raises:
             PlanError: too many consecutive leases have finished nothing.
         """
-        if member.num_finished:
+        if lease.num_finished:
             self.unproductive_leases = 0
-        elif (member.assigned or member.served) and member.needs_renewal:
+        elif (lease.assigned or lease.served) and lease.needs_renewal:
             self.unproductive_leases += 1
             if self.unproductive_leases == MAX_TIMEOUTS:
-                answered = {node.stage + POLICY_SUFFIX for node in member.served}
-                stages = ", ".join(sorted({node.stage for node in member.assigned} | answered))
+                served_stages = {node.stage + POLICY_SUFFIX for node in lease.served}
+                stages = ", ".join(sorted({node.stage for node in lease.assigned} | served_stages))
                 raise PlanError(
-                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs came to the end of "
-                    f"their time and had not finished {stages}, which starts again each time: give "
-                    "it more (time_limit_min of its stages), a partition with a longer limit, or "
-                    "less work"
+                    f"plan: pools[{self.number}]: {MAX_TIMEOUTS} of its jobs reached their time "
+                    f"limit before they finished {stages}, which starts again each time: raise "
+                    "time_limit_min of its stages, choose a partition with a longer limit, or "
+                    "reduce the work"
                 )
 
     @property
@@ -157,7 +157,7 @@ def rank_of(worker: str) -> int:
 
 
 def pool_states(plan: Plan) -> list[PoolState]:
-    """Return the pools of a plan; of an elastic pool, its first worker."""
+    """Return the states of a plan's pools; an elastic pool starts with its first worker."""
     return [
         PoolState(
             i,
@@ -171,12 +171,12 @@ def pool_states(plan: Plan) -> list[PoolState]:
 
 
 def pool_folder(run: Run, pool: PoolState) -> Path:
-    """Return the folder with the notes of a pool's leases, one subfolder per number."""
+    """Return the folder with the job notes of a pool's leases, one subfolder per lease number."""
     return run.folder / POOLS_FOLDER / pool.name
 
 
 def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> JobSpec:
-    """Return the job of the present lease of a pool."""
+    """Return the job of a pool's current lease."""
     name = f"pool-{pool.name}-{pool.lease_number}"
     argv = [
         "--run",
@@ -186,36 +186,38 @@ def pool_job(run: Run, plan: Plan, cluster: ClusterConfig, pool: PoolState) -> J
         "--orphan-s",
         str(cluster.driver_reconnect_timeout_s),
     ]
-    of, flow = plan.stage_pools(), plan.flow
+    stage_pools, flow = plan.stage_pools(), plan.flow
     if "delta" in plan.transports.values():
         argv.append("--deltas")
-    readers = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
-    if any(of[stage] != of[flow.publish_stage] for stage in readers):
-        # The reference in another pool receives the same weights as engines; it needs those of
-        # the trainer, so engines cast the weights themselves.
+    trainer_stages = [name for name, stage in flow.stages.items() if stage.holds == "trainer"]
+    if any(stage_pools[stage] != stage_pools[flow.publish_stage] for stage in trainer_stages):
+        # A reference in another pool receives the same weights as the engines. It needs the
+        # trainer's precision, so engines cast the weights themselves.
         argv.append("--uncast")
-    here = [
-        stage for stage, number in of.items() if number == pool.number and stage in flow.all_stages
+    stages = [
+        stage
+        for stage, number in stage_pools.items()
+        if number == pool.number and stage in flow.all_stages
     ]
-    python = stage_interpreter(run.config, flow, *here)
-    needs, *further = (job_resources(part, cluster, python) for part in pool.resources)
+    python = stage_interpreter(run.config, flow, *stages)
+    resources, *extra_components = (job_resources(part, cluster, python) for part in pool.resources)
     job = JobSpec(
         f"pool/{name}",
         tuple(argv),
         pool_folder(run, pool) / str(pool.lease_number),
         run.folder / "logs" / POOLS_FOLDER,
-        needs,
+        resources,
         "stages.worker.main",
-        tuple(further),
+        tuple(extra_components),
         allow_requeue=False,
     )
-    return replace(job, content_key=_key(run, job))
+    return replace(job, content_key=_content_key(run, job))
 
 
-def _key(run: Run, job: JobSpec) -> str:
+def _content_key(run: Run, job: JobSpec) -> str:
     """Return a digest of everything that the workers of a pool depend on: arguments, resources,
     configuration and loaded code."""
-    # The number of iterations concerns only the driver; the schedule length is frozen separately.
+    # Only the driver uses the number of iterations; the schedule length is frozen separately.
     config = run.config.model_dump(mode="json", exclude={"cluster", "iterations", "log"})
     path = run.folder / CODE_FILE
     code = path.read_text() if path.exists() else ""  # a dry run has no folder

@@ -16,9 +16,9 @@ from pipeline.run import Run
 from rlinf.artifacts import Manifest
 
 WORK_PART = "work"
-"""Part of a stage's forecast in pools: computing, without waiting."""
+"""Key of the part of a stage's forecast without waiting, in pools."""
 RECENT_ITERATIONS = 20
-"""Number of iterations that count. Older ones may belong to another plan or other load."""
+"""Number of recent iterations that are measured. Older ones may have another plan or load."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class MeasuredTimes:
     total_s: tuple[float, ...]
     """Seconds from the end of the last input to the end of the stage."""
     running_s: tuple[float, ...] = ()
-    """Thereof loading and work, from the first line of the stage."""
+    """Part of ``total_s`` from the first line of the stage: loading and work."""
     busy_s: tuple[float, ...] = ()
-    """Thereof computing, on the worker that computed longest."""
+    """Part of ``total_s`` spent computing, on the worker that computed longest."""
 
     @property
     def median_s(self) -> float:
@@ -55,7 +55,7 @@ class ForecastComparison:
 
     @property
     def error(self) -> float:
-        """Predicted over measured time, minus 1."""
+        """Predicted time divided by measured time, minus 1."""
         return self.predicted_s / self.actual.median_s - 1
 
     @property
@@ -64,22 +64,22 @@ class ForecastComparison:
         return self.low_s <= self.actual.median_s <= self.high_s
 
 
-def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, MeasuredTimes]:
-    """Return measured times by stage, and for the ``iteration``, under the present plan.
+def measure_times(run: Run, max_iterations: int = RECENT_ITERATIONS) -> dict[str, MeasuredTimes]:
+    """Return measured times by stage, and for the ``iteration``, under the current plan.
 
-    An iteration lasts from one publication of weights to the next, so the first does not count.
+    An iteration lasts from one publication of weights to the next, so the first one is left out.
     Unfinished stages are left out.
     """
     graph = Graph(run.config)
-    predicted = Plan.from_run(run.folder).forecast
+    forecast = Plan.from_run(run.folder).forecast
     generated = {
         iteration: _busiest(spans) for iteration, spans in read_work_spans(run.folder).items()
     }
-    since = (predicted.applied_at if predicted else None) or 0.0
+    since = (forecast.applied_at if forecast else None) or 0.0
     total: dict[str, list[float]] = {}
-    inside: dict[str, list[float]] = {}
+    running: dict[str, list[float]] = {}
     busy: dict[str, list[float]] = {}
-    for iteration in iterations(run.folder)[-newest:]:
+    for iteration in iterations(run.folder)[-max_iterations:]:
         first = stage_manifest(run.folder, next(iter(graph.flow.stages)), iteration)
         if not iteration or first is None or first.timing["began"] < since:
             continue
@@ -88,22 +88,24 @@ def measure_times(run: Run, newest: int = RECENT_ITERATIONS) -> dict[str, Measur
             if manifest is None:
                 continue
             sources = graph.inputs(StageNode(stage, iteration)).values()
-            known = [folder_manifest(graph.output_folder(run.folder, source)) for source in sources]
-            ready = [_end(source) for source in known if source is not None]
-            if len(ready) == len(known):
-                total.setdefault(stage, []).append(_end(manifest) - max(ready))
-                inside.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
-                # In an elastic rollout the collector only receives what others generate.
+            inputs = [
+                folder_manifest(graph.output_folder(run.folder, source)) for source in sources
+            ]
+            input_ends = [_end(source) for source in inputs if source is not None]
+            if len(input_ends) == len(inputs):
+                total.setdefault(stage, []).append(_end(manifest) - max(input_ends))
+                running.setdefault(stage, []).append(_end(manifest) - manifest.timing["start"])
+                # In an elastic rollout the collector only receives what generators compute.
                 seconds = generated.get(iteration) if stage == graph.flow.elastic_stage else None
                 busy.setdefault(stage, []).append(seconds or busy_s(run.folder, stage, iteration))
-        ends = [
+        published = [
             stage_manifest(run.folder, graph.flow.publish_stage, i)
             for i in (iteration - 1, iteration)
         ]
-        if ends[0] is not None and ends[1] is not None:
-            total.setdefault("iteration", []).append(_end(ends[1]) - _end(ends[0]))
+        if published[0] is not None and published[1] is not None:
+            total.setdefault("iteration", []).append(_end(published[1]) - _end(published[0]))
     return {
-        name: MeasuredTimes(tuple(values), tuple(inside.get(name, ())), tuple(busy.get(name, ())))
+        name: MeasuredTimes(tuple(values), tuple(running.get(name, ())), tuple(busy.get(name, ())))
         for name, values in total.items()
     }
 
@@ -115,12 +117,12 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
     Stages in pools wait for each other, so their computing times are compared.
     """
     plan = Plan.from_run(run.folder)
-    predicted = plan.forecast
-    if predicted is None:
+    forecast = plan.forecast
+    if forecast is None:
         return []
     times = measure_times(run)
-    lines = []
-    for stage, entry in predicted.stages.items():
+    comparisons = []
+    for stage, entry in forecast.stages.items():
         if stage not in times:
             continue
         expected, measured = entry.seconds, times[stage]
@@ -128,13 +130,13 @@ def compare_with_forecast(run: Run) -> Sequence[ForecastComparison]:
             if WORK_PART not in entry.breakdown_s:
                 continue
             expected, measured = entry.breakdown_s[WORK_PART], MeasuredTimes(times[stage].busy_s)
-        waits = entry.seconds - expected
-        low, high = max(0.0, entry.low_s - waits), entry.high_s - waits
-        lines.append(ForecastComparison(stage, expected, low, high, measured))
+        waiting_s = entry.seconds - expected
+        low, high = max(0.0, entry.low_s - waiting_s), entry.high_s - waiting_s
+        comparisons.append(ForecastComparison(stage, expected, low, high, measured))
     if "iteration" in times:
-        total = predicted.iteration_s, predicted.low_s, predicted.high_s
-        lines.append(ForecastComparison("iteration", *total, times["iteration"]))
-    return lines
+        interval = forecast.iteration_s, forecast.low_s, forecast.high_s
+        comparisons.append(ForecastComparison("iteration", *interval, times["iteration"]))
+    return comparisons
 
 
 def _busiest(spans: Sequence[Mapping[str, Any]]) -> float:

@@ -1,6 +1,6 @@
 """The state of the pools for ``rlinf status``, in a file that the driver writes.
 
-The file is as old as the driver's last update; readers get its age.
+Readers also get the age of the file, which is the time since the driver's last update.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlinf.artifacts import write_atomic
 from stages.layout import POOLS_FOLDER, STATUS_FILE
 from stages.worker_state import COMMITTING, WAITING_FOR_DEVICE
 
-if TYPE_CHECKING:  # who only reads the status loads no sockets
+if TYPE_CHECKING:  # readers of the status load no sockets
     from pipeline.pools.leases import Lease, PoolState
     from rlinf.channels.control_link import PeerStatus
 
 DRIVER_TIMEOUT_S = 15.0
-"""The driver writes every second. After this time it is dead or hangs."""
+"""The driver writes the file every second. After this time the driver is dead or hangs."""
 WORKER_TIMEOUT_S = 5.0
 STRAGGLER_FACTOR, STRAGGLER_MIN_S = 2.0, 5.0
-"""A straggler needs this many times the time of the other ranks, and at least this much longer."""
+"""A straggler takes at least this many times as long as other ranks, and this many seconds more."""
 BAR, SHOWN = 10, 3
 
 
@@ -190,7 +190,7 @@ def mark_stragglers(workers: list[WorkerStatus]) -> None:
 
 
 def pool_table(status: PoolsStatus) -> Table:
-    """Return a table with a row for every pool and one for each of its workers."""
+    """Return a table with a row for each pool and for each of its workers."""
     ago = format_duration(status.age_s)
     title = f"pools, {ago} ago: the driver is dead or hangs" if status.is_stale else "pools"
     out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -212,9 +212,9 @@ def pool_table(status: PoolsStatus) -> Table:
 
 
 def _worker_label(worker: WorkerStatus) -> str:
-    where = f" on {worker.host}" if worker.host else ""
-    which = f"rank {worker.rank}" if worker.slot is None else f"worker {worker.slot}"
-    return f"{which}{where}, job {worker.job}"
+    host_text = f" on {worker.host}" if worker.host else ""
+    worker_text = f"rank {worker.rank}" if worker.slot is None else f"worker {worker.slot}"
+    return f"{worker_text}{host_text}, job {worker.job}"
 
 
 def _worker_cell(worker: WorkerStatus) -> Text:
@@ -260,8 +260,8 @@ def _stage(stage: StageStatus) -> Text:
 
 
 def _no_job(pool: PoolStatus) -> Text:
-    why = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
-    line = Text("no job" + (f" ({why})" if why else ""), style="yellow")
+    reason = f"failed {pool.failures} times: {pool.reason}" if pool.failures else pool.reason
+    line = Text("no job" + (f" ({reason})" if reason else ""), style="yellow")
     if pool.waiting:
         line.append(f"; {', '.join(pool.waiting)} waiting")
     return line

@@ -1,12 +1,12 @@
 """Scheduling of rollouts on elastic pools: which generator computes which work items.
 
-A rollout is ordered from the worker that consumes it, the collector. Generators get work items
-(ranges of its prompts) and send their trajectories to the collector. Helpers, the workers of pools
-with other stages, also get work items until the queue is empty; generators then finish the long
-tails of the helpers.
+A rollout has a collector, the worker that consumes its trajectories. Generators get work items
+(groups of its prompts) and send their trajectories to the collector. Helpers, which are workers of
+pools with other stages, also get work items until the queue is empty. Generators then finish the
+long samples of the helpers.
 
-Work items go to workers that have the weights in memory, and to all workers once these are
-committed. The collector rejects samples of weights that differ from the committed ones.
+Work items go to workers that have the weights in memory, and to all workers after the weights are
+committed. The collector rejects samples of weights that differ from the committed weights.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RolloutScheduler:
     _ended: dict[str, _Assigned] = field(default_factory=dict)
     """Work items of ended rollouts, whose reports may still arrive."""
     _successors: dict[str, str] = field(default_factory=dict)
-    """Worker that continues the tail, by assigned work item."""
+    """Worker that continues the unfinished samples, by assigned work item."""
     _partial: list[_Partial] = field(default_factory=list)
     """Partial work items that are not dispatched yet."""
     _speeds: WorkerSpeeds = field(default_factory=WorkerSpeeds)
@@ -106,10 +106,10 @@ class RolloutScheduler:
     _finished_prompts: dict[StageNode, Counter[str]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
-    """Number of their prompts."""
+    """Number of prompts in these work items."""
     _failures: Counter[str] = field(default_factory=Counter)
     _weights: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Uncommitted weights: the workers that have them in memory, with their attempt."""
+    """Uncommitted weights: the workers that have them in memory, with the attempt of each."""
     _weights_iteration: dict[str, int] = field(default_factory=dict)
     """Iteration of the last received weights, by worker."""
     _ready_workers: set[str] = field(default_factory=set)
@@ -135,26 +135,26 @@ class RolloutScheduler:
         self._weights.pop(weights, None)
 
     def weights_iteration(self, worker: str) -> int:
-        """Return the iteration of a worker's last weights; that iteration is computed."""
+        """Return the iteration of a worker's last weights, which the worker has computed."""
         return self._weights_iteration.get(worker, -1)
 
     def end_rollout(self, node: StageNode) -> set[str]:
         """End a rollout; returns the workers that still have work for it."""
         self._rollouts.pop(node, None)
-        self._partial = [left for left in self._partial if left.node != node]
-        stale = {
+        self._partial = [partial for partial in self._partial if partial.node != node]
+        ended = {
             name: assigned for name, assigned in self._assigned.items() if assigned.node == node
         }
-        for name in stale:
+        for name in ended:
             self._forget(name)
-        self._ended = dict([*self._ended.items(), *stale.items()][-HISTORY_SIZE:])
-        return {assigned.worker for assigned in stale.values()}
+        self._ended = dict([*self._ended.items(), *ended.items()][-HISTORY_SIZE:])
+        return {assigned.worker for assigned in ended.values()}
 
     def is_busy(self, worker: str) -> bool:
-        """Return whether a worker has work, or will have."""
-        known = {assigned.worker for assigned in self._assigned.values()}
-        known.update(left.successor for left in self._partial)
-        return worker in known or worker in self._successors.values()
+        """Return whether a worker has work, or is named to continue some."""
+        busy_workers = {assigned.worker for assigned in self._assigned.values()}
+        busy_workers.update(partial.successor for partial in self._partial)
+        return worker in busy_workers or worker in self._successors.values()
 
     def on_worker_lost(self, worker: str) -> None:
         """Requeue the unfinished work of a lost worker."""
@@ -229,8 +229,8 @@ class RolloutScheduler:
 
         Args:
             workers: the connected generators.
-            helpers: workers that generate beside other stages, with the earliest iteration of
-                these. Until it is trained, they generate for no later one.
+            helpers: workers that generate besides other stages, with the earliest iteration of
+                these stages. They generate for no later iteration until that one is trained.
         """
         orders = self._continue_partial(workers)
         open_ = {
@@ -255,8 +255,9 @@ class RolloutScheduler:
         of = {id(claims): node for node, claims in open_.items()}
         speeds = self._speeds.speeds([worker for worker in able if worker in self._ready_workers])
         batches = list(open_.values())
-        for claims, worker, claim in assign_work(batches, speeds, self._speeds.min_items(), only):
-            orders.append((worker, self._order(of[id(claims)], worker, claim)))
+        min_size = self._speeds.min_item_size()
+        for queue, worker, item in assign_work(batches, speeds, min_size, only):
+            orders.append((worker, self._order(of[id(queue)], worker, item)))
         successors = [worker for worker in workers if worker in self._ready_workers]
         return orders + (self._name_successors(helpers, successors) if successors else [])
 

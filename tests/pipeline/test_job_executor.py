@@ -249,10 +249,10 @@ def test_options_that_the_drivers_job_has_otherwise_are_refused_with_their_cure(
 
 def test_whatever_the_drivers_job_may_be_given_is_in_its_script(answers: Answers) -> None:
     names = {
-        *option_names._SIZE,
-        *option_names._PLACE,
-        *option_names._OWN,
-        *option_names._SITE,
+        *option_names._SIZE_OPTIONS,
+        *option_names._PLACEMENT_OPTIONS,
+        *option_names._RESERVED_OPTIONS,
+        *option_names._SITE_KEYS,
         "comment",
         "nice",
     }
@@ -288,6 +288,6 @@ def test_a_folder_that_slurm_would_read_otherwise_is_refused_before_it_is_made(
 ) -> None:
     values = compose("cluster=slurm")
     values["run"]["root"] = str(tmp_path / "50%j")
-    with pytest.raises(PlanError, match=r"run\.root.*holds %"):
+    with pytest.raises(PlanError, match=r"run\.root.*contains %"):
         prepare_run(values)
     assert not (tmp_path / "50%j").exists()

@@ -125,7 +125,7 @@ def test_how_far_the_clock_is_off() -> None:
 def test_work_stops_by_the_margin_and_a_short_job_gets_something_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stop_signals, "_BORN", time.monotonic())
+    monkeypatch.setattr(stop_signals, "_PROCESS_STARTED_AT", time.monotonic())
 
     def left(length: float, **more: str) -> float:
         now = time.time()
@@ -145,7 +145,7 @@ def test_work_stops_by_the_margin_and_a_short_job_gets_something_done(
 def test_the_flag_is_set_when_time_is_nearly_up_and_no_signal_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stop_signals, "_BORN", time.monotonic())
+    monkeypatch.setattr(stop_signals, "_PROCESS_STARTED_AT", time.monotonic())
     now = int(time.time())
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_JOB_START_TIME", str(now))

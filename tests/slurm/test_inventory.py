@@ -174,7 +174,7 @@ def group_of(values: Any) -> Any:
         (spoil(lambda v: v["partitions"]["gpu"].update(name="cpu")), "gpu.name is 'cpu'"),
         (
             spoil(lambda v: v["partitions"]["gpu"]["groups"].append(group_of(v))),
-            "two groups of like nodes",
+            "two groups of equal nodes",
         ),
     ],
 )

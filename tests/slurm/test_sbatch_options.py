@@ -86,7 +86,7 @@ def test_names_with_underscores_and_switched_off_options() -> None:
         ({"--": 4}, "long name"),
         ({"mem": "4G", "mem-per-cpu": "1G"}, "mem and mem-per-cpu exclude each other"),
         ({"mem-per-cpu": "1G", "mem_per_gpu": "1G"}, "exclude each other"),
-        ({"mail-user": "a", "mail_user": "b"}, "mail-user is given twice"),
+        ({"mail-user": "a", "mail_user": "b"}, "mail-user is set twice"),
         ({"comment": "a\ntouch x #"}, "comment: .*control character"),
         ({"wckey": "w\n"}, "wckey: .*control character"),
         ({"comment": "a\\b"}, "comment: .*backslash"),

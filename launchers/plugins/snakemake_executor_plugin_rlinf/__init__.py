@@ -1,6 +1,6 @@
 """Snakemake executor ``rlinf``: rules become Slurm jobs through the project's own launcher.
 
-One query of the queue serves all jobs, the manifest shows first that a job has ended, and a job
+One query of the queue serves all jobs. The end of a job is first detected by its manifest. A job
 runs its stage directly instead of a second Snakemake (docs/explanation/decisions.md).
 """
 
@@ -51,14 +51,14 @@ common_settings = CommonSettings(
 
 
 class Executor(RemoteExecutor):
-    """Submits the rules of a workflow as Slurm jobs; see the module."""
+    """Submits the rules of a workflow as Slurm jobs; see the module's docstring."""
 
     def __post_init__(self) -> None:
         self._launcher = SubmititLauncher(SlurmClient())
 
     @cached_property
     def _default(self) -> str | None:
-        """The partition of jobs that name none, for which the site file may have settings."""
+        """The partition of jobs that name no partition; the site file may have settings for it."""
         return default_partition(self._launcher.client.partitions())
 
     def run_job(self, job: Any) -> None:
@@ -86,11 +86,11 @@ class Executor(RemoteExecutor):
                 resources=resources(job.resources, site, default),
                 module=str(job.params.get("module", "stages")),
             )
-            identity = self._launcher.submit(request)
+            job_id = self._launcher.submit(request)
         except RlinfError as error:
             raise WorkflowError(str(error)) from None
-        self.logger.info(f"{name}: Slurm job {identity}, logs in {request.log_dir}")
-        self.report_job_submission(SubmittedJobInfo(job, external_jobid=identity))
+        self.logger.info(f"{name}: Slurm job {job_id}, logs in {request.log_dir}")
+        self.report_job_submission(SubmittedJobInfo(job, external_jobid=job_id))
 
     async def check_active_jobs(
         self, active_jobs: list[SubmittedJobInfo]
@@ -119,37 +119,37 @@ class Executor(RemoteExecutor):
         self._launcher.cancel([info.external_jobid for info in active_jobs])
 
 
-def resources(wanted: Any, site: Path | None, default: str | None = None) -> JobResources:
+def resources(requested: Any, site: Path | None, default: str | None = None) -> JobResources:
     """Return a rule's standard resources with the site's settings for its partition.
 
     Args:
-        default: the partition of a rule that names none; None: Slurm's default.
+        default: the partition of a rule that names no partition; None: Slurm's default.
     """
 
     def get(name: str, default: Any = None) -> Any:
-        value = wanted.get(name, default)
+        value = requested.get(name, default)
         return default if value in ("", "None", None) else value
 
-    gpus, kind = 0, None
+    gpus, gpu_type = 0, None
     if get("gres"):
-        _, *middle, count = str(get("gres")).split(":")
-        gpus, kind = int(count), middle[0] if middle else None
+        _, *types, count = str(get("gres")).split(":")
+        gpus, gpu_type = int(count), types[0] if types else None
     nodes = int(get("nodes", 1))
     partition = get("slurm_partition", default)
-    extra = load_site(site).settings_for(partition).resource_arguments() if site else {}
+    site_settings = load_site(site).settings_for(partition).resource_arguments() if site else {}
     if get("constraint"):
-        extra["constraint"] = str(get("constraint"))
-    shares = json.loads(get("shares")) if get("shares") else None
+        site_settings["constraint"] = str(get("constraint"))
+    speed_weights = json.loads(get("shares")) if get("shares") else None
     return JobResources(
         partition=partition,
         nodes=nodes,
         tasks_per_node=max(1, int(get("tasks", 1)) // nodes),
         gpus_per_node=gpus,
-        gpu_type=kind,
-        speed_weights=tuple(shares) if isinstance(shares, list) else shares,
+        gpu_type=gpu_type,
+        speed_weights=tuple(speed_weights) if isinstance(speed_weights, list) else speed_weights,
         cpus_per_task=int(get("cpus_per_task", 1)),
         mem_mb=int(get("mem_mb")) if get("mem_mb") else None,
         time_limit_min=int(get("runtime")) if get("runtime") else None,
         interpreter=get("interpreter"),
-        **extra,
+        **site_settings,
     )

@@ -347,7 +347,7 @@ class ProfilePass:
         stage_plan = self.stage_plan(kind, group[0].nodes, per_node, time_limit_min=minutes)
         needs = job_resources(changed(stage_plan), self.cluster)
         stamp = f"export {JOB_STARTED_VARIABLE}=$(date +%s.%N)"
-        needs = replace(needs, setup=(stamp, *needs.setup), parallel_tasks=1)
+        needs = replace(needs, setup=(stamp, *needs.setup), array_parallelism=1)
         jobs = []
         for number, task in enumerate(group):
             task.folder.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def test_wishes_add_up_and_outlive_the_driver(compose: Compose) -> None:
         ("rollout-2", "at least one worker, and has 2"),
         ("rollout=0", "at least one"),
         ("two more", r"expected rollout\+2"),
-        ("rolout+1", "no pool of its plan holds 'rolout'"),
+        ("rolout+1", "no pool of its plan has the stage 'rolout'"),
         ("train+1", "pool of train is not elastic"),
     ],
 )

@@ -87,7 +87,7 @@ def test_where_time_hardly_depends_on_the_size_a_worker_gets_its_whole_share() -
     for size in (2, 4, 8):
         pace.record("a", size, 10.0)
     claims = WorkQueue(64)
-    given = assign_work([claims], pace.speeds(["a", "b", "c", "d"]), pace.min_items())
+    given = assign_work([claims], pace.speeds(["a", "b", "c", "d"]), pace.min_item_size())
     assert sorted(len(claim.starts) for _, _, claim in given) == [16, 16, 16, 16]
 
 
@@ -96,6 +96,6 @@ def test_a_faster_worker_gets_more() -> None:
     for _ in range(3):
         pace.record("slow", 4, 4.0)
         pace.record("fast", 4, 1.0)
-    given = assign_work([WorkQueue(100)], pace.speeds(["slow", "fast"]), pace.min_items())
+    given = assign_work([WorkQueue(100)], pace.speeds(["slow", "fast"]), pace.min_item_size())
     sizes = {worker: len(claim.starts) for _, worker, claim in given[:2]}
     assert sizes["fast"] > 2 * sizes["slow"]
