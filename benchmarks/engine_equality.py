@@ -24,7 +24,8 @@ from rlinf.data.trajectory import Trajectory
 from rlinf.engines import engines
 from rlinf.engines.server import ServerEngine
 from rlinf.interpreters import resolve_interpreter
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 
 TOLERANCE = 1e-5
 MODEL = CausalLMConfig(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=64)

@@ -25,7 +25,8 @@ from rlinf.data.sampling_params import SamplingParams
 from rlinf.engines import engines
 from rlinf.engines.resumable import ResumableSample, SegmentedRequest
 from rlinf.interpreters import resolve_interpreter
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 
 COUNT, LENGTH, ROUNDS, STARTS = 128, 64, 7, 2
 MODEL = CausalLMConfig(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=512)

@@ -40,7 +40,8 @@ from rlinf.data.batch import TrainingSample
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import StepRewards, Trajectory
 from rlinf.interpreters import resolve_interpreter
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.trainers import trainers
 
 LR, STEPS = 1e-3, 3

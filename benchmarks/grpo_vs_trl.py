@@ -70,7 +70,8 @@ def measure() -> list[BenchmarkRow]:
 
 def make_model(folder: Path, alphabet: str = ALPHABETS["equal"]) -> None:
     """A 4-layer Qwen2 model of hidden size 128, by default with a byte-sized vocabulary."""
-    from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+    from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 
     folder.mkdir(parents=True)
     CausalLM.create(CausalLMConfig(hidden=128, layers=4), {"alphabet": alphabet}, 0, folder)

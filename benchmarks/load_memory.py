@@ -83,7 +83,8 @@ def run(folder: Path, rank: int) -> None:
     import rlinf.trainers.fsdp_wrap  # noqa: F401
     from rlinf.channels.process_group import ProcessGroupInfo
     from rlinf.config import OptimizerSection
-    from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+    from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
     from rlinf.sharded_tensors import local_shard
     from rlinf.trainers import sharded_checkpoint
     from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 
 
 def create_moe_checkpoint(sizes: CausalLMConfig, alphabet: str, folder: Path) -> None:

@@ -22,7 +22,8 @@ from rlinf.data.load_balancing import StepSpan
 from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.models.base import StepOutputs
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.trainers.base import Loss, loss_from_steps
 from rlinf.trainers.fsdp import FSDPConfig, FSDPTrainer
 

@@ -30,7 +30,8 @@ from rlinf.data.record import RecordId
 from rlinf.data.trajectory import Trajectory
 from rlinf.interpreters import resolve_interpreter
 from rlinf.models.base import StepOutputs
-from rlinf.models.causal_lm import CausalLM, CausalLMConfig
+from rlinf.models.causal_lm import CausalLM
+from rlinf.models.causal_lm_config import CausalLMConfig
 from rlinf.trainers import trainers
 from rlinf.trainers.base import Loss, loss_from_steps
 
