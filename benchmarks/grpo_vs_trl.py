@@ -119,7 +119,7 @@ def run_ours(case: str, folder: Path, threads: int) -> list[float]:
                 f"++model.path={folder / 'model'}",
                 f"++run.root={root}",
                 f"iterations={STEPS[case]}",
-                "++warm_start.max_steps=0",
+                "++sft.max_steps=0",
                 f"++engine.ignore_eos={case == 'equal'}",
                 f"++optimizer.lr={RATES[case]}",
                 "reward=digits",

@@ -1,6 +1,6 @@
 """Trainers that generate until the long tail of a rollout: what it gains, how soon they switch.
 
-The main job without its warm start, so that samples end by chance and some are much longer than
+The main job without SFT, so that samples end by chance and some are much longer than
 most. One generator and one trainer, on two cores; runs with and without help take turns.
 """
 

@@ -42,8 +42,8 @@ from slurm.jobs import current_job_id
 from stages.flow import EVALUATE, flow_of
 from stages.layout import METRICS_FILE, TRACKED_FILE
 
-WARM_START_PROGRAM = "stages.warm_start"
-"""Program of the stage that the section ``warm_start`` configures."""
+SFT_PROGRAM = "stages.sft"
+"""Program of the stage that the section ``sft`` configures."""
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between two progress lines of a stage without a terminal."""
 LAUNCHER_DESCRIPTIONS = {
@@ -131,16 +131,16 @@ class ProgressCallback:
             self._bars.update(self._iterations_task, completed=len(rows))
 
     def on_node_start(self, node: StageNode) -> None:
-        settings = self._run.config.warm_start
-        if self._is_warm_start(node) and settings.max_steps:
+        settings = self._run.config.sft
+        if self._is_sft(node) and settings.max_steps:
             if settings.eval_generation:
                 log.info(
-                    "warm start: fine-tuning until the held-out score is %g, %d steps at most",
+                    "sft: fine-tuning until the held-out score is %g, %d steps at most",
                     settings.target_score,
                     settings.max_steps,
                 )
             else:
-                log.info("warm start: %d steps of fine-tuning", settings.max_steps)
+                log.info("sft: %d steps of fine-tuning", settings.max_steps)
         if self._bars is not None:
             self._bars.update(
                 self._stage_task,
@@ -151,18 +151,18 @@ class ProgressCallback:
                 visible=True,
             )
 
-    def _is_warm_start(self, node: StageNode) -> bool:
-        return flow_of(self._run.config).module_of(node.stage) == WARM_START_PROGRAM
+    def _is_sft(self, node: StageNode) -> bool:
+        return flow_of(self._run.config).module_of(node.stage) == SFT_PROGRAM
 
     def on_node_end(self, node: StageNode, manifest: Manifest) -> None:
         if node.stage == EVALUATE:
             self._score = manifest.metrics["score"]
             log.info("version %d: held-out score %.3f", node.iteration, self._score)
-        elif self._is_warm_start(node):
+        elif self._is_sft(node):
             for name, what in (("score", "score"), ("eval_loss", "loss")):
                 if name in manifest.metrics:
                     log.info(
-                        "warm start: held-out %s %.3f after %d steps",
+                        "sft: held-out %s %.3f after %d steps",
                         what,
                         manifest.metrics[name],
                         manifest.metrics["steps"],

@@ -386,7 +386,7 @@ def stage_interpreter(config: RunConfig, flow: Flow, *stages: str) -> str | None
     interpreters: dict[str | None, str] = {}
     for stage in stages:
         entry = flow.all_stages[stage]
-        # The warm start depends on both; it saves the state of the trainer.
+        # The SFT stage depends on both; it saves the state of the trainer.
         depends = [name for name in ("trainer", "engine") if name in entry.config_sections]
         section = entry.holds or next(iter(depends), None)
         name = None if section is None else configured_interpreter(config, section)

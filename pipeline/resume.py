@@ -243,10 +243,10 @@ def _shorten(differences: Sequence[str]) -> list[str]:
 
 
 def _summarize(nodes: Sequence[StageNode], flow: Flow) -> str:
-    """Return a summary such as ``the warm start, 3 iterations (0 to 2), 1 evaluation``."""
+    """Return a summary such as ``SFT, 3 iterations (0 to 2), 1 evaluation``."""
     iterations = sorted({node.iteration for node in nodes if node.stage in flow.stages})
     evaluations = sum(node.stage == EVALUATE for node in nodes)
-    parts = ["the warm start"] if any(node.stage in flow.offline for node in nodes) else []
+    parts = ["SFT"] if any(node.stage in flow.offline for node in nodes) else []
     if iterations:
         span = (
             f" ({iterations[0]} to {iterations[-1]})"
@@ -273,7 +273,7 @@ def _code_differences(before: CodeSnapshot | None, now: CodeSnapshot) -> list[st
     return [f"code: {name}" for name in before.changed_names(now)]
 
 
-CHANGEABLE_KEYS = ("iterations", "retention", "evaluate.every")
+CHANGEABLE_KEYS = ("iterations", "checkpoint", "evaluate.every")
 """Keys that a later start may change, because they change no existing result."""
 SCHEDULE_LENGTH_KEY = "optimizer.lr_decay_iterations"
 

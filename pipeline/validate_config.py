@@ -101,7 +101,7 @@ def validate_config(config: RunConfig) -> None:
     check_interpreters(
         config, cluster, simulates, generates, trainer.required_packages(trainer_options)
     )
-    check_warm_start(config, generates)
+    check_sft(config, generates)
     for key, (name, modules) in engine.interpreters(engine_options).items():
         check_interpreter(name, f"engine.{key}", modules)
     check_flow(flow_of(config), "flow")
@@ -129,7 +129,7 @@ def validate_config(config: RunConfig) -> None:
     if cluster.launcher != "slurm":
         for section, options in (("engine", engine_options), ("trainer", trainer_options)):
             check_device(getattr(options, "device", "auto"), f"{section}.device")
-    if config.warm_start.max_steps:
+    if config.sft.max_steps:
         environment.check_demonstrations(task_options)
     spec = environment.model_spec(task_options)
     check_train_test_overlap(config, environment.train_test_overlap(task_options), task_options)
@@ -210,8 +210,8 @@ def check_interpreters(
             )
 
 
-def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
-    """Check that the warm start can generate, if its held-out samples are scored.
+def check_sft(config: RunConfig, generates: tuple[str, ...]) -> None:
+    """Check that the SFT stage can generate, if its held-out samples are scored.
 
     Args:
         generates: optional packages of the engine.
@@ -219,7 +219,7 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
     Raises:
         ConfigError: the interpreter of the trainer lacks one.
     """
-    if not (generates and config.warm_start.max_steps and config.warm_start.eval_generation):
+    if not (generates and config.sft.max_steps and config.sft.eval_generation):
         return
     name = configured_interpreter(config, "trainer")
     if name is None:
@@ -228,10 +228,10 @@ def check_warm_start(config: RunConfig, generates: tuple[str, ...]) -> None:
         lacking = missing_modules(name, "trainer.python", generates)
     if lacking:
         raise ConfigError(
-            "warm_start.eval_generation: the process that trains generates the held-out samples, "
+            "sft.eval_generation: the process that trains generates the held-out samples, "
             f"and its interpreter lacks the package {lacking[0]!r} of engine={config.engine.name}; "
             f"set trainer.python={configured_interpreter(config, 'engine') or 'one that has it'}, "
-            "or warm_start.eval_generation=false"
+            "or sft.eval_generation=false"
         )
 
 
@@ -571,14 +571,14 @@ def check_components(config: RunConfig) -> None:
         raise ConfigError(
             f"flow: {config.flow!r} needs {sorted(missing)[0]}; {config.algorithm.name!r} is none"
         )
-    if config.warm_start.max_steps and DEMONSTRATIONS not in offered:
+    if config.sft.max_steps and DEMONSTRATIONS not in offered:
         raise ConfigError(
-            f"warm_start.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
+            f"sft.max_steps: task {config.task.name!r} has no demonstrations to learn from; "
             "set it to 0"
         )
-    if config.warm_start.eval_samples and EVAL_DEMONSTRATIONS not in offered:
+    if config.sft.eval_samples and EVAL_DEMONSTRATIONS not in offered:
         raise ConfigError(
-            f"warm_start.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
+            f"sft.eval_samples: task {config.task.name!r} has no held-out demonstrations to "
             "take the loss of; set it to 0"
         )
 
@@ -642,7 +642,7 @@ def check_train_test_overlap(config: RunConfig, overlap: tuple[int, int], option
         DataError: all held-out problems are training problems, and the run trains.
     """
     both, count = overlap
-    if not both or not (config.iterations or config.warm_start.max_steps):
+    if not both or not (config.iterations or config.sft.max_steps):
         return
     if both == count and not getattr(options, "allow_train_test_overlap", False):
         raise DataError(

@@ -325,9 +325,9 @@ class RunConfig(Section):
     trainer: NamedComponent
     rollout: RolloutSection
     optimizer: OptimizerSection = OptimizerSection()
-    warm_start: SftSection = SftSection()
+    sft: SftSection = SftSection()
     evaluate: EvaluateSection = EvaluateSection()
-    retention: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     cluster: dict[str, Any] = {}
     """Cluster settings, validated by the launchers."""
     plan: dict[str, Any] | str | None = None

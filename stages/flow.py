@@ -166,19 +166,19 @@ class Flow:
         }
 
 
-INITIAL_WEIGHTS = InputSource("warm_start")
-NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="warm_start")
+INITIAL_WEIGHTS = InputSource("sft")
+NEWEST_WEIGHTS = InputSource("sync", lag=1, initial="sft")
 
 on_policy = Flow(
     offline={
-        "warm_start": StageSpec(
+        "sft": StageSpec(
             config_sections=(
                 "seed",
                 "task",
                 "model",
                 "engine",
                 "trainer",
-                "warm_start",
+                "sft",
                 "evaluate",
             ),
             colocate_with="train",
@@ -186,7 +186,7 @@ on_policy = Flow(
     },
     stages={
         "rollout": StageSpec(
-            {"weights": InputSource("sync", lag=1, initial="warm_start", stale=True)},
+            {"weights": InputSource("sync", lag=1, initial="sft", stale=True)},
             ("seed", "task", "model", "engine", "rollout"),
             output_stream="trajectories",
             holds="engine",

@@ -25,7 +25,7 @@ class RetentionPolicy:
         Args:
             iteration: the iteration that is published, counted from 0.
         """
-        self._policy, self._evaluate = config.retention, config.evaluate
+        self._policy, self._evaluate = config.checkpoint, config.evaluate
         self._run, self._iteration, self._flow = run, iteration, flow_of(config)
         stages = self._flow.stages
         self._streams = [name for name, stage in stages.items() if stage.output_stream]

@@ -103,14 +103,14 @@ def overrides(root: Path) -> list[str]:
     ]
 
 
-def test_the_profile_comes_after_the_warm_start_and_only_when_asked_for(tmp_path: Path) -> None:
+def test_the_profile_comes_after_sft_and_only_on_request(tmp_path: Path) -> None:
     words = ["-n", "-p", "-c1", "--quiet", "host"]  # instead of the default profile's
     words += ["--config", f"run__root={tmp_path}", "run__name=p"]
     asked = snakemake("profile", *words)
     assert asked.returncode == 0, asked.stderr[-2000:]
     out = tmp_path / "p" / "profile.json"
     assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in asked.stdout
-    assert "rule warm_start" in asked.stdout
+    assert "rule sft" in asked.stdout
     assert "rule rollout" not in asked.stdout
     assert "rule profile" not in snakemake(*words, "iterations=1").stdout
 

@@ -436,14 +436,14 @@ def profile(
     """Measure what the stages of an experiment cost on each kind of device."""
     import logging
 
-    from pipeline.commands.experiment import open_run, run_warm_start
+    from pipeline.commands.experiment import open_run, run_sft
     from pipeline.planning.profile.profile_pass import ProfileOptions
     from pipeline.planning.profile.profile_pass import profile_run as measure
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("rlinf").setLevel(logging.INFO)
     options = ProfileOptions(tuple(partition or ()), minutes, processes, fresh)
-    measured = measure(open_run(what), options, run_warm_start)
+    measured = measure(open_run(what), options, run_sft)
     measured.save(out)
     typer.echo(f"profile: {out}")
 

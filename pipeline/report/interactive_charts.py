@@ -137,26 +137,26 @@ def _learning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, An
             y = map(held_out.get, xs["learning"])
             lines.append(_line("held-out", "evaluate", y, "points"))
         found.append(_plot("learning", "Score", "learning", lines, wide=True))
-    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if warm:
-        xs["warm_start"] = [step for step, _ in warm]
-        line = _line("held-out", "warm_start", (score for _, score in warm), "points")
-        title = "Score in the warm start, by step"
-        found.append(_plot("warm-start", title, "warm_start", [line], linked=False))
+        xs["sft"] = [step for step, _ in warm]
+        line = _line("held-out", "sft", (score for _, score in warm), "points")
+        title = "Score in SFT, by step"
+        found.append(_plot("sft-score", title, "sft", [line], linked=False))
     return [*found, *_fine_tuning(data, xs)]
 
 
 def _fine_tuning(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return the loss of each supervised step, and on held-out demonstrations."""
-    if not any(point.get("eval_loss") is not None for point in data.warm_start):
+    if not any(point.get("eval_loss") is not None for point in data.sft):
         return []
-    xs["warm_start_losses"] = [point["step"] for point in data.warm_start]
+    xs["sft_losses"] = [point["step"] for point in data.sft]
     lines = [
-        _line("training", "warm_start", (p["loss"] for p in data.warm_start), "metric"),
-        _line("held-out", "evaluate", (p.get("eval_loss") for p in data.warm_start), "points"),
+        _line("training", "sft", (p["loss"] for p in data.sft), "metric"),
+        _line("held-out", "evaluate", (p.get("eval_loss") for p in data.sft), "points"),
     ]
-    title = "Loss in the warm start, by step"
-    return [_plot("warm-start-loss", title, "warm_start_losses", lines, linked=False)]
+    title = "Loss in SFT, by step"
+    return [_plot("sft-loss", title, "sft_losses", lines, linked=False)]
 
 
 def _evaluation(data: ReportData, xs: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ COMPUTING, WAITING = (-0.38, 0.38), (0.1, 0.3)
 
 
 def learning_chart(data: ReportData) -> Figure | None:
-    """Draw the held-out score in both phases: warm-start steps, then iterations of RL."""
-    warm = [(p["step"], p["score"]) for p in data.warm_start if p.get("score") is not None]
+    """Draw the held-out score in both phases: SFT steps, then iterations of RL."""
+    warm = [(p["step"], p["score"]) for p in data.sft if p.get("score") is not None]
     if not warm and not data.scores and not data.rows:
         return None
     panels = 2 if warm else 1
@@ -39,8 +39,8 @@ def learning_chart(data: ReportData) -> Figure | None:
     last = axes[0, -1]
     if warm:
         steps, scores = zip(*warm, strict=True)
-        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["warm_start"])
-        axes[0, 0].set(title="Warm start", xlabel="fine-tuning step", ylabel="score")
+        axes[0, 0].plot(steps, scores, "o-", ms=3.5, color=STAGE_COLOURS["sft"])
+        axes[0, 0].set(title="SFT", xlabel="fine-tuning step", ylabel="score")
     x, y = data.column("reward/score")
     if len(x):
         look = {"lw": 0.9, "alpha": 0.55, "color": STAGE_COLOURS["rollout"]}

@@ -188,7 +188,7 @@ class GymConfig(Section):
     """Include the simulator's instruction in observations, for policies that read; or your own text
     in its place, up to 256 bytes."""
     demonstrations: int = Field(default=0, ge=0)
-    """Episodes by the simulator's own expert, from which a warm start learns; unsolved ones are
+    """Episodes by the simulator's own expert, from which SFT learns; unsolved ones are
     left out."""
     score_by_success: bool = False
     """Score an episode by whether the task was solved at any step, as the simulator's ``info``
@@ -561,8 +561,8 @@ class GymEnvironment(Environment):
     def check_demonstrations(cls, config: GymConfig) -> None:
         if not config.demonstrations:
             raise ConfigError(
-                "warm_start.max_steps: there is nothing to learn from; set task.demonstrations to "
-                "a number of episodes by the simulator's own expert, or warm_start.max_steps to 0"
+                "sft.max_steps: there is nothing to learn from; set task.demonstrations to "
+                "a number of episodes by the simulator's own expert, or sft.max_steps to 0"
             )
 
     def demonstrations(self, seed: int, step: int, count: int) -> list[Record]:

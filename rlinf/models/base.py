@@ -158,7 +158,7 @@ class Policy(Component, ABC):
     def prepare_demonstration(self, record: Record, seed: int = 0) -> Record:
         """Convert a demonstration of the task to a training record; default: no change.
 
-        The warm start maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
+        SFT maximizes the ``logprobs`` of :meth:`evaluate` for it. For policies without a
         tractable density, these are the negative of another loss. If some choices of a step are
         padding, the record has ``submask`` (:mod:`rlinf.data.loss_mask`).
 

@@ -156,7 +156,7 @@ def test_held_out_rows_that_are_trained_on(
     alone = config.model_copy(
         update={
             "iterations": 0,
-            "warm_start": config.warm_start.model_copy(update={"max_steps": 0}),
+            "sft": config.sft.model_copy(update={"max_steps": 0}),
         }
     )
     cls = environments.get(name)
@@ -184,7 +184,7 @@ def test_held_out_rows_that_are_trained_on(
 
 def test_one_file_for_evaluation_alone(base: Base, files: Path) -> None:
     same = str(files / "train.jsonl")
-    nothing = {"iterations": 0, "warm_start.max_steps": 0}
+    nothing = {"iterations": 0, "sft.max_steps": 0}
     validate_config(validate(RunConfig, base("jsonl", {"task.test": same, **nothing})))
 
 

@@ -163,7 +163,7 @@ def test_a_dry_run_writes_what_slurm_would_take(cluster: Path, tmp_path: Path) -
     plan = package_paths.ROOT / "configs" / "plans" / "devcluster.yaml"
     rlinf("run", *words(tmp_path, "cluster=slurm", f"plan={plan}", "run.name=stages"), "--dry-run")
     scripts = (tmp_path / "stages.dry-run").glob("*.sh")
-    assert {path.stem for path in scripts} >= {"warm_start", "rollout", "train", "evaluate"}
+    assert {path.stem for path in scripts} >= {"sft", "rollout", "train", "evaluate"}
 
 
 @pytest.mark.parametrize("option", [["--partition", "cpus"], ["--mem-mb", "99999999"]])

@@ -53,7 +53,7 @@ def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
 
 APART = pools((["rollout"], 1), (["rollout.generate", *LATER], 1))
 THREE = pools(
-    (["warm_start", "rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1)
+    (["sft", "rollout", "reward"], 2), (["rollout.generate"], 1), (["inference", "train"], 1)
 )
 MANY = pools((["rollout"], 3), (["rollout.generate"], 2), (LATER, 1))
 BESIDE = {
@@ -171,7 +171,7 @@ def test_rollouts_that_run_ahead_or_draw_anew_give_the_same_bytes(
 def test_newer_weights_come_to_the_policy_in_a_rollout(compose: Compose, tmp_path: Path) -> None:
     """Which ones chose a step depends on timing."""
     words = ["algorithm=async_ppo", "rollout.in_flight_updates=true", "evaluate.every=0"]
-    run_apart(compose, APART, *words, "retention.keep_trajectories=9")
+    run_apart(compose, APART, *words, "checkpoint.keep_trajectories=9")
     for iteration in range(ITERATIONS):
         for record in records(tmp_path / "apart", iteration):
             versions = record.steps["versions"].tolist()

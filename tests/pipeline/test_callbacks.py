@@ -33,18 +33,18 @@ def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) ->
     assert "rlinf-slurm[wandb] [red]x[/red] :smile:" in capsys.readouterr().out
 
 
-def test_a_warm_start_says_what_it_does_and_how_far_it_is(
+def test_sft_reports_its_task_and_its_progress(
     compose: Compose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "PROGRESS_INTERVAL_S", -1.0)
     run = prepare_run(compose())
     with ProgressCallback(run) as console:
-        console.on_node_start(StageNode("warm_start", 0))
-        console.on_stage_progress("warm_start", 1, 3, "fine-tuning steps, held-out score 0.250")
+        console.on_node_start(StageNode("sft", 0))
+        console.on_stage_progress("sft", 1, 3, "fine-tuning steps, held-out score 0.250")
     said = capsys.readouterr().err
     assert "grpo on task arithmetic, 2 iterations; stages run in this process" in said
-    assert "warm start: fine-tuning until the held-out score is 0.41, 3 steps at most" in said
-    assert "warm_start: 1 of 3 fine-tuning steps, held-out score 0.250" in said
+    assert "sft: fine-tuning until the held-out score is 0.41, 3 steps at most" in said
+    assert "sft: 1 of 3 fine-tuning steps, held-out score 0.250" in said
 
 
 def test_a_job_that_waits_says_why_once(
@@ -75,12 +75,12 @@ def test_the_status_of_a_finished_run_offers_no_resume(
 
 
 def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """Interrupted in its warm start, it says where to go on and leaves no traceback."""
+    """Interrupted in SFT, it says where to go on and leaves no traceback."""
     words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", *QUIET, *TINY]
     # What a shell starts in the background ignores interrupts, and so do its children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     driver = subprocess.Popen(
-        [sys.executable, "-m", "rlinf.launch", *words, "warm_start.max_steps=100000"],
+        [sys.executable, "-m", "rlinf.launch", *words, "sft.max_steps=100000"],
         cwd=package_paths.ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,7 +89,7 @@ def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path
     signal.signal(signal.SIGINT, before)
     assert driver.stderr is not None
     assert "reading the configuration" in driver.stderr.readline()
-    while "warm start" not in driver.stderr.readline():
+    while "sft: " not in driver.stderr.readline():
         assert driver.poll() is None
     time.sleep(1)
     driver.send_signal(signal.SIGINT)

@@ -69,7 +69,7 @@ def test_a_run_changes_its_trainer_and_world_and_back(
     # What FSDP2 made is its own again; only what the other made is noted to count.
     to, back = json.loads((run / LEDGER_FILE).read_text())["entries"]
     assert f'trainer.name: "fsdp" -> "{trainer}"' in to["differences"]
-    assert {"warm_start/0", "train/0"} <= set(to["outputs"])
+    assert {"sft/0", "train/0"} <= set(to["outputs"])
     assert f'trainer.name: "{trainer}" -> "fsdp"' in back["differences"]
     assert "train/1" in back["outputs"]
     assert "train/0" not in back["outputs"]

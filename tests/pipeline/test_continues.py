@@ -31,7 +31,7 @@ SMALL = [
     *("task.carry_over_episodes=true", f"iterations={ITERATIONS}", f"rollout.batch_size={BATCH}"),
     *(f"rollout.horizon={HORIZON}", "algorithm.minibatches=2", "algorithm.epochs=1"),
     *("evaluate.every=0", "evaluate.samples=1", "evaluate.horizon=4"),
-    *("retention.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
+    *("checkpoint.keep_trajectories=1", "optimizer.lr_decay_iterations=4"),
 ]
 APART = {
     "pools": [
@@ -154,7 +154,7 @@ def test_episodes_go_on_while_newer_weights_come_in(
     """Which weights chose a step depends on timing; what the next rollout takes is on disk."""
     words = [*SMALL, "algorithm=async_ppo", "rollout.in_flight_updates=true", "run.name=flight"]
     run_experiment(
-        compose(*words, "retention.keep_trajectories=9", experiment="cartpole_ppo") | where
+        compose(*words, "checkpoint.keep_trajectories=9", experiment="cartpole_ppo") | where
     )
     went_on = 0
     for n in range(1, ITERATIONS):

@@ -77,8 +77,8 @@ def test_a_stage_started_again_gets_the_parts_that_were_made_before(
     """Rollout waits for its turn behind training, and training for the worker that died."""
     run, log = tmp_path / "tiny", tmp_path / "log"
     driver = start(tmp_path)
-    # Not before: one that stands still too long is given up, and the warm start takes its time.
-    until((run / "warm_start/manifest.json").exists, driver, log)
+    # Not before: one that stands still too long is given up, and SFT takes its time.
+    until((run / "sft/manifest.json").exists, driver, log)
     until(lambda: doing(run, "inference/0"), driver, log)
     inference = worker(run, "pool-1-0")
     inference.suspend()

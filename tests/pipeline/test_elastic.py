@@ -135,7 +135,7 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
 ) -> None:
     """No stage fails for it: claims go back, and everybody waits for the weights."""
     log, run = tmp_path / "log", tmp_path / "tiny"
-    started = words(tmp_path, "cluster=local", pools(1), "retention.keep_last=9")
+    started = words(tmp_path, "cluster=local", pools(1), "checkpoint.keep_last=9")
     finish(start_driver(started, log), log)
     for later in ("it/0002", "it/0003", "evaluate/0004"):
         shutil.rmtree(run / later)
@@ -155,7 +155,7 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
     # for the generator to come.
     many = 8
     long = ["rollout.horizon=128", "engine.max_num_seqs=4", f"iterations={many}"]
-    long += [f"retention.keep_trajectories={many}", f"rollout.staleness={staleness}"]
+    long += [f"checkpoint.keep_trajectories={many}", f"rollout.staleness={staleness}"]
     run_here(words(tmp_path / "one", *long))
     plan = pools(1).replace("train]", "train], also_generates: true")
     handed: list[dict[str, Any]] = []

@@ -100,10 +100,10 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
     stages = "[rollout, reward, inference, train]"
     pool.write_text(f"pools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
     wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
-    refused = rf"warm_start\.scored: .*set trainer\.python={environment}"
+    refused = rf"sft\.scored: .*set trainer\.python={environment}"
     with pytest.raises(ConfigError, match=refused):
         run_experiment(compose(*wide))
-    run_experiment(compose(*wide, "run.name=apart", "warm_start.eval_generation=false"))
+    run_experiment(compose(*wide, "run.name=apart", "sft.eval_generation=false"))
     run_experiment(
         compose(*wide, "run.name=one", f"trainer.python={environment}", f"++plan={pool}")
     )
@@ -120,7 +120,7 @@ def test_a_stage_has_the_interpreter_of_what_it_computes_with(
     found = {name: stage_interpreter(both, on_policy, name) for name in on_policy.all_stages}
     engine, trainer = python, "/bin/sh"
     assert found == {
-        **dict.fromkeys(("warm_start", "inference", "train", "sync"), trainer),
+        **dict.fromkeys(("sft", "inference", "train", "sync"), trainer),
         **dict.fromkeys(("rollout", "evaluate"), engine),
         "reward": None,
     }

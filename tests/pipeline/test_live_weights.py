@@ -139,7 +139,7 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     apart = [{**POOLS[1], "stages": ["reward", "train"]}, {**POOLS[0], "stages": ["inference"]}]
-    settings = ("iterations=3", "retention.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
+    settings = ("iterations=3", "checkpoint.keep_last=3", HALF, RECOMPUTED, "algorithm.epochs=2")
     values = compose("run.name=apart", *settings, "cluster=local")
     values["plan"] = {
         "pools": [POOLS[0], *apart],
@@ -162,7 +162,7 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""
-    settings = ("iterations=3", "retention.keep_last=3", "algorithm.old_logprobs=recompute")
+    settings = ("iterations=3", "checkpoint.keep_last=3", "algorithm.old_logprobs=recompute")
     values = compose("run.name=apart", "cluster=local", *settings)
     values["plan"] = {
         "stages": {"inference": {"processes": 2}},

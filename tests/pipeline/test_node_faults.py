@@ -26,7 +26,7 @@ from rlinf import package_paths, threads
 from rlinf.errors import RlinfError
 package_paths.add_to_sys_path()
 values = yaml.safe_load(sys.stdin)
-import stages.rollout, stages.train, stages.warm_start, torch
+import stages.rollout, stages.train, stages.sft, torch
 LIMIT
 try:
     run_experiment(values)

@@ -45,8 +45,8 @@ WORDS = [
     "++evaluate.every=1",
     "++evaluate.samples=2",
     "++evaluate.horizon=4",
-    "++retention.keep_last=1",
-    "++retention.keep_trajectories=1",
+    "++checkpoint.keep_last=1",
+    "++checkpoint.keep_trajectories=1",
     "++reward.name=reward_of_orders:Mine",
     "++reward.scale=1.0",
 ]

@@ -58,7 +58,7 @@ def test_stages_side_by_side_end_as_in_one_process(
     ("ranks", "text"),
     [
         ({"train": [0, 1]}, r"ranks\.train: all processes .* only rollout, reward, evaluate may"),
-        ({"warm_start": [0]}, r"ranks\.warm_start: all processes of the pool share the model"),
+        ({"sft": [0]}, r"ranks\.sft: all processes of the pool share the model"),
         ({"rollout": [0, 3]}, r"ranks\.rollout: \[0, 3\]; give some of 0 to 2"),
         ({"rollout": [1, 0]}, r"ranks\.rollout: \[1, 0\]; give some of 0 to 2, in order"),
         ({"rollout": []}, r"ranks\.rollout: \[\]; give some"),

@@ -65,7 +65,7 @@ def test_every_metric_is_in_the_page_and_nothing_comes_from_outside(run: Path) -
     recorded = {name for row in rows for name in row} - {"iteration"}
     assert len(recorded) > 15
     assert recorded <= shown
-    assert {"learning", "warm-start", "stage-times", "throughput", "machine-memory"} <= shown
+    assert {"learning", "sft-score", "stage-times", "throughput", "machine-memory"} <= shown
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert re.findall(r'(?:src|href)\s*=\s*["\']?([^"\'#\s>][^\s>]*)', markup) == []
     assert "default-src 'none'" in page
@@ -136,7 +136,7 @@ def test_a_run_tells_what_it_was_made_with_and_what_stages_used(run: Path) -> No
     )
     table = {row["stage"]: row for row in stage_table(read_report_data(run))}
     assert float(table["train"]["memory"]) > 0.05
-    assert float(table["warm_start"]["cores"]) > 0
+    assert float(table["sft"]["cores"]) > 0
     (run / "run.json").write_text(json.dumps({"name": "of an earlier version"}))
     assert "<dt>seed</dt>" in write_report(run).read_text()
 

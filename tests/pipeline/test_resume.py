@@ -71,7 +71,7 @@ def test_a_changed_key_is_refused_before_anything_is_touched(
     message = str(error.value)
     assert "optimizer.lr: 0.01 -> 0.5" in message
     assert "2 iterations (0 to 1)" in message
-    assert "warm start" not in message
+    assert "SFT" not in message
     assert "--redo" in message
     assert "--keep" in message
     assert len(message.splitlines()) <= 5
@@ -79,11 +79,11 @@ def test_a_changed_key_is_refused_before_anything_is_touched(
 
 
 def test_keys_that_change_no_result_are_accepted(finished: Path, compose: Compose) -> None:
-    run = prepare_run(compose("evaluate.every=2", "retention.keep_last=3"))
-    assert run.config.retention.keep_last == 3
+    run = prepare_run(compose("evaluate.every=2", "checkpoint.keep_last=3"))
+    assert run.config.checkpoint.keep_last == 3
     assert not committed(run).mismatched
     drive(Run.open(finished))
-    assert "retention" in yaml.safe_load((finished / CONFIG_FILE).read_text())
+    assert "checkpoint" in yaml.safe_load((finished / CONFIG_FILE).read_text())
 
 
 def test_changed_code_is_refused_and_named_whoever_starts(
@@ -94,7 +94,7 @@ def test_changed_code_is_refused_and_named_whoever_starts(
     for start in (lambda: prepare_run(compose()), lambda: drive(Run.open(finished))):
         with pytest.raises(MismatchError, match=r"code: rlinf\.trainers\.fsdp") as error:
             start()
-        assert "the warm start, 2 iterations (0 to 1)" in str(error.value)
+        assert "SFT, 2 iterations (0 to 1)" in str(error.value)
     assert everything(finished) == before
 
 

@@ -1,4 +1,4 @@
-"""GRPO on questions about images, from the warm start to the second update."""
+"""GRPO on questions about images, from SFT to the second update."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SMALL = [
     "model.intermediate=64",
     "model.vision_hidden=16",
     "model.vision_heads=2",
-    "warm_start.max_steps=6",
-    "warm_start.batch_size=16",
-    "warm_start.lr=1e-2",
+    "sft.max_steps=6",
+    "sft.batch_size=16",
+    "sft.lr=1e-2",
     "rollout.batch_size=4",
     "rollout.group_size=4",
     "rollout.horizon=12",
@@ -46,7 +46,7 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
     run_experiment(values)
     run = Path(values["run"]["root"]) / "visual"
     config = Qwen25VLConfig(hidden=32)
-    for iteration, folder in ((0, "warm_start"), (1, "it/0000/sync")):
+    for iteration, folder in ((0, "sft"), (1, "it/0000/sync")):
         _, data = output(run, "it", f"{iteration:04d}", "rollout")
         records = list(RecordFileReader(data.glob("*.h5")))
         assert len(records) == 16

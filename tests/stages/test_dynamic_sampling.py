@@ -44,7 +44,7 @@ def values(compose: Compose, name: str, *words: str, reward: str = "Parity") -> 
     usual += [
         "algorithm.filter_zero_variance_groups=true",
         "iterations=1",
-        "warm_start.max_steps=0",
+        "sft.max_steps=0",
     ]
     usual += ["evaluate.every=0", "evaluate.samples=2"]
     made = compose(*usual, *words)

@@ -144,8 +144,8 @@ def test_a_window_takes_the_newest_outputs_and_keeps_them(
     taken = ["trajectories", "trajectories.1", "trajectories.2", "trajectories.3"]
     assert [inputs[name].iteration for name in taken] == [5, 4, 3, 2]
     assert "trajectories.3" not in Graph(tiny).inputs(StageNode("train", 2))
-    retention = tiny.retention.model_copy(update={"keep_trajectories": 1, "keep_last": 1})
-    config = tiny.model_copy(update={"retention": retention})
+    retention = tiny.checkpoint.model_copy(update={"keep_trajectories": 1, "keep_last": 1})
+    config = tiny.model_copy(update={"checkpoint": retention})
     gone = {
         path.parent.name
         for path in RetentionPolicy(config, tmp_path, 9).expired_outputs()

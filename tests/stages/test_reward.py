@@ -86,7 +86,7 @@ def again(run: Run, data: Path, world: ProcessGroupInfo) -> StageContext:
         name: StageInput(
             Graph(run.config).output_folder(run.folder, StageNode(*of)), None, None, lambda: False
         )
-        for name, of in {"trajectories": ("rollout", 0), "initial": ("warm_start", 0)}.items()
+        for name, of in {"trajectories": ("rollout", 0), "initial": ("sft", 0)}.items()
     }
     data.mkdir(exist_ok=True)
     return StageContext(run.config, "reward", 0, run.folder, data, data, world, inputs)

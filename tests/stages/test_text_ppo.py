@@ -21,10 +21,10 @@ from tests.pipeline.helpers import contents
 
 Compose = Callable[..., dict[str, Any]]
 SMALL = ["model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1"]
-SMALL += ["model.intermediate=64", "warm_start.max_steps=2", "warm_start.batch_size=8"]
+SMALL += ["model.intermediate=64", "sft.max_steps=2", "sft.batch_size=8"]
 SMALL += ["rollout.batch_size=16", "evaluate.every=0", "evaluate.samples=4", "reward=digits"]
 SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.cpu_threads=1"]
-SMALL += ["optimizer.lr_decay_iterations=3", "retention.keep_last=5"]
+SMALL += ["optimizer.lr_decay_iterations=3", "checkpoint.keep_last=5"]
 POOLS = {
     "pools": [
         {"stages": ["rollout"], "gpus": {"local": 1}},
@@ -66,7 +66,7 @@ def test_a_run_is_the_same_in_pools_and_when_it_is_taken_up(
             assert one.keys() == two.keys() == {"policy", "critic"}
             assert all(torch.equal(one[name], two[name]) for name in one), (other, iteration)
     assert contents(run) == contents(tmp_path / "pools")
-    (start,) = run.glob("warm_start/*/weights")
+    (start,) = run.glob("sft/*/weights")
     assert not (start / "critic").exists()
     tensors = load_file(start / "model.safetensors")
     begun = torch.cat([tensors[name].flatten() for name in sorted(tensors)])

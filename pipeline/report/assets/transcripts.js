@@ -74,7 +74,7 @@ function makeTranscripts() {
     byId("samples").replaceChildren();
     const part = count < total ? ` (of ${number(total)} on disk: the worst, the best, some that were cut off, and others evenly)` : "";
     byId("found").textContent = `${number(rows.length)} of ${number(count)} transcripts${part}; of iterations ${iterations.join(", ")}: ` +
-      "trajectories of others were removed by the retention policy (retention.trajectories), or left out here" + damaged;
+      "trajectories of others were removed by the retention policy (checkpoint.keep_trajectories), or left out here" + damaged;
     more();
   }
   for (const id of ["which", "ended", "order"]) byId(id).addEventListener("change", select);

@@ -281,10 +281,10 @@ def test_the_job_itself_may_drive_before_its_id_is_noted(
 
 
 def test_a_stages_job_without_an_id_is_stopped_too(run: Run, slurm: Path) -> None:
-    out = run.folder / "warm_start"
-    write_job_note(JobSpec("warm_start", (), out, out), tag="rlinf-0b")
+    out = run.folder / "sft"
+    write_job_note(JobSpec("sft", (), out, out), tag="rlinf-0b")
     (slurm / "jobs" / "71").write_text("RUNNING rlinf-0b\n")
-    assert stop_run(run.folder) == ["job 71 (warm_start) cancelled"]
+    assert stop_run(run.folder) == ["job 71 (sft) cancelled"]
     assert (slurm / "jobs" / "71").read_text() == "CANCELLED\n"
 
 

@@ -38,7 +38,7 @@ def test_a_driver_here_is_stopped_and_its_run_goes_on_later(tiny_run: Path, tmp_
     words = [*_words(tmp_path, "collocated"), f"plan={_hydra(TWO)}"]
     log, run = tmp_path / "log", tmp_path / "tiny"
     driver = start_driver(words, log)
-    until((run / "warm_start/manifest.json").exists, driver, log)
+    until((run / "sft/manifest.json").exists, driver, log)
     said = stop_run(run)
     assert driver.wait(timeout=20) == 1
     assert [line for line in said if line.startswith("driver (process") and "stopped" in line]

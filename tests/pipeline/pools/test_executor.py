@@ -303,7 +303,7 @@ def test_a_stage_that_always_fails_stops_the_run_with_its_own_reason(
 
 def test_a_damaged_input_is_made_again(reference: Path, pooled: Compose) -> None:
     run = prepare_run(pooled(ONE)).folder
-    for made in ("warm_start", "it", "evaluate"):
+    for made in ("sft", "it", "evaluate"):
         shutil.copytree(reference / made, run / made)
     for later in ("it/0001/train", "it/0001/sync", "evaluate/0002"):
         shutil.rmtree(run / later)

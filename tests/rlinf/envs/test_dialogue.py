@@ -475,8 +475,8 @@ def test_demonstrations_show_a_call_and_do_not_teach_the_tools_words(folder: Pat
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
 @pytest.mark.usefixtures("undrawn")
 def test_an_agent_is_trained_from_end_to_end(level: str, compose: Compose, tmp_path: Path) -> None:
-    words = ["task.name=calculator", "task.digits=1", "warm_start.max_steps=60"]
-    words += ["warm_start.batch_size=64", "warm_start.lr=1e-2", "warm_start.eval_every=60"]
+    words = ["task.name=calculator", "task.digits=1", "sft.max_steps=60"]
+    words += ["sft.batch_size=64", "sft.lr=1e-2", "sft.eval_every=60"]
     words += ["rollout.batch_size=8", "rollout.horizon=24", "algorithm.entropy_coeff=0"]
     values = compose(*words, "optimizer.lr=1e-3", f"algorithm.advantage_level={level}")
     if level == "turn":

@@ -90,7 +90,7 @@ def order(stage: str, iteration: int, *inputs: str, gathers: bool = False) -> St
     """To make a stage of some of the same iteration, which are under way here."""
     live = {name: (f"it/{iteration:04d}/{source}", True) for name, source in map(split, inputs)}
     if gathers:
-        live["weights"] = ("warm_start", False)
+        live["weights"] = ("sft", False)
     return StageOrder(
         node=f"{stage}/{iteration}",
         stage=stage,
@@ -120,10 +120,10 @@ def until(there: Callable[[], bool], timeout_s: float = 20.0) -> bool:
 def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: Bench) -> None:
     about = {"files": {}, "inputs": {}, "metrics": {}, "timing": {}, "extra": {}}
     content = content_digest({}, {})
-    (bench.run / "warm_start" / "data").mkdir(parents=True)
+    (bench.run / "sft" / "data").mkdir(parents=True)
     commit_output(
-        bench.run / "warm_start",
-        Manifest("warm_start", 0, "key", content, "data", **about, host="", job="", world=1),
+        bench.run / "sft",
+        Manifest("sft", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
     outbox = RecordSender(bench.run / CHANNELS_FOLDER)

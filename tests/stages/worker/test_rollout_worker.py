@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.commands.experiment import compose, prepare_run, run_warm_start
+from pipeline.commands.experiment import compose, prepare_run, run_sft
 from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.config import RunConfig
 from rlinf.errors import EXIT_REQUEUE, UpstreamFailed
@@ -56,7 +56,7 @@ class Bench:
         )
 
     def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
-        usual = {"output": OUT, "weights": "warm_start", "weights_attempt": None, "receiver": "w"}
+        usual = {"output": OUT, "weights": "sft", "weights_attempt": None, "receiver": "w"}
         about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
         self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
 
@@ -67,7 +67,7 @@ class Bench:
 
     def weights(self, out: str, attempt: str) -> None:
         """Have weights come to the board: the first ones, by another name."""
-        (path,) = self.run.glob("warm_start/data-*/weights/model.safetensors")
+        (path,) = self.run.glob("sft/data-*/weights/model.safetensors")
         self.board.output(out).put(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
@@ -83,12 +83,12 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run after its warm start."""
+    """A run after SFT."""
     root = tmp_path_factory.mktemp("warm")
     words = ["experiment=arithmetic_grpo", f"++run.root={root}", *QUIET, *TINY]
     run = prepare_run(compose([*words, "iterations=1", "++rollout.horizon=64"]))
-    run_warm_start(run)
-    assert read_manifest(run.folder / "warm_start") is not None
+    run_sft(run)
+    assert read_manifest(run.folder / "sft") is not None
     return run.folder
 
 
@@ -175,7 +175,7 @@ def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Benc
 def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> None:
     bench.claim("prepares")
     assert not bench.report().used_disk_fallback, "the first ones always come from disk"
-    manifest = read_manifest(shutil.copytree(bench.run / "warm_start", bench.run / SYNC))
+    manifest = read_manifest(shutil.copytree(bench.run / "sft", bench.run / SYNC))
     assert manifest is not None
     bench.resident.engine_weights = "older ones"
     bench.claim("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
@@ -188,7 +188,7 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
     bench.report()
     folder = bench.run / SYNC
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(bench.run / "warm_start", folder)
+    shutil.copytree(bench.run / "sft", folder)
     manifest = read_manifest(folder)
     assert manifest is not None
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
@@ -213,9 +213,9 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
 
 def test_a_claim_whose_weights_were_withdrawn_goes_back(bench: Bench) -> None:
     """Also one of committed weights: the stage that makes them again may be of this worker."""
-    (bench.run / "warm_start" / MANIFEST).rename(bench.run / "withdrawn")
+    (bench.run / "sft" / MANIFEST).rename(bench.run / "withdrawn")
     bench.claim("first", 0)
-    assert "warm_start are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
-    (bench.run / "withdrawn").rename(bench.run / "warm_start" / MANIFEST)
+    assert "sft are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
+    (bench.run / "withdrawn").rename(bench.run / "sft" / MANIFEST)
     bench.claim("again", 0)
     bench.report()

@@ -239,7 +239,7 @@ def test_the_plan_is_a_file_that_says_the_same_when_read(config: RunConfig, tmp_
     page = write_proposal(proposal, tmp_path / "plan.yaml", "arithmetic")
     again = parse_plan(yaml.safe_load((tmp_path / "plan.yaml").read_text()), "plan.yaml")
     assert again == proposal.plan
-    assert again.stage_plan("warm_start") == again.stage_plan("train")
+    assert again.stage_plan("sft") == again.stage_plan("train")
     assert again.stage_plan("evaluate") == again.stage_plan("rollout")
     text = page.read_text()
     assert "Predicted iteration" in text

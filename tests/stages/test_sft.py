@@ -1,4 +1,4 @@
-"""The warm start stops where it was to stop, however often it is begun."""
+"""SFT stops at the configured step or score, however often it is restarted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from rlinf.channels.process_group import ProcessGroupInfo
 from rlinf.config import SftSection
 from rlinf.data.record import Record, RecordId
-from stages import warm_start
-from stages.warm_start import fine_tune
+from stages import sft
+from stages.sft import fine_tune
 
 
 class Task:
@@ -62,11 +62,11 @@ def ctx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     settings = SftSection(
         max_steps=20, eval_every=2, target_score=0.4, batch_size=2, eval_generation=True
     )
-    monkeypatch.setattr(warm_start, "get_environment", lambda *_: Task())
-    monkeypatch.setattr(warm_start, "get_or_create_engine", lambda *_: object())
-    monkeypatch.setattr(warm_start, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
+    monkeypatch.setattr(sft, "get_environment", lambda *_: Task())
+    monkeypatch.setattr(sft, "get_or_create_engine", lambda *_: object())
+    monkeypatch.setattr(sft, "evaluate_weights", lambda ctx, trainer, *_: trainer.steps / 10)
     return SimpleNamespace(
-        config=SimpleNamespace(seed=0, warm_start=settings),
+        config=SimpleNamespace(seed=0, sft=settings),
         output_folder=tmp_path,
         key="key",
         world=ProcessGroupInfo(),

@@ -1,4 +1,4 @@
-"""Warm start: make the initial policy and, where asked, fine-tune it on demonstrations."""
+"""Supervised fine-tuning (SFT): create the initial policy and fine-tune it on demonstrations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(ctx: StageContext) -> None:
     if ctx.world.rank == 0:
         create_initial_policy(ctx, start)
     trainer = None
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     if settings.max_steps:
         while not start.is_dir():
             time.sleep(0.05)
@@ -97,27 +97,23 @@ def create_initial_policy(ctx: StageContext, folder: Path) -> None:
 
 
 def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow]:
-    """Supervised steps until the held-out score reaches ``warm_start.target_score``.
+    """Supervised steps until the held-out score reaches ``sft.target_score``.
 
     The loss is the mean of ``-log p`` over the tokens of a batch that count, in nats.
 
     Raises:
         ConfigError: the task has no demonstrations, or none that are held out.
     """
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     environment = get_environment(ctx, lambda: start)
     if not environment.demonstrations(ctx.config.seed, 0, 1):
-        raise ConfigError(
-            "warm_start.max_steps: this task has no demonstrations; set warm_start.max_steps=0"
-        )
+        raise ConfigError("sft.max_steps: this task has no demonstrations; set sft.max_steps=0")
     shown = environment.test_demonstrations(settings.eval_samples) if settings.eval_samples else []
     eval_records = [
         trainer.policy.prepare_demonstration(record, ctx.config.seed) for record in shown
     ]
     if settings.eval_samples and not eval_records:
-        raise ConfigError(
-            "warm_start.eval_samples: this task has no held-out demonstrations; set it to 0"
-        )
+        raise ConfigError("sft.eval_samples: this task has no held-out demonstrations; set it to 0")
     engine = get_or_create_engine(ctx, ProcessGroupInfo()) if settings.eval_generation else None
     rates = OptimizerSection(
         lr=settings.lr,
@@ -163,7 +159,7 @@ def fine_tune(ctx: StageContext, trainer: Trainer, start: Path) -> list[CurveRow
         known += [] if score is None else [score]
         score_text = f", held-out score {known[-1]:.3f}" if known else ""
         if beyond is not None:
-            log.info("warm start: step %d, held-out loss %.4f nats", step + 1, beyond)
+            log.info("sft: step %d, held-out loss %.4f nats", step + 1, beyond)
         ctx.report_progress(step + 1, settings.max_steps, f"fine-tuning steps{score_text}")
     return curve
 
@@ -175,7 +171,7 @@ def is_target_reached(row: CurveRow, target: float) -> bool:
 
 def fit_obs_normalizer(ctx: StageContext, trainer: Trainer, environment: Any) -> None:
     """Fit the policy's observation normalizer to the first :data:`NORMALIZER_STEPS` batches."""
-    settings = ctx.config.warm_start
+    settings = ctx.config.sft
     trainer.policy.update_observation_stats(
         [
             record
