@@ -426,10 +426,10 @@ def check_pools(plan: Plan) -> None:
         if pool.workers is None:
             continue
         if generates is None:
-            more = (
-                "rollouts take more than weights (flow=dynamic_sampling, task.carry_over_episodes)"
+            raise ValueError(
+                f"pools[{i}].workers: these rollouts need more than the weights "
+                "(rollout.max_resamples, task.carry_over_episodes); leave it out"
             )
-            raise ValueError(f"pools[{i}].workers: {more}; leave it out")
         if not {generates} <= set(pool.stages) <= elastic:
             names = ", and ".join(sorted(elastic - {generates}))
             raise ValueError(

@@ -391,30 +391,27 @@ def check_flow(flow: Flow, key: str) -> None:
 
 
 def check_resampling(config: RunConfig, algorithm: Algorithm) -> None:
-    """Check that ``rollout.max_resamples`` is set if and only if the flow resamples groups.
+    """Check that groups can be resampled, if ``rollout.max_resamples`` is set.
 
     Raises:
-        ConfigError: it is not, or the algorithm accepts every group.
+        ConfigError: the flow has no rollout that resamples, or the algorithm accepts every group.
     """
+    if config.rollout.max_resamples is None:
+        return
     flow = flow_of(config)
-    redraws = DYNAMIC_SAMPLING_MODULE in map(flow.module_of, flow.stages)
-    if redraws and config.rollout.max_resamples is None:
+    if DYNAMIC_SAMPLING_MODULE not in map(flow.module_of, flow.stages):
         raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws groups anew; set how often at most"
-        )
-    if not redraws and config.rollout.max_resamples is not None:
-        raise ConfigError(
-            f"rollout.max_resamples: flow {config.flow!r} draws nothing anew; set "
-            "flow=dynamic_sampling"
+            f"rollout.max_resamples: flow {config.flow!r} has no rollout that can resample groups; "
+            "choose flow=on_policy, or leave it out"
         )
     # Groups of two samples with equal scores: usual scores, and extreme ones.
     scores, groups = np.repeat([-1e9, 0.0, 1.0, 1e9], 2), np.repeat(np.arange(4), 2)
-    if redraws and algorithm.select_samples(scores, groups).all():
+    if algorithm.select_samples(scores, groups).all():
         raise ConfigError(
             f"rollout.max_resamples: algorithm {config.algorithm.name!r} keeps groups whose "
             "samples all scored the same, so that nothing would be resampled; set algorithm=dapo, "
-            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or choose "
-            "flow=on_policy without rollout.max_resamples"
+            "or algorithm.filter_zero_variance_groups=true with an algorithm of groups, or leave "
+            "rollout.max_resamples out"
         )
 
 
@@ -599,6 +596,11 @@ def check_episode_carryover(config: RunConfig) -> None:
     """
     if not carries_over_episodes(config):
         return
+    if config.rollout.max_resamples is not None:
+        raise ConfigError(
+            "task.carry_over_episodes: a rollout that resamples groups cannot continue episodes; "
+            "leave rollout.max_resamples out, or set task.carry_over_episodes=false"
+        )
     if not any(OPEN_EPISODES in stage.inputs for stage in flow_of(config).stages.values()):
         raise ConfigError(
             f"task.carry_over_episodes: flow={config.flow} reads nothing from the rollout before; "

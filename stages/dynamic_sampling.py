@@ -32,8 +32,8 @@ def run(ctx: StageContext) -> None:
     """
     if ctx.world.layout.parallel_dims():
         raise ConfigError(
-            "plan.stages.rollout.layout: with flow=dynamic_sampling each process of the rollout "
-            "has a model of its own; leave the layout out, or choose flow=on_policy"
+            "plan.stages.rollout.layout: with rollout.max_resamples each process of the rollout "
+            "has a model of its own; leave out the layout or rollout.max_resamples"
         )
     counts = Counter[str]()
     emit_trajectories(ctx, lambda ctx, places: resample_groups(ctx, places, counts))

@@ -153,7 +153,7 @@ def test_side_by_side_in_one_job_they_end_as_in_one_process(
         (
             "halfcheetah_ppo",
             [
-                *("algorithm=dapo", "++flow=dynamic_sampling"),
+                "algorithm=dapo",
                 *("rollout.max_resamples=1", "rollout.group_size=2"),
             ],
         ),

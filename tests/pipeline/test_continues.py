@@ -203,8 +203,8 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
             r"task\.carry_over_episodes: the samples of a group .*group_size=1",
         ),
         (
-            ["++flow=dynamic_sampling", "rollout.max_resamples=1"],
-            r"task\.carry_over_episodes: flow=dynamic_sampling takes nothing from .*flow=on_policy",
+            ["rollout.max_resamples=1"],
+            r"task\.carry_over_episodes: .* leave rollout\.max_resamples out",
         ),
         (["task.simulator=genesis"], r"task\.carry_over_episodes: this simulator cannot save"),
         (["task.carry_over_episodes=1"], r"task\.carry_over_episodes: .*boolean"),
