@@ -137,14 +137,16 @@ class ElasticRun:
     def rate(self) -> Callable[[], float]:
         """Watch for a while; returns what tells, once all of it is known, starts per second.
 
-        A claim is known when it is done; its starts are spread evenly over the time it took.
+        A work item appears when it is done; its starts are spread evenly over the time it took.
         """
         begin = time.time()
         time.sleep(WINDOW_S)
         end = time.time()
 
         def starts_per_s() -> float:
-            self._wait(lambda: any(s > end for _, s, _, _ in self._generated()), "a later claim")
+            self._wait(
+                lambda: any(s > end for _, s, _, _ in self._generated()), "a later work item"
+            )
             parts = (
                 count * max(0.0, min(e, end) - max(s, begin)) / (e - s)
                 for _, s, e, count in self._generated()
@@ -154,7 +156,7 @@ class ElasticRun:
         return starts_per_s
 
     def _generated(self) -> Iterator[tuple[str, float, float, int]]:
-        """Worker, begin, end and number of starts of every claim that is done."""
+        """Worker, begin, end and number of starts of every work item that is done."""
         for line in (self.folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines():
             row = json.loads(line)
             for what, start, end in row["spans"]:

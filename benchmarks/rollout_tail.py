@@ -75,8 +75,8 @@ def trains_again(folder: Path, iteration: int) -> list[float]:
 
     None of an iteration in which it left no tail to the generator.
     """
-    rows = [row for row in claims(folder, iteration) if row["worker"].startswith(TRAINER)]
-    if not any(row["rest"] for row in rows):
+    rows = [row for row in work_items(folder, iteration) if row["worker"].startswith(TRAINER)]
+    if not any(row["unfinished_starts"] for row in rows):
         return []
     ended = max(end for row in rows for name, _, end in row["spans"] if name == "generate")
     later = [start for start in others(folder, iteration) if start >= ended]
@@ -90,7 +90,7 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
     """
     starts = [
         start
-        for row in claims(folder, iteration)
+        for row in work_items(folder, iteration)
         for name, start, _ in row["spans"]
         if name == "generate" and row["worker"].startswith(TRAINER)
     ]
@@ -100,8 +100,8 @@ def generates_again(folder: Path, iteration: int) -> list[float]:
     return [min(starts) - made] if starts else []
 
 
-def claims(folder: Path, iteration: int) -> list[dict[str, Any]]:
-    """Return the generated parts of an iteration, claim by claim."""
+def work_items(folder: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return the generated parts of an iteration, by work item."""
     lines = (folder / POOLS_FOLDER / WORK_LOG).read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     return [row for row in rows if row["node"] == f"rollout/{iteration}"]

@@ -4,7 +4,7 @@ Committed results are never deleted because they no longer match. A start that d
 before anything changes, unless it has ``--redo`` or ``--keep``. ``--redo`` turns the run into what
 a fresh run of the configuration would be: matching results stay, all others are archived, together
 with the ledger of accepted mismatches. ``--keep`` accepts the old results, and the ledger
-``kept.json`` records what differed.
+``accepted_mismatches.json`` records what differed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rlinf.errors import CodeIdentityError, ConfigError, MismatchError
 from stages.flow import EVALUATE, Flow
 from stages.identity import CodeSnapshot, LedgerEntry, read_code_snapshot
 from stages.layout import (
+    ACCEPTED_FILE,
     CODE_FILE,
     CONFIG_FILE,
-    LEDGER_FILE,
     PLAN_FILE,
     REWARD_CACHE_FOLDER,
     RUN_FILE,
@@ -148,7 +148,7 @@ def _refuse_other_results(
 
 def _recompute(committed: RunState) -> None:
     """Archive all that a fresh run of the configuration would not have."""
-    ledger = committed.run.folder / LEDGER_FILE
+    ledger = committed.run.folder / ACCEPTED_FILE
     if ledger.exists():
         committed.archive_path(ledger)
     committed.scan(accept_mismatches=False)
@@ -216,7 +216,7 @@ def _accept(committed: RunState, differences: Sequence[str], changes: Sequence[s
         outputs=dict(committed.manifest_keys(committed.mismatched)),
     )
     ledger = committed.ledger.model_copy(update={"entries": (*committed.ledger.entries, entry)})
-    write_atomic(folder / LEDGER_FILE, ledger.model_dump_json(indent=1))
+    write_atomic(folder / ACCEPTED_FILE, ledger.model_dump_json(indent=1))
     log.info(
         "accepted %s despite differences: %s",
         _summarize(committed.mismatched, committed.graph.flow),

@@ -54,7 +54,7 @@ class RunRecord(BaseModel):
     commit: str = ""
     """Host, versions and commit at the first start (:func:`collect_provenance`)."""
     accepted_mismatches: tuple[str, ...] = ()
-    """When and why results of another configuration or code were accepted (``kept.json``)."""
+    """When and why results of another configuration or code were accepted."""
     checksum: str | None = None
     """Digest of all other fields."""
     settings: dict[str, Any] | None = None

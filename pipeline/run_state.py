@@ -25,7 +25,7 @@ from stages.flow import EVALUATE
 from stages.identity import CodeSnapshot, Ledger, read_ledger, stage_key
 from stages.retention import RetentionPolicy
 
-ARCHIVE = "set-aside"
+ARCHIVE = "archive"
 """Folder in a run for replaced results, by time; its structure is that of the run."""
 log = logging.getLogger("rlinf")
 

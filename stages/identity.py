@@ -30,7 +30,7 @@ from rlinf.registry import Registry
 from rlinf.rewards import rewards
 from rlinf.trainers import trainers
 from stages.flow import EVALUATE, flow_of
-from stages.layout import CODE_FILE, LEDGER_FILE
+from stages.layout import ACCEPTED_FILE, CODE_FILE
 
 
 def program_version() -> list[str | int]:
@@ -98,7 +98,7 @@ def read_ledger(run: Path) -> Ledger:
     Raises:
         ConfigError: damaged.
     """
-    path = run / LEDGER_FILE
+    path = run / ACCEPTED_FILE
     try:
         mark = path.stat()
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from rlinf.errors import PlanError
 
 PROGRESS_FOLDER = "progress"
 """Folder beside the attempts with the saved progress of a stage; removed by its commit."""
-TIMEOUTS_FILE = "stopped.json"
+TIMEOUTS_FILE = "timeouts.json"
 MAX_TIMEOUTS = 3
 """Number of attempts that may reach their time limit without progress."""
 log = logging.getLogger("rlinf")

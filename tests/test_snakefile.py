@@ -151,5 +151,5 @@ def test_added_iterations_keep_what_is_there_and_other_settings_are_refused(tmp_
     assert after == before
     again = snakemake("-c2", "--config", *words, "iterations=2", "optimizer__lr=0.5", "redo=1")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert list(tmp_path.glob("cp/set-aside/*/it/0000/train/manifest.json"))
+    assert list(tmp_path.glob("cp/archive/*/it/0000/train/manifest.json"))
     assert json.loads(manifest.read_text())["key"] != json.loads(short)["key"]

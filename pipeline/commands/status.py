@@ -205,8 +205,8 @@ def _count_disk_fallbacks(run: Run, graph: Graph, iterations: Sequence[int]) -> 
         for name in manifest.extra.get(DISK_FALLBACKS, ()) if manifest is not None else ():
             source = graph.inputs(node).get(name)
             found[f"{source.stage if source else name} -> {node.stage}"] += 1
-    claims = count_disk_fallbacks(run.folder)
-    if count := sum(claims[i] for i in iterations):
+    fallbacks = count_disk_fallbacks(run.folder)
+    if count := sum(fallbacks[i] for i in iterations):
         found[f"{graph.flow.publish_stage} -> {graph.flow.elastic_stage}"] += count
     return dict(found)
 

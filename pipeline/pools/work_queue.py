@@ -57,33 +57,33 @@ class WorkQueue:
 
     def mark_done(self, worker: str, number: int) -> WorkItem | None:
         """Mark a work item as done; returns None if it does not belong to the worker (any more)."""
-        claim = self._assigned[worker].pop(number, None)
-        if claim is not None:
-            self.done.update(claim.starts)
-        return claim
+        item = self._assigned[worker].pop(number, None)
+        if item is not None:
+            self.done.update(item.starts)
+        return item
 
-    def reassign(self, claim: WorkItem, rest: Iterable[int], successor: str) -> WorkItem:
+    def reassign(self, item: WorkItem, rest: Iterable[int], successor: str) -> WorkItem:
         """Assign unfinished prompts of a finished work item to ``successor``."""
-        starts = tuple(start for start in claim.starts if start in set(rest))
+        starts = tuple(start for start in item.starts if start in set(rest))
         self.done.difference_update(starts)
         return self._assign(successor, starts)
 
     def _assign(self, worker: str, starts: tuple[int, ...]) -> WorkItem:
-        claim = WorkItem(self._next, starts)
+        item = WorkItem(self._next, starts)
         self._next += 1
-        self._assigned[worker][claim.number] = claim
-        return claim
+        self._assigned[worker][item.number] = item
+        return item
 
     def requeue(self, worker: str, number: int) -> None:
         """Requeue a work item that a worker could not finish."""
-        claim = self._assigned[worker].pop(number, None)
-        for start in claim.starts if claim else ():
+        item = self._assigned[worker].pop(number, None)
+        for start in item.starts if item else ():
             heapq.heappush(self._pending, start)
 
     def requeue_worker(self, worker: str) -> None:
         """Requeue all work items of a lost worker."""
-        for claim in self.items_of(worker):
-            self.requeue(worker, claim.number)
+        for item in self.items_of(worker):
+            self.requeue(worker, item.number)
         self._assigned.pop(worker, None)
 
 

@@ -145,7 +145,12 @@ def read_report_data(folder: Path) -> ReportData:
 def _span(manifest: Manifest, span: dict[str, Any]) -> StageSpan:
     times = span["start"], span["end"]
     return StageSpan(
-        manifest.stage, span["name"], manifest.iteration, lane_name(span), *times, span.get("claim")
+        manifest.stage,
+        span["name"],
+        manifest.iteration,
+        lane_name(span),
+        *times,
+        span.get("work_item"),
     )
 
 

@@ -22,7 +22,7 @@ class StageSpan:
     """Name of the worker: pool and rank, or only the rank, and the host."""
     start: float
     end: float
-    claim: int | None = None
+    work_item: int | None = None
     """Number of the work item in an elastic rollout; its worker may wait for others meanwhile."""
 
 
@@ -65,14 +65,14 @@ def timeline_segments(spans: Iterable[StageSpan]) -> list[TimelineSegment]:
     pauses: dict[tuple[str, int, str, int | None], list[StageSpan]] = defaultdict(list)
     for span in spans:
         if span.name in IDLE_SPANS:
-            pauses[span.stage, span.iteration, span.lane, span.claim].append(span)
+            pauses[span.stage, span.iteration, span.lane, span.work_item].append(span)
     found = []
     for whole in spans:
         if whole.name != whole.stage:
             continue
         where = (whole.stage, whole.iteration, whole.lane)
         at = whole.start
-        for pause in sorted(pauses[*where, whole.claim], key=lambda pause: pause.start):
+        for pause in sorted(pauses[*where, whole.work_item], key=lambda pause: pause.start):
             start, end = max(pause.start, at), min(pause.end, whole.end)
             if end > start:
                 found += [

@@ -158,7 +158,7 @@ class PoolWorker:
             self._turns,
             self._resident,
             self._activity,
-            self._tell_of_claim,
+            self._report_work_item_end,
             self._stopping,
         )
         shared = (self._board, self._turns, self._resident, self._activity)
@@ -430,7 +430,7 @@ class PoolWorker:
         """Report that weights are live; work items need not wait for their commit."""
         self._tell_driver(WeightsAvailable(output=out, attempt=attempt, iteration=iteration))
 
-    def _tell_of_claim(self, report: WorkItemEnded) -> None:
+    def _report_work_item_end(self, report: WorkItemEnded) -> None:
         self._tell_driver(report)
         self._drop_committed()
 

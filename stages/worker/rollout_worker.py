@@ -110,10 +110,10 @@ class RolloutWorker:
                 self._do(order)
 
     def _do(self, order: GenerateStarts) -> None:
-        claim, code, reason = order.work_item, 0, ""
+        work_item, code, reason = order.work_item, 0, ""
         spans: tuple[tuple[str, float, float], ...] = ()
         rest, successor = list[Record](), ""
-        ctx = self._context(order, lambda: self._stopping() or claim not in self._waiting)
+        ctx = self._context(order, lambda: self._stopping() or work_item not in self._waiting)
         name = order.label
         self._activity.add(name, ctx.stage)
         try:
@@ -127,13 +127,13 @@ class RolloutWorker:
             code, reason = exit_code_and_message(error)
         ctx.release()
         self._activity.remove(name)
-        self._successors.pop(claim, None)
+        self._successors.pop(work_item, None)
         if code:
             log.warning("%s: %s", name, reason)
         size = self._config.rollout.group_size
         self._report_end(
             WorkItemEnded(
-                work_item=claim,
+                work_item=work_item,
                 host=gethostname(),
                 exit_code=code,
                 reason=reason[-8000:],
@@ -164,10 +164,10 @@ class RolloutWorker:
         Raises:
             UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
         """
-        self._take_weights(ctx, order)
+        self._use_weights(ctx, order)
         # The gathering worker sees whether the weights were committed in the end.
         mark = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
-        to, claim, out = order.receiver, order.work_item, order.output
+        to, work_item, out = order.receiver, order.work_item, order.output
         sender = self._outbox.stream_to(f"{out}:trajectories", [to], 0, 1)
         total, begun = len(order.starts) * self._config.rollout.group_size, None
         if order.partial:
@@ -178,7 +178,7 @@ class RolloutWorker:
             output.drop_stream(channel)
 
         def should_abort(remaining: int, of: int) -> bool:
-            return claim in self._successors and remaining <= REASSIGN_FRACTION * of
+            return work_item in self._successors and remaining <= REASSIGN_FRACTION * of
 
         rest = []
         for done, trajectory in enumerate(
@@ -194,22 +194,21 @@ class RolloutWorker:
             raise UpstreamFailed(f"{to} did not take all trajectories")
         if not rest:
             return [], ""
-        successor = self._successors[claim]
+        successor = self._successors[work_item]
         sender = self._outbox.stream_to(
-            f"{out}:{partial_samples_channel(claim)}", [successor], 0, 1
+            f"{out}:{partial_samples_channel(work_item)}", [successor], 0, 1
         )
         for trajectory in rest:
             sender.put(trajectory)
         return rest, successor if sender.flush() else ""
 
-    def _take_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
-        """Take the claim's weights from the board where they are there, else from the disk.
+    def _use_weights(self, ctx: StageContext, order: GenerateStarts) -> None:
+        """Use the work item's weights from the live store, or else from the disk.
 
-        It must not wait for weights that are still to be committed: those that fail are made again
-        by this worker, or of what others do with its help.
+        It must not wait for a commit: if that fails, this worker may be needed to repeat it.
 
         Raises:
-            UpstreamFailed: those it was to take are in neither place.
+            UpstreamFailed: the weights are in neither place.
         """
         entry, folder = ctx.inputs["weights"], order.weights
         manifest = read_manifest(entry.folder)

@@ -97,7 +97,7 @@ def test_generators_make_the_run_of_one_process(
 
 
 def reads(row: dict[str, Any]) -> bool:
-    """Whether the weights of a claim were read from the disk."""
+    """Whether the weights of a work item were read from the disk."""
     return "verify" in [name for name, *_ in row["spans"]]
 
 
@@ -133,7 +133,7 @@ def test_generators_go_on_after_whoever_sends_weights_is_killed(
 def test_weights_that_a_generator_finds_damaged_are_made_again(
     reference: Path, tmp_path: Path
 ) -> None:
-    """No stage fails for it: claims go back, and everybody waits for the weights."""
+    """No stage fails for it: work items are requeued, and everybody waits for the weights."""
     log, run = tmp_path / "log", tmp_path / "tiny"
     started = words(tmp_path, "cluster=local", pools(1), "checkpoint.keep_last=9")
     finish(start_driver(started, log), log)
@@ -151,7 +151,7 @@ def test_weights_that_a_generator_finds_damaged_are_made_again(
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness: int) -> None:
-    # Samples end by chance, so that some of a claim are much longer than others; and there is time
+    # Samples end by chance, so that some are much longer than others; and there is time
     # for the generator to come.
     many = 8
     long = ["rollout.horizon=128", "engine.max_num_seqs=4", f"iterations={many}"]
@@ -172,13 +172,15 @@ def test_trainers_generate_too_and_hand_the_tail_over(tmp_path: Path, staleness:
         helped = [row for row in rows(run) if row["worker"] == "pool-1-0-r0"]
         assert helped, "the trainer generates"
         assert not any(reads(row) for row in helped if row["node"] != "rollout/0"), "it has them"
-        handed = [row for row in rows(run) if row["rest"]]
+        handed = [row for row in rows(run) if row["unfinished_starts"]]
         assert {row["worker"] for row in handed} <= {"pool-1-0-r0"}
         for row in handed:
             (later,) = [
-                r for r in rows(run) if (r["node"], r["begun"]) == (row["node"], row["claim"])
+                r
+                for r in rows(run)
+                if (r["node"], r["continues"]) == (row["node"], row["work_item"])
             ]
-            assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["rest"])
+            assert (later["worker"], later["starts"]) == ("pool-0w0-0-r0", row["unfinished_starts"])
         if handed:
             break
     assert handed, "it leaves the tail to the generator"

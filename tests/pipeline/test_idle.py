@@ -54,8 +54,8 @@ def test_waits_of_other_ranks_and_iterations_are_not_taken() -> None:
 def test_a_claim_computes_while_its_worker_waits_for_samples_of_others() -> None:
     gathers = [span("rollout", 0, 10), span("rollout", 0, 10, "wait")]
     claim = [
-        replace(span("rollout", 2, 6), claim=3),
-        replace(span("rollout", 2, 3, "wait"), claim=3),
+        replace(span("rollout", 2, 6), work_item=3),
+        replace(span("rollout", 2, 3, "wait"), work_item=3),
     ]
     computed = [p for p in timeline_segments([*gathers, *claim]) if p.is_computing]
     assert [(p.start, p.end) for p in computed] == [(3, 6)]

@@ -23,7 +23,7 @@ from pipeline.run_state import ARCHIVE, RunState
 from rlinf.artifacts import MANIFEST, read_manifest
 from rlinf.errors import CodeIdentityError, ConfigError, MismatchError, RunLockedError
 from stages import identity
-from stages.layout import CODE_FILE, CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from stages.layout import ACCEPTED_FILE, CODE_FILE, CONFIG_FILE, RUN_FILE
 from stages.runner import StageCall, run_stage
 from tests.pipeline.helpers import contents
 
@@ -147,7 +147,7 @@ def test_keep_goes_on_with_what_is_there_and_notes_it(
     after = contents(finished)
     assert {name: after[name] for name in before} == before
     assert "evaluate/0002" in after
-    entry = json.loads((finished / LEDGER_FILE).read_text())["entries"][0]
+    entry = json.loads((finished / ACCEPTED_FILE).read_text())["entries"][0]
     assert entry["differences"] == ["optimizer.lr: 0.01 -> 0.5", "code: rlinf.trainers.fsdp"]
     assert "train/1" in entry["outputs"]
     drive(Run.open(finished))
@@ -190,7 +190,7 @@ def test_an_edited_frozen_configuration_is_noticed(finished: Path, compose: Comp
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [", b"- 1\n", b"seed: {}\n", b""])
-@pytest.mark.parametrize("name", [CONFIG_FILE, RUN_FILE, LEDGER_FILE])
+@pytest.mark.parametrize("name", [CONFIG_FILE, RUN_FILE, ACCEPTED_FILE])
 def test_a_damaged_file_of_a_run_is_named_in_few_lines(
     finished: Path, name: str, content: bytes
 ) -> None:

@@ -116,7 +116,7 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
     name: str, compose: Callable[..., dict[str, Any]]
 ) -> None:
     flow = with_carried_episodes(get_flow(name))
-    assert flow.stages["rollout"].inputs["open"] == InputSource("rollout", lag=1)
+    assert flow.stages["rollout"].inputs["open_episodes"] == InputSource("rollout", lag=1)
     assert (flow.elastic_stage, flow.rollout_stage) == (None, "rollout")
     assert flow.retained_outputs("rollout") == 2, "retention keeps the one before"
     check_flow(flow, "flow")

@@ -62,7 +62,7 @@ MAX_LENGTH_ROLLOUTS = 4
 """Maximum rollouts of the full batch whose response lengths are recorded."""
 OFFLOAD_REPEATS = 3
 """Repeats of offloading and loading."""
-RENDEZVOUS_DIR = "meeting"
+RENDEZVOUS_DIR = "rendezvous"
 """Folder in which two jobs find each other; created for each pair."""
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that a job waits for the other end of a link."""
@@ -403,8 +403,8 @@ def _meet(task: ProfileTask, config: RunConfig) -> None:
     """Measure the link to the job that was started beside this one."""
     assert task.rank is not None
     device = _device(config)
-    meeting = task.folder.parent / RENDEZVOUS_DIR / "link.json"
-    ProcessGroupInfo(task.rank, 2, rendezvous_file=meeting).init_process_group(
+    rendezvous = task.folder.parent / RENDEZVOUS_DIR / "link.json"
+    ProcessGroupInfo(task.rank, 2, rendezvous_file=rendezvous).init_process_group(
         device.type, RENDEZVOUS_TIMEOUT_S
     )
     link = link_bench.measure_peer_link(

@@ -11,6 +11,7 @@ import pytest
 
 import pipeline.commands.status
 from pipeline.commands.status import CachedQueueClient, read_status
+from pipeline.pools.rollout_scheduler import WORK_LOG
 from rlinf.artifacts import MANIFEST, read_manifest
 from slurm.client import SlurmClient
 from stages.layout import POOLS_FOLDER
@@ -41,7 +42,7 @@ def test_what_was_read_from_disk_is_told_of_every_stage_and_of_claims(
         fallen = replace(manifest, extra={DISK_FALLBACKS: ["weights"]})
         (run / out / MANIFEST).write_text(fallen.to_json())
     (run / POOLS_FOLDER).mkdir(exist_ok=True)
-    rows = [{"node": "rollout/1", "fell": fell} for fell in (True, False, True)]
+    rows = [{"node": "rollout/1", "used_disk_fallback": used} for used in (True, False, True)]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-    (run / POOLS_FOLDER / "claims.jsonl").write_text(lines + '{"node"')
+    (run / POOLS_FOLDER / WORK_LOG).write_text(lines + '{"node"')
     assert read_status(run).disk_fallbacks == {"sync -> rollout": 3, "sync -> evaluate": 1}

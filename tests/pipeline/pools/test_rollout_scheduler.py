@@ -68,7 +68,7 @@ class Cluster:
         ]
 
     def end(self, worker: str, code: int = 0, rest: int = 0) -> None:
-        """A worker is through with its next claim; ``rest`` starts of it go to its heir."""
+        """A worker is through with its next work item; ``rest`` of its starts go to a successor."""
         if worker in self.there and self.queues[worker]:
             order = self.queues[worker].pop(0)
             said = messages.WorkItemEnded(
@@ -80,7 +80,7 @@ class Cluster:
             self.generators.on_report(worker, said)
 
     def until_an_heir_is_named(self) -> tuple[str, str]:
-        """Generators do all they get, the helper only loads its engine; a claim and its heir."""
+        """Generators do all work items; the helper only loads its engine."""
         while not self.heirs:
             self.tick()
             for worker in GENERATORS:

@@ -377,7 +377,7 @@ def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
     run_experiment(compose(*words, "reward.scale=2.0"), OnMismatch.RECOMPUTE)
     assert 12 < len(first) <= 24, "both together are more than the budget of one"
     assert sorted(asked) == sorted([*first, *first])
-    (old,) = (tmp_path / "tiny" / "set-aside").glob("*/answers/*.jsonl")
+    (old,) = (tmp_path / "tiny" / "archive").glob("*/reward-cache/*.jsonl")
     assert len(old.read_text().splitlines()) == len(first)
 
 

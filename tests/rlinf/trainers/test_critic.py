@@ -116,8 +116,8 @@ from tests.rlinf.trainers.test_critic import assert_alike, imitate, learn, make,
 from tests.rlinf.trainers.test_threaded_data_parallel import records
 
 folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-meeting = folder.parent / "channels" / "group-critic.json"
-world = ProcessGroupInfo(rank, size, rendezvous_file=meeting)
+rendezvous = folder.parent / "channels" / "group-critic.json"
+world = ProcessGroupInfo(rank, size, rendezvous_file=rendezvous)
 data = records()
 for critic in ("own", "shared"):
     for options in ({"fsdp_wrap_min_mb": 0}, {}):

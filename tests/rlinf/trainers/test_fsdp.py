@@ -96,8 +96,8 @@ def refuse(*arguments, **options):
 pickle.dumps = pickle.loads = refuse
 distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refuse
 sys.modules["torch.distributed.rendezvous"].TCPStore = refuse
-meeting = folder.parent / "channels" / "group-t.json"
-world = ProcessGroupInfo(int(sys.argv[3]), 2, rendezvous_file=meeting)
+rendezvous = folder.parent / "channels" / "group-t.json"
+world = ProcessGroupInfo(int(sys.argv[3]), 2, rendezvous_file=rendezvous)
 
 def make():
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0)

@@ -23,14 +23,14 @@ STAGE = messages.StageOrder(
     inputs={"rewards": ("it/0003/reward", True)},
 )
 BEGUN = messages.PartialSamples(
-    work_item=2, channel="unfinished-b", num_samples=1, weights_attempt=None
+    work_item=2, channel="partial-samples-b", num_samples=1, weights_attempt=None
 )
 ORDERS = [
     messages.RunStages(stages=(STAGE,)),
     messages.SendOutput(output="o", channel="c", transports={"w": "socket"}, producer="m"),
     messages.GenerateStarts(
         work_item="b",
-        label="rollout/3 claim 2",
+        label="rollout/3 work item 2",
         iteration=3,
         output="o",
         weights="w",

@@ -55,7 +55,7 @@ class Bench:
             lambda: False,
         )
 
-    def claim(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
+    def generate(self, name: str, *starts: int, iteration: int = 0, **more: Any) -> None:
         usual = {"output": OUT, "weights": "sft", "weights_attempt": None, "receiver": "w"}
         about = {"work_item": name, "label": name, "iteration": iteration, "starts": starts}
         self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
@@ -102,17 +102,17 @@ def bench(warm: Path, tmp_path: Path) -> Iterator[Bench]:
 def test_claims_are_done_by_iteration_whatever_came_first(bench: Bench) -> None:
     """Tails and starts of lost workers come late, and more waits for them."""
     with bench.turns.add((0, 0, 0)):
-        bench.claim("late", 0, iteration=2)
-        bench.claim("early", 1)
+        bench.generate("late", 0, iteration=2)
+        bench.generate("early", 1)
     assert [bench.report().work_item for _ in range(2)] == ["early", "late"]
 
 
 def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
-    """A stage that has its inputs goes first; a dropped claim takes no time."""
+    """A stage that has its inputs goes first; a dropped work item takes no time."""
     with bench.turns.add((0, 0, 0)) as stage:
-        bench.claim("dropped", 0)
+        bench.generate("dropped", 0)
         bench.generator.cancel()
-        bench.claim("wanted", 1)
+        bench.generate("wanted", 1)
         assert bench.reports.empty(), "the stage computes"
         with stage.released():
             assert bench.report().work_item == "wanted"
@@ -123,18 +123,18 @@ def test_claims_fill_the_time_in_which_stages_wait(bench: Bench) -> None:
 
 def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
     with bench.turns.add((0, 0, 0)):
-        bench.claim("waits", 0, 1)
+        bench.generate("waits", 0, 1)
         bench.generator.reassign("waits", "w")
         said = bench.report()
     assert (said.unfinished_starts, said.num_partial_samples, said.successor) == ((0, 1), 0, "")
 
 
 def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
-    bench.claim("whole", 0, 1)
+    bench.generate("whole", 0, 1)
     bench.report()
     whole = bench.texts(OUT, 2 * bench.config.rollout.group_size)
     out = "it/0000/elsewhere"
-    bench.claim("cut", 0, 1, output=out)
+    bench.generate("cut", 0, 1, output=out)
     while not bench.turns.is_busy:
         time.sleep(0)
     bench.generator.reassign("cut", "w")
@@ -145,7 +145,7 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     begun = PartialSamples(
         work_item=0, channel=channel, num_samples=said.num_partial_samples, weights_attempt=None
     )
-    bench.claim("heir", *said.unfinished_starts, output=out, partial=begun)
+    bench.generate("heir", *said.unfinished_starts, output=out, partial=begun)
     assert not bench.report().unfinished_starts
     assert bench.texts(out, len(whole)) == whole
 
@@ -160,10 +160,10 @@ def made_of(bench: Bench, attempt: str) -> None:
 
 
 def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Bench) -> None:
-    bench.claim("prepares")
+    bench.generate("prepares")
     bench.report()
     bench.weights(SYNC, "data-a")
-    bench.claim("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
+    bench.generate("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
     said = bench.report()
     assert [name for name, *_ in said.spans] == ["load", "generate"]
     assert not said.used_disk_fallback
@@ -173,18 +173,18 @@ def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Benc
 
 
 def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> None:
-    bench.claim("prepares")
+    bench.generate("prepares")
     assert not bench.report().used_disk_fallback, "the first ones always come from disk"
     manifest = read_manifest(shutil.copytree(bench.run / "sft", bench.run / SYNC))
     assert manifest is not None
     bench.resident.engine_weights = "older ones"
-    bench.claim("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
+    bench.generate("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
     assert bench.report().used_disk_fallback
 
 
 def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:
     """And from the disk if another attempt was committed."""
-    bench.claim("prepares")
+    bench.generate("prepares")
     bench.report()
     folder = bench.run / SYNC
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
         bench.resident.engine_weights = "older ones"
         bench.weights(SYNC, attempt)
-        bench.claim(attempt, 0, iteration=1, weights=SYNC)
+        bench.generate(attempt, 0, iteration=1, weights=SYNC)
         names = [name for name, *_ in bench.report().spans]
         assert [name for name in names if name == "verify"] == spans
 
@@ -203,19 +203,19 @@ def test_a_claim_whose_weights_are_not_there_goes_back(bench: Bench) -> None:
     """It does not wait for them: they may be made again by whom it would hold up."""
     bench.weights(SYNC, "data-a")
     live = {"iteration": 1, "weights": SYNC}
-    bench.claim("no engine", 0, **live, weights_attempt="data-a")
+    bench.generate("no engine", 0, **live, weights_attempt="data-a")
     bench.report(EXIT_REQUEUE)
-    bench.claim("prepares")
+    bench.generate("prepares")
     bench.report()
-    bench.claim("another attempt", 0, **live, weights_attempt="data-b")
+    bench.generate("another attempt", 0, **live, weights_attempt="data-b")
     assert "data-b" in bench.report(EXIT_REQUEUE).reason
 
 
 def test_a_claim_whose_weights_were_withdrawn_goes_back(bench: Bench) -> None:
     """Also one of committed weights: the stage that makes them again may be of this worker."""
     (bench.run / "sft" / MANIFEST).rename(bench.run / "withdrawn")
-    bench.claim("first", 0)
+    bench.generate("first", 0)
     assert "sft are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
     (bench.run / "withdrawn").rename(bench.run / "sft" / MANIFEST)
-    bench.claim("again", 0)
+    bench.generate("again", 0)
     bench.report()
