@@ -59,7 +59,9 @@ def played(
 
 
 def test_every_world_that_says_so_is_tried() -> None:
-    assert {name for name in simulators.names() if get_requirements(name).saves} == OWN.keys()
+    assert {
+        name for name in simulators.names() if get_requirements(name).supports_state_saving
+    } == OWN.keys()
 
 
 @pytest.mark.parametrize(("world", "id"), [(w, id) for w, ids in OWN.items() for id in ids])

@@ -41,10 +41,10 @@ class World:
         told = {"intervened": True, "performed": -np.asarray(action)} if self._told else {}
         return self._shown, 1.0, self._steps == STEPS, False, {"success": self._steps == 1, **told}
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         return np.zeros(2, np.float32)
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         return np.zeros((height, width, 3), np.uint8)
 
     def close(self) -> None:

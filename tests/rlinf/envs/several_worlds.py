@@ -8,9 +8,9 @@ import numpy as np
 
 from tests.rlinf.envs.speaking_worlds import Space
 
-SAVES = True
+SUPPORTS_STATE_SAVING = True
 NAMES = ("one", "two", "three")
-SETS = {"ALL": ("one", "two", "three"), "FIRST": ("one", "two")}
+TASK_SETS = {"ALL": ("one", "two", "three"), "FIRST": ("one", "two")}
 
 
 class World:
@@ -45,10 +45,10 @@ class World:
     def restore(self, state: dict[str, np.ndarray]) -> None:
         self._steps = int(state["steps"])
 
-    def expert(self) -> np.ndarray:
+    def expert_action(self) -> np.ndarray:
         return np.zeros(2, np.float32)
 
-    def picture(self, camera: str, height: int, width: int) -> np.ndarray:
+    def render_camera(self, camera: str, height: int, width: int) -> np.ndarray:
         return np.full((height, width, 3), self._number, np.uint8)
 
     def close(self) -> None:

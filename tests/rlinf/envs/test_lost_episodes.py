@@ -116,7 +116,7 @@ def test_demonstrations_of_a_world_with_one_buffer_are_what_it_showed() -> None:
 
 def test_what_a_module_of_the_users_says_is_read_without_importing_it() -> None:
     found = get_requirements("tests.rlinf.envs.single_worlds:make")
-    assert found.single
+    assert found.single_instance
     assert not found.batched
     assert found.assets == {"file": "the robot's description"}
     assert found.packages == ()
@@ -134,8 +134,10 @@ def test_a_robot_of_the_users_has_one_world(tmp_path: Path) -> None:
         )
     _, records = played("train", 3, tmp_path, simulator=world)
     assert len(records) == 3
-    with pytest.raises(InvalidEnvConfig, match=r"task\.simulator: its module says SINGLE"):
-        SyncVectorEnv(lambda: breaking_worlds.make("any", {}), once=True).reset([0, 1], [0, 0])
+    with pytest.raises(InvalidEnvConfig, match=r"task\.simulator: its module sets SINGLE_INSTANCE"):
+        SyncVectorEnv(lambda: breaking_worlds.make("any", {}), single_instance=True).reset(
+            [0, 1], [0, 0]
+        )
 
 
 def test_of_a_batch_the_episode_that_is_not_finite_is_lost() -> None:

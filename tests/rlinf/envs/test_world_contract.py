@@ -145,7 +145,7 @@ def test_a_batch_collects_and_has_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"images": {"top": [2, 2]}}, r"task\.images\.top: its pictures are \[2, 3\]"),
+        ({"images": {"top": [2, 2]}}, r"task\.images\.top: its images are \[2, 3\]"),
         ({"images": {"side": [2, 3]}}, r"task\.images\.side: no such camera; there are top"),
     ],
 )

@@ -18,7 +18,7 @@ assert spec.loader is not None
 maker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(maker)
 world = maker.make("chains", json.loads(sys.argv[2]))
-world.reset(start=0)
+world.reset(initial_state=0)
 scene = world._desk.scene
 told = []
 
@@ -41,4 +41,4 @@ scene.lights[1].turn_off()
 step()
 scene.lights[0].turn_on()
 step()
-print(json.dumps({"told": told, "starts": world.starts}))
+print(json.dumps({"told": told, "starts": world.num_initial_states}))

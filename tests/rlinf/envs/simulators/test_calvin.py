@@ -79,7 +79,7 @@ def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, An
     assert hashlib.sha256(told.encode()).hexdigest().startswith(FINGERPRINT)
     said = dict(zip(calvin.STATE_KEYS, chains[0].initial, strict=True))
     assert calvin._fnv1(str(said.values())) == 4264316145
-    robot, scene = calvin.initial_state(chains[0].initial)
+    robot, scene = calvin.decode_initial_state(chains[0].initial)
     assert robot.shape == (15,)
     # Slider left, drawer open, bulb and LED on; red on the left shelf, pink on the right one.
     assert scene[:6].tolist() == [0.28, 0.22, 0, 0.088, 1, 1]
@@ -88,7 +88,7 @@ def test_chains_and_first_states_are_those_of_the_benchmark(kwargs: dict[str, An
     np.testing.assert_array_equal(scene[18:21], calvin.SHELF_POSITIONS["slider_right"])
     assert (abs(scene[[11, 17, 23]] - np.pi / 2) < np.pi / 8).all()
     for chain in chains:
-        blocks = calvin.initial_state(chain.initial)[1][6:].reshape(3, 6)[:, :3]
+        blocks = calvin.decode_initial_state(chain.initial)[1][6:].reshape(3, 6)[:, :3]
         assert len({tuple(block) for block in blocks}) == 3, "no two in one place"
 
 
@@ -98,7 +98,7 @@ def test_an_episode_begins_in_the_first_state_of_its_chain(
     chains = calvin._chains(Path(kwargs["chains"]))
     seen = process.reset([0, 1], [0, 0], [7, 1008])["state"]
     for state, number in zip(seen, (7, 8), strict=True):
-        robot, scene = calvin.initial_state(chains[number].initial)
+        robot, scene = calvin.decode_initial_state(chains[number].initial)
         np.testing.assert_allclose(state[:3], robot[:3], atol=0.01)
         np.testing.assert_allclose(state[7:14], robot[7:14], atol=0.01)
         np.testing.assert_allclose(state[15:39], scene, atol=0.02)
