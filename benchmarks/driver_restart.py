@@ -24,8 +24,8 @@ PATIENCE_S = 180.0
 PLAN = {
     "defaults": {"mem_mb": 2000, "time_limit_min": 60},
     "pools": [
-        {"stages": ["rollout"], "gpus": {"a100": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+        {"stages": ["rollout"], "devices": {"a100": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
     ],
 }
 WORDS = [

@@ -186,8 +186,8 @@ def driven(partition: str, workers: int, duty: float) -> Iterator[ElasticRun]:
         plan = {
             "defaults": {"partition": "h100", "mem_mb": 1500, "cpus": 1, "time_limit_min": 60},
             "pools": [
-                {"stages": ["rollout"], "workers": workers, "gpus": {partition: 1}},
-                {"stages": ["reward", "inference", "train"], "gpus": {"h100": 1}},
+                {"stages": ["rollout"], "workers": workers, "devices": {partition: 1}},
+                {"stages": ["reward", "inference", "train"], "devices": {"h100": 1}},
             ],
             "stages": {"rollout": where if partition != "cpu" else {"partition": "cpu"}},
         }

@@ -48,8 +48,8 @@ SETTINGS = [
 PLAN = {
     "num_chunks": 2,
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 

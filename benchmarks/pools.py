@@ -57,12 +57,12 @@ CHUNKS = 11
 ROWS = (16, 24, 48, 96)
 """Samples decoded at once: with one of these rollout takes about as long as all else."""
 ONE_POOL = {
-    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"cpu": 1}}],
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "devices": {"cpu": 1}}],
 }
 TWO_POOLS = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"cpu": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"cpu": 1}},
+        {"stages": ["rollout"], "devices": {"cpu": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"cpu": 1}},
     ],
 }
 ON_SLURM = {"defaults": {"partition": "cpu", "mem_mb": 2000, "cpus": 2}}

@@ -189,7 +189,7 @@ def plans(request: PlanRequest, seed: int = 0) -> Iterator[tuple[str, Plan]]:
         values: dict[str, Any] = {
             "num_chunks": chunks,
             "pools": [
-                {"stages": rest if stage == "*" else [stage], "gpus": {kind: 1}}
+                {"stages": rest if stage == "*" else [stage], "devices": {kind: 1}}
                 for stage, kind in pools
             ],
             # What no pool holds, such as SFT, is a job there.

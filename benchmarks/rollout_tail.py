@@ -55,10 +55,10 @@ def plan(*, helps: bool) -> dict[str, Any]:
     return {
         "num_chunks": 4,
         "pools": [
-            {"stages": ["rollout"], "workers": 1, "gpus": {"cpu": 1}},
+            {"stages": ["rollout"], "workers": 1, "devices": {"cpu": 1}},
             {
                 "stages": ["reward", "inference", "train"],
-                "gpus": {"cpu": 1},
+                "devices": {"cpu": 1},
                 "also_generates": helps,
             },
         ],

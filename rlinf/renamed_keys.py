@@ -94,6 +94,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "plan.defaults.shares": "speed_weights",
     "plan.defaults.time_min": "time_limit_min",
     "plan.grain": "pools",
+    "plan.pools.gpus": "devices",
     "plan.pools.helps_rollout": "also_generates",
     "plan.pools.ranks": "stage_ranks",
     "plan.predicted": "forecast",

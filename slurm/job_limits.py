@@ -494,7 +494,7 @@ def _check_nodes(needs: JobResources, groups: Sequence[NodeType], where: str, at
     if gpus:
         there = {name: 0 for group in groups for name in group.gpus}
         if not there:
-            raise PlanError(f"{where}.gpus: {at} has no GPUs")
+            raise PlanError(f"{where}.devices: {at} has no GPUs")
         if kind is not None and kind not in there:
             raise PlanError(
                 f"{where}.gpu_type: {at} has no GPU {kind!r}{did_you_mean(kind, there)}"

@@ -26,10 +26,10 @@ def test_generators_of_two_partitions_make_the_run_of_one_process(
         "defaults": {"mem_mb": 1500},
         "stages": {"rollout": train, "reward": train, "inference": train, "train": train},
         "pools": [
-            {"stages": ["rollout"], "workers": 2, "gpus": {"a100": 1, "h100": 1}},
+            {"stages": ["rollout"], "workers": 2, "devices": {"a100": 1, "h100": 1}},
             {
                 "stages": ["reward", "inference", "train"],
-                "gpus": {"h100": 1},
+                "devices": {"h100": 1},
                 "also_generates": True,
             },
         ],

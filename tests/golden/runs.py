@@ -131,7 +131,7 @@ WAYS: Mapping[str, list[str]] = {
 
 def pool_plan(stages: list[str]) -> str:
     """A plan in which one resident worker executes all stages in turn, as an override."""
-    pool = f"{{stages: [{', '.join(stages)}], gpus: {{local: 1}}}}"
+    pool = f"{{stages: [{', '.join(stages)}], devices: {{local: 1}}}}"
     return f"plan={{pools: [{pool}]}}"
 
 

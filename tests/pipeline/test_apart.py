@@ -47,7 +47,7 @@ def pools(*held: tuple[list[str], int]) -> dict[str, Any]:
         "stages": {
             stage: {"processes": count} for stage, count in sizes.items() if stage != "reward"
         },
-        "pools": [{"stages": stages, "gpus": {"local": count}} for stages, count in held],
+        "pools": [{"stages": stages, "devices": {"local": count}} for stages, count in held],
     }
 
 
@@ -61,7 +61,7 @@ BESIDE = {
     "pools": [
         {
             "stages": ["rollout", "rollout.generate", *LATER],
-            "gpus": {"local": 2},
+            "devices": {"local": 2},
             "stage_ranks": {"rollout": [0], "rollout.generate": [1]},
         }
     ],
@@ -275,8 +275,8 @@ BOTH = ["rollout", "rollout.generate", *LATER]
         (
             {
                 "pools": [
-                    {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1},
-                    {"stages": ["rollout.generate", *LATER], "gpus": {"local": 1}},
+                    {"stages": ["rollout"], "devices": {"local": 1}, "workers": 1},
+                    {"stages": ["rollout.generate", *LATER], "devices": {"local": 1}},
                 ],
             },
             r"plan\.pools\[0\]\.workers: workers that come and go have .*; leave workers out",
@@ -290,7 +290,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
                 "pools": [
                     {
                         "stages": BOTH,
-                        "gpus": {"local": 2},
+                        "devices": {"local": 2},
                         "stage_ranks": {"rollout": [0], "rollout.generate": [1], "evaluate": [1]},
                     }
                 ],
@@ -357,7 +357,7 @@ def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
 ) -> None:
     config = validate(RunConfig, compose("rollout.batch_size=16", experiment=experiment))
     held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
-    pools = [{"stages": stages, "gpus": {kind: 1}} for stages, kind in held]
+    pools = [{"stages": stages, "devices": {kind: 1}} for stages, kind in held]
     plan = parse_plan({"pools": pools}, "plan.yaml")
     with pytest.raises(PlanError, match=said):
         assess_plan(ask(config, "a100", "h100", grain="pools"), plan, "plan.yaml")

@@ -52,7 +52,7 @@ class Shuffled(GymEnvironment):
         return [hashlib.sha256(text).digest()[0] / 256] * HELD_OUT
 
 
-POOL = "{stages: [rollout, reward, inference, train], gpus: {local: 1}}"
+POOL = "{stages: [rollout, reward, inference, train], devices: {local: 1}}"
 GRAINS = {
     "jobs": ["cluster=local"],
     "pools": ["cluster=local", f"++plan={{pools: [{POOL}]}}"],

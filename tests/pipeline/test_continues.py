@@ -35,14 +35,14 @@ SMALL = [
 ]
 APART = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 RANKS = {
     "num_chunks": 2,
     "stages": {stage: {"processes": 2} for stage in ("rollout", "inference", "train")},
-    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "gpus": {"local": 2}}],
+    "pools": [{"stages": ["rollout", "reward", "inference", "train"], "devices": {"local": 2}}],
 }
 
 

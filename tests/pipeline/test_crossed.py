@@ -21,8 +21,8 @@ Compose = Callable[..., dict[str, Any]]
 PLAN = {
     "num_chunks": 4,
     "pools": [
-        {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
-        {"stages": ["inference"], "gpus": {"local": 1}},
+        {"stages": ["rollout", "reward", "train"], "devices": {"local": 1}},
+        {"stages": ["inference"], "devices": {"local": 1}},
     ],
 }
 """Training waits for records of the second pool, which are made from those of the first."""

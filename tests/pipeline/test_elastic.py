@@ -39,8 +39,8 @@ def words(root: Path, *more: str) -> list[str]:
 
 
 def pools(workers: int) -> str:
-    train = "{stages: [reward, inference, train], gpus: {local: 1}}"
-    generators = f"{{stages: [rollout], workers: {workers}, gpus: {{local: 1}}}}"
+    train = "{stages: [reward, inference, train], devices: {local: 1}}"
+    generators = f"{{stages: [rollout], workers: {workers}, devices: {{local: 1}}}}"
     return f"plan={{num_chunks: 2, pools: [{generators}, {train}]}}"
 
 

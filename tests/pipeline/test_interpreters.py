@@ -98,7 +98,7 @@ def test_a_run_generates_in_an_environment_that_has_the_engine(
     need_environment(environment)
     pool = tmp_path / "pool.yaml"
     stages = "[rollout, reward, inference, train]"
-    pool.write_text(f"pools:\n  - {{stages: {stages}, gpus: {{cpu: 1}}}}\n")
+    pool.write_text(f"pools:\n  - {{stages: {stages}, devices: {{cpu: 1}}}}\n")
     wide = [f"engine={environment}_in_process", "model.hidden=128", "cluster=local"]
     refused = rf"sft\.scored: .*set trainer\.python={environment}"
     with pytest.raises(ConfigError, match=refused):

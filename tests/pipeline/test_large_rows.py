@@ -34,13 +34,13 @@ STAGES = ["rollout", "reward", "inference", "train"]
 POOL = {
     "num_chunks": 2,
     "stages": dict.fromkeys(("rollout", "inference", "train"), RANKS),
-    "pools": [{"stages": STAGES, "gpus": {"local": 2}}],
+    "pools": [{"stages": STAGES, "devices": {"local": 2}}],
 }
 APART = {
     **POOL,
     "pools": [
-        {"stages": STAGES[:2], "gpus": {"local": 1}},
-        {"stages": STAGES[2:], "gpus": {"local": 2}},
+        {"stages": STAGES[:2], "devices": {"local": 1}},
+        {"stages": STAGES[2:], "devices": {"local": 2}},
     ],
     "stages": dict.fromkeys(STAGES[2:], RANKS),
 }

@@ -34,8 +34,8 @@ POOLS = {
         "inference": {"processes": 4},
     },
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 2}},
-        {"stages": STAGES[1:], "gpus": {"local": 4}},
+        {"stages": ["rollout"], "devices": {"local": 2}},
+        {"stages": STAGES[1:], "devices": {"local": 4}},
     ],
 }
 

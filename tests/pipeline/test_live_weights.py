@@ -25,8 +25,8 @@ from tests.pipeline.pools.test_executor import assert_like, rows
 
 Compose = Callable[..., dict[str, Any]]
 POOLS = [
-    {"stages": ["rollout"], "gpus": {"local": 1}},
-    {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+    {"stages": ["rollout"], "devices": {"local": 1}},
+    {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
 ]
 EDGES = ("sync -> rollout", "sync -> evaluate")
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -167,8 +167,8 @@ def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_nam
     values["plan"] = {
         "stages": {"inference": {"processes": 2}},
         "pools": [
-            {"stages": ["rollout", "reward", "train"], "gpus": {"local": 1}},
-            {"stages": ["inference"], "gpus": {"local": 2}},
+            {"stages": ["rollout", "reward", "train"], "devices": {"local": 1}},
+            {"stages": ["inference"], "devices": {"local": 2}},
         ],
         **({"transports": {"sync -> inference": way}} if way else {}),
     }
@@ -184,7 +184,7 @@ def test_workers_of_a_pool_pass_weights_on(compose: Compose, tmp_path: Path) -> 
     wide = {"rollout": {"processes": 3}, "evaluate": {"processes": 3}}
     for way in ("file", "delta", "socket", "gloo"):
         values = pooled(compose, way, way)
-        pools = [{**POOLS[0], "gpus": {"local": 3}}, *POOLS[1:]]
+        pools = [{**POOLS[0], "devices": {"local": 3}}, *POOLS[1:]]
         run_experiment({**values, "plan": {**values["plan"], "stages": wide, "pools": pools}})
     assert not arrived(tmp_path / "file")
     assert not arrived(tmp_path / "delta")

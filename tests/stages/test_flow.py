@@ -124,8 +124,8 @@ def test_where_episodes_go_on_a_rollout_takes_what_the_one_before_left_and_keeps
     for word, wanted in (("true", flow), ("false", get_flow(name))):
         values = compose(f"task.carry_over_episodes={word}", experiment=experiment)
         assert Graph(validate(RunConfig, values)).flow == wanted
-    pool = {"stages": ["rollout"], "gpus": {"local": 1}, "workers": 1}
-    plan = {"pools": [pool, {"stages": ["train"], "gpus": {"local": 1}}]}
+    pool = {"stages": ["rollout"], "devices": {"local": 1}, "workers": 1}
+    plan = {"pools": [pool, {"stages": ["train"], "devices": {"local": 1}}]}
     with pytest.raises(
         PlanError, match=r"pools\[0\]\.workers: .* \(.*task\.carry_over_episodes\); leave"
     ):
@@ -164,8 +164,8 @@ def test_a_plan_is_checked_against_the_flow_it_is_for() -> None:
     )
     plan = {
         "pools": [
-            {"stages": ["simulate"], "gpus": {"cpu": 2}, "workers": 2},
-            {"stages": ["learn"], "gpus": {"cpu": 1}},
+            {"stages": ["simulate"], "devices": {"cpu": 2}, "workers": 2},
+            {"stages": ["learn"], "devices": {"cpu": 1}},
         ],
     }
     assert parse_plan(plan, "plan", simulate).flow is simulate

@@ -27,8 +27,8 @@ SMALL += ["algorithm.critic_warmup=1", "algorithm.minibatches=2", "trainer.cpu_t
 SMALL += ["optimizer.lr_decay_iterations=3", "checkpoint.keep_last=5"]
 POOLS = {
     "pools": [
-        {"stages": ["rollout"], "gpus": {"local": 1}},
-        {"stages": ["reward", "inference", "train"], "gpus": {"local": 1}},
+        {"stages": ["rollout"], "devices": {"local": 1}},
+        {"stages": ["reward", "inference", "train"], "devices": {"local": 1}},
     ],
 }
 

@@ -536,7 +536,7 @@ def placement_from_pools(
         own = tuple(name for name in pool.stages if name not in seldom)
         if not own:
             continue
-        for known, names, what in ((stages, own, "stage"), (kinds, pool.gpus, "kind")):
+        for known, names, what in ((stages, own, "stage"), (kinds, pool.devices, "kind")):
             wrong: Any = next((name for name in names if name not in known), None)
             if wrong is not None:
                 raise PlanError(f"pools[{i}]: no {what} {wrong!r}{did_you_mean(wrong, known)}")
@@ -559,7 +559,7 @@ def _parts(
     numbers = {stage.name: s for s, stage in enumerate(problem.stages) if stage.name in pool.stages}
     kinds = [kind.name for kind in problem.kinds]
     # Process numbers continue from one kind to the next.
-    kind_of = [kinds.index(kind) for kind, count in pool.gpus.items() for _ in range(count)]
+    kind_of = [kinds.index(kind) for kind, count in pool.devices.items() for _ in range(count)]
     every = tuple(range(len(kind_of)))
     ranks = {s: pool.stage_ranks.get(name, every) for name, s in numbers.items()}
     whole = [s for s, own in ranks.items() if own == every]
@@ -577,7 +577,9 @@ def _parts(
                 "before it; what this brings is not predicted"
             )
     if not sides:
-        return [(tuple(sorted(numbers.values())), tuple(pool.gpus.get(kind, 0) for kind in kinds))]
+        return [
+            (tuple(sorted(numbers.values())), tuple(pool.devices.get(kind, 0) for kind in kinds))
+        ]
     idle = tuple(sorted(set(every) - {rank for own in sides for rank in own}))
     return [
         (

@@ -126,7 +126,7 @@ def _helped(
     """Return the maximum seconds that a pool could save by generating before its own work."""
     stage = problem.stages[rollout]
     rates = [
-        problem.rate_table(stage, k)[pool.gpus.get(kind.name, 0)]
+        problem.rate_table(stage, k)[pool.devices.get(kind.name, 0)]
         for k, kind in enumerate(problem.kinds)
     ]
     idle = min(float(best.prediction.start_s[stages.index(s)]) for s in pool.stages if s in stages)

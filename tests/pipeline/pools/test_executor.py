@@ -31,27 +31,27 @@ from tests.pipeline.test_driver import weights
 Compose = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("undrawn")
 ALL = ["rollout", "reward", "inference", "train"]
-ONE = {"pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+ONE = {"pools": [{"stages": ALL, "devices": {"local": 1}}]}
 TWO = {
     "num_chunks": 4,
     "pools": [
-        {"stages": ALL[:1], "gpus": {"local": 1}},
-        {"stages": ALL[1:], "gpus": {"local": 1}},
+        {"stages": ALL[:1], "devices": {"local": 1}},
+        {"stages": ALL[1:], "devices": {"local": 1}},
     ],
 }
 RANKS = {
     **TWO,
     "stages": {stage: {"processes": 2} for stage in ("inference", "train")},
     "pools": [
-        {"stages": ALL[:1], "gpus": {"local": 1}},
-        {"stages": ALL[1:], "gpus": {"local": 2}},
+        {"stages": ALL[:1], "devices": {"local": 1}},
+        {"stages": ALL[1:], "devices": {"local": 2}},
     ],
 }
 APART = {
     "num_chunks": 4,
-    "pools": [{"stages": [stage], "gpus": {"local": 1}} for stage in ALL],
+    "pools": [{"stages": [stage], "devices": {"local": 1}} for stage in ALL],
 }
-WHOLE = [{"stages": ALL, "gpus": {"local": 2}}]
+WHOLE = [{"stages": ALL, "devices": {"local": 2}}]
 PLANS = {"collocated": ONE, "disaggregated": TWO, "hetjob": TWO | {"hetjob": True}}
 
 

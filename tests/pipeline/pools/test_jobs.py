@@ -17,7 +17,7 @@ from stages.layout import CODE_FILE
 
 Compose = Callable[..., dict[str, Any]]
 ALL = ["rollout", "reward", "inference", "train"]
-PLAN = {"pools": [{"stages": ALL, "gpus": {"local": 1}}]}
+PLAN = {"pools": [{"stages": ALL, "devices": {"local": 1}}]}
 
 
 @pytest.fixture

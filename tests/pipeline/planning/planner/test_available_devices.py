@@ -67,7 +67,7 @@ def ask(
 def gpus(plan: Plan) -> int:
     """Of the largest job, or of all pools."""
     if plan.pools:
-        return sum(sum(pool.gpus.values()) for pool in plan.pools)
+        return sum(sum(pool.devices.values()) for pool in plan.pools)
     return max(stage.nodes * stage.gpus for stage in plan.stages.values())
 
 
@@ -131,7 +131,7 @@ def test_jobs_together_have_no_more_than_the_qos_allows(
     plan = propose_plan(asked).plan
     if not ("node" in qos.max_tres_per_user and plan.pools):
         assert gpus(plan) <= most
-    assert all(pool.gpus.get("h100", 0) <= most for pool in plan.pools)
+    assert all(pool.devices.get("h100", 0) <= most for pool in plan.pools)
 
 
 @GRAINS
@@ -163,7 +163,7 @@ def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
     there = inventory(None, own)
     limits = AccountingLimits(associations=(own, general))
     plan = propose_plan(ask(config, there.model_copy(update={"limits": limits}), "pools")).plan
-    assert sum("h100" in pool.gpus for pool in plan.pools) <= 1
+    assert sum("h100" in pool.devices for pool in plan.pools) <= 1
 
 
 @GRAINS
@@ -297,7 +297,7 @@ def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan
         return parse_plan(
             {"defaults": {"partition": partition}, "stages": {"train": train}}, "plan"
         )
-    pool = {"stages": EVERY, "gpus": {"h100": 2}}
+    pool = {"stages": EVERY, "devices": {"h100": 2}}
     defaults = {"processes": 2, "cpus": cpus}
     return parse_plan({"defaults": defaults, "pools": [pool]}, "plan")
 
@@ -375,22 +375,22 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
 
 def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) -> None:
     asked = ask(config, inventory(max_nodes_per_job=1), "pools")
-    rest = {"stages": EVERY[1:], "gpus": {"a100": 2}}
+    rest = {"stages": EVERY[1:], "devices": {"a100": 2}}
     stages = {"rollout": {"processes": 1, "gpus": 1}, "train": {"processes": 2, "gpus": 2}}
 
     def given(**keys: Any) -> Plan:
-        elastic = {"stages": ["rollout"], "gpus": {"h100": 4}, **keys}
+        elastic = {"stages": ["rollout"], "devices": {"h100": 4}, **keys}
         values = {"stages": stages, "pools": [elastic, rest]}
         return parse_plan(values, "plan")
 
     found = assess_plan(asked, given(workers=4), "plan.yaml")
     assert found.forecast.stages["rollout"].breakdown_s["work"] < 40 / 2 / 2
-    with pytest.raises(PlanError, match=r"pools\[0\]\.gpus: 4 h100 requested, .* at most 2"):
+    with pytest.raises(PlanError, match=r"pools\[0\]\.devices: 4 h100 requested, .* at most 2"):
         assess_plan(asked, given(), "plan.yaml")
     pins = {"rollout": frozenset({"h100"}), **dict.fromkeys(EVERY[1:], frozenset({"a100"}))}
     plan = propose_plan(replace(asked, pins=pins)).plan
     (pool,) = [pool for pool in plan.pools if "rollout" in pool.stages]
-    assert (pool.gpus, pool.workers) == ({"h100": 4}, 4)
+    assert (pool.devices, pool.workers) == ({"h100": 4}, 4)
 
 
 def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConfig) -> None:

@@ -112,8 +112,8 @@ def test_nodes_of_a_part_of_a_partition_count_once(config: RunConfig) -> None:
         "debug": "batch",
     }
     pools = propose_plan(asked).plan.pools
-    assert sum(sum(pool.gpus.values()) for pool in pools) <= 8
-    assert {kind for pool in pools for kind in pool.gpus} == {"batch"}
+    assert sum(sum(pool.devices.values()) for pool in pools) <= 8
+    assert {kind for pool in pools for kind in pool.devices} == {"batch"}
 
 
 def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
@@ -126,13 +126,16 @@ def test_partitions_that_share_some_nodes_are_no_more_than_there_are(
     proposal = propose_plan(asked)
     held = {"a": 0, "b": 0}
     for pool in proposal.plan.pools:
-        for kind, count in pool.gpus.items():
+        for kind, count in pool.devices.items():
             held[kind] += count
     assert sum(held.values()) <= 6
     (tmp_path / "problem.yaml").write_text(dump_problem(problem))
     assert list(read_problem(tmp_path / "problem.yaml")[0].shared) == list(problem.shared)
     stages = tuple(on_policy.device_dependencies())
-    pools = (PoolPlan(stages=stages[:1], gpus={"a": 4}), PoolPlan(stages=stages[1:], gpus={"b": 4}))
+    pools = (
+        PoolPlan(stages=stages[:1], devices={"a": 4}),
+        PoolPlan(stages=stages[1:], devices={"b": 4}),
+    )
     plan = proposal.plan.model_copy(update={"pools": pools})
     with pytest.raises(PlanError, match="8 a and b requested, which have 6 together"):
         assess_plan(asked, Plan.model_validate(plan.model_dump()), "plan.yaml")
@@ -164,7 +167,7 @@ def test_a_pin_chooses_among_the_names_of_the_same_nodes(
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
     proposal = propose_plan(ask(config, execution, *both, pins=(f"train={name}",)))
     assert {row.stage: row.place for row in proposal.rows}["train"] == name
-    assert sum(sum(pool.gpus.values()) for pool in proposal.plan.pools) <= 4
+    assert sum(sum(pool.devices.values()) for pool in proposal.plan.pools) <= 4
 
 
 def test_a_plan_that_names_the_worse_partition_is_assessed(config: RunConfig) -> None:

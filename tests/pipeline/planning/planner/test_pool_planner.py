@@ -55,7 +55,7 @@ def test_every_stage_has_a_pool_within_what_there_is(asked: PlanRequest) -> None
         on_policy.device_dependencies()
     )
     for kind, own in asked.devices.items():
-        assert sum(pool.gpus.get(kind, 0) for pool in plan.pools) <= own.count
+        assert sum(pool.devices.get(kind, 0) for pool in plan.pools) <= own.count
     assert asked.config.rollout.batch_size % plan.num_chunks == 0
 
 
@@ -65,18 +65,18 @@ def test_the_driver_takes_the_plan_for_unlike_partitions(
 ) -> None:
     """No job has devices of two partitions; generators are jobs of their own, of either kind."""
     plan = propose_plan(replace(asked, pins=pins)).plan
-    assert {kind for pool in plan.pools for kind in pool.gpus} == set(asked.devices)
+    assert {kind for pool in plan.pools for kind in pool.devices} == set(asked.devices)
     for number, pool in enumerate(plan.pools):
-        assert len(pool.gpus) == 1 or (pool.stages, pool.workers) == (
+        assert len(pool.devices) == 1 or (pool.stages, pool.workers) == (
             ("rollout",),
-            sum(pool.gpus.values()),
+            sum(pool.devices.values()),
         )
         jobs = [pool_resources(plan, number, slot) for slot in range(pool.workers or 1)]
         assert all(len(parts) == 1 for parts in jobs)
         asks = Counter[str]()
         for (needs,) in jobs:
             asks[str(needs.partition)] += needs.nodes * needs.processes
-        assert asks == pool.gpus
+        assert asks == pool.devices
 
 
 def test_pools_beat_every_plan_on_one_kind_alone(asked: PlanRequest) -> None:
@@ -94,7 +94,7 @@ def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
     pools = proposal.plan.pools
     placement = Placement(
         tuple(tuple(names.index(stage) for stage in pool.stages) for pool in pools),
-        tuple(tuple(pool.gpus.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
+        tuple(tuple(pool.devices.get(kind.name, 0) for kind in problem.kinds) for pool in pools),
         proposal.plan.num_chunks,
     )
     total = float(Predictor(problem).predict(placement).total_s)
@@ -108,8 +108,8 @@ def test_what_is_predicted_follows_from_the_plan(asked: PlanRequest) -> None:
 def test_pins_hold_for_pools(config: RunConfig) -> None:
     request = ask(config, "a100", "h100", execution="pools", pins=("train=a100", "rollout=h100"))
     for pool in propose_plan(request).plan.pools:
-        assert "train" not in pool.stages or set(pool.gpus) == {"a100"}
-        assert "rollout" not in pool.stages or set(pool.gpus) == {"h100"}
+        assert "train" not in pool.stages or set(pool.devices) == {"a100"}
+        assert "rollout" not in pool.stages or set(pool.devices) == {"h100"}
 
 
 def test_it_is_explained_and_kept_as_a_file(
@@ -152,7 +152,7 @@ def test_a_plan_that_is_given_is_predicted_as_the_one_that_was_made(
 
 
 def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
-    slow = {"stages": list(on_policy.device_dependencies()), "gpus": {"a100": 1}}
+    slow = {"stages": list(on_policy.device_dependencies()), "devices": {"a100": 1}}
     found = assess_plan(asked, pooled(slow), "plan.yaml")
     best = propose_plan(asked).forecast.iteration_s
     assert found.forecast.iteration_s > best
@@ -164,16 +164,16 @@ def test_a_slower_plan_names_the_best_one(asked: PlanRequest) -> None:
     ("pools", "why"),
     [
         (
-            [{"gpus": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
+            [{"devices": {"a100": 4}, "stage_ranks": {"rollout": [0, 1], "reward": [1, 2]}}],
             r"pools\[0\].stage_ranks: \[0, 1\] and \[1, 2\] have some processes in common",
         ),
         (
-            [{"gpus": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
+            [{"devices": {"a100": 2}, "stage_ranks": {"reward": [1]}}],
             r"pools\[0\].stage_ranks.reward: rollout has all processes before it",
         ),
-        ([{"gpus": {"a100": 100}}], "100 a100 requested, there are"),
-        ([{"gpus": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
-        ([{"gpus": {"a100": 1, "h100": 1}}], "several kinds at once"),
+        ([{"devices": {"a100": 100}}], "100 a100 requested, there are"),
+        ([{"devices": {"a1000": 1}}], "no kind 'a1000'; did you mean 'a100'"),
+        ([{"devices": {"a100": 1, "h100": 1}}], "several kinds at once"),
     ],
 )
 def test_what_is_not_there_or_not_predicted_is_refused(
@@ -204,7 +204,7 @@ def judged(asked: PlanRequest, seconds: float) -> PlanRequest:
 
 def test_stages_side_by_side_in_one_pool_are_predicted(asked: PlanRequest) -> None:
     """Rollouts on three devices beside their judgement on one, then the others on all four."""
-    given = {"gpus": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
+    given = {"devices": {"a100": 4}, "stages": list(on_policy.device_dependencies())}
     ranks = {"rollout": [0, 1, 2], "reward": [3]}
     slow = judged(asked, 12.0)
     found = assess_plan(slow, pooled({**given, "stage_ranks": ranks}, chunks=4), "plan.yaml")

@@ -47,7 +47,10 @@ def said(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:
 
 
 def test_staleness_is_offered_with_its_gain_and_never_taken(asked: PlanRequest) -> None:
-    apart = {"stages": WHOLE[:1], "gpus": {"h100": 2}}, {"stages": WHOLE[1:], "gpus": {"a100": 2}}
+    apart = (
+        {"stages": WHOLE[:1], "devices": {"h100": 2}},
+        {"stages": WHOLE[1:], "devices": {"a100": 2}},
+    )
     found = assess_plan(asked, pooled(*apart), "plan.yaml").forecast
     stale = next(c for c in found.recommendations if c.feature == "rollout.staleness=1")
     rows = found.stages
@@ -57,7 +60,7 @@ def test_staleness_is_offered_with_its_gain_and_never_taken(asked: PlanRequest) 
     assert stale.saved_s == pytest.approx(found.iteration_s - max(busiest, found.iteration_s / 2))
     assert "changes what is learnt" in stale.reason
     # On the same devices nothing can run beside anything.
-    same = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))["rollout.staleness=1"]
+    same = said(asked, pooled({"stages": WHOLE, "devices": {"h100": 4}}))["rollout.staleness=1"]
     assert same.saved_s == pytest.approx(0.0, abs=1e-6)
     assert "every job is busy" in same.reason
 
@@ -104,17 +107,17 @@ def test_elastic_rollouts_are_chosen_where_they_are_quicker(asked: PlanRequest) 
     if elastic:
         saved = float(jobs.prediction.total_s) - proposal.forecast.iteration_s
         assert found.saved_s == pytest.approx(max(0.0, saved))
-    one = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))
+    one = said(asked, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert "shares its pool" in one["elastic rollouts (workers)"].reason
 
 
 def test_helpers_need_an_elastic_pool_and_time(asked: PlanRequest) -> None:
-    one = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))["also_generates"]
+    one = said(asked, pooled({"stages": WHOLE, "devices": {"h100": 4}}))["also_generates"]
     assert not one.chosen
     assert "no elastic pool" in one.reason
     pools = (
-        {"stages": WHOLE[:1], "gpus": {"a100": 3}, "workers": 3},
-        {"stages": WHOLE[1:], "gpus": {"h100": 4}},
+        {"stages": WHOLE[:1], "devices": {"a100": 3}, "workers": 3},
+        {"stages": WHOLE[1:], "devices": {"h100": 4}},
     )
     found = said(asked, pooled(*pools))["also_generates"]
     assert found.saved_s is not None
@@ -123,7 +126,10 @@ def test_helpers_need_an_elastic_pool_and_time(asked: PlanRequest) -> None:
 
 
 def test_the_way_of_the_weights_is_the_quickest_that_was_measured(asked: PlanRequest) -> None:
-    apart = {"stages": WHOLE[:1], "gpus": {"h100": 2}}, {"stages": WHOLE[1:], "gpus": {"a100": 2}}
+    apart = (
+        {"stages": WHOLE[:1], "devices": {"h100": 2}},
+        {"stages": WHOLE[1:], "devices": {"a100": 2}},
+    )
     link = MeasuredLink(
         path="inter_partition",
         backend="gloo",
@@ -159,7 +165,7 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(asked: PlanReq
         (weights,) = [c for c in choices if c.feature.startswith("weights")]
         assert weights.feature.endswith(way)
         assert "not encrypted" in weights.reason
-    here = said(asked, pooled({"stages": WHOLE, "gpus": {"h100": 4}}))
+    here = said(asked, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert here["weights, train to rollout"].reason == "they stay in the pool's memory"
 
 
