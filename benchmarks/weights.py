@@ -163,20 +163,20 @@ WAYS = (SOCKET, "gloo", SHARED_MEMORY)
 
 
 class WeightWorker:
-    """A resident worker's publisher and receiver of weights."""
+    """A worker_state worker's publisher and receiver of weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         torch.set_num_threads(1)
-        self.board = LiveStore()
-        self._outbox = RecordSender(folder, name=name)
-        self.publisher = WeightPublisher(self._outbox)
-        takers = {WEIGHTS: WeightReceiver(self.board, self.publisher).handle_record}
-        self._inbox = RecordReceiver(folder, name, self.board, takers)
+        self.store = LiveStore()
+        self._sender = RecordSender(folder, name=name)
+        self.publisher = WeightPublisher(self._sender)
+        takers = {WEIGHTS: WeightReceiver(self.store, self.publisher).handle_record}
+        self._receiver = RecordReceiver(folder, name, self.store, takers)
 
     def close(self) -> None:
         self.publisher.close()
-        self._outbox.close()
-        self._inbox.close()
+        self._sender.close()
+        self._receiver.close()
 
 
 def measure_transfers() -> list[BenchmarkRow]:
@@ -219,6 +219,6 @@ def take(folder: Path, count: int, done: Connection) -> None:
     worker = WeightWorker(folder, "taker")
     done.send("ready")
     for number in range(count):
-        worker.board.output(f"sync/{number}").wait_for_attempt(lambda: False)
+        worker.store.output(f"sync/{number}").wait_for_attempt(lambda: False)
         done.send(number)
     worker.close()

@@ -56,8 +56,8 @@ class RolloutWorker:
         report: Callable[[WorkItemEnded], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        self._run, self._config, self._resident = run, config, worker_state
-        self._board, self._outbox, self._turns = store, sender, schedule
+        self._run, self._config, self._worker_state = run, config, worker_state
+        self._live_store, self._record_sender, self._schedule = store, sender, schedule
         self._activity, self._report, self._stopping = activity, report, should_stop
         self._thread = ThreadPoolExecutor(1, "generate")
         self._waiting: set[str] = set()
@@ -100,7 +100,7 @@ class RolloutWorker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next(self) -> None:
-        with self._turns.idle_time():
+        with self._schedule.idle_time():
             with self._lock:
                 if not self._queue:
                     return
@@ -165,14 +165,14 @@ class RolloutWorker:
             UpstreamFailed: the receiver is lost, or the weights are neither live nor committed.
         """
         self._use_weights(ctx, order)
-        # The gathering worker sees whether the weights were committed in the end.
+        # The receiver checks whether the weights were committed in the end.
         mark = {} if order.weights_attempt is None else {SOURCE_ATTEMPT: order.weights_attempt}
         to, work_item, out = order.receiver, order.work_item, order.output
-        sender = self._outbox.stream_to(f"{out}:trajectories", [to], 0, 1)
+        sender = self._record_sender.stream_to(f"{out}:trajectories", [to], 0, 1)
         total, begun = len(order.starts) * self._config.rollout.group_size, None
         if order.partial:
             channel, total = order.partial.channel, order.partial.num_samples
-            output = self._board.output(out)
+            output = self._live_store.output(out)
             there = output.iter_records(channel, total, ctx.should_stop)
             begun = {record.identity.sample: record for record in there}
             output.drop_stream(channel)
@@ -191,11 +191,11 @@ class RolloutWorker:
                 sender.put(marked)
                 ctx.report_progress(done, total, "samples")
         if not sender.flush():
-            raise UpstreamFailed(f"{to} did not take all trajectories")
+            raise UpstreamFailed(f"{to} did not receive all trajectories")
         if not rest:
             return [], ""
         successor = self._successors[work_item]
-        sender = self._outbox.stream_to(
+        sender = self._record_sender.stream_to(
             f"{out}:{partial_samples_channel(work_item)}", [successor], 0, 1
         )
         for trajectory in rest:
@@ -215,7 +215,7 @@ class RolloutWorker:
         committed = None if manifest is None else manifest.data
         attempt = order.weights_attempt or committed
         if attempt is not None and ctx.worker_state.engine_weights is not None:
-            output = self._board.output(folder)
+            output = self._live_store.output(folder)
             if (tensors := output.get_object(WEIGHTS, attempt)) is not None:
                 entry.live_output = LiveOutput()
                 entry.live_output.put(attempt, WEIGHTS, tensors)
@@ -223,8 +223,8 @@ class RolloutWorker:
             entry.used_disk_fallback = order.weights_attempt is not None
         if manifest is None or order.weights_attempt not in (None, committed):
             source = f"by {attempt} " if attempt else ""
-            raise UpstreamFailed(f"weights of {folder} {source}are neither here nor committed")
-        # What is withdrawn from now on is not there to be read; it is not waited for either.
+            raise UpstreamFailed(f"weights of {folder} {source}are neither in memory nor committed")
+        # If the manifest is withdrawn from now on, reading fails without waiting.
         entry.known_manifest = manifest
 
     def _context(self, order: GenerateStarts, stopping: Callable[[], bool]) -> StageContext:
@@ -239,6 +239,6 @@ class RolloutWorker:
             data_folder=out,
             world=ProcessGroupInfo(),
             inputs={"weights": weights},
-            worker_state=self._resident,
+            worker_state=self._worker_state,
             should_stop=stopping,
         )

@@ -297,7 +297,7 @@ def test_a_stage_refuses_to_run_other_code_than_the_run_was_started_with(
         2,
         {"weights": finished / "it/0001/sync"},
     )
-    with pytest.raises(CodeIdentityError, match=r"stages\.evaluate is not the code"):
+    with pytest.raises(CodeIdentityError, match=r"stages\.evaluate differs from the code"):
         run_stage(call)
     assert not list(finished.glob("evaluate/0002/*"))
 

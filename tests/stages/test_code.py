@@ -185,7 +185,7 @@ def test_a_stage_whose_data_file_was_edited_meanwhile_is_refused(
     assert stage_code_digest(tmp_path, config, "rollout") == code.digest("rollout")
     (tmp_path / "train.jsonl").write_text("{}\n")
     with pytest.raises(
-        CodeIdentityError, match=r"rollout: the file of task\.train is not what it was"
+        CodeIdentityError, match=r"rollout: the file of task\.train has changed since"
     ):
         stage_code_digest(tmp_path, config, "rollout")
 

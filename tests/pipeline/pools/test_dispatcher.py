@@ -112,7 +112,7 @@ def test_a_rollout_does_not_keep_the_one_before_in_memory(
     found = {stage.node: stage.inputs for stage in order.stages}
     assert found["rollout/2"] == {
         "weights": ("it/0001/sync", True),
-        "open": ("it/0001/rollout", False),
+        "open_episodes": ("it/0001/rollout", False),
     }
     assert found["train/1"]["trajectories"] == ("it/0001/rollout", True)
     assert not any(isinstance(order, messages.SendOutput) for order in sent), (

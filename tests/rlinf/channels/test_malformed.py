@@ -156,32 +156,34 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)  # a record with larger ones is never
         st.sampled_from([TARGET, PRODUCER, RANK, NUM_RANKS, COUNT]), st.text() | NUMBERS
     )
 )
-def test_an_inbox_goes_on(
-    inbox: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
+def test_a_receiver_goes_on(
+    receiver: tuple[RecordReceiver, SocketSink, LiveStore], info: dict[str, Any]
 ) -> None:
-    inbox[1].put(Record(RecordId(0, 0), info=info))
+    receiver[1].put(Record(RecordId(0, 0), info=info))
 
 
-def test_and_takes_records_afterwards(inbox: tuple[RecordReceiver, SocketSink, LiveStore]) -> None:
-    box, member, board = inbox
+def test_a_receiver_accepts_records_afterwards(
+    receiver: tuple[RecordReceiver, SocketSink, LiveStore],
+) -> None:
+    box, member, store = receiver
     member.put(Record(RecordId(0, 3), info={"no": "address"}))
     member.put(Record(RecordId(0, 4), info={TARGET: "it/0:trajectories", PRODUCER: "w"}))
     member.flush()
     deadline = time.monotonic() + 20
-    while not board.output("it/0").available_records("trajectories"):
+    while not store.output("it/0").available_records("trajectories"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert box.num_malformed > 0
 
 
 @pytest.fixture(scope="module")
-def inbox(
+def receiver(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[RecordReceiver, SocketSink, LiveStore]]:
-    folder, board = tmp_path_factory.mktemp("inbox"), LiveStore()
-    box = RecordReceiver(folder, "a", board)
+    folder, store = tmp_path_factory.mktemp("receiver"), LiveStore()
+    box = RecordReceiver(folder, "a", store)
     member = SocketSink(folder, "a")
-    yield box, member, board
+    yield box, member, store
     member.close()
     box.close()
 

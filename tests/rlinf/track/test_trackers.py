@@ -100,7 +100,7 @@ def test_a_tracker_that_cannot_begin_stops_nothing(
 
     installed(monkeypatch, init)
     run_experiment(compose("log.trackers=[wandb]"))
-    assert "tracker wandb failed and is switched off: no such server" in capsys.readouterr().err
+    assert "tracker wandb failed and is disabled: no such server" in capsys.readouterr().err
 
 
 SETTINGS = {

@@ -126,13 +126,13 @@ def test_records_reach_the_first_of_very_many_rollouts_that_were_ordered(bench: 
         Manifest("sft", 0, "key", content, "data", **about, host="", job="", world=1),
     )
     bench.order(*(order("rollout", iteration, gathers=True) for iteration in range(MANY)))
-    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
+    sender = RecordSender(bench.run / CHANNELS_FOLDER)
     assert until(lambda: len(bench.worker._busy) == MANY)
-    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(SAMPLES):
         writer.put(trajectory(sample))
     bench.ended("rollout/0")
-    outbox.close()
+    sender.close()
 
 
 def test_records_are_freed_once_they_are_on_disk_and_were_read(
@@ -157,7 +157,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     monkeypatch.setattr(stages.rollout, "run", rollout)
     monkeypatch.setattr(stages.reward, "run", reward)
     taker = LiveStore()
-    inbox = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
+    receiver = RecordReceiver(bench.run / CHANNELS_FOLDER, "taker", taker)
     for iteration in range(3):
         out, to = f"it/{iteration:04d}/rollout", {"taker": SOCKET}
         send = messages.SendOutput(output=out, channel="trajectories", producer=NAME, transports=to)
@@ -177,7 +177,7 @@ def test_records_are_freed_once_they_are_on_disk_and_were_read(
     assert until(lambda: not any(ref() for ref in made))
     there = taker.output("it/0002/rollout").stream("trajectories")
     assert until(lambda: there.is_complete(range(SAMPLES + 1)))
-    inbox.close()
+    receiver.close()
 
 
 @pytest.mark.parametrize("came", [0, 3])
@@ -203,16 +203,16 @@ def test_who_comes_late_reads_the_rest_of_what_was_sent_from_disk(
     bench.order(order("rollout", 0))
     bench.ended("rollout/0")
     assert read_manifest(bench.run / "it/0000/rollout") is not None
-    assert until(lambda: "it/0000/rollout" not in bench.worker._board)
-    outbox = RecordSender(bench.run / CHANNELS_FOLDER)
-    writer = outbox.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
+    assert until(lambda: "it/0000/rollout" not in bench.worker._live_store)
+    sender = RecordSender(bench.run / CHANNELS_FOLDER)
+    writer = sender.stream_to("it/0000/rollout:trajectories", [NAME], 0, 1)
     for sample in range(came):
         writer.put(trajectory(sample))
     assert writer.flush()
     bench.order(order("inference", 0, "trajectories<rollout"))
     bench.ended("inference/0")
     assert read == [[0, 1, 2], list(range(3, SAMPLES))]
-    outbox.close()
+    sender.close()
 
 
 def test_a_rank_that_waits_for_its_turn_gives_signs_of_life(

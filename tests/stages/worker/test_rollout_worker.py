@@ -31,25 +31,25 @@ OUT = "it/0000/rollout"
 
 
 class Bench:
-    """A generator with the real engine, and the inbox where its trajectories go."""
+    """A generator with the real engine, and the receiver where its trajectories go."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.config = run, load_config(run / CONFIG_FILE)
         folder = run / "channels"
-        self.board, self.turns = LiveStore(), DeviceSchedule()
-        self.inbox, self.outbox = RecordReceiver(folder, "w", self.board), RecordSender(folder)
+        self.store, self.turns = LiveStore(), DeviceSchedule()
+        self.receiver, self.sender = RecordReceiver(folder, "w", self.store), RecordSender(folder)
         self.reports: Queue[WorkItemEnded] = Queue()
-        self.resident = WorkerState()
+        self.worker_state = WorkerState()
         self.generator = self._make(self.config)
 
     def _make(self, config: RunConfig) -> RolloutWorker:
         return RolloutWorker(
             self.run,
             config,
-            self.board,
-            self.outbox,
+            self.store,
+            self.sender,
             self.turns,
-            self.resident,
+            self.worker_state,
             ActivityTracker(),
             self.reports.put,
             lambda: False,
@@ -66,19 +66,19 @@ class Bench:
         return said
 
     def weights(self, out: str, attempt: str) -> None:
-        """Have weights come to the board: the first ones, by another name."""
+        """Have weights come to the store: the first ones, by another name."""
         (path,) = self.run.glob("sft/data-*/weights/model.safetensors")
-        self.board.output(out).put(attempt, WEIGHTS, load_file(path))
+        self.store.output(out).put(attempt, WEIGHTS, load_file(path))
 
     def texts(self, out: str, count: int) -> dict[int, Any]:
         """What came to who gathers, by sample, once there are so many."""
-        arriving = self.board.output(out).iter_records("trajectories", count, lambda: False)
+        arriving = self.store.output(out).iter_records("trajectories", count, lambda: False)
         return {record.identity.sample: record.info["text"] for record in arriving}
 
     def close(self) -> None:
         self.generator.close()
-        self.outbox.close()
-        self.inbox.close()
+        self.sender.close()
+        self.receiver.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +155,11 @@ SYNC = "it/0000/sync"
 
 def made_of(bench: Bench, attempt: str) -> None:
     """See that all samples that came say of which weights they were made."""
-    arriving = bench.board.output(OUT).iter_records("trajectories", 1, lambda: False, attempt)
+    arriving = bench.store.output(OUT).iter_records("trajectories", 1, lambda: False, attempt)
     assert SOURCE_ATTEMPT not in next(arriving).info
 
 
-def test_a_claim_takes_weights_that_are_not_committed_from_the_board(bench: Bench) -> None:
+def test_a_work_item_uses_uncommitted_weights_from_the_live_store(bench: Bench) -> None:
     bench.generate("prepares")
     bench.report()
     bench.weights(SYNC, "data-a")
@@ -177,12 +177,12 @@ def test_a_claim_says_that_its_weights_were_lost_on_the_way(bench: Bench) -> Non
     assert not bench.report().used_disk_fallback, "the first ones always come from disk"
     manifest = read_manifest(shutil.copytree(bench.run / "sft", bench.run / SYNC))
     assert manifest is not None
-    bench.resident.engine_weights = "older ones"
+    bench.worker_state.engine_weights = "older ones"
     bench.generate("lost", 0, iteration=1, weights=SYNC, weights_attempt=manifest.data)
     assert bench.report().used_disk_fallback
 
 
-def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench: Bench) -> None:
+def test_a_work_item_uses_committed_weights_from_the_live_store(bench: Bench) -> None:
     """And from the disk if another attempt was committed."""
     bench.generate("prepares")
     bench.report()
@@ -192,7 +192,7 @@ def test_a_claim_takes_committed_weights_from_the_board_if_they_are_there(bench:
     manifest = read_manifest(folder)
     assert manifest is not None
     for attempt, spans in (("data-a", ["verify"]), (manifest.data, [])):
-        bench.resident.engine_weights = "older ones"
+        bench.worker_state.engine_weights = "older ones"
         bench.weights(SYNC, attempt)
         bench.generate(attempt, 0, iteration=1, weights=SYNC)
         names = [name for name, *_ in bench.report().spans]
@@ -215,7 +215,7 @@ def test_a_claim_whose_weights_were_withdrawn_goes_back(bench: Bench) -> None:
     """Also one of committed weights: the stage that makes them again may be of this worker."""
     (bench.run / "sft" / MANIFEST).rename(bench.run / "withdrawn")
     bench.generate("first", 0)
-    assert "sft are neither here nor committed" in bench.report(EXIT_REQUEUE).reason
+    assert "sft are neither in memory nor committed" in bench.report(EXIT_REQUEUE).reason
     (bench.run / "withdrawn").rename(bench.run / "sft" / MANIFEST)
     bench.generate("again", 0)
     bench.report()
