@@ -49,9 +49,9 @@ def test_a_thousand_iterations_can_be_planned(tmp_path: Path) -> None:
 def test_a_dry_run_fits_on_a_screen_and_starts_few_processes(tmp_path: Path) -> None:
     done = snakemake("-n", "-c2", "--config", f"run__root={tmp_path}")
     assert done.returncode == 0, done.stderr[-2000:]
-    said = (done.stdout + done.stderr).splitlines()
-    assert len(said) <= 100
-    (total,) = {int(line.split()[1]) for line in said if line.startswith("total ")}
+    output = (done.stdout + done.stderr).splitlines()
+    assert len(output) <= 100
+    (total,) = {int(line.split()[1]) for line in output if line.startswith("total ")}
     assert total <= 40
 
 
@@ -106,12 +106,12 @@ def overrides(root: Path) -> list[str]:
 def test_the_profile_comes_after_sft_and_only_on_request(tmp_path: Path) -> None:
     words = ["-n", "-p", "-c1", "--quiet", "host"]  # instead of the default profile's
     words += ["--config", f"run__root={tmp_path}", "run__name=p"]
-    asked = snakemake("profile", *words)
-    assert asked.returncode == 0, asked.stderr[-2000:]
+    request = snakemake("profile", *words)
+    assert request.returncode == 0, request.stderr[-2000:]
     out = tmp_path / "p" / "profile.json"
-    assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in asked.stdout
-    assert "rule sft" in asked.stdout
-    assert "rule rollout" not in asked.stdout
+    assert f"-m rlinf profile {tmp_path / 'p'} --out {out}" in request.stdout
+    assert "rule sft" in request.stdout
+    assert "rule rollout" not in request.stdout
     assert "rule profile" not in snakemake(*words, "iterations=1").stdout
 
 

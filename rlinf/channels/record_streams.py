@@ -413,7 +413,7 @@ class SharedMemorySink(SocketSink):
     def flush(self) -> None:
         """Wait until the reader has attached the segment: all records then survive this process."""
         with self._changed:
-            while not self._welcome:
+            while not self._is_connected:
                 self._check()
                 self._changed.wait(MAX_POLL_S)
             self._check()

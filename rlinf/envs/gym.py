@@ -330,8 +330,8 @@ class GymEnvironment(Environment):
                 "tell which one it is in; set it to true, and task.observation to "
                 f"{several} more"
             )
-        several = config.num_processes > 1 or config.double_buffer or config.video
-        if needs.single_instance and several:
+        needs_several = config.num_processes > 1 or config.double_buffer or config.video
+        if needs.single_instance and needs_several:
             key = "double_buffer" if config.double_buffer else "num_processes"
             key = "video" if config.video else key
             raise ConfigError(

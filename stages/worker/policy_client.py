@@ -128,7 +128,7 @@ class PolicyClient(Channel):
         self._folder, self._name, self._rank = folder, name, rank
         self._order = self._newest = order
         self._policy, self._answered = "", False
-        self._most = 0
+        self._max_request_bytes = 0
         """The largest request that the server accepts, in bytes."""
         self._peer: MailboxPeer | None = None
         self._ctx: StageContext | None = None
@@ -170,7 +170,11 @@ class PolicyClient(Channel):
             DataError: the request is larger than the server accepts.
         """
         what = f"what the simulators of {self._order.node} observe in one step"
-        self._give(encode_policy_message(record, self._most, what, f"a request to {self._policy}"))
+        self._give(
+            encode_policy_message(
+                record, self._max_request_bytes, what, f"a request to {self._policy}"
+            )
+        )
 
     def get(self) -> Record:
         while not self._replies:
@@ -256,7 +260,7 @@ class PolicyClient(Channel):
             # The server listens from its first order on.
             with contextlib.suppress(InputError):
                 _, host = find_channel_host(self._folder, policy_channel(self._policy))
-                self._most = host.max_bytes
+                self._max_request_bytes = host.max_bytes
                 if (address := first_reachable(host.addresses)) is not None:
                     return MailboxPeer(
                         self._folder / f"{policy_channel(self._policy)}.socket.json",

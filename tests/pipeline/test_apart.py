@@ -257,7 +257,7 @@ BOTH = ["rollout", "rollout.generate", *LATER]
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         (
             pools((["rollout"], 1), (["rollout.genrate", *LATER], 1)),
@@ -306,17 +306,17 @@ BOTH = ["rollout", "rollout.generate", *LATER]
     ],
 )
 def test_what_a_plan_cannot_place_apart_is_refused(
-    compose: Compose, plan: dict[str, Any], said: str
+    compose: Compose, plan: dict[str, Any], message: str
 ) -> None:
-    assert re.search(said, refused(compose, plan, experiment="cartpole_ppo"))
+    assert re.search(message, refused(compose, plan, experiment="cartpole_ppo"))
 
 
 def test_a_task_without_simulators_has_nothing_to_place_apart(compose: Compose) -> None:
-    said = refused(compose, APART, experiment="arithmetic_grpo")
-    assert "rollout.generate: task 'arithmetic' has no simulators" in said
+    result = refused(compose, APART, experiment="arithmetic_grpo")
+    assert "rollout.generate: task 'arithmetic' has no simulators" in result
 
 
-def test_an_evaluation_of_ones_own_that_cannot_ask_is_not_placed_with_the_simulators(
+def test_an_own_evaluation_without_remote_policy_is_not_placed_with_the_simulators(
     compose: Compose,
 ) -> None:
     config = validate(RunConfig, compose(experiment="cartpole_ppo"))
@@ -346,18 +346,18 @@ def test_snakemake_does_not_make_whole_jobs_of_what_a_plan_places_apart(
 
 
 @pytest.mark.parametrize(
-    ("experiment", "said"),
+    ("experiment", "message"),
     [
         ("cartpole_ppo", r"plan\.yaml: .*rollout\.generate: the plan can be run, .* not predicted"),
         ("arithmetic_grpo", r"rollout\.generate: task 'arithmetic' has no simulators"),
     ],
 )
 def test_the_planner_knows_such_a_plan_and_says_that_it_predicts_none(
-    compose: Compose, experiment: str, said: str
+    compose: Compose, experiment: str, message: str
 ) -> None:
     config = validate(RunConfig, compose("rollout.batch_size=16", experiment=experiment))
     held = (["rollout"], "h100"), (["rollout.generate", *LATER], "a100")
     pools = [{"stages": stages, "devices": {kind: 1}} for stages, kind in held]
     plan = parse_plan({"pools": pools}, "plan.yaml")
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         assess_plan(ask(config, "a100", "h100", grain="pools"), plan, "plan.yaml")

@@ -41,10 +41,10 @@ def test_sft_reports_its_task_and_its_progress(
     with ProgressCallback(run) as console:
         console.on_node_start(StageNode("sft", 0))
         console.on_stage_progress("sft", 1, 3, "fine-tuning steps, held-out score 0.250")
-    said = capsys.readouterr().err
-    assert "grpo on task arithmetic, 2 iterations; stages run in this process" in said
-    assert "sft: fine-tuning until the held-out score is 0.41, 3 steps at most" in said
-    assert "sft: 1 of 3 fine-tuning steps, held-out score 0.250" in said
+    output = capsys.readouterr().err
+    assert "grpo on task arithmetic, 2 iterations; stages run in this process" in output
+    assert "sft: fine-tuning until the held-out score is 0.41, 3 steps at most" in output
+    assert "sft: 1 of 3 fine-tuning steps, held-out score 0.250" in output
 
 
 def test_a_job_that_waits_says_why_once(
@@ -69,12 +69,12 @@ def test_the_status_of_a_finished_run_offers_no_resume(
     tiny_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     create_console().print(status_view(read_status(tiny_run)))
-    said = capsys.readouterr().out
-    assert "finished" in said
-    assert "resume" not in said
+    output = capsys.readouterr().out
+    assert "finished" in output
+    assert "resume" not in output
 
 
-def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_command_logs_within_its_first_second_and_says_how_to_resume(tmp_path: Path) -> None:
     """Interrupted in SFT, it says where to go on and leaves no traceback."""
     words = ["experiment=arithmetic_grpo", f"run.root={tmp_path}", *QUIET, *TINY]
     # What a shell starts in the background ignores interrupts, and so do its children.
@@ -93,7 +93,7 @@ def test_a_command_speaks_within_its_first_second_and_says_how_to_go_on(tmp_path
         assert driver.poll() is None
     time.sleep(1)
     driver.send_signal(signal.SIGINT)
-    said = driver.stderr.read()
+    output = driver.stderr.read()
     assert driver.wait() == 130
-    assert f"Go on with: rlinf resume {tmp_path / 'tiny'}" in said
-    assert "Traceback" not in said
+    assert f"Go on with: rlinf resume {tmp_path / 'tiny'}" in output
+    assert "Traceback" not in output

@@ -66,10 +66,10 @@ def reckoned(folder: Path, count: int) -> float:
         )
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
-            said = module(input_ids=ids).logits[0].log_softmax(-1)
+            outputs = module(input_ids=ids).logits[0].log_softmax(-1)
         for place, own in enumerate(row["assistant_masks"]):
             if own:
-                total -= float(said[place - 1, ids[0, place]])
+                total -= float(outputs[place - 1, ids[0, place]])
                 tokens += 1
     return total / tokens
 
@@ -80,12 +80,12 @@ def test_held_out_loss_falls_and_is_that_of_the_saved_weights(
 ) -> None:
     run, manifest = tuned(compose, *words)
     curve = manifest.extra["curve"]
-    taken = [row["eval_loss"] for row in curve if row["eval_loss"] is not None]
+    names = [row["eval_loss"] for row in curve if row["eval_loss"] is not None]
     assert [row["step"] for row in curve if row["eval_loss"]] == [6, 12]
-    assert taken[1] < taken[0] < curve[0]["loss"]
-    assert manifest.metrics["eval_loss"] == taken[1]
+    assert names[1] < names[0] < curve[0]["loss"]
+    assert manifest.metrics["eval_loss"] == names[1]
     assert "score" not in manifest.metrics
-    assert taken[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
+    assert names[1] == pytest.approx(reckoned(weights(run, manifest), 12), abs=1e-5)
     (plot,) = [
         plot
         for group in build_plots(read_report_data(run.folder))["groups"]
@@ -128,8 +128,8 @@ def test_two_processes_end_as_one_does(
     for one, other in zip(alone.extra["curve"], both.extra["curve"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
     assert both.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], abs=1e-4)
-    said = reckoned(weights(run, both), 12)
-    assert said == pytest.approx(both.metrics["eval_loss"], abs=1e-5)
+    result = reckoned(weights(run, both), 12)
+    assert result == pytest.approx(both.metrics["eval_loss"], abs=1e-5)
 
 
 def test_reinforcement_learning_goes_on_from_it(compose: Compose) -> None:

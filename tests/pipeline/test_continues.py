@@ -196,7 +196,7 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["rollout.group_size=2"],
@@ -210,7 +210,9 @@ def test_killing_the_driver_anywhere_changes_nothing(reference: Path, tmp_path: 
         (["task.carry_over_episodes=1"], r"task\.carry_over_episodes: .*boolean"),
     ],
 )
-def test_what_cannot_go_on_is_refused(compose: Compose, words: list[str], said: str) -> None:
+def test_episodes_that_cannot_continue_are_refused(
+    compose: Compose, words: list[str], message: str
+) -> None:
     values = compose(*SMALL, *words, experiment="cartpole_ppo")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_config(validate(RunConfig, values))

@@ -113,8 +113,8 @@ def test_weights_go_to_generators_as_the_plan_says(
     finish(start_driver(words(tmp_path, "cluster=local", f"plan={path}"), log), log)
     same_samples(run, reference, range(ITERATIONS))
     assert arrived(run) == (0 if way in ("file", "delta") else 2 * (ITERATIONS - 1))
-    taken = [row for row in rows(run) if "delta" in [name for name, *_ in row["spans"]]]
-    assert bool(taken) == (way == "delta")
+    names = [row for row in rows(run) if "delta" in [name for name, *_ in row["spans"]]]
+    assert bool(names) == (way == "delta")
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def test_weights_sent_to_memory_give_the_results_of_those_read_from_files(
     assert contents(tmp_path / "sent") == contents(reference)
     assert arrived(tmp_path / "sent") == 3
     logs = (tmp_path / "sent" / "logs" / "pools").glob("*.log")
-    said = "".join(log.read_text() for log in logs)
+    message = "".join(log.read_text() for log in logs)
     for other in ("no gloo", "waiting for its commit", "shared memory '"):
-        assert other not in said, "they went another way"
+        assert other not in message, "they went another way"
 
 
 HALF = "engine.dtype=bfloat16"
@@ -111,8 +111,8 @@ def test_what_changed_is_read_in_place_of_the_whole_and_gives_the_same_results(
     run = tmp_path / "deltas"
     assert contents(run) == contents(one)
     assert not arrived(run), "nothing is sent"
-    taken = [f"{stage}/{i}" for stage in ("rollout", "evaluate") for i in range(4)]
-    found = {node: manifest_of(run, node) for node in taken}
+    names = [f"{stage}/{i}" for stage in ("rollout", "evaluate") for i in range(4)]
+    found = {node: manifest_of(run, node) for node in names}
     spans = {
         node: [span["name"] for span in manifest.timing["spans"]]
         for node, manifest in found.items()
@@ -158,7 +158,7 @@ def test_inference_elsewhere_evaluates_what_is_trained_whatever_engines_take(
 
 
 @pytest.mark.parametrize("way", [None, pytest.param("socket", marks=pytest.mark.slow)])
-def test_ranks_that_share_a_model_read_their_rows_from_files_unless_the_plan_names_a_way(
+def test_model_parallel_ranks_read_rows_from_files_unless_the_plan_sets_a_transport(
     compose: Compose, tmp_path: Path, way: str | None
 ) -> None:
     """Two ranks that keep no optimizer and read no checkpoint."""

@@ -54,9 +54,9 @@ def test_the_weights_before_the_first_iteration_are_found(run: Path, tmp_path: P
 def test_status_and_report_say_what_they_say_of_other_flows(
     run: Path, tiny_run: Path, tmp_path: Path
 ) -> None:
-    said, other = read_status(run), read_status(tiny_run)
-    assert (said.finished, said.stage) == (2, "finished")
-    assert said.reward == other.reward is not None
+    result, other = read_status(run), read_status(tiny_run)
+    assert (result.finished, result.stage) == (2, "finished")
+    assert result.reward == other.reward is not None
     found, known = read_report_data(run), read_report_data(tiny_run)
     assert found.sft == known.sft != []
     assert found.samples == known.samples != {}

@@ -104,10 +104,12 @@ def test_the_plans_that_come_with_it_can_be_carried_out(path: Path) -> None:
             assert parts[0].gpus == (kind != "cpu")
 
 
-@pytest.mark.parametrize("said", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
-def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(said: dict[str, int]) -> None:
+@pytest.mark.parametrize("expected", [{"nodes": 2}, {"processes": 2}, {"gpus": 2}])
+def test_devices_that_do_not_fill_what_the_stages_ask_for_are_refused(
+    expected: dict[str, int],
+) -> None:
     pool = {"stages": ["rollout", "reward", "inference", "train"], "devices": {"h100": 3}}
-    plan = parse_plan({"pools": [pool], "stages": {"train": said}}, "plan")
+    plan = parse_plan({"pools": [pool], "stages": {"train": expected}}, "plan")
     with pytest.raises(PlanError, match=r"pools\[0\].devices: 3 h100, but its stages ask for"):
         pool_resources(plan, 0)
 

@@ -145,11 +145,11 @@ def test_what_speaks_against_a_run_is_said_at_the_top(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps({**row, "reward/used_fraction": 0.0}) + "\n" for row in rows]
     (run / "metrics.jsonl").write_text("".join(lines))
-    said = run_warnings(Run.open(run))
-    assert said
+    result = run_warnings(Run.open(run))
+    assert result
     page = write_report(run).read_text()
     top = page.partition('id="notices"')[2].partition("</ul>")[0]
-    assert top.count("<li>") == len(said)
+    assert top.count("<li>") == len(result)
 
 
 def test_a_page_of_many_transcripts_has_the_worst_and_the_best() -> None:
@@ -280,9 +280,9 @@ def test_a_page_to_be_sent_has_no_secrets(run: Path) -> None:
 
 def test_a_page_to_be_sent_has_no_secrets_of_the_environment() -> None:
     config = "run:\n  name: a\ncluster:\n  launcher: slurm\n  env: {JUDGE_KEY: sk-1, OTHER: x}\n"
-    told = redact_yaml(config)
-    assert "sk-1" not in told
-    assert yaml.safe_load(told)["cluster"] == {
+    values = redact_yaml(config)
+    assert "sk-1" not in values
+    assert yaml.safe_load(values)["cluster"] == {
         "launcher": "slurm",
         "env": {"JUDGE_KEY": "(not shown)", "OTHER": "(not shown)"},
     }

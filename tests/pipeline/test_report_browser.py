@@ -96,12 +96,12 @@ def test_hovering_tells_the_values_of_all_charts_there(opened: Browser) -> None:
     opened.place("#plot-train-loss", 0.5)
     opened.wait("return document.querySelector(arguments[0])", LOSS)
     opened.hover(LOSS, 0.5)
-    told = "return document.querySelector(arguments[0] + ' .value').textContent"
+    values = "return document.querySelector(arguments[0] + ' .value').textContent"
     opened.wait(
-        told + ".includes('iteration 250') || " + told[7:] + ".includes('iteration 251')",
+        values + ".includes('iteration 250') || " + values[7:] + ".includes('iteration 251')",
         "#plot-train-loss",
     )
-    assert "iteration 25" in opened.run(told, "#plot-reward-mean")
+    assert "iteration 25" in opened.run(values, "#plot-reward-mean")
 
 
 def test_smoothing_changes_the_line_and_not_the_values(opened: Browser) -> None:

@@ -56,8 +56,8 @@ def test_two_iterations_agree_about_log_probs_and_train(compose: Compose) -> Non
         assert all(r.context["pixels"].tobytes() == images[int(r.info["group"])] for r in records)
         policy = Qwen25VL.load(output(run, folder)[1] / "weights", config)
         with torch.no_grad():
-            said = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
-        for row, record in zip(said, records, strict=True):
+            outputs = policy.evaluate(policy.collate(records), 1.0).logprobs.numpy()
+        for row, record in zip(outputs, records, strict=True):
             np.testing.assert_allclose(row[: len(record)], record.steps["logprobs"], atol=1e-5)
     one, two = (
         Qwen25VL.load(output(run, "it", f"000{i}", "sync")[1] / "weights", config).module

@@ -86,18 +86,18 @@ def test_it_learns_from_the_expert_and_then_from_rewards_of_chunks(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ("task.demonstrations=0", r"sft\.max_steps: .*task\.demonstrations"),
         ("model.chnuk=3", r"model\.chnuk: unknown key.*chunk"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    compose: Compose, changed: str, said: str
+    compose: Compose, changed: str, message: str
 ) -> None:
     need_environment("metaworld")
     values = compose(changed, experiment="metaworld_vla")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         validate_experiment(values)
     assert not (Path(values["run"]["root"]) / "metaworld_vla").exists()
 

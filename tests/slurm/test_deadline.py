@@ -37,15 +37,15 @@ def test_later_versions_state_the_span_in_the_environment() -> None:
 
 
 def test_earlier_versions_are_asked_once_for_the_element_itself() -> None:
-    asked = []
+    requests = []
 
     def answer(command: list[str]) -> str:
-        asked.append(command)
+        requests.append(command)
         return "JobId=14 StartTime=2026-01-01T00:00:00 EndTime=2026-01-01T01:00:00 Deadline=N/A"
 
     element = job(SLURM_ARRAY_JOB_ID="12", SLURM_ARRAY_TASK_ID="3")
     span = current_job_window(element, answer)
-    assert asked == [["scontrol", "show", "job", "-o", "12_3"]]
+    assert requests == [["scontrol", "show", "job", "-o", "12_3"]]
     assert span.start is not None
     assert span.end == span.start + HOUR
 

@@ -123,7 +123,7 @@ def test_a_class_from_outside_counts_with_all_it_imports_that_is_not_installed(
         ("outside_algorithm/unused.py", True),
     ],
 )
-def test_an_edit_of_a_file_that_counts_changes_the_identity_of_the_stages_that_use_it(
+def test_an_edit_of_a_data_file_changes_the_identity_of_the_stages_that_use_it(
     compose: Compose, outside: Path, file: str, same: bool
 ) -> None:
     before = code_from_outside(compose)

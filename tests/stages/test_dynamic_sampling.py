@@ -71,7 +71,7 @@ def samples(run: Path) -> dict[int, Record]:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_batch_is_filled_with_groups_that_teach(compose: Compose, tmp_path: Path) -> None:
+def test_a_batch_is_filled_with_informative_groups(compose: Compose, tmp_path: Path) -> None:
     run_experiment(values(compose, "plain"))
     run_experiment(dynamic(compose, "full", 12))
     (plain,), (full,) = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "full")
@@ -98,7 +98,9 @@ def same(one: Record, other: Record) -> bool:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) -> None:
+def test_groups_are_resampled_no_more_often_than_configured(
+    compose: Compose, tmp_path: Path
+) -> None:
     run_experiment(dynamic(compose, "never", 2, reward="Never"))
     (row,) = read_metrics(tmp_path / "never")
     assert row["rollout/resampled_groups"] == 2 * BATCH
@@ -108,7 +110,7 @@ def test_it_draws_no_more_often_than_it_may(compose: Compose, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
+def test_resampling_does_not_depend_on_how_the_batch_is_sharded(
     compose: Compose, tmp_path: Path
 ) -> None:
     run_experiment(dynamic(compose, "one", 12))
@@ -124,7 +126,7 @@ def test_what_comes_does_not_depend_on_how_the_batch_is_shared_out(
     }
 
 
-def test_samples_are_those_of_the_place_they_were_drawn_for() -> None:
+def test_samples_are_numbered_by_the_batch_index_they_were_drawn_for() -> None:
     drawn = [Record(RecordId(3, number), info={"group": number // 2}) for number in (27, 26, 4, 5)]
     found = group_by_batch_index(drawn, batch=6, group_size=2)
     assert {place: [r.identity.sample for r in group] for place, group in found.items()} == {
@@ -144,7 +146,7 @@ def test_a_flow_without_the_usual_rollout_refuses_resampling(compose: Compose) -
 @pytest.mark.parametrize(
     "algorithm", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 )
-def test_what_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
+def test_an_algorithm_that_keeps_every_group_is_refused(compose: Compose, algorithm: str) -> None:
     made = compose("rollout.max_resamples=2", "rollout.group_size=2")
     made["algorithm"] = {"name": algorithm}
     message = (

@@ -97,9 +97,9 @@ def test_another_attempt_adds_to_what_is_there() -> None:
     output.stream("x").put(record(0, 2))
     output.stream("x").put(record(1, 2))
     assert values(output.wait_for_records("x", range(2), never)) == [(0, 1), (1, 2)]
-    asked = iter([False, True])
+    request = iter([False, True])
     with pytest.raises(RequeueRequested):
-        output.wait_for_attempt(lambda: next(asked))
+        output.wait_for_attempt(lambda: next(request))
     output.mark_complete("data-b")
     assert output.wait_for_attempt(never) == "data-b"
 
@@ -170,7 +170,7 @@ def test_what_came_to_memory_is_compared_with_what_was_committed() -> None:
         output.compare_with_commit("x", [record(0, 1), record(1)])
 
 
-def test_what_was_made_of_an_attempt_that_was_not_committed_is_spoilt() -> None:
+def test_records_of_an_uncommitted_attempt_are_invalidated() -> None:
     """Who has it gives up; those who ask for it then begin with nothing."""
     store = LiveStore()
     output = store.output("rollout")

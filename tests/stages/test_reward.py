@@ -153,5 +153,5 @@ def test_what_could_not_be_judged_is_counted_and_written(compose: Compose, tmp_p
     assert {s for s, record in given.items() if record.info["trouble"]} == longer
     assert all(not given[sample].info["keep"] for sample in longer)
     # The mean is of those that were judged.
-    judged = [float(r.steps["rewards"].sum()) for s, r in given.items() if s not in longer]
-    assert row["reward/mean"] == pytest.approx(sum(judged) / len(judged), abs=1e-5)
+    rewards = [float(r.steps["rewards"].sum()) for s, r in given.items() if s not in longer]
+    assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)

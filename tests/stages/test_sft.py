@@ -86,12 +86,12 @@ def test_one_that_had_reached_its_goal_is_not_trained_further(ctx: Any, tmp_path
 
 def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None:
     """Of the same demonstrations, at the same rate."""
-    asked = []
+    requests = []
 
     class Overflows(Trainer):
         def step(self, records: list[Record], loss: Any, lr: float) -> dict[str, float]:
-            asked.append((records[0].identity.iteration, lr))
-            if len(asked) in (1, 2, 4):
+            requests.append((records[0].identity.iteration, lr))
+            if len(requests) in (1, 2, 4):
                 return {"loss": 9.0, "skipped_steps": 1.0}
             return {**super().step(records, loss, lr), "skipped_steps": 0.0}
 
@@ -99,8 +99,8 @@ def test_a_step_that_overflowed_is_taken_again(ctx: Any, tmp_path: Path) -> None
     curve: Any = fine_tune(ctx, trainer, tmp_path)  # type: ignore[arg-type]
     assert trainer.steps == len(curve) == 4
     assert [row["loss"] for row in curve] == [1.0] * 4
-    assert [step for step, _ in asked] == [0, 0, 0, 1, 1, 2, 3]
-    rates = [rate for _, rate in asked]
+    assert [step for step, _ in requests] == [0, 0, 0, 1, 1, 2, 3]
+    rates = [rate for _, rate in requests]
     assert rates[0] == rates[1] == rates[2]
     assert rates[3] == rates[4]
 

@@ -96,13 +96,13 @@ def test_the_last_token_that_counts_is_the_end_of_a_response(reason: str) -> Non
         info: dict[str, Any] = {"group": number, "policy_version": 0, "stop_reason": reason}
         worth = np.zeros(4, np.float32)
         worth[np.flatnonzero(mask)[-1]] = 1
-        said = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
+        result = np.array([0.25, 9.0, 0.5, 0.75], np.float32)
         identity = RecordId(0, number)
         samples.append(
             TrainingSample(
                 Record(identity, steps, info=info),
                 Record(identity, {"rewards": worth}, info={"keep": 1}),
-                Record(identity, {"values": said, "logprobs": np.zeros(4, np.float32)}),
+                Record(identity, {"values": result, "logprobs": np.zeros(4, np.float32)}),
             )
         )
     advantages, returns = algorithm.compute_advantages(build_step_batch(samples))

@@ -171,12 +171,16 @@ def test_what_is_said_of_its_own_partition_of_cpus_holds(slurm: Path, tmp_path: 
 
 
 def test_what_the_driver_section_says_comes_before_all(slurm: Path, tmp_path: Path) -> None:
-    said = {"account": "own", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "e"}
+    settings = {"account": "own", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "e"}
     needs = needs_of(
-        tmp_path, {"defaults": GPU_JOBS}, sbatch={"exclusive": True, "nice": 9}, mail="ada", **said
+        tmp_path,
+        {"defaults": GPU_JOBS},
+        sbatch={"exclusive": True, "nice": 9},
+        mail="ada",
+        **settings,
     )
     found = options(tmp_path, needs)
-    assert {f"{key}={value}" for key, value in said.items()} <= found
+    assert {f"{key}={value}" for key, value in settings.items()} <= found
     assert {"exclusive", "nice=9", "mail-user=ada", "mail-type=END,FAIL"} <= found
 
 
@@ -210,8 +214,8 @@ def run(slurm: Path, compose: Compose) -> Run:
 def test_a_submitted_driver_is_known_and_stopped_though_banners_surround_its_id(
     run: Run, slurm: Path
 ) -> None:
-    said = submit_run([str(run.folder)], {})
-    assert "job 71 on cpu drives it" in said[0]
+    message = submit_run([str(run.folder)], {})
+    assert "job 71 on cpu drives it" in message[0]
     assert last_driver_job_id(run) == "71"
     assert "job 71, pending" in read_status(run.folder).driver
     with pytest.raises(RunLockedError, match="job 71, pending, drives this run"):

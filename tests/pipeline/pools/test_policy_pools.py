@@ -186,10 +186,10 @@ def test_what_a_lease_answers_it_answers_to_the_end_when_another_comes(driven: D
     driven.given()
     driven.lease(1, 1)
     driven.wants(StageNode("rollout", 3))
-    asked = {
+    settings = {
         order.node: order.policy_workers[0]
         for _, order in driven.given()
         if isinstance(order, StageOrder)
     }
-    assert asked == {"rollout/3": "pool-1-1-r0"}
+    assert settings == {"rollout/3": "pool-1-1-r0"}
     assert driven.orders.policy_pools.is_busy(policy)

@@ -59,7 +59,7 @@ def test_what_a_lost_worker_held_is_given_out_before_the_rest() -> None:
     assert not queue.done
 
 
-def test_no_worker_holds_more_claims_than_keep_it_busy_and_the_earlier_batch_goes_first() -> None:
+def test_workers_hold_few_work_items_and_the_earlier_batch_goes_first() -> None:
     early, late = WorkQueue(3), WorkQueue(9)
     given = assign_work([early, late], {"a": 1.0, "b": 1.0}, 1.0)
     assert next(batch for batch, _, _ in given) is early

@@ -131,11 +131,11 @@ def test_orders_and_reports_cross_in_order(tmp_path: Path, controller: Controlle
     assert events(controller, 1) == [PeerJoined("w", {"gpu": "a100"}, link.incarnation)]
     for i in range(300):
         controller.send_order("w", {"i": i, "deep": [{"x": None}, 1.5, "ü"]})
-    taken: list[dict[str, Any]] = []
-    while len(taken) < 300:
-        taken += link.receive_orders(WAIT_S)
-        assert taken
-    assert taken == [{"i": i, "deep": [{"x": None}, 1.5, "ü"]} for i in range(300)]
+    names: list[dict[str, Any]] = []
+    while len(names) < 300:
+        names += link.receive_orders(WAIT_S)
+        assert names
+    assert names == [{"i": i, "deep": [{"x": None}, 1.5, "ü"]} for i in range(300)]
     for i in range(300):
         link.send_report({"i": i})
     assert events(controller, 300) == [PeerReport("w", {"i": i}) for i in range(300)]
@@ -543,10 +543,10 @@ def test_the_largest_messages_arrive(tmp_path: Path, controller: Controller) -> 
         controller.send_order("w", large)
         link.send_report(large)
     assert len(events(controller, 4)) == 4
-    taken: list[dict[str, Any]] = []
-    while len(taken) < 3:
-        taken += link.receive_orders(WAIT_S)
-    assert taken == [large] * 3
+    names: list[dict[str, Any]] = []
+    while len(names) < 3:
+        names += link.receive_orders(WAIT_S)
+    assert names == [large] * 3
     assert controller.malformed == link.malformed == 0
     controller.poll_events(0)
     link.close()

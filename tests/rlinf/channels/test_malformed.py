@@ -120,7 +120,7 @@ def test_and_takes_what_others_send_afterwards(ends: Ends) -> None:
     other.close()
 
 
-def test_and_hears_workers_afterwards(ends: Ends) -> None:
+def test_a_controller_serves_workers_afterwards(ends: Ends) -> None:
     link = WorkerLink(ends.folder, "w", {})
     ends.controller.send_order("w", {"i": 1})
     assert link.receive_orders(20) == [{"i": 1}]
@@ -196,7 +196,7 @@ def test_a_reader_drops_what_a_writer_that_went_wrong_left(
     source, sink = ring
     before, writes = source.malformed, sink._ring
     assert writes.put(encode_record(Record(RecordId(0, 1))))
-    writes._room[: len(noise)] = np.frombuffer(noise, np.uint8)
+    writes._data[: len(noise)] = np.frombuffer(noise, np.uint8)
     writes._places[(writes._count - 1) % RING_SLOTS] = start, size
     sink.put(Record(RecordId(0, 5)))
     assert source.get().identity.sample == 5

@@ -321,6 +321,6 @@ def test_processes_form_groups_without_an_open_store(tmp_path: Path) -> None:
         )
         for rank in range(3)
     ]
-    said = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in said] == ["0 2.0\n", "0 1.0\n", "0 2.0\n"], said
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in outputs] == ["0 2.0\n", "0 1.0\n", "0 2.0\n"], outputs
     assert [process.returncode for process in processes] == [0, 0, 0]

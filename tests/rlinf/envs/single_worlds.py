@@ -12,4 +12,4 @@ PACKAGES = tuple("numpy")  # no literal, so it is not read
 
 
 def make(id: str, kwargs: dict[str, Any]) -> World:
-    return World([], told=False)
+    return World([], reports=False)

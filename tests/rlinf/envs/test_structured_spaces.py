@@ -84,7 +84,7 @@ def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, see
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "message"),
     [
         (spaces.Text(5), "'x' is Text"),
         (spaces.Sequence(spaces.Discrete(2)), "'x' is Sequence"),
@@ -95,10 +95,10 @@ def test_every_action_of_the_space_can_be_given_and_nothing_else(space: Any, see
     ],
 )
 def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
-    space: Any, said: str
+    space: Any, message: str
 ) -> None:
     world = Sampled(spaces.Dict(x=space, state=spaces.Box(-1, 1, (2,))))
-    with pytest.raises(InvalidEnvConfig, match=said):
+    with pytest.raises(InvalidEnvConfig, match=message):
         flatten_env(world, ObservationSelection())
     left = flatten_env(world, ObservationSelection(ignored=["x"])).reset(seed=1)[0]
     np.testing.assert_array_equal(left["state"], world.shown["state"])
@@ -109,15 +109,15 @@ def test_what_has_no_vector_is_refused_by_its_name_or_left_out_on_request(
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "text"),
     [
         (spaces.MultiDiscrete([100, 100]), "10,000 combinations"),
         (spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))]), "not both"),
         (spaces.Text(3), "vectors"),
     ],
 )
-def test_actions_that_no_policy_gives_are_refused(space: Any, said: str) -> None:
-    with pytest.raises(InvalidEnvConfig, match=f"task.id: its actions are .*{said}"):
+def test_actions_that_no_policy_gives_are_refused(space: Any, text: str) -> None:
+    with pytest.raises(InvalidEnvConfig, match=f"task.id: its actions are .*{text}"):
         flatten_env(Sampled("goals", space), ObservationSelection())
 
 
@@ -129,12 +129,12 @@ def environment(**keys: Any) -> Iterator[GymEnvironment]:
 
 
 def played(task: GymEnvironment, action: np.ndarray, starts: int = 2) -> list[Record]:
-    asked, answers = LocalChannel(), LocalChannel()
+    request, answers = LocalChannel(), LocalChannel()
     act = script(lambda samples, _: np.repeat(action[None], len(samples), 0), lambda _: {})
-    worker = threading.Thread(target=act, args=(asked, answers))
+    worker = threading.Thread(target=act, args=(request, answers))
     worker.start()
     episodes = RolloutRequest(1, 0, "train", range(starts), starts, 1, 8, 1.0)
-    records = list(task.simulate(episodes, asked, answers))
+    records = list(task.simulate(episodes, request, answers))
     worker.join(timeout=30)
     return records
 

@@ -26,9 +26,9 @@ class ToolSpeaksLast(ArithmeticEnvironment):
         for made in super().simulate(episodes, observations, actions):
             mask = np.full(len(made) + 1, float(made.identity.sample != 0), np.float32)
             mask[-1] = 0
-            said = {"actions": 3, "logprobs": 0.0}
+            settings = {"actions": 3, "logprobs": 0.0}
             steps = {
-                name: np.append(column, np.asarray(said[name], column.dtype))
+                name: np.append(column, np.asarray(settings[name], column.dtype))
                 for name, column in made.steps.items()
             }
             yield replace(made, steps={**steps, "mask": mask})

@@ -260,14 +260,18 @@ print(json.dumps([[accepts(folder, n), accepts(folder, n + 1)] for folder, n in 
 def test_vllm_serves_that_length_and_no_greater_one(tmp_path: Path) -> None:
     python = need_environment("vllm")
     known = {name: pair for name, pair in LENGTHS.items() if pair[1] is not None}
-    asked = [
+    requests = [
         (str(write_settings(tmp_path / str(number), settings)), length)
         for number, (settings, length) in enumerate(known.values())
     ]
-    said = subprocess.run(
-        [python, "-c", VLLM], input=json.dumps(asked), capture_output=True, text=True, check=False
+    result = subprocess.run(
+        [python, "-c", VLLM],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    found = json.loads(said.stdout.splitlines()[-1])
+    found = json.loads(result.stdout.splitlines()[-1])
     assert dict(zip(known, found, strict=True)) == {name: [True, False] for name in known}
 
 

@@ -162,8 +162,8 @@ def test_ratios_of_chains_lead_to_actions_that_are_rewarded(tmp_path: Path) -> N
         chained = {**steps, CHAIN_COLUMN: done[CHAIN_COLUMN].numpy()}
         batch = policy.collate([Record(RecordId(0, 0), chained)])
         for _ in range(2):
-            said = policy.evaluate(batch, 1.0).logprobs[0]
-            ratios = (said - done["logprob"]).sum(-1).exp()
+            outputs = policy.evaluate(batch, 1.0).logprobs[0]
+            ratios = (outputs - done["logprob"]).sum(-1).exp()
             clipped = ratios.clamp(0.8, 1.28)
             loss = -torch.minimum(ratios * advantages, clipped * advantages).mean()
             optimizer.zero_grad()
@@ -181,8 +181,8 @@ def test_processes_that_share_it_out_learn_what_one_learns(tmp_path: Path) -> No
         )
         for rank in "01"
     ]
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs
 
 
 @pytest.mark.parametrize(

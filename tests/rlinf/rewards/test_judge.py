@@ -82,8 +82,8 @@ def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
     found = said(reward, "2", "two", "22", "2")
     assert [worth for worth, _, _ in found] == pytest.approx([1.2, 1.6, 1.4, 1.2])
     assert all(kept and not trouble for _, kept, trouble in found)
-    assert len(server.asked) == 3, "equal questions are asked once"
-    first = next(a for a in server.asked if "R: 2 " in a["messages"][1]["content"])
+    assert len(server.requests) == 3, "equal questions are asked once"
+    first = next(a for a in server.requests if "R: 2 " in a["messages"][1]["content"])
     assert first == {
         "model": "tiny",
         "messages": [
@@ -104,7 +104,7 @@ def test_what_a_response_says_is_no_template() -> None:
 def test_a_field_that_is_not_there_is_named(server: ChatServer) -> None:
     with pytest.raises(DataError, match=r"reward.prompt: .*\{unti\}; did you mean 'unit'"):
         said(judge(server, prompt="{response} {unti}"), "2")
-    assert not server.asked
+    assert not server.requests
 
 
 @pytest.mark.parametrize(("fallback", "worth", "kept"), [("mask", 0.0, False), (-0.5, -0.5, True)])
@@ -133,14 +133,14 @@ def test_a_repeated_stage_asks_for_nothing_that_was_answered(
 ) -> None:
     server.answer = by_length
     first = said(judge(server, tmp_path), "2", "two", "22")
-    asked = len(server.asked)
+    num_requests = len(server.requests)
     server.answer = lambda question: Reply(text="Score: 1")
     assert said(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
-    assert len(server.asked) == asked == 3
+    assert len(server.requests) == num_requests == 3
     # Another question is another one: the model, its settings and the prompt are part of it.
     assert said(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
     assert said(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
 
 
 def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
@@ -150,9 +150,9 @@ def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
     with pytest.raises(ConfigError, match="status 401"):
         said(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
     server.answer = lambda question: Reply()
-    server.asked.clear()
+    server.requests.clear()
     said(judge(server, tmp_path), "a", "b", "c", "d")
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
 def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path
     found = said(judge(server, tmp_path, endpoint=budget), "a", "b")
     found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
     assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_p
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(server.asked) == 20
+    assert len(server.requests) == 20
     assert Counter(trouble for _, _, trouble in found) == {"": 20, "over_budget": 100}
 
 
@@ -197,7 +197,7 @@ def test_starts_that_send_little_take_no_more_of_the_budget(
     for texts in (["a"], ["b", "c"], ["d"]):
         said(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
     blocks = [int(path.read_text()) for path in (tmp_path / "requests").iterdir()]
-    assert sum(blocks) == len(server.asked) == 5
+    assert sum(blocks) == len(server.requests) == 5
 
 
 def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_pat
     for path in tmp_path.glob("*.jsonl"):
         path.unlink()
     said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
 
 
 def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
@@ -361,22 +361,22 @@ def test_rewards_that_are_made_anew_are_asked_for_and_paid_for_anew(
     from pipeline.commands.experiment import run_experiment
     from pipeline.resume import OnMismatch
 
-    asked = list[str]()
+    requests = list[str]()
 
     def answer(question: str) -> Reply:
-        asked.append(question)
+        requests.append(question)
         return Reply(text=f"Score: {len(question) % 2}")
 
     server.answer = answer
     words = ["iterations=1", "reward=judge", f"reward.endpoint.base_url={server.url}"]
     words += ["reward.model=tiny", "evaluate.samples=2", "reward.endpoint.max_requests=24"]
     run_experiment(compose(*words))
-    first = sorted(asked)
+    first = sorted(requests)
     run_experiment(compose(*words, "optimizer.lr=0.5"), OnMismatch.RECOMPUTE)
-    assert sorted(asked) == first, "the rewards did not depend on it"
+    assert sorted(requests) == first, "the rewards did not depend on it"
     run_experiment(compose(*words, "reward.scale=2.0"), OnMismatch.RECOMPUTE)
     assert 12 < len(first) <= 24, "both together are more than the budget of one"
-    assert sorted(asked) == sorted([*first, *first])
+    assert sorted(requests) == sorted([*first, *first])
     (old,) = (tmp_path / "tiny" / "archive").glob("*/reward-cache/*.jsonl")
     assert len(old.read_text().splitlines()) == len(first)
 

@@ -158,5 +158,5 @@ def test_ranks_train_and_save_without_a_pickle_or_an_open_store(tmp_path: Path) 
         processes.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    said = [process.communicate(timeout=200) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * 2, said
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * 2, outputs

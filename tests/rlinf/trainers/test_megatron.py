@@ -83,7 +83,7 @@ def run(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Metrics and outcome of steps by processes of a layout."""
     (out / "channels").mkdir(parents=True)
-    said = {
+    message = {
         "folder": str(folder),
         "out": str(out),
         "layout": layout,
@@ -95,7 +95,7 @@ def run(
     python = need_environment("megatron")
     processes = [
         subprocess.Popen(
-            [python, "-c", PROGRAM, json.dumps(said), str(rank)],
+            [python, "-c", PROGRAM, json.dumps(message), str(rank)],
             cwd=package_paths.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

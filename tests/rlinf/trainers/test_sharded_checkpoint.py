@@ -85,8 +85,8 @@ def together(folder: Path, size: int) -> None:
         )
         for rank in range(size)
     ]
-    said = [process.communicate(timeout=120) for process in processes]
-    assert [out for out, _ in said] == ["ok\n"] * size, said
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in outputs] == ["ok\n"] * size, outputs
 
 
 def state(fill: float) -> dict[str, Any]:

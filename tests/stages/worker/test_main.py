@@ -66,12 +66,12 @@ class Bench:
         deadline = time.monotonic() + timeout_s
         while node not in self.reports and time.monotonic() < deadline:
             for event in self.controller.poll_events(0.1):
-                said = read_report(event.content) if isinstance(event, PeerReport) else None
-                if isinstance(said, StageEnded):
-                    self.reports[said.node] = said
-        said = self.reports[node]
-        assert not said.exit_code, said.reason
-        return said
+                report = read_report(event.content) if isinstance(event, PeerReport) else None
+                if isinstance(report, StageEnded):
+                    self.reports[report.node] = report
+        report = self.reports[node]
+        assert not report.exit_code, report.reason
+        return report
 
     def close(self) -> None:
         self.controller.send_order(NAME, messages.ShutDown().to_dict())
@@ -242,19 +242,19 @@ def test_a_stage_under_way_that_is_ordered_once_more_is_told_so_and_computed_onc
     """By the driver after one that died: it may be the only one that the policy has heard."""
     goes_on = threading.Event()
     began: list[str] = []
-    told: list[str] = []
+    calls: list[str] = []
 
     def rollout(ctx: StageContext) -> None:
         began.append(ctx.data_folder.name)
         goes_on.wait(20)
 
     monkeypatch.setattr(stages.rollout, "run", rollout)
-    monkeypatch.setattr(PolicyClient, "update_order", lambda _, order: told.append(order.attempt))
+    monkeypatch.setattr(PolicyClient, "update_order", lambda _, order: calls.append(order.attempt))
     one = order("rollout", 0).model_copy(update={"policy_workers": ("policy-r0",)})
     bench.order(one)
     assert until(lambda: bool(began))
     bench.order(one.model_copy(update={"attempt": "second"}))
-    assert until(lambda: bool(told))
+    assert until(lambda: bool(calls))
     goes_on.set()
     bench.ended("rollout/0")
-    assert (began, told) == (["data-rollout0"], ["second"])
+    assert (began, calls) == (["data-rollout0"], ["second"])

@@ -60,14 +60,14 @@ class Steps:
         self, episodes: RolloutRequest, observations: Any, actions: Any
     ) -> Iterator[Record]:
         for step in range(self.steps):
-            asked = [self.sample, self.sample + 1]
-            for sample in asked:
+            requests = [self.sample, self.sample + 1]
+            for sample in requests:
                 seen = np.full((1, self.columns), 10.0 * sample + step, np.float32)
                 columns = {"sample": np.array([sample]), "seen": seen}
                 observations.put(Record(RecordId(3, sample), columns))
-            replies = [actions.get() for _ in asked]
+            replies = [actions.get() for _ in requests]
             found = {int(r.steps["sample"][0]): float(r.steps["action"].flat[0]) for r in replies}
-            assert found == {sample: 20.0 * sample + 2 * step for sample in asked}
+            assert found == {sample: 20.0 * sample + 2 * step for sample in requests}
             assert self.go_on.wait(10)
         yield Record(RecordId(3, self.sample))
         observations.close()
@@ -196,8 +196,8 @@ def test_each_gets_the_replies_to_its_own_requests_and_the_last_what_they_took(
     asking = [sides.simulators(f"sim-r{n}", Steps(4 * n)) for n in (0, 1)]
     assert [len(one.ended().made) for one in asking] == [1, 1]
     assert not any(one.error for one in asking)
-    told = [span["name"] for one in asking for span in one.spans]
-    assert told.count("generate") == 1
+    values = [span["name"] for one in asking for span in one.spans]
+    assert values.count("generate") == 1
     until(lambda: not sides.desk.is_busy)
 
 
@@ -228,7 +228,7 @@ def test_who_asks_before_the_order_has_come_is_answered(sides: Sides) -> None:
     assert len(one.ended().made) == 1
 
 
-def test_later_stages_of_the_device_come_after_and_earlier_ones_do_not_wait_for_who_is_late(
+def test_serving_keeps_its_position_and_never_waits_for_late_clients(
     sides: Sides,
 ) -> None:
     """A service keeps its turn while it answers, and only then."""
@@ -318,8 +318,10 @@ def test_more_than_a_worker_that_asks_takes_in_a_reply_fails_the_stage(
     one = sides.simulators("sim-r0", Steps(0)).ended()
     assert one.error is not None
     assert one.error.exit_code == EXIT_BAD_INPUT
-    said = r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
-    assert re.search(said, str(one.error))
+    message = (
+        r"answers sim-r0 in one step of rollout/3 takes \d+ bytes, .* 4096: .*max_parallel_envs"
+    )
+    assert re.search(message, str(one.error))
     until(lambda: not sides.desk.is_busy)
 
 

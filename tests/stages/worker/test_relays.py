@@ -73,9 +73,9 @@ def test_records_and_their_end_reach_all_by_way_of_one(tmp_path: Path) -> None:
     sender.close()
     assert until(lambda: all(rank.stream.is_complete(range(9)) for rank in ranks))
     for rank in ranks:
-        taken = rank.stream.read(range(9))
-        assert [int(record.steps["x"][0]) for record in taken] == list(range(5))
-        assert {str(record.info) for record in taken} == {"{'group': 7}"}
+        chosen = rank.stream.read(range(9))
+        assert [int(record.steps["x"][0]) for record in chosen] == list(range(5))
+        assert {str(record.info) for record in chosen} == {"{'group': 7}"}
     for rank in [maker, *ranks]:
         rank.close()
 

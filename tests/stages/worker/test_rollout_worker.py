@@ -61,9 +61,9 @@ class Bench:
         self.generator.enqueue(GenerateStarts(**{**about, **usual, **more}))
 
     def report(self, code: int = 0) -> WorkItemEnded:
-        said = self.reports.get(timeout=60)
-        assert said.exit_code == code, said.reason
-        return said
+        report = self.reports.get(timeout=60)
+        assert report.exit_code == code, report.reason
+        return report
 
     def weights(self, out: str, attempt: str) -> None:
         """Have weights come to the store: the first ones, by another name."""
@@ -125,8 +125,12 @@ def test_a_claim_that_was_not_begun_is_handed_over_whole(bench: Bench) -> None:
     with bench.turns.add((0, 0, 0)):
         bench.generate("waits", 0, 1)
         bench.generator.reassign("waits", "w")
-        said = bench.report()
-    assert (said.unfinished_starts, said.num_partial_samples, said.successor) == ((0, 1), 0, "")
+        report = bench.report()
+    assert (report.unfinished_starts, report.num_partial_samples, report.successor) == (
+        (0, 1),
+        0,
+        "",
+    )
 
 
 def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) -> None:
@@ -138,14 +142,14 @@ def test_the_tail_of_a_claim_goes_to_its_heir_who_goes_on_with_it(bench: Bench) 
     while not bench.turns.is_busy:
         time.sleep(0)
     bench.generator.reassign("cut", "w")
-    said = bench.report()
-    assert 1 <= said.num_partial_samples <= len(whole) // 4, "a quarter or less is handed over"
-    assert set(said.unfinished_starts) <= {0, 1}
+    report = bench.report()
+    assert 1 <= report.num_partial_samples <= len(whole) // 4, "a quarter or less is handed over"
+    assert set(report.unfinished_starts) <= {0, 1}
     channel = partial_samples_channel("cut")
     begun = PartialSamples(
-        work_item=0, channel=channel, num_samples=said.num_partial_samples, weights_attempt=None
+        work_item=0, channel=channel, num_samples=report.num_partial_samples, weights_attempt=None
     )
-    bench.generate("heir", *said.unfinished_starts, output=out, partial=begun)
+    bench.generate("heir", *report.unfinished_starts, output=out, partial=begun)
     assert not bench.report().unfinished_starts
     assert bench.texts(out, len(whole)) == whole
 
@@ -164,9 +168,9 @@ def test_a_work_item_uses_uncommitted_weights_from_the_live_store(bench: Bench) 
     bench.report()
     bench.weights(SYNC, "data-a")
     bench.generate("live", 0, iteration=1, weights=SYNC, weights_attempt="data-a")
-    said = bench.report()
-    assert [name for name, *_ in said.spans] == ["load", "generate"]
-    assert not said.used_disk_fallback
+    report = bench.report()
+    assert [name for name, *_ in report.spans] == ["load", "generate"]
+    assert not report.used_disk_fallback
     made_of(bench, "data-a")
     with pytest.raises(UpstreamFailed):
         made_of(bench, "data-b")

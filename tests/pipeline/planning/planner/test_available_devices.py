@@ -101,14 +101,14 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     whole = inventory(max_nodes_per_job=1)
     found, notes = select_devices(whole, SiteConfig(), profile)
     assert notes[-1] == "h100: a job has at most 1 of its 2 nodes (MaxNodes)"
-    asked = PlanRequest(config, profile, found, execution=execution)
-    proposal = propose_plan(asked)
+    request = PlanRequest(config, profile, found, execution=execution)
+    proposal = propose_plan(request)
     assert all(stage.nodes == 1 for stage in proposal.plan.stages.values())
     if execution == "jobs":
         train = proposal.plan.stages["train"].model_copy(update={"nodes": 2})
         stages = {**proposal.plan.stages, "train": train}
         with pytest.raises(PlanError, match="2 requested of h100, where a job has at most 1"):
-            assess_plan(asked, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
+            assess_plan(request, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
 
 
 @GRAINS
@@ -127,8 +127,8 @@ def test_jobs_together_have_no_more_than_the_qos_allows(
     config: RunConfig, execution: Grain, qos: QosLimits, most: int
 ) -> None:
     assert gpus(propose_plan(ask(config, inventory(), execution)).plan) > most
-    asked = ask(config, inventory(qos), execution)
-    plan = propose_plan(asked).plan
+    request = ask(config, inventory(qos), execution)
+    plan = propose_plan(request).plan
     if not ("node" in qos.max_tres_per_user and plan.pools):
         assert gpus(plan) <= most
     assert all(pool.devices.get("h100", 0) <= most for pool in plan.pools)
@@ -149,14 +149,14 @@ def test_no_job_has_more_than_the_qos_allows_one(
 def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
     assert len(propose_plan(ask(config, inventory(), "pools")).plan.pools) > 1
     own = ME.model_copy(update={"max_jobs": 1})
-    asked = ask(config, inventory(None, own), "pools")
-    proposal = propose_plan(asked)
+    request = ask(config, inventory(None, own), "pools")
+    proposal = propose_plan(request)
     assert len(proposal.plan.pools) == 1
     assert proposal.plan.pools[0].workers is None
     # The driver may be a job too.
     for jobs in (2, 3):
-        asked = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "pools")
-        assert len(propose_plan(asked).plan.pools) <= jobs - 1
+        request = ask(config, inventory(None, ME.model_copy(update={"max_jobs": jobs})), "pools")
+        assert len(propose_plan(request).plan.pools) <= jobs - 1
     # A limit that holds for one partition alone.
     own = own.model_copy(update={"partition": "h100"})
     general = ME.model_copy(update={"default_qos": "small"})
@@ -170,8 +170,8 @@ def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
 def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
     config: RunConfig, execution: Grain
 ) -> None:
-    asked = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
-    for stage in propose_plan(asked).plan.stages.values():
+    request = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
+    for stage in propose_plan(request).plan.stages.values():
         assert (stage.time_limit_min or 0) <= 20
     with pytest.raises(PlanError, match="QOS small allows"):
         propose_plan(ask(config, inventory(QosLimits(max_wall_min=0)), execution))
@@ -205,11 +205,11 @@ def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
 
 
 def test_more_nodes_do_not_lift_a_limit(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "jobs")
-    more = with_counts(asked.devices, {"h100": 16})["h100"]
+    request = ask(config, inventory(QosLimits(max_tres_per_job={"gres/gpu": 4})), "jobs")
+    more = with_counts(request.devices, {"h100": 16})["h100"]
     assert (more.count, more.max_job_devices) == (16, 4)
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "jobs")
-    assert with_counts(asked.devices, {"h100": 16})["h100"].count == 3
+    request = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 3})), "jobs")
+    assert with_counts(request.devices, {"h100": 16})["h100"].count == 3
 
 
 def with_spot() -> Inventory:
@@ -271,16 +271,16 @@ def test_what_a_user_may_have_of_one_name_is_no_limit_of_the_other(config: RunCo
 
 
 def test_cpus_of_stages_without_a_gpu_are_counted(config: RunConfig) -> None:
-    asked = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "jobs")
-    plan = propose_plan(asked).plan
+    request = ask(config, inventory(QosLimits(max_tres_per_user={"cpu": 4})), "jobs")
+    plan = propose_plan(request).plan
     stages = [plan.stage_plan(name) for name in plan.stages]
     assert all(stage.cpus * stage.processes * stage.nodes <= 4 for stage in stages)
 
 
 def test_a_plan_by_hand_that_names_no_partition_is_of_the_default_one(config: RunConfig) -> None:
-    asked = ask(config, inventory(is_default=True), "jobs")
+    request = ask(config, inventory(is_default=True), "jobs")
     by_hand = Plan(defaults=StagePlan(gpus=1))
-    found = assess_plan(asked, by_hand, "plan.yaml")
+    found = assess_plan(request, by_hand, "plan.yaml")
     assert {row.place for row in found.rows} == {"h100"}
     with pytest.raises(PlanError, match=r"stages\.\w+\.partition: not given; one of a100, h100"):
         assess_plan(ask(config, inventory(), "jobs"), by_hand, "plan.yaml")
@@ -309,14 +309,14 @@ def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
 ) -> None:
     """It asks for four with each GPU: one GPU, or none."""
     tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100")
-    asked = ask(config, tight, execution, given=True)
-    found = assess_plan(asked, by_hand(execution, 1), "plan.yaml")
+    request = ask(config, tight, execution, given=True)
+    found = assess_plan(request, by_hand(execution, 1), "plan.yaml")
     free = ask(config, inventory(None, ME, "h100"), execution)
     expected = assess_plan(free, by_hand(execution, 1), "plan.yaml").forecast
     assert found.forecast.iteration_s == expected.iteration_s
     assert found.bound <= found.forecast.cost
     with pytest.raises(PlanError, match=rf"8 requested in all, QOS small allows .* {most} \(cpu\)"):
-        assess_plan(asked, by_hand(execution, 4), "plan.yaml")
+        assess_plan(request, by_hand(execution, 4), "plan.yaml")
 
 
 def test_stages_of_a_plan_by_hand_wait_for_what_they_ask_for(config: RunConfig) -> None:
@@ -353,16 +353,16 @@ def test_the_default_partition_has_its_own_settings_of_the_site(
     me = ME.model_copy(update={"qos": (*limits,), "default_qos": "small"})
     there = inventory(None, me, "h100", is_default=True)
     there = there.model_copy(update={"limits": AccountingLimits(associations=(me,), qos=limits)})
-    asked = ask(config, there, execution, site)
+    request = ask(config, there, execution, site)
     for minutes, allowed in ((50, True), (51, False)):
         plan = by_hand(execution, 1, None)
         defaults = plan.defaults.model_copy(update={"time_limit_min": minutes})
         plan = plan.model_copy(update={"defaults": defaults})
         if allowed:
-            assert assess_plan(asked, plan, "plan.yaml").forecast.iteration_s > 0
+            assert assess_plan(request, plan, "plan.yaml").forecast.iteration_s > 0
         else:
             with pytest.raises(PlanError, match="51 minutes requested, QOS long allows 50"):
-                assess_plan(asked, plan, "plan.yaml")
+                assess_plan(request, plan, "plan.yaml")
 
 
 def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
@@ -374,7 +374,7 @@ def test_pools_that_do_not_say_how_many_gpus_count_with_one_for_each_process(
 
 
 def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) -> None:
-    asked = ask(config, inventory(max_nodes_per_job=1), "pools")
+    request = ask(config, inventory(max_nodes_per_job=1), "pools")
     rest = {"stages": EVERY[1:], "devices": {"a100": 2}}
     stages = {"rollout": {"processes": 1, "gpus": 1}, "train": {"processes": 2, "gpus": 2}}
 
@@ -383,22 +383,22 @@ def test_an_elastic_pool_is_as_many_jobs_as_it_has_workers(config: RunConfig) ->
         values = {"stages": stages, "pools": [elastic, rest]}
         return parse_plan(values, "plan")
 
-    found = assess_plan(asked, given(workers=4), "plan.yaml")
+    found = assess_plan(request, given(workers=4), "plan.yaml")
     assert found.forecast.stages["rollout"].breakdown_s["work"] < 40 / 2 / 2
     with pytest.raises(PlanError, match=r"pools\[0\]\.devices: 4 h100 requested, .* at most 2"):
-        assess_plan(asked, given(), "plan.yaml")
+        assess_plan(request, given(), "plan.yaml")
     pins = {"rollout": frozenset({"h100"}), **dict.fromkeys(EVERY[1:], frozenset({"a100"}))}
-    plan = propose_plan(replace(asked, pins=pins)).plan
+    plan = propose_plan(replace(request, pins=pins)).plan
     (pool,) = [pool for pool in plan.pools if "rollout" in pool.stages]
     assert (pool.devices, pool.workers) == ({"h100": 4}, 4)
 
 
 def test_the_limit_is_named_where_other_sizes_are_merely_unknown(config: RunConfig) -> None:
     there = inventory(QosLimits(max_tres_per_job={"gres/gpu": 1}), ME, "h100")
-    asked = ask(config, there, "jobs")
-    own = asked.devices["h100"]
+    request = ask(config, there, "jobs")
+    own = request.devices["h100"]
     points = [p for p in own.profile.points if p.stage != "train" or p.processes == 2]
     few = own.profile.model_copy(update={"points": tuple(p for p in points if p.samples == 32)})
-    asked = replace(asked, devices={"h100": replace(own, profile=few)})
+    request = replace(request, devices={"h100": replace(own, profile=few)})
     with pytest.raises(PlanError, match=r"stage 'train' fits nowhere: h100: .*QOS small allows"):
-        asked.stage_options()
+        request.stage_options()

@@ -89,8 +89,8 @@ def test_a_pass_measures_every_stage_and_a_second_one_is_done_at_once(
         trial = load_trial(path)
         assert trial is not None
         assert trial.iterations >= 2
-        told = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
-        for case in told.cases * MIN_REPEATS:
+        values = ProfileTask.model_validate_json((path.parent / "task.json").read_text())
+        for case in values.cases * MIN_REPEATS:
             trial = trial.with_repeat(case, 1.0)
         trial.save(path)
     monkeypatch.setattr(

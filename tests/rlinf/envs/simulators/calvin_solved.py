@@ -24,9 +24,9 @@ told = []
 
 
 def step() -> None:
-    asked = world.instruction
+    request = world.instruction
     came = world.step(np.array([0.0] * 6 + [1.0]))
-    told.append([asked, *map(float, came[1:4]), came[4]["success"]])
+    told.append([request, *map(float, came[1:4]), came[4]["success"]])
 
 
 step()

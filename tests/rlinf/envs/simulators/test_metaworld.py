@@ -52,7 +52,7 @@ def process(made: None) -> Iterator[SubprocessVectorEnv]:
         yield found
 
 
-def test_names_of_several_tasks_are_the_packages_and_observations_end_with_the_task() -> None:
+def test_task_sets_are_those_of_the_package_and_observations_end_with_the_task() -> None:
     program = (
         "import json, metaworld.env_dict as d; "
         "print(json.dumps({'MT10': list(d.MT10_V3), 'MT50': list(d.ALL_V3_ENVIRONMENTS)}))"
