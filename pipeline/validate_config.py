@@ -292,14 +292,14 @@ def check_layouts(config: RunConfig, plan: Plan) -> None:
     of = plan.stage_pools() if plan.pools else {}
     needs = [pool_resources(plan, number) for number in range(len(plan.pools))]
     sizes = [sum(part.nodes * part.processes for part in parts) for parts in needs]
-    comes_and_goes = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
+    elastic_stages = {stage for pool in plan.pools if pool.workers for stage in pool.stages}
     layouts: dict[tuple[int, str], tuple[str, ParallelLayout]] = {}
     for stage, spec in plan.flow.all_stages.items():
         key, job = f"plan.stages.{stage}.layout", plan.stage_plan(stage)
         layout = job.layout
         pool = of.get(stage)
         size = job.nodes * job.processes if pool is None else sizes[pool]
-        size = 1 if stage in comes_and_goes else size
+        size = 1 if stage in elastic_stages else size
         loads = spec.holds or plan.flow.all_stages.get(spec.colocate_with or "", spec).holds
         if loads is not None and of and not spec.single_process:
             first, other = layouts.setdefault((of[stage], loads), (stage, layout))

@@ -369,14 +369,14 @@ def _check_job(needs: JobResources, hierarchy: tuple[_Rules, ...], where: str) -
             f"{wall[0]}; lower it (a stage that runs out of time is requeued and goes on)"
         )
     for resource, key, amount in _amounts(needs):
-        for limits, whom in (("per_job", "a job"), ("in_all", "all jobs together")):
+        for limits, scope in (("per_job", "a job"), ("in_all", "all jobs together")):
             first = next((r for r in hierarchy if resource in getattr(r, limits)), None)
             if first is None:
                 continue
             most = getattr(first, limits)[resource]
             if amount > most:
                 raise PlanError(
-                    f"{where}.{key}: {amount} requested in all, {first.who} allows {whom} {most} "
+                    f"{where}.{key}: {amount} requested in all, {first.who} allows {scope} {most} "
                     f"({resource}); lower it or choose another account, QOS or partition"
                 )
 

@@ -394,8 +394,8 @@ class StageDispatcher:
                 policy_workers=self.policy_pools.workers(node),
             )
             if order.policy_workers:
-                comes = WEIGHTS in self._live[node]
-                self.policy_pools.begin(node, order, member.workers(ranks), live=comes)
+                is_live = WEIGHTS in self._live[node]
+                self.policy_pools.begin(node, order, member.workers(ranks), live=is_live)
             if node.stage == self._flow.publish_stage:
                 self._generators.invalidate_weights(order.output)
             if gathers:

@@ -321,9 +321,9 @@ class SyncVectorEnv:
         if not hasattr(env, "expert_action"):
             raise InvalidEnvConfig(NO_EXPERT_MESSAGE)
         observation, rows = env.reset(seed=seed)[0], []
-        look = ObservationReader(env)
+        reader = ObservationReader(env)
         for _ in range(most):
-            row = prefix_observations(look.read(observation))
+            row = prefix_observations(reader.read(observation))
             action = np.array(env.expert_action())
             (does,) = to_env_actions(env.action_space, action[None])
             if hasattr(env.action_space, "low"):

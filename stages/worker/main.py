@@ -208,8 +208,8 @@ class PoolWorker:
                             self._policy_server.end_attempt(order)
                             self._policy_clients.end_attempt(order)
                 # Reserve all slots before any stage begins, so that all ranks see the same order.
-                begun = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
-                for stage, thread in [(stage, self._stage_thread(stage)) for stage in begun]:
+                ordered = [stage for o in orders if isinstance(o, RunStages) for stage in o.stages]
+                for stage, thread in [(stage, self._stage_thread(stage)) for stage in ordered]:
                     if thread is not None:
                         (
                             self._generator.submit(thread.run)

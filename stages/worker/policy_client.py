@@ -90,7 +90,7 @@ class PolicyFailed(RlinfError):
         self.exit_code = failed.exit_code
 
 
-class _OrderedAnew(Exception):
+class _Reordered(Exception):
     """The stage was ordered again by another driver before the policy confirmed a slot."""
 
 
@@ -221,7 +221,7 @@ class PolicyClient(Channel):
             self._policy = order.policy_workers[self._rank % len(order.policy_workers)]
             try:
                 self._open(ctx)
-            except _OrderedAnew:
+            except _Reordered:
                 self._words.clear()
                 if self._peer is not None:
                     self._peer.close()
@@ -288,7 +288,7 @@ class PolicyClient(Channel):
         if self._ctx is not None and self._ctx.should_stop():
             raise RequeueRequested(f"{self._ctx.stage}: stopping while waiting for the policy")
         if self._newest is not self._order and not self._answered:
-            raise _OrderedAnew
+            raise _Reordered
 
     def _give(self, item: Block) -> None:
         self._check()

@@ -53,7 +53,7 @@ class Shuffled(GymEnvironment):
 
 
 POOL = "{stages: [rollout, reward, inference, train], devices: {local: 1}}"
-GRAINS = {
+EXECUTIONS = {
     "jobs": ["cluster=local"],
     "pools": ["cluster=local", f"++plan={{pools: [{POOL}]}}"],
 }
@@ -133,12 +133,12 @@ def test_best_weights_that_were_removed_are_not_passed_off(compose: Compose) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_every_way_to_run_keeps_the_same_best_weights(
     compose: Compose, tmp_path: Path, execution: str
 ) -> None:
     found = {}
-    for name, words in (("process", []), (execution, GRAINS[execution])):
+    for name, words in (("process", []), (execution, EXECUTIONS[execution])):
         own = ["task.name=tests.pipeline.test_best:Shuffled", f"run.name={name}", *words]
         run_experiment(compose(*SMALL, *own, "iterations=5", experiment="cartpole_ppo"))
         found[name] = best_version(tmp_path / name)

@@ -56,9 +56,9 @@ def test_stages_run_under_the_interpreter_of_what_they_compute_with(
     assert not values.exists()
     names = ["engine.python=small", f"cluster.site={site}", "run.name=named"]
     run_experiment(compose("cluster=local", "iterations=1", *names))
-    told_of = [line.split() for line in values.read_text().splitlines()]
+    commands = [line.split() for line in values.read_text().splitlines()]
     # Others of its processes look whether it is fit.
-    ran = {words[words.index("stages") + 1] for words in told_of if "stages" in words}
+    ran = {words[words.index("stages") + 1] for words in commands if "stages" in words}
     assert ran == {"rollout", "evaluate"}
     assert contents(tmp_path / "named") == contents(tmp_path / "plain"), (
         "it is no part of an identity"

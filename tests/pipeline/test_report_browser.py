@@ -48,7 +48,7 @@ def window() -> Iterator[Browser]:
 def opened(window: Browser, page: Path) -> Browser:
     window.size(1300, 900)
     window.open(page)
-    assert window.said() == []
+    assert window.errors() == []
     return window
 
 
@@ -72,7 +72,7 @@ def test_every_metric_is_drawn_and_nothing_is_fetched(opened: Browser, long_run:
         opened.run("return [...document.querySelectorAll('.draw')].map((d) => d.plot.spec.name)")
     )
     assert opened.run("return performance.getEntriesByType('resource').length") == 0
-    assert opened.said() == []
+    assert opened.errors() == []
 
 
 def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(opened: Browser) -> None:
@@ -246,7 +246,7 @@ def test_markup_in_a_run_is_text_in_the_page(
         "return [...document.querySelectorAll('.plot code')].map((e) => e.innerText)"
     )
     assert f"train/{HOSTILE}" in titles
-    assert opened.said() == []
+    assert opened.errors() == []
 
 
 def shown(opened: Browser, selector: str) -> list[float]:

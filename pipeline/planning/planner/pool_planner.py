@@ -76,9 +76,9 @@ def assess_pools(
     )
     placement = _placement(problem, plan, where)
     predicted = Predictor(problem).predict(placement)
-    held = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
+    allocated = gpus_by_job(placement.pools, [np.array(pool)[:, None] for pool in placement.gpus])
     total = np.array([float(predicted.total_s)])
-    cost = float(request.get_objective().cost(problem, total, held)[0])
+    cost = float(request.get_objective().cost(problem, total, allocated)[0])
     own, better = PlacementSolution(placement, predicted, cost, cost, True), list[AlternativePlan]()
     with suppress(PlanError):  # as the planner would ask for them no jobs may run
         among, _ = build_pool_problem(planning)
@@ -155,8 +155,8 @@ def _placement(problem: PlacementProblem, plan: Plan, where: str) -> Placement:
         for s in members:
             gpus = placement.gpus_of(s)
             if not np.isfinite(predictor.duration(s, np.array(gpus)[:, None])[0]):
-                held = zip(gpus, problem.kinds, strict=True)
-                there = " ".join(f"{n} {kind.name}" for n, kind in held if n)
+                allocated = zip(gpus, problem.kinds, strict=True)
+                there = " ".join(f"{n} {kind.name}" for n, kind in allocated if n)
                 raise PlanError(
                     f"{where}: pools: {stages[s]} cannot run on {there}, or nothing is known of "
                     "it there; measure with: rlinf profile"
@@ -282,9 +282,9 @@ def _plan(request: PlanRequest, problem: PlacementProblem, placement: Placement)
 def _pool(problem: PlacementProblem, placement: Placement, job: tuple[int, ...]) -> PoolPlan:
     """Return a pool as one job if possible; otherwise as a job per device, for generators only."""
     stages = tuple(problem.stages[s].name for s in placement.stages_of(job))
-    held = np.array(placement.gpus)[list(job)].sum(0)
-    devices = {kind.name: int(n) for kind, n in zip(problem.kinds, held, strict=True) if n}
-    if not problem.is_single_job(held):
+    allocated = np.array(placement.gpus)[list(job)].sum(0)
+    devices = {kind.name: int(n) for kind, n in zip(problem.kinds, allocated, strict=True) if n}
+    if not problem.is_single_job(allocated):
         return PoolPlan(stages=stages, devices=devices, workers=sum(devices.values()))
     if len(job) == 1:
         return PoolPlan(stages=stages, devices=devices)
@@ -323,8 +323,8 @@ def _described(problem: PlacementProblem, placement: Placement, job: tuple[int, 
     def names(stages: Iterable[int]) -> str:
         return "+".join(problem.stages[s].name for s in stages)
 
-    held = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
-    there = " ".join(f"{n} {kind.name}" for kind, n in held if n)
+    allocated = zip(problem.kinds, np.array(placement.gpus)[list(job)].sum(0), strict=True)
+    there = " ".join(f"{n} {kind.name}" for kind, n in allocated if n)
     if len(job) == 1:
         return f"{names(placement.pools[job[0]])} on {there}"
     parts = []

@@ -324,8 +324,8 @@ class StageBench:
         self.overhead("imports", self.imports_s + late)
 
     def _trainer(self) -> Trainer | None:
-        held = self.worker_state.trainer
-        return None if held is None else held.trainer
+        loaded = self.worker_state.trainer
+        return None if loaded is None else loaded.trainer
 
     def measure_offload(self) -> None:
         """Offload the trainer's state to the host's memory and load it again."""

@@ -53,7 +53,7 @@ def stepped(world):
     options = FSDPConfig(device="cpu", fsdp_wrap_min_mb=0, max_tokens_per_microbatch=400)
     policy = SmolVLAPolicy.load(folder, config)
     trainer = FSDPTrainer(policy, options, OptimizerSection(), world)
-    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
     trainer.step(records, loss, lr=1e-3)
     return trainer.full_state_dict()
 
@@ -200,7 +200,7 @@ def test_ways_of_training_have_the_same_loss_and_learn(
     if "lora" in options:
         pytest.importorskip("peft")
     policy, records = made(tmp_path), rolled_out(tmp_path)
-    loss = loss_from_steps(lambda said, spans: (1e-3 * said.logprobs.square().sum(), {}))
+    loss = loss_from_steps(lambda outputs, spans: (1e-3 * outputs.logprobs.square().sum(), {}))
     known = policy.module.state_dict()
     found = []
     for each in ({}, options):

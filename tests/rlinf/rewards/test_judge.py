@@ -65,7 +65,7 @@ def judge(
     )
 
 
-def said(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
+def results_of(reward: JudgeReward, *texts: str) -> list[tuple[float, bool, str]]:
     found = reward.compute_results(trajectories(*texts), [])
     return [(float(np.sum(j.reward)), j.valid, j.failure) for j in found]
 
@@ -79,7 +79,7 @@ def by_length(question: str) -> Reply:
 def test_each_response_has_its_own_verdict(server: ChatServer) -> None:
     server.answer = by_length
     reward = judge(server, scale=2.0, offset=1.0, system_prompt="Be fair.", extra_body={"seed": 3})
-    found = said(reward, "2", "two", "22", "2")
+    found = results_of(reward, "2", "two", "22", "2")
     assert [worth for worth, _, _ in found] == pytest.approx([1.2, 1.6, 1.4, 1.2])
     assert all(kept and not trouble for _, kept, trouble in found)
     assert len(server.requests) == 3, "equal questions are asked once"
@@ -103,7 +103,7 @@ def test_what_a_response_says_is_no_template() -> None:
 
 def test_a_field_that_is_not_there_is_named(server: ChatServer) -> None:
     with pytest.raises(DataError, match=r"reward.prompt: .*\{unti\}; did you mean 'unit'"):
-        said(judge(server, prompt="{response} {unti}"), "2")
+        results_of(judge(server, prompt="{response} {unti}"), "2")
     assert not server.requests
 
 
@@ -118,7 +118,7 @@ def test_what_is_not_answered_has_the_fallback_and_says_why(
         "d": Reply(),
     }
     server.answer = lambda question: replies[question.partition("R: ")[2][0]]
-    found = said(judge(server, fallback=fallback), "a", "b", "c", "d")
+    found = results_of(judge(server, fallback=fallback), "a", "b", "c", "d")
     assert found == [
         (worth, kept, "unanswered"),
         (worth, kept, "unreadable"),
@@ -132,14 +132,14 @@ def test_a_repeated_stage_asks_for_nothing_that_was_answered(
     server: ChatServer, tmp_path: Path
 ) -> None:
     server.answer = by_length
-    first = said(judge(server, tmp_path), "2", "two", "22")
+    first = results_of(judge(server, tmp_path), "2", "two", "22")
     num_requests = len(server.requests)
     server.answer = lambda question: Reply(text="Score: 1")
-    assert said(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
+    assert results_of(judge(server, tmp_path), "22", "2", "two") == [first[2], first[0], first[1]]
     assert len(server.requests) == num_requests == 3
     # Another question is another one: the model, its settings and the prompt are part of it.
-    assert said(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
-    assert said(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
+    assert results_of(judge(server, tmp_path, model="other"), "2") == [(1.0, True, "")]
+    assert results_of(judge(server, tmp_path, temperature=0.5), "2") == [(1.0, True, "")]
     assert len(server.requests) == 5
 
 
@@ -148,17 +148,17 @@ def test_a_stage_that_was_cut_short_asks_for_the_rest_alone(
 ) -> None:
     server.answer = lambda question: Reply(status=401) if "R: c" in question else Reply()
     with pytest.raises(ConfigError, match="status 401"):
-        said(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
+        results_of(judge(server, tmp_path, endpoint={"max_concurrency": 1}), "a", "b", "c", "d")
     server.answer = lambda question: Reply()
     server.requests.clear()
-    said(judge(server, tmp_path), "a", "b", "c", "d")
+    results_of(judge(server, tmp_path), "a", "b", "c", "d")
     assert len(server.requests) == 2
 
 
 def test_what_a_run_may_spend_holds_over_its_starts(server: ChatServer, tmp_path: Path) -> None:
     budget = {"max_requests": 3, "max_concurrency": 1}
-    found = said(judge(server, tmp_path, endpoint=budget), "a", "b")
-    found += said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
+    found = results_of(judge(server, tmp_path, endpoint=budget), "a", "b")
+    found += results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d", "e")
     assert Counter(trouble for _, _, trouble in found) == {"": 5, "over_budget": 2}
     assert len(server.requests) == 3
 
@@ -178,7 +178,7 @@ def test_what_a_run_may_spend_holds_over_its_processes(server: ChatServer, tmp_p
 
     def ask(rank: int) -> None:
         for turn in range(3):
-            found.extend(said(ranks[rank], *(f"{rank}-{turn}-{n}" for n in range(10))))
+            found.extend(results_of(ranks[rank], *(f"{rank}-{turn}-{n}" for n in range(10))))
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -195,7 +195,7 @@ def test_starts_that_send_little_take_no_more_of_the_budget(
     """Each is a process of its own; the last question is tried twice."""
     server.answer = lambda question: Reply(status=503 if "R: d " in question else 200)
     for texts in (["a"], ["b", "c"], ["d"]):
-        said(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
+        results_of(judge(server, tmp_path, endpoint={"max_requests": 5000}), *texts)
     blocks = [int(path.read_text()) for path in (tmp_path / "requests").iterdir()]
     assert sum(blocks) == len(server.requests) == 5
 
@@ -203,10 +203,10 @@ def test_starts_that_send_little_take_no_more_of_the_budget(
 def test_what_was_sent_and_never_written_down_counts(server: ChatServer, tmp_path: Path) -> None:
     """As of a process that was killed before the answer came."""
     budget = {"max_requests": 5, "max_concurrency": 1, "max_retries": 0}
-    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
+    results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c")
     for path in tmp_path.glob("*.jsonl"):
         path.unlink()
-    said(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
+    results_of(judge(server, tmp_path, endpoint=budget), "a", "b", "c", "d")
     assert len(server.requests) == 5
 
 
@@ -220,16 +220,16 @@ def test_tokens_of_other_processes_count_as_soon_as_they_are_known(
 
     def answer(question: str) -> Reply:
         server.answer = lambda question: Reply()
-        said(second, "c", "d", "e")
+        results_of(second, "c", "d", "e")
         return Reply()
 
     server.answer = answer
-    assert [trouble for _, _, trouble in said(first, "a", "b")] == ["", "over_budget"]
+    assert [trouble for _, _, trouble in results_of(first, "a", "b")] == ["", "over_budget"]
 
 
 def test_no_more_requests_are_under_way_than_allowed(server: ChatServer) -> None:
     server.answer = lambda question: Reply(wait_s=0.1)
-    said(judge(server, endpoint={"max_concurrency": 3}), *map(str, range(9)))
+    results_of(judge(server, endpoint={"max_concurrency": 3}), *map(str, range(9)))
     assert server.most == 3
 
 
@@ -433,11 +433,13 @@ def test_a_vllm_server_is_asked(tmp_path: Path) -> None:
         }
         made = validate(JudgeConfig, config, "reward")
         texts = ["2", "3", "1+1", "22=", "0"]
-        first = said(JudgeReward(made, RewardResources(folder=tmp_path / "a")), *texts)
+        first = results_of(JudgeReward(made, RewardResources(folder=tmp_path / "a")), *texts)
         assert sum(not trouble for _, _, trouble in first) >= 3, process.log_tail()
         assert all(trouble in ("", "unreadable") for _, _, trouble in first)
         # Greedy: asked anew, without the answers, it says the same.
-        assert said(JudgeReward(made, RewardResources(folder=tmp_path / "b")), *texts) == first
+        assert (
+            results_of(JudgeReward(made, RewardResources(folder=tmp_path / "b")), *texts) == first
+        )
         lines = (tmp_path / "a").glob("*.jsonl")
         assert all(json.loads(x)["tokens"] > 0 for p in lines for x in p.read_text().splitlines())
     finally:

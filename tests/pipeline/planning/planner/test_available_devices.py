@@ -28,7 +28,7 @@ from rlinf.errors import PlanError
 from slurm.inventory import AccountingLimits, Association, Inventory, QosLimits
 from slurm.site import PartitionSettings, SiteConfig, load_site
 from tests.pipeline.planning.planner import clusters
-from tests.pipeline.planning.planner.test_overlap import GRAINS, Grain, config
+from tests.pipeline.planning.planner.test_overlap import EXECUTIONS, Execution, config
 
 __all__ = ["config"]
 ME = Association(cluster="c", account="me", qos=("small",))
@@ -49,7 +49,7 @@ def inventory(
 def ask(
     config: RunConfig,
     there: Inventory,
-    execution: Grain,
+    execution: Execution,
     site: Path | None = None,
     *,
     given: bool = False,
@@ -93,9 +93,9 @@ def test_partitions_that_let_others_in_are_left_out(
     assert "h100" in select_devices(inventory(**rules), named, profile)[0]
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_job_has_no_more_nodes_than_its_partition_allows(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     profile = clusters.profile(config, "h100")
     whole = inventory(max_nodes_per_job=1)
@@ -111,7 +111,7 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
             assess_plan(request, proposal.plan.model_copy(update={"stages": stages}), "plan.yaml")
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize(
     ("qos", "most"),
     [
@@ -124,7 +124,7 @@ def test_a_job_has_no_more_nodes_than_its_partition_allows(
     ],
 )
 def test_jobs_together_have_no_more_than_the_qos_allows(
-    config: RunConfig, execution: Grain, qos: QosLimits, most: int
+    config: RunConfig, execution: Execution, qos: QosLimits, most: int
 ) -> None:
     assert gpus(propose_plan(ask(config, inventory(), execution)).plan) > most
     request = ask(config, inventory(qos), execution)
@@ -134,10 +134,10 @@ def test_jobs_together_have_no_more_than_the_qos_allows(
     assert all(pool.devices.get("h100", 0) <= most for pool in plan.pools)
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("resource", ["gres/gpu", "node"])
 def test_no_job_has_more_than_the_qos_allows_one(
-    config: RunConfig, execution: Grain, resource: str
+    config: RunConfig, execution: Execution, resource: str
 ) -> None:
     plan = propose_plan(
         ask(config, inventory(QosLimits(max_tres_per_job={resource: 1})), execution)
@@ -166,9 +166,9 @@ def test_pools_are_no_more_jobs_than_run_at_once(config: RunConfig) -> None:
     assert sum("h100" in pool.devices for pool in plan.pools) <= 1
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     request = ask(config, inventory(QosLimits(max_wall_min=20)), execution)
     for stage in propose_plan(request).plan.stages.values():
@@ -177,8 +177,8 @@ def test_a_stage_that_outlasts_the_wall_time_of_the_qos_fits_nowhere(
         propose_plan(ask(config, inventory(QosLimits(max_wall_min=0)), execution))
 
 
-@GRAINS
-def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Grain) -> None:
+@EXECUTIONS
+def test_where_nothing_fits_the_limit_is_named(config: RunConfig, execution: Execution) -> None:
     # A process on a GPU asks for four.
     tight = inventory(QosLimits(max_tres_per_user={"cpu": 3}), ME, "h100")
     with pytest.raises(PlanError, match=r"4 requested in all, QOS small allows .* 3 \(cpu\)"):
@@ -192,9 +192,9 @@ def test_limits_that_slurm_does_not_enforce_bound_no_plan(config: RunConfig) -> 
     assert gpus(propose_plan(ask(config, free, "jobs")).plan) > 1
 
 
-@GRAINS
+@EXECUTIONS
 def test_a_plan_by_hand_over_a_limit_is_refused_with_its_key(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     plan = propose_plan(ask(config, inventory(), execution)).plan
     tight = ask(config, inventory(QosLimits(max_tres_per_user={"gres/gpu": 1})), execution)
@@ -290,7 +290,7 @@ TRAIN = {"gpu_type": "h100", "processes": 2, "gpus": 2}
 EVERY = ["rollout", "reward", "inference", "train"]
 
 
-def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan:
+def by_hand(execution: Execution, cpus: int, partition: str | None = "h100") -> Plan:
     """On two H100s."""
     if execution == "jobs":
         train = {**TRAIN, "cpus": cpus, "partition": partition}
@@ -302,10 +302,10 @@ def by_hand(execution: Grain, cpus: int, partition: str | None = "h100") -> Plan
     return parse_plan({"defaults": defaults, "pools": [pool]}, "plan")
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("most", [4, 3])
 def test_a_plan_by_hand_may_have_fewer_cpus_than_the_planner_asks_for(
-    config: RunConfig, execution: Grain, most: int
+    config: RunConfig, execution: Execution, most: int
 ) -> None:
     """It asks for four with each GPU: one GPU, or none."""
     tight = inventory(QosLimits(max_tres_per_user={"cpu": most}), ME, "h100")
@@ -343,9 +343,9 @@ def test_a_plan_by_hand_is_checked_where_the_planner_finds_no_room(
     assert "no plan is better" in " ".join(capsys.readouterr().out.split())
 
 
-@GRAINS
+@EXECUTIONS
 def test_the_default_partition_has_its_own_settings_of_the_site(
-    config: RunConfig, execution: Grain, tmp_path: Path
+    config: RunConfig, execution: Execution, tmp_path: Path
 ) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("partitions: {h100: {qos: long}}\n")

@@ -28,8 +28,8 @@ from slurm.site import SiteConfig
 from stages.flow import on_policy
 from tests.pipeline.planning.planner import clusters
 
-Grain = Literal["jobs", "pools"]
-GRAINS = pytest.mark.parametrize("execution", ["jobs", "pools"])
+Execution = Literal["jobs", "pools"]
+EXECUTIONS = pytest.mark.parametrize("execution", ["jobs", "pools"])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def longer(profile: Profile, factor: float) -> Profile:
 
 def ask(
     config: RunConfig,
-    execution: Grain,
+    execution: Execution,
     *partitions: PartitionInventory,
     pins: tuple[str, ...] = (),
     factor: float = 1.0,
@@ -82,19 +82,19 @@ def ask(
     return PlanRequest(config, profile, found, execution=execution, pins=known, notes=notes)
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("long", ["gpu", "a_main"])
 def test_a_partition_for_short_jobs_does_not_hide_the_long_one(
-    config: RunConfig, execution: Grain, long: str
+    config: RunConfig, execution: Execution, long: str
 ) -> None:
     both = partition("debug", 2, 1), partition(long, 2, 1440)
     rows = propose_plan(ask(config, execution, *both, factor=40)).rows
     assert {row.place for row in rows} == {long}
 
 
-@GRAINS
+@EXECUTIONS
 def test_jobs_too_long_for_the_partition_that_is_not_preempted_go_to_the_other(
-    config: RunConfig, execution: Grain
+    config: RunConfig, execution: Execution
 ) -> None:
     both = partition("debug", 2, 1), partition("spare", 2, 1440, preempted=True)
     request = ask(config, execution, *both, factor=40)
@@ -159,10 +159,10 @@ def test_jobs_on_shared_nodes_wait_for_each_other(
     )
 
 
-@GRAINS
+@EXECUTIONS
 @pytest.mark.parametrize("name", ["debug", "gpu"])
 def test_a_pin_chooses_among_the_names_of_the_same_nodes(
-    config: RunConfig, execution: Grain, name: str
+    config: RunConfig, execution: Execution, name: str
 ) -> None:
     both = partition("debug", 2, 60), partition("gpu", 2, 1440)
     proposal = propose_plan(ask(config, execution, *both, pins=(f"train={name}",)))
@@ -186,8 +186,10 @@ def test_other_numbers_of_devices_hold_for_every_name_of_the_nodes(config: RunCo
     assert set(with_counts(request.devices, {"batch": 0})) == set()
 
 
-@GRAINS
-def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(config: RunConfig, execution: Grain) -> None:
+@EXECUTIONS
+def test_a_plan_asks_for_the_size_of_gpu_it_counted_on(
+    config: RunConfig, execution: Execution
+) -> None:
     large, small = (
         clusters.group("a100", count, first=first).model_copy(
             update={"features": ("a100", f"{size}gb"), "gpu_model": f"a100-{size}gb"}

@@ -39,7 +39,7 @@ def pooled(*pools: dict[str, object]) -> Plan:
     return parse_plan({"pools": list(pools)}, "plan.yaml")
 
 
-def said(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:
+def recommend(request: PlanRequest, plan: Plan) -> dict[str, Recommendation]:
     return {
         choice.feature.partition(":")[0]: choice
         for choice in assess_plan(request, plan, "plan.yaml").forecast.recommendations
@@ -60,7 +60,7 @@ def test_staleness_is_offered_with_its_gain_and_never_taken(plan_request: PlanRe
     assert stale.saved_s == pytest.approx(found.iteration_s - max(busiest, found.iteration_s / 2))
     assert "changes what is learnt" in stale.reason
     # On the same devices nothing can run beside anything.
-    same = said(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))[
+    same = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))[
         "rollout.staleness=1"
     ]
     assert same.saved_s == pytest.approx(0.0, abs=1e-6)
@@ -109,19 +109,21 @@ def test_elastic_rollouts_are_chosen_where_they_are_quicker(plan_request: PlanRe
     if elastic:
         saved = float(jobs.prediction.total_s) - proposal.forecast.iteration_s
         assert found.saved_s == pytest.approx(max(0.0, saved))
-    one = said(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
+    one = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert "shares its pool" in one["elastic rollouts (workers)"].reason
 
 
 def test_helpers_need_an_elastic_pool_and_time(plan_request: PlanRequest) -> None:
-    one = said(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))["also_generates"]
+    one = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))[
+        "also_generates"
+    ]
     assert not one.chosen
     assert "no elastic pool" in one.reason
     pools = (
         {"stages": WHOLE[:1], "devices": {"a100": 3}, "workers": 3},
         {"stages": WHOLE[1:], "devices": {"h100": 4}},
     )
-    found = said(plan_request, pooled(*pools))["also_generates"]
+    found = recommend(plan_request, pooled(*pools))["also_generates"]
     assert found.saved_s is not None
     assert found.saved_s > 0
     assert "at most" in found.reason
@@ -171,7 +173,7 @@ def test_the_way_of_the_weights_is_the_quickest_that_was_measured(
         (weights,) = [c for c in choices if c.feature.startswith("weights")]
         assert weights.feature.endswith(way)
         assert "not encrypted" in weights.reason
-    here = said(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
+    here = recommend(plan_request, pooled({"stages": WHOLE, "devices": {"h100": 4}}))
     assert here["weights, train to rollout"].reason == "they stay in the pool's memory"
 
 

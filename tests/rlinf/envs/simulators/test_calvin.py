@@ -165,7 +165,7 @@ def test_a_chain_goes_on_from_subtask_to_subtask_to_its_end(
     )
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["starts"] == 1
-    assert [row[1:] for row in result["told"]] == [
+    assert [row[1:] for row in result["steps"]] == [
         [0, 0, 0, False],
         [1, 0, 0, False],
         [0, 0, 0, False],
@@ -173,8 +173,8 @@ def test_a_chain_goes_on_from_subtask_to_subtask_to_its_end(
         [1, 0, 0, False],
         [1, 1, 0, True],
     ]
-    assert result["told"][0][0] == "pull the handle to open the drawer"
-    assert result["told"][5][0] == "use the switch to turn on the light bulb"
+    assert result["steps"][0][0] == "pull the handle to open the drawer"
+    assert result["steps"][5][0] == "use the switch to turn on the light bulb"
 
 
 def test_a_subtask_that_is_not_solved_in_time_cuts_the_chain_off(task: dict[str, Any]) -> None:

@@ -81,8 +81,8 @@ def test_a_bowl_on_the_plate_ends_the_episode_with_the_reward() -> None:
     )
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["instruction"].startswith("pick up the black bowl")
-    assert result["told"][0] == [0, 0, 0]
-    assert result["told"][-1] == [1, 1, 0]
+    assert result["steps"][0] == [0, 0, 0]
+    assert result["steps"][-1] == [1, 1, 0]
 
 
 @pytest.fixture
