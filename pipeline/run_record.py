@@ -25,7 +25,7 @@ from rlinf.artifacts import Manifest, write_atomic
 from rlinf.config import RunConfig, json_digest, select_semantic, validate
 from rlinf.errors import ConfigError
 from rlinf.track import LogConfig
-from stages.identity import CLASS_REGISTRIES, read_ledger
+from stages.identity import CLASS_REGISTRIES, read_accepted_mismatches
 from stages.layout import CONFIG_FILE, RUN_FILE
 from stages.runner import read_config_values
 
@@ -125,7 +125,7 @@ def write_run_record(
             version=__version__,
             **collect_provenance(),
         )
-    entries = read_ledger(folder).entries
+    entries = read_accepted_mismatches(folder).entries
     settings, non_default = effective_settings(validate(RunConfig, config))
     update = {
         "config": frozen,

@@ -67,7 +67,7 @@ def stage_key(
     )
 
 
-class LedgerEntry(BaseModel):
+class AcceptedMismatch(BaseModel):
     """Results that count although configuration or code has changed (``--keep``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -79,12 +79,12 @@ class LedgerEntry(BaseModel):
     """Keys of the accepted results, by ``stage/iteration``."""
 
 
-class Ledger(BaseModel):
+class AcceptedMismatches(BaseModel):
     """All accepted mismatches of a run, oldest first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    entries: tuple[LedgerEntry, ...] = ()
+    entries: tuple[AcceptedMismatch, ...] = ()
 
     def accepts(self, manifest: Manifest) -> bool:
         """Return whether a result counts, whatever its key."""
@@ -92,8 +92,8 @@ class Ledger(BaseModel):
         return any(entry.outputs.get(name) == manifest.key for entry in self.entries)
 
 
-def read_ledger(run: Path) -> Ledger:
-    """Return the ledger of a run; empty if no mismatch was ever accepted.
+def read_accepted_mismatches(run: Path) -> AcceptedMismatches:
+    """Return the accepted mismatches of a run; empty if there are none.
 
     Raises:
         ConfigError: damaged.
@@ -102,14 +102,14 @@ def read_ledger(run: Path) -> Ledger:
     try:
         file_state = path.stat()
     except FileNotFoundError:
-        return Ledger()
+        return AcceptedMismatches()
     return _read(path, (file_state.st_mtime_ns, file_state.st_ino, file_state.st_size))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, file_state: tuple[int, ...]) -> Ledger:
+def _read(path: Path, file_state: tuple[int, ...]) -> AcceptedMismatches:
     try:
-        return Ledger.model_validate_json(path.read_bytes())
+        return AcceptedMismatches.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise ConfigError(

@@ -27,7 +27,7 @@ from pipeline.run_control import find_driver_job, last_driver_job_id
 from rlinf.errors import RlinfError
 from slurm.client import QueuedJob, SlurmClient
 from stages.flow import EVALUATE, flow_of
-from stages.identity import LedgerEntry, read_ledger
+from stages.identity import AcceptedMismatch, read_accepted_mismatches
 from stages.layout import offline_folder, stage_folder
 from stages.retention import BestWeights, best_weights
 from stages.runner import DISK_FALLBACKS
@@ -60,7 +60,7 @@ class RunStatus:
     disk_fallbacks: dict[str, int] = field(default_factory=dict)
     """Number of inputs of recent iterations that were read from disk instead of memory, by edge;
     for elastic generators by work item."""
-    accepted_mismatches: tuple[LedgerEntry, ...] = ()
+    accepted_mismatches: tuple[AcceptedMismatch, ...] = ()
     """Accepted results of another configuration or other code."""
     best: BestWeights | None = None
     """The weights with the best held-out score, once there is one."""
@@ -132,7 +132,7 @@ def read_status(folder: Path, client: SlurmClient | None = None) -> RunStatus:
         warnings=run_warnings(run),
         disk_fallbacks=_count_disk_fallbacks(run, graph, synced[-RECENT_ITERATIONS:]),
         pools=read_pools_status(run.folder),
-        accepted_mismatches=read_ledger(run.folder).entries,
+        accepted_mismatches=read_accepted_mismatches(run.folder).entries,
         best=best_weights(run.config, run.folder),
     )
 

@@ -269,7 +269,9 @@ def test_redo_after_keep_makes_anew_what_was_kept(lab: Lab) -> None:
     run = root / "orders"
     kept = lab.take(run, root, start, (OnMismatch.KEEP, lambda s: longer(other_rate(s))))
     after = lab.take(run, root, kept, (OnMismatch.RECOMPUTE, other_scale))
-    assert list((run / "archive").glob(f"*/{ACCEPTED_FILE}")), "the ledger is not lost"
+    assert list((run / "archive").glob(f"*/{ACCEPTED_FILE}")), (
+        "the accepted mismatches are not lost"
+    )
     lab.take(run, root, after, (OnMismatch.RECOMPUTE, lambda s: replace(s, iterations=2)))
 
 
