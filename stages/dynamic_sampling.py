@@ -45,12 +45,12 @@ def run(ctx: StageContext) -> None:
 def resample_groups(
     ctx: StageContext, batch_indices: Sequence[int], counts: Counter[str]
 ) -> Iterator[Record]:
-    """Groups for some places of the batch, each once it was judged to teach something.
+    """Yield a group for each batch index, as soon as one is informative.
 
-    What is left after the last draw is handed on as it is; the reward stage drops it.
+    Groups of the last draw are yielded in any case; the reward stage drops uninformative ones.
 
     Args:
-        counts: gets ``refilled`` (groups drawn anew) and ``unfilled`` (places left without one).
+        counts: is updated with ``resampled_groups`` and ``rejected_groups``.
     """
     settings = ctx.config.rollout
     most, pending = settings.max_resamples or 0, list(batch_indices)
@@ -60,7 +60,7 @@ def resample_groups(
             return
         starts = [place + draw * settings.batch_size for place in pending]
         records = generate_trajectories(ctx, starts, num_starts=settings.batch_size * (most + 1))
-        # All of them: what judges may need the device that the engine has until then.
+        # All of them first, because the reward may need the device of the engine.
         groups = group_by_batch_index(list(records), settings.batch_size, settings.group_size)
         taught = {place for place in pending if is_informative(ctx, algorithm, groups[place])}
         for place in pending:
@@ -73,7 +73,7 @@ def resample_groups(
 def group_by_batch_index(
     records: Sequence[Record], batch: int, group_size: int
 ) -> dict[int, list[Record]]:
-    """Samples as those of the place of the batch that they were drawn for, in order."""
+    """Return samples by batch index, numbered as samples of that index, in order."""
     groups: dict[int, list[Record]] = {}
     for record in sorted(records, key=lambda record: record.identity):
         start, number = divmod(record.identity.sample, group_size)
@@ -89,6 +89,6 @@ def is_informative(ctx: StageContext, algorithm: Algorithm, group: Sequence[Reco
     reward = get_reward(ctx)
     environment = primary_rank_environment(ctx) if reward.needs_score else None
     with ctx.span("score"):
-        # What went wrong is told by the reward stage.
+        # The reward stage reports failures.
         verdict = compute_rewards(reward, algorithm, environment, group, Counter())
     return bool(verdict.trainable.any())

@@ -166,10 +166,10 @@ def get_engine(
 ) -> Engine:
     """Return the engine with the weights of an input, loading them only if they changed.
 
-    It is on its device: until it is through with them the stage must not wait for anything.
+    The engine is on its device, so the stage must not wait for anything until it has finished.
 
     Args:
-        newest: one that serves this version, or one in between, goes on with it.
+        max_version: an engine with a version between ``version`` and this one keeps its weights.
     """
     entry = ctx.inputs[name]
     engine, worker_state = get_or_create_engine(ctx), ctx.worker_state
@@ -266,9 +266,8 @@ def get_trainer(ctx: StageContext) -> Trainer:
 def get_actor(ctx: StageContext) -> Trainer:
     """Return a trainer with the weights of input ``weights``, for evaluating the policy.
 
-    Where training goes on in this process and has come as far as these weights, it is that one.
-    Another one keeps no optimizer state, and takes later weights as they come. As for the trainer,
-    it is on the device until a wait.
+    It is the resident trainer if that has these weights. Otherwise it is a second one without
+    optimizer state, which loads later weights. It stays on the device until the stage waits.
     """
     start, weights = ctx.inputs["initial"].content_id, ctx.inputs["weights"]
     state, worker_state = weights.content_id, ctx.worker_state
@@ -365,7 +364,7 @@ def save_weights(ctx: StageContext, trainer: Trainer, folder: Path) -> None:
             folder.mkdir()
             trainer.policy.save_state(folder, state)
     finally:
-        # The others wait for this one, whatever failed here.
+        # Other ranks wait for this one, even after an error.
         state.drain()
 
 

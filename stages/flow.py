@@ -259,7 +259,7 @@ off_policy = Flow(
                 "trajectories": InputSource("rollout"),
                 "rewards": InputSource("reward"),
                 "initial": INITIAL_WEIGHTS,
-                # The buffer is added to in the order of the iterations, whatever is ahead.
+                # Iterations are added to the buffer in their order.
                 "replay": InputSource("replay", lag=1),
             },
             ("task", "model", "algorithm", "rollout"),

@@ -19,7 +19,7 @@ def run(ctx: StageContext) -> None:
     for samples in ctx.chunks():
         trajectories = ctx.read_records("trajectories", samples)
         columns: dict[int, dict[str, np.ndarray]] = {}
-        # Values that came with the steps are those that advantages are made of.
+        # Advantages use the values of the rollout, if it has some.
         valued = any("values" in trajectory.steps for trajectory in trajectories)
         recompute = algorithm.needs_old_logprobs or (algorithm.needs_values and not valued)
         if recompute:

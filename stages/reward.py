@@ -55,7 +55,7 @@ def compute_rewards(
     scores = list[float]()
     if environment is not None:
         scores = score_trajectories(environment, trajectories, failure_counts)
-    # One that could not be taken is of a trajectory of which no step counts.
+    # A trajectory without a score has only masked steps.
     judgements = reward.compute_results(trajectories, np.nan_to_num(scores).tolist())
     rewards = []
     for judgement in judgements:
@@ -77,7 +77,7 @@ def compute_rewards(
     failure_counts["fully_masked"] += int((~there).sum())
     valid &= there
     kept = valid.copy()
-    # Whether a group teaches is asked of how well its samples did, not of a penalty beside it.
+    # Groups are selected by raw rewards, without penalties.
     plain = [j.raw_reward for j in judgements]
     did = np.array([t if p is None else p for t, p in zip(totals, plain, strict=True)])
     kept[kept] = algorithm.select_samples(did[kept], groups[kept])

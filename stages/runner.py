@@ -179,8 +179,8 @@ def run_stage(
             ).accepts(done):
                 raise ConflictingOutputError(
                     f"{call.output_folder}: holds a result of another configuration, of "
-                    "other inputs or of other code, which stays; start the run again to be told "
-                    "what differs"
+                    "other inputs or of other code, which stays; start the run again, which "
+                    "lists the differences"
                 )
             verify_output(call.output_folder, done, checksums=False)
             return done
@@ -231,7 +231,7 @@ class StageAttempt:
         self.ranks = AttemptRanks(call.output_folder / f"{DATA_PREFIX}{name}", world)
         self._files: dict[str, FileEntry] = {}
         self._fallbacks: set[str] = set()
-        """What other ranks said of their files, and of their inputs."""
+        """Inputs that any rank read from disk instead of memory."""
         self.ctx = StageContext(
             config=config,
             stage=call.stage,

@@ -46,14 +46,14 @@ class NoProgressGuard:
         if len(attempts) < MAX_TIMEOUTS:
             write_atomic(path, json.dumps(attempts))
             log.warning(
-                "%s: stopped at the end of its time, with nothing to go on from: it begins anew",
+                "%s: stopped at its time limit without saved progress; it starts again",
                 stage,
             )
             return
         path.unlink(missing_ok=True)
         raise PlanError(
-            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts were stopped at the end of their job's "
-            f"time, and each began anew: give it more (stages.{stage}.time_limit_min), a partition "
+            f"plan: stages.{stage}: {MAX_TIMEOUTS} attempts reached their job's time limit "
+            f"without saved progress: give it more (stages.{stage}.time_limit_min), a partition "
             "with a longer limit, or less work"
         )
 

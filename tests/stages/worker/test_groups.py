@@ -169,7 +169,7 @@ def test_records_about_groups_that_make_no_sense_are_dropped(worker: Make) -> No
         {"type": "nothing known"},
         {},
     ):
-        worker_out = there.outbox.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
+        worker_out = there.sender.stream_to(f"{OUT}:{WEIGHTS}", ["r0"], 0, 1)
         worker_out.put(Record(RecordId(3, 0), info=dict(info)))
     source = worker("s")
     out = publish(source, 4, ["r0"])
