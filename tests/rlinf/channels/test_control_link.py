@@ -266,8 +266,8 @@ def test_words_with_the_token_of_another_controller_are_ignored(tmp_path: Path) 
 
     def say(token: str, number: int) -> None:
         item = msgpack.packb({"i": number})
-        word = ("data", token, 0, 0, None, 0, number, 0, [len(item)])
-        stale.send_multipart([name, msgpack.packb(word), item])
+        message = ("data", token, 0, 0, None, 0, number, 0, [len(item)])
+        stale.send_multipart([name, msgpack.packb(message), item])
 
     say("former", 0)
     stale.send_multipart([name, msgpack.packb(("retired", "former"))])

@@ -58,8 +58,11 @@ class World:
 
 
 def make(id: str, kwargs: dict[str, Any]) -> World:
-    """``kwargs``: ``fails``, the numbers of the episodes (from 1) that do; ``told``: whether a
-    person is said to act at every step; ``begins_not``: the numbers of the resets, of all worlds of
-    the process, that fail."""
+    """Create a world.
+
+    ``kwargs``: ``fails``: numbers of the episodes (from 1) that fail; ``reports``: whether every
+    step's info reports an intervention; ``begins_not``: numbers of the resets, of all worlds of the
+    process, that fail.
+    """
     reports, begins_not = bool(kwargs.get("reports")), kwargs.get("begins_not", [])
     return World(kwargs.get("fails", []), reports, begins_not)

@@ -18,7 +18,7 @@ class World:
     at the second step, which terminates it at the third, and is cut off after five."""
 
     cameras = ("side",)
-    starts = 2
+    num_initial_states = 2
     action_space = Space(-np.ones(2, np.float32), np.ones(2, np.float32))
 
     def __init__(self, id: str) -> None:
@@ -30,8 +30,8 @@ class World:
         self.observation_space = Space(-np.ones(size, np.float32), np.ones(size, np.float32))
         self._steps, self._begun = 0, 0
 
-    def reset(self, seed: int | None = None, start: int = 0) -> Any:
-        self._steps, self._begun = 0, start
+    def reset(self, seed: int | None = None, initial_state: int = 0) -> Any:
+        self._steps, self._begun = 0, initial_state
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:

@@ -98,7 +98,7 @@ def test_an_evaluation_in_which_all_is_lost_has_no_score(tmp_path: Path) -> None
 
 def test_what_a_pictured_world_tells_is_kept(tmp_path: Path) -> None:
     _, (record,) = played(
-        "train", 1, tmp_path, kwargs={"told": True}, images={"side": [2, 2]}, num_processes=1
+        "train", 1, tmp_path, kwargs={"reports": True}, images={"side": [2, 2]}, num_processes=1
     )
     assert record.steps["intervened"].all()
     clipped = np.clip(record.steps["actions"], -1, 1)

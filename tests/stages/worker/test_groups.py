@@ -50,7 +50,7 @@ def test_every_member_holds_each_version_by_one_group(
     for number in (3, 4, 5):
         out = publish(source, number, ["r0", "r1", "r2"])
         assert soon(lambda out=out, n=number: all(r.holds(n, out) for r in ranks))
-        assert ranks[0].live_store.output(out).wait_for_attempt(lambda: True) == "data-a"
+        assert ranks[0].store.output(out).wait_for_attempt(lambda: True) == "data-a"
     assert sorted(formed) == [(rank, 4) for rank in range(4)], "one group serves them all"
     assert "no gloo" not in caplog.text
 
