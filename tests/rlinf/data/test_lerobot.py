@@ -237,8 +237,8 @@ def test_without_a_success_flag_there_is_one_clear_error(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codebase_version": "v1.6"}, r"version 1.6; those from 2.0"),
-        ({"features": {**FLAG, "action": None}}, r"no feature 'action' \(what was done\)"),
+        ({"codebase_version": "v1.6"}, r"version 1.6; versions 2.0"),
+        ({"features": {**FLAG, "action": None}}, r"no feature 'action' \(executed actions\)"),
         ({"codebase_version": None}, "version None"),
     ],
 )
