@@ -25,6 +25,7 @@ from rlinf.data.record import Record, RecordId
 from rlinf.errors import ConfigError, DataError
 from rlinf.rewards.base import RewardResources
 from rlinf.rewards.judge import JudgeConfig, JudgeReward, VerdictConfig, fill_template
+from stages.layout import REWARD_CACHE_FOLDER
 from tests.environments import need_environment
 from tests.rlinf.rewards.chat_server import ChatServer, Reply, chat_server
 
@@ -351,7 +352,7 @@ def test_a_run_counts_and_records_what_was_not_judged(
     assert row["reward/unanswered"] == row["reward/refused"] == row["reward/over_budget"] == 0
     assert all(not r.info["keep"] for r in given.values() if r.info["trouble"])
     assert len(seen) == len(set(seen)), "no question was asked twice"
-    (path,) = (tmp_path / "tiny" / "answers").iterdir()
+    (path,) = (tmp_path / "tiny" / REWARD_CACHE_FOLDER).iterdir()
     assert len(path.read_text().splitlines()) == len(seen)
 
 
